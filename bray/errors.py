@@ -1,0 +1,56 @@
+"""Errors that a user can act on: what was expected, what came, what to do.
+
+BrayError
+├── ConfigError        a key, a value or a combination of values that cannot work
+│   └── UnknownName    a name that nothing answers to; the nearest one is offered
+├── EnvError           an environment raised, hung, or returned what its spaces forbid
+├── CheckpointError    a run directory or checkpoint that is missing, truncated or foreign
+└── DataError          bytes or files that are not what they claim to be
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BrayError(Exception):
+    """Base of all errors that are shown to the user as one message, without a traceback."""
+
+
+class ConfigError(BrayError):
+    """A configuration that cannot work."""
+
+
+class UnknownName(ConfigError):
+    """A name (algorithm, environment, key, metric) that nothing answers to."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = ""):
+        self.kind, self.name, self.known = kind, name, sorted(set(known))
+        place = f" ({where})" if where else ""
+        super().__init__(f"unknown {kind} {name!r}{place}.{did_you_mean(name, self.known)}")
+
+
+class EnvError(BrayError):
+    """An environment that raised, hung, or broke its own contract."""
+
+
+class CheckpointError(BrayError):
+    """A run directory or checkpoint that cannot be used."""
+
+
+class DataError(BrayError):
+    """Bytes or files that are not what they claim to be."""
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:
+    """The end of an error message: the nearest known names, else a list of what is known."""
+    names = list(known)
+    folded = {n.lower(): n for n in names}
+    near = [folded[n] for n in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.6)]
+    if near:
+        return " Did you mean " + " or ".join(repr(n) for n in near) + "?"
+    if not names:
+        return ""
+    more = f", … ({len(names)} in all)" if len(names) > most else ""
+    return " Known: " + ", ".join(sorted(names)[:most]) + more + "."

@@ -1,0 +1,65 @@
+"""Schedules: a number that changes with the step count. Written in configs as a number or as a small dict.
+
+`{"kind": "linear", "start": 1.0, "end": 0.05, "steps": 10000}` goes from start to end in `steps`, then stays;
+`{"kind": "exp", "start": 0.95, "end": 0.01, "decay": 500}` is end + (start - end) * exp(-step / decay);
+`{"kind": "piecewise", "points": [[0, 1.0], [1000, 0.1]]}` joins points by lines and stays at the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from bray.errors import ConfigError, UnknownName
+
+Schedule = float | dict[str, Any]
+"""What a config field holds."""
+
+_KEYS = {"linear": ("start", "end", "steps"), "exp": ("start", "end", "decay"), "piecewise": ("points",)}
+
+
+def make_schedule(schedule: Schedule) -> Callable[[int], float]:
+    """A config's number or dict as a function of the step."""
+    if isinstance(schedule, (int, float)) and not isinstance(schedule, bool):
+        value = float(schedule)
+        return lambda step: value
+    if not isinstance(schedule, dict):
+        raise ConfigError(f"a schedule is a number or a dict with 'kind', got {schedule!r}")
+    kind = schedule.get("kind", "linear")
+    if kind not in _KEYS:
+        raise UnknownName("schedule kind", str(kind), _KEYS)
+    for key in schedule:
+        if key != "kind" and key not in _KEYS[kind]:
+            raise UnknownName(f"key of a {kind} schedule", key, _KEYS[kind])
+    missing = [k for k in _KEYS[kind] if k not in schedule]
+    if missing:
+        raise ConfigError(f"a {kind} schedule needs {', '.join(_KEYS[kind])}; {', '.join(missing)} missing")
+    if kind == "linear":
+        return lambda step: linear(schedule["start"], schedule["end"], schedule["steps"], step)
+    if kind == "exp":
+        return lambda step: exponential(schedule["start"], schedule["end"], schedule["decay"], step)
+    points = [(float(x), float(y)) for x, y in schedule["points"]]
+    if not points or any(b[0] <= a[0] for a, b in zip(points, points[1:], strict=False)):
+        raise ConfigError(f"the points of a piecewise schedule have growing steps, got {schedule['points']}")
+    return lambda step: piecewise(points, step)
+
+
+def linear(start: float, end: float, steps: int, step: int) -> float:
+    """From start to end in `steps`, then end."""
+    return start + (end - start) * min(1.0, step / steps) if steps > 0 else end
+
+
+def exponential(start: float, end: float, decay: float, step: int) -> float:
+    """end + (start - end) * exp(-step / decay)."""
+    return end + (start - end) * math.exp(-step / decay)
+
+
+def piecewise(points: list[tuple[float, float]], step: int) -> float:
+    """Linear between points, constant outside."""
+    if step <= points[0][0]:
+        return points[0][1]
+    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        if step <= x1:
+            return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
+    return points[-1][1]

@@ -1,0 +1,307 @@
+"""What an environment looks like to an agent: spaces as plain data, and the flat layout of composite actions.
+
+`EnvSpec` is written to `spec.json` in a run directory, so that serving and exporting need no environment package.
+
+An **ActionLayout** flattens any action space into *parts*, in the order of the space:
+
+| space            | parts                              | distribution parameters                      | flat action          |
+|------------------|------------------------------------|----------------------------------------------|----------------------|
+| Discrete(n)      | one categorical                    | n logits                                     | one index (from 0)   |
+| MultiDiscrete    | one categorical per entry          | n_i logits each                              | one index each       |
+| MultiBinary(n)   | n categoricals of 2                | 2 logits each                                | n values 0/1         |
+| Box(shape)       | one Gaussian of prod(shape)        | mean, then log_std, prod(shape) each         | prod(shape) floats   |
+| Dict, Tuple      | the parts of its members, in order | one after another                            | one after another    |
+
+So a Model's distribution head is one array `[..., layout.num_params]`, an action inside the learner is one array
+(`[...]` for a single Discrete, else `[..., layout.size]`), and `to_env` makes what the environment expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from bray.errors import ConfigError, DataError
+
+ACTION_MASK = "action_mask"
+"""The observation key whose array says which discrete choices are legal (1) or not (0); never fed to an encoder."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """One space as data. `kind`: box, discrete, multi_discrete, multi_binary, dict, tuple, text."""
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    low: Any = None  # box: number (all equal) or nested list; None = unbounded
+    high: Any = None
+    n: tuple[int, ...] = ()  # discrete: (n,); multi_discrete: sizes, raveled
+    start: tuple[int, ...] = ()  # discrete: (start,)
+    parts: tuple[Space, ...] = ()  # dict, tuple
+    names: tuple[str, ...] = ()  # dict
+
+    @property
+    def items(self) -> Iterator[tuple[str, Space]]:
+        names = self.names if self.kind == "dict" else tuple(str(i) for i in range(len(self.parts)))
+        return zip(names, self.parts, strict=True)
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """low and high of a box as float arrays of its shape, infinite where there is none."""
+        low = -np.inf if self.low is None else np.asarray(self.low, np.float64)
+        high = np.inf if self.high is None else np.asarray(self.high, np.float64)
+        return np.broadcast_to(low, self.shape).copy(), np.broadcast_to(high, self.shape).copy()
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"kind": self.kind}
+        if self.kind not in ("dict", "tuple"):
+            out |= {"shape": list(self.shape), "dtype": self.dtype}
+        if self.kind == "box":
+            out |= {"low": self.low, "high": self.high}
+        if self.n:
+            out |= {"n": list(self.n), "start": list(self.start)}
+        if self.parts:
+            out["parts"] = [p.to_json() for p in self.parts]
+        if self.names:
+            out["names"] = list(self.names)
+        return out
+
+    @staticmethod
+    def from_json(d: dict[str, Any]) -> Space:
+        try:
+            return Space(
+                kind=d["kind"],
+                shape=tuple(d.get("shape", ())),
+                dtype=d.get("dtype", "float32"),
+                low=d.get("low"),
+                high=d.get("high"),
+                n=tuple(d.get("n", ())),
+                start=tuple(d.get("start", ())),
+                parts=tuple(Space.from_json(p) for p in d.get("parts", ())),
+                names=tuple(d.get("names", ())),
+            )
+        except (KeyError, TypeError, AttributeError) as e:
+            raise DataError(f"not a space: {str(d)[:80]} ({type(e).__name__}: {e})") from None
+
+    @staticmethod
+    def from_gym(space: Any) -> Space:
+        """A Gymnasium (or old gym) space as data."""
+        kind = type(space).__name__
+        if kind == "Box":
+            return Space("box", tuple(space.shape), space.dtype.name, _bound(space.low), _bound(space.high))
+        if kind == "Discrete":
+            return Space("discrete", (), "int64", n=(int(space.n),), start=(int(getattr(space, "start", 0)),))
+        if kind == "MultiDiscrete":
+            n = tuple(int(x) for x in np.ravel(space.nvec))
+            start = tuple(int(x) for x in np.ravel(getattr(space, "start", np.zeros(len(n)))))
+            return Space("multi_discrete", tuple(space.shape), "int64", n=n, start=start)
+        if kind == "MultiBinary":
+            return Space("multi_binary", tuple(space.shape), "int8")
+        if kind == "Dict":
+            names = tuple(space.spaces)
+            return Space("dict", parts=tuple(Space.from_gym(space[k]) for k in names), names=names)
+        if kind == "Tuple":
+            return Space("tuple", parts=tuple(Space.from_gym(s) for s in space.spaces))
+        raise ConfigError(
+            f"spaces of kind {kind} are not supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple are. "
+            "Convert it in a wrapper of your environment."
+        )
+
+    def sample(self, rng: np.random.Generator) -> Any:
+        """A random member, in environment units; unbounded boxes are drawn from a normal distribution."""
+        if self.kind == "dict":
+            return {k: s.sample(rng) for k, s in self.items}
+        if self.kind == "tuple":
+            return tuple(s.sample(rng) for s in self.parts)
+        if self.kind == "discrete":
+            return np.int64(self.start[0] + rng.integers(self.n[0]))
+        if self.kind == "multi_discrete":
+            return (rng.integers(self.n) + np.asarray(self.start)).reshape(self.shape)
+        if self.kind == "multi_binary":
+            return rng.integers(0, 2, self.shape, dtype=np.int8)
+        low, high = self.bounds()
+        bounded = np.isfinite(low) & np.isfinite(high)
+        low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
+        dtype = np.dtype(self.dtype)
+        if dtype.kind in "iu":
+            return rng.integers(low, high, endpoint=True).astype(dtype)
+        return np.where(bounded, rng.uniform(low, high), rng.normal(size=self.shape)).astype(dtype)
+
+
+def _bound(x: np.ndarray) -> Any:
+    """A box's bound as JSON data: None when infinite everywhere, one number when all equal, else a nested list."""
+    x = np.asarray(x)
+    if not np.isfinite(x).any():
+        return None
+    if x.size and (x == x.flat[0]).all():
+        return x.flat[0].item()
+    big = np.where(np.isfinite(x), x, np.where(x > 0, np.finfo(np.float32).max, np.finfo(np.float32).min))
+    return big.tolist()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One factor of a composite action: `size` columns of the flat action, `num_params` distribution parameters."""
+
+    kind: str  # "categorical" | "gaussian"
+    n: int  # categorical: choices; gaussian: dimensions
+    param: slice
+    action: slice
+    start: int = 0  # categorical: the first choice's number in the environment
+
+
+@dataclass(frozen=True)
+class ActionLayout:
+    """How an action space lies flat; see the module's table."""
+
+    space: Space
+    parts: tuple[Part, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts: list[Part] = []
+        p = a = 0
+
+        def add(kind: str, n: int, start: int = 0) -> None:
+            nonlocal p, a
+            num_params, size = (n, 1) if kind == "categorical" else (2 * n, n)
+            parts.append(Part(kind, n, slice(p, p + num_params), slice(a, a + size), start))
+            p, a = p + num_params, a + size
+
+        def walk(space: Space) -> None:
+            if space.kind in ("dict", "tuple"):
+                for _, s in space.items:
+                    walk(s)
+            elif space.kind in ("discrete", "multi_discrete"):
+                for n, start in zip(space.n, space.start, strict=True):
+                    add("categorical", n, start)
+            elif space.kind == "multi_binary":
+                for _ in range(int(np.prod(space.shape, dtype=int))):
+                    add("categorical", 2)
+            else:
+                add("gaussian", int(np.prod(space.shape, dtype=int)))
+
+        walk(self.space)
+        object.__setattr__(self, "parts", tuple(parts))
+
+    @cached_property
+    def num_params(self) -> int:
+        return self.parts[-1].param.stop
+
+    @cached_property
+    def size(self) -> int:
+        return self.parts[-1].action.stop
+
+    @cached_property
+    def num_logits(self) -> int:
+        """Length of a flat action mask: one entry per choice of every categorical part."""
+        return sum(p.n for p in self.parts if p.kind == "categorical")
+
+    @cached_property
+    def discrete(self) -> bool:
+        """All parts categorical."""
+        return all(p.kind == "categorical" for p in self.parts)
+
+    @cached_property
+    def continuous(self) -> bool:
+        """All parts Gaussian."""
+        return all(p.kind == "gaussian" for p in self.parts)
+
+    @cached_property
+    def single(self) -> bool:
+        """One plain Discrete: actions have no last axis."""
+        return self.space.kind == "discrete"
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        return np.dtype(np.int64 if self.discrete else np.float32)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return () if self.single else (self.size,)
+
+    def mask(self, obs: Any) -> np.ndarray | None:
+        """The flat action mask `[B, num_logits]` in a batch of observations (bool), or None. A composite action's mask may be
+        given flat or as a tree in the order of the parts."""
+        if not isinstance(obs, dict) or ACTION_MASK not in obs:
+            return None
+        mask = obs[ACTION_MASK]
+        if isinstance(mask, dict):
+            mask = list(mask.values())
+        if isinstance(mask, (list, tuple)):
+            mask = np.concatenate([np.asarray(m).reshape(len(m), -1) for m in mask], -1)
+        return np.asarray(mask).reshape(len(mask), -1) > 0.5
+
+    def to_env(self, action: np.ndarray) -> Any:
+        """Flat actions `[B, size]` (or `[B]`) -> a batch of actions as the environment takes them."""
+        if self.space.kind == "discrete":
+            return action + self.space.start[0] if self.space.start[0] else action
+        used = 0
+
+        def build(space: Space) -> Any:
+            nonlocal used
+            if space.kind == "dict":
+                return {k: build(s) for k, s in space.items}
+            if space.kind == "tuple":
+                return tuple(build(s) for s in space.parts)
+            width = len(space.n) if space.n else int(np.prod(space.shape, dtype=int))
+            x = action[:, used : used + width]
+            used += width
+            if space.n:
+                x = x.astype(np.int64) + np.asarray(space.start)
+            elif space.kind == "box":
+                low, high = space.bounds()
+                x = np.clip(x, low.reshape(-1), high.reshape(-1))
+                if np.dtype(space.dtype).kind in "iu":
+                    x = np.rint(x)
+            return x.reshape(len(x), *space.shape).astype(space.dtype, copy=False)
+
+        return build(self.space)
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """What a Model, a Policy and a server need to know of an environment."""
+
+    id: str
+    observation: Space
+    action: Space
+    max_episode_steps: int | None = None
+    preprocessing: dict[str, Any] = field(default_factory=dict)
+    """What the environment side did to the raw game before the agent sees it (frame stack, resize, ...), for the record."""
+
+    @cached_property
+    def layout(self) -> ActionLayout:
+        return ActionLayout(self.action)
+
+    @property
+    def num_actions(self) -> int:
+        """Choices of a plain Discrete action space."""
+        if self.action.kind != "discrete":
+            raise ConfigError(f"this algorithm needs a Discrete action space, {self.id} has {self.action.kind}")
+        return self.action.n[0]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "observation": self.observation.to_json(),
+            "action": self.action.to_json(),
+            "max_episode_steps": self.max_episode_steps,
+            "preprocessing": self.preprocessing,
+        }
+
+    @staticmethod
+    def from_json(d: dict[str, Any]) -> EnvSpec:
+        try:
+            return EnvSpec(
+                id=d["id"],
+                observation=Space.from_json(d["observation"]),
+                action=Space.from_json(d["action"]),
+                max_episode_steps=d.get("max_episode_steps"),
+                preprocessing=d.get("preprocessing", {}),
+            )
+        except (KeyError, TypeError) as e:
+            raise DataError(f"not an environment spec ({type(e).__name__}: {e})") from None
