@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ def make_schedule(schedule: Schedule) -> Callable[[int], float]:
     if kind == "exp":
         return lambda step: exponential(schedule["start"], schedule["end"], schedule["decay"], step)
     points = [(float(x), float(y)) for x, y in schedule["points"]]
-    if not points or any(b[0] <= a[0] for a, b in zip(points, points[1:], strict=False)):
+    if not points or any(b[0] <= a[0] for a, b in itertools.pairwise(points)):
         raise ConfigError(f"the points of a piecewise schedule have growing steps, got {schedule['points']}")
     return lambda step: piecewise(points, step)
 
@@ -59,7 +60,7 @@ def piecewise(points: list[tuple[float, float]], step: int) -> float:
     """Linear between points, constant outside."""
     if step <= points[0][0]:
         return points[0][1]
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if step <= x1:
             return y0 + (y1 - y0) * (step - x0) / (x1 - x0)
     return points[-1][1]

@@ -12,6 +12,8 @@ An **ActionLayout** flattens any action space into *parts*, in the order of the 
 | Box(shape)       | one Gaussian of prod(shape)        | mean, then log_std, prod(shape) each         | prod(shape) floats   |
 | Dict, Tuple      | the parts of its members, in order | one after another                            | one after another    |
 
+A flat action of a bounded box is in units of [-1, 1]; `to_env` scales it to the bounds, so that one exploration noise fits all games.
+
 So a Model's distribution head is one array `[..., layout.num_params]`, an action inside the learner is one array
 (`[...]` for a single Discrete, else `[..., layout.size]`), and `to_env` makes what the environment expects.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,9 @@ ACTION_MASK = "action_mask"
 """The observation key whose array says which discrete choices are legal (1) or not (0); never fed to an encoder."""
 
 
+_NO_BOUND = (float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
+
+
 @dataclass(frozen=True)
 class Space:
     """One space as data. `kind`: box, discrete, multi_discrete, multi_binary, dict, tuple, text."""
@@ -38,7 +43,7 @@ class Space:
     kind: str
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
-    low: Any = None  # box: number (all equal) or nested list; None = unbounded
+    low: Any = None  # box: one number (all equal) or a raveled tuple; None = unbounded
     high: Any = None
     n: tuple[int, ...] = ()  # discrete: (n,); multi_discrete: sizes, raveled
     start: tuple[int, ...] = ()  # discrete: (start,)
@@ -52,9 +57,12 @@ class Space:
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """low and high of a box as float arrays of its shape, infinite where there is none."""
-        low = -np.inf if self.low is None else np.asarray(self.low, np.float64)
-        high = np.inf if self.high is None else np.asarray(self.high, np.float64)
-        return np.broadcast_to(low, self.shape).copy(), np.broadcast_to(high, self.shape).copy()
+        low = np.full(self.shape, -np.inf)
+        high = np.full(self.shape, np.inf)
+        for array, bound in ((low, self.low), (high, self.high)):
+            if bound is not None:
+                array[...] = np.reshape(bound, self.shape) if isinstance(bound, tuple) else bound
+        return low, high
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"kind": self.kind}
@@ -77,8 +85,8 @@ class Space:
                 kind=d["kind"],
                 shape=tuple(d.get("shape", ())),
                 dtype=d.get("dtype", "float32"),
-                low=d.get("low"),
-                high=d.get("high"),
+                low=_tuple(d.get("low")),
+                high=_tuple(d.get("high")),
                 n=tuple(d.get("n", ())),
                 start=tuple(d.get("start", ())),
                 parts=tuple(Space.from_json(p) for p in d.get("parts", ())),
@@ -132,15 +140,25 @@ class Space:
         return np.where(bounded, rng.uniform(low, high), rng.normal(size=self.shape)).astype(dtype)
 
 
+def _tuple(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
+
+
 def _bound(x: np.ndarray) -> Any:
-    """A box's bound as JSON data: None when infinite everywhere, one number when all equal, else a nested list."""
+    """A box's bound as JSON data: None when infinite everywhere, one number when all equal, else a raveled tuple."""
     x = np.asarray(x)
     if not np.isfinite(x).any():
         return None
     if x.size and (x == x.flat[0]).all():
         return x.flat[0].item()
-    big = np.where(np.isfinite(x), x, np.where(x > 0, np.finfo(np.float32).max, np.finfo(np.float32).min))
-    return big.tolist()
+    return tuple(np.clip(x.astype(np.float64), *_NO_BOUND).ravel().tolist())  # JSON has no infinity
+
+
+@lru_cache(maxsize=256)
+def _box(space: Space) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    low, high = (x.reshape(-1) for x in space.bounds())
+    bounded = (low > _NO_BOUND[0]) & (high < _NO_BOUND[1])
+    return low, high, bounded
 
 
 @dataclass(frozen=True)
@@ -253,8 +271,8 @@ class ActionLayout:
             if space.n:
                 x = x.astype(np.int64) + np.asarray(space.start)
             elif space.kind == "box":
-                low, high = space.bounds()
-                x = np.clip(x, low.reshape(-1), high.reshape(-1))
+                low, high, bounded = _box(space)
+                x = np.where(bounded, low + (np.clip(x, -1.0, 1.0) + 1.0) * 0.5 * (high - low), np.clip(x, low, high))
                 if np.dtype(space.dtype).kind in "iu":
                     x = np.rint(x)
             return x.reshape(len(x), *space.shape).astype(space.dtype, copy=False)

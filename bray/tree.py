@@ -203,5 +203,7 @@ def _array(view: memoryview, start: int, body: list[Any], copy: bool) -> np.ndar
     count = math.prod(shape)
     if type(at) is not int or at < 0 or start + at + count * dtype.itemsize > len(view):
         raise DataError(f"not a packed tree: {count} x {dtype} does not fit into {len(view)} bytes of data")
-    array: np.ndarray = np.frombuffer(view, dtype, count, start + at).reshape(shape) if count else np.empty(shape, dtype)
+    array: np.ndarray = (
+        np.frombuffer(view, dtype, count, start + at).reshape(shape) if count else np.empty(shape, dtype)
+    )
     return array.copy() if copy else array
