@@ -23,30 +23,44 @@ _KEYS = {"linear": ("start", "end", "steps"), "exp": ("start", "end", "decay"), 
 def make_schedule(schedule: Schedule) -> Callable[[int], float]:
     """A config's number or dict as a function of the step."""
     if isinstance(schedule, (int, float)) and not isinstance(schedule, bool):
-        value = float(schedule)
+        value = _number("constant", "the value", schedule)
         return lambda step: value
     if not isinstance(schedule, dict):
         raise ConfigError(f"a schedule is a number or a dict with 'kind', got {schedule!r}")
     kind = schedule.get("kind", "linear")
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         raise UnknownName("schedule kind", str(kind), _KEYS)
     for key in schedule:
         if key != "kind" and key not in _KEYS[kind]:
-            raise UnknownName(f"key of a {kind} schedule", key, _KEYS[kind])
+            raise UnknownName(f"key of a {kind} schedule", str(key), _KEYS[kind])
     missing = [k for k in _KEYS[kind] if k not in schedule]
     if missing:
         raise ConfigError(f"a {kind} schedule needs {', '.join(_KEYS[kind])}; {', '.join(missing)} missing")
+    if kind == "piecewise":
+        points = schedule["points"]
+        if not isinstance(points, (list, tuple)) or not all(
+            isinstance(p, (list, tuple)) and len(p) == 2 for p in points
+        ):
+            raise ConfigError(f"the points of a piecewise schedule are pairs [step, value], got {points!r}")
+        pairs = [(_number(kind, "points", x), _number(kind, "points", y)) for x, y in points]
+        if not pairs or any(b[0] <= a[0] for a, b in itertools.pairwise(pairs)):
+            raise ConfigError(f"the points of a piecewise schedule have growing steps, got {points}")
+        return lambda step: piecewise(pairs, step)
+    start, end, length = (_number(kind, key, schedule[key]) for key in _KEYS[kind])
+    if length < 0 or (kind == "exp" and length == 0):
+        raise ConfigError(f"the {_KEYS[kind][2]} of a schedule of kind {kind} cannot be {length:g}")
     if kind == "linear":
-        return lambda step: linear(schedule["start"], schedule["end"], schedule["steps"], step)
-    if kind == "exp":
-        return lambda step: exponential(schedule["start"], schedule["end"], schedule["decay"], step)
-    points = [(float(x), float(y)) for x, y in schedule["points"]]
-    if not points or any(b[0] <= a[0] for a, b in itertools.pairwise(points)):
-        raise ConfigError(f"the points of a piecewise schedule have growing steps, got {schedule['points']}")
-    return lambda step: piecewise(points, step)
+        return lambda step: linear(start, end, length, step)
+    return lambda step: exponential(start, end, length, step)
 
 
-def linear(start: float, end: float, steps: int, step: int) -> float:
+def _number(kind: str, key: str, x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
+        raise ConfigError(f"{key} of a {kind} schedule: expected a number, got {x!r}")
+    return float(x)
+
+
+def linear(start: float, end: float, steps: float, step: int) -> float:
     """From start to end in `steps`, then end."""
     return start + (end - start) * min(1.0, step / steps) if steps > 0 else end
 

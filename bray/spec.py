@@ -20,6 +20,7 @@ So a Model's distribution head is one array `[..., layout.num_params]`, an actio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -33,12 +34,13 @@ ACTION_MASK = "action_mask"
 """The observation key whose array says which discrete choices are legal (1) or not (0); never fed to an encoder."""
 
 
+_KINDS = ("box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple")
 _NO_BOUND = (float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
 
 
 @dataclass(frozen=True)
 class Space:
-    """One space as data. `kind`: box, discrete, multi_discrete, multi_binary, dict, tuple, text."""
+    """One space as data. `kind`: box, discrete, multi_discrete, multi_binary, dict, tuple."""
 
     kind: str
     shape: tuple[int, ...] = ()
@@ -62,6 +64,7 @@ class Space:
         for array, bound in ((low, self.low), (high, self.high)):
             if bound is not None:
                 array[...] = np.reshape(bound, self.shape) if isinstance(bound, tuple) else bound
+        low[low <= _NO_BOUND[0]], high[high >= _NO_BOUND[1]] = -np.inf, np.inf
         return low, high
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Space:
     @staticmethod
     def from_json(d: dict[str, Any]) -> Space:
         try:
-            return Space(
+            space = Space(
                 kind=d["kind"],
                 shape=tuple(d.get("shape", ())),
                 dtype=d.get("dtype", "float32"),
@@ -92,8 +95,36 @@ class Space:
                 parts=tuple(Space.from_json(p) for p in d.get("parts", ())),
                 names=tuple(d.get("names", ())),
             )
-        except (KeyError, TypeError, AttributeError) as e:
+            space._check()
+            return space
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise DataError(f"not a space: {str(d)[:80]} ({type(e).__name__}: {e})") from None
+
+    def _check(self) -> None:
+        """Raise ValueError if this came from a file and no environment could have such a space."""
+        count = math.prod(self.shape)
+        if self.kind not in _KINDS:
+            raise ValueError(f"expected a kind of {', '.join(_KINDS)}")
+        if not all(type(x) is int and x >= 0 for x in self.shape) or count > 1 << 40:
+            raise ValueError("expected a shape of whole numbers")
+        np.dtype(self.dtype)
+        for bound in (self.low, self.high):
+            numbers = bound if isinstance(bound, tuple) else () if bound is None else (bound,)
+            if not all(type(x) in (int, float) for x in numbers):
+                raise ValueError("expected bounds that are numbers")
+            if isinstance(bound, tuple) and len(bound) != count:
+                raise ValueError(f"expected {count} bounds, got {len(bound)}")
+        choices = {"discrete": 1, "multi_discrete": count}.get(self.kind, 0)
+        if len(self.n) != choices or len(self.start) != choices:
+            raise ValueError(
+                f"expected {choices} numbers of choices and starts, got {len(self.n)} and {len(self.start)}"
+            )
+        if not all(type(x) is int and x > 0 for x in self.n) or not all(type(x) is int for x in self.start):
+            raise ValueError("expected numbers of choices > 0")
+        if len(self.names) != (len(self.parts) if self.kind == "dict" else 0) or not all(
+            isinstance(x, str) for x in self.names
+        ):
+            raise ValueError("expected one name for each part")
 
     @staticmethod
     def from_gym(space: Any) -> Space:
@@ -155,10 +186,12 @@ def _bound(x: np.ndarray) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _box(space: Space) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _box(space: Space) -> tuple[np.ndarray, ...]:
+    """low, high, where both are finite, and there: low and the width of the box."""
     low, high = (x.reshape(-1) for x in space.bounds())
-    bounded = (low > _NO_BOUND[0]) & (high < _NO_BOUND[1])
-    return low, high, bounded
+    bounded = np.isfinite(low) & np.isfinite(high)
+    origin = np.where(bounded, low, 0.0)
+    return low, high, bounded, origin, np.where(bounded, high, 1.0) - origin
 
 
 @dataclass(frozen=True)
@@ -199,10 +232,14 @@ class ActionLayout:
             elif space.kind == "multi_binary":
                 for _ in range(int(np.prod(space.shape, dtype=int))):
                     add("categorical", 2)
-            else:
+            elif space.kind == "box":
                 add("gaussian", int(np.prod(space.shape, dtype=int)))
+            else:
+                raise ConfigError(f"expected an action space of a kind of {', '.join(_KINDS)}, got {space.kind!r}")
 
         walk(self.space)
+        if not a:
+            raise ConfigError("expected an action space with something to choose, got an empty one")
         object.__setattr__(self, "parts", tuple(parts))
 
     @cached_property
@@ -271,8 +308,9 @@ class ActionLayout:
             if space.n:
                 x = x.astype(np.int64) + np.asarray(space.start)
             elif space.kind == "box":
-                low, high, bounded = _box(space)
-                x = np.where(bounded, low + (np.clip(x, -1.0, 1.0) + 1.0) * 0.5 * (high - low), np.clip(x, low, high))
+                low, high, bounded, origin, span = _box(space)
+                x = np.where(bounded, origin + (np.clip(x, -1.0, 1.0) + 1.0) * 0.5 * span, x)
+                x = np.clip(x, low, high)  # rounding must not leave the box by a hair
                 if np.dtype(space.dtype).kind in "iu":
                     x = np.rint(x)
             return x.reshape(len(x), *space.shape).astype(space.dtype, copy=False)

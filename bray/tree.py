@@ -10,6 +10,7 @@ trusting nothing: no pickle, every length and type is checked before an array is
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,10 +25,17 @@ NestedArray = Any  # dict[str, NestedArray] | list[NestedArray] | tuple[NestedAr
 def map(fn: Callable[..., Any], tree: NestedArray, *rest: NestedArray) -> NestedArray:
     """Apply `fn` to each leaf (and to the same leaf of every tree in `rest`); the structure stays."""
     if isinstance(tree, dict):
+        for r in rest:
+            if not isinstance(r, dict) or r.keys() != tree.keys():
+                raise ValueError(
+                    f"trees differ: keys {list(tree)} against {list(r) if isinstance(r, dict) else type(r)}"
+                )
         return {k: map(fn, v, *[r[k] for r in rest]) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)):
-        if any(len(r) != len(tree) for r in rest):
-            raise ValueError(f"trees differ: lengths {[len(tree), *[len(r) for r in rest]]}")
+        for r in rest:
+            if not isinstance(r, (list, tuple)) or len(r) != len(tree):
+                got = len(r) if isinstance(r, (list, tuple)) else type(r)
+                raise ValueError(f"trees differ: length {len(tree)} against {got}")
         items = [map(fn, v, *[r[i] for r in rest]) for i, v in enumerate(tree)]
         if isinstance(tree, list):
             return items
@@ -84,7 +92,10 @@ def length(tree: NestedArray) -> int:
 
 def flatten(tree: NestedArray, lead: int = 1) -> np.ndarray:
     """All leaves as one float32 array `[..., F]`: `lead` leading axes are kept, the rest is raveled and joined."""
-    parts = [np.asarray(x, np.float32).reshape(*np.shape(x)[:lead], -1) for x in leaves(tree)]
+    # the width is worked out here, because numpy cannot guess it (-1) for a batch of no rows
+    parts = [
+        np.asarray(x, np.float32).reshape(*np.shape(x)[:lead], math.prod(np.shape(x)[lead:])) for x in leaves(tree)
+    ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, -1)
 
 
@@ -93,12 +104,15 @@ def nbytes(tree: NestedArray) -> int:
 
 
 def equal(a: NestedArray, b: NestedArray) -> bool:
-    """Same structure, dtypes, shapes and bytes (NaN equals NaN)."""
-    pa, pb = list(paths(a)), list(paths(b))
-    return [k for k, _ in pa] == [k for k, _ in pb] and all(
-        np.asarray(x).dtype == np.asarray(y).dtype and np.array_equal(x, y, equal_nan=np.asarray(x).dtype.kind in "fc")
-        for (_, x), (_, y) in zip(pa, pb, strict=True)
-    )
+    """Same structure, dtypes, shapes and values (NaN equals NaN)."""
+    if isinstance(a, dict) or isinstance(b, dict):
+        return isinstance(a, dict) and isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    for kind in (list, tuple):
+        if isinstance(a, kind) or isinstance(b, kind):
+            both = isinstance(a, kind) and isinstance(b, kind) and len(a) == len(b)
+            return both and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    x, y = np.asarray(a), np.asarray(b)
+    return x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind in "fc")
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
@@ -106,6 +120,7 @@ def equal(a: NestedArray, b: NestedArray) -> bool:
 MAGIC = b"BRAYTREE"
 _ALIGN = 64  # arrays start on cache lines, so that views of the bytes are as fast as arrays of their own
 _KINDS = "biufc"  # bool, int, unsigned, float, complex: plain numbers, never objects
+_DTYPE = re.compile(rf"[<|][{_KINDS}]\d{{1,2}}")  # how numpy writes those, little endian
 _MAX_HEADER = 1 << 24
 _MAX_DEPTH = 64
 
@@ -137,7 +152,12 @@ def pack(tree: NestedArray) -> bytes:
         offset = -(-(offset + array.nbytes) // _ALIGN) * _ALIGN
         return {"a": [array.dtype.str, list(shape), at]}
 
-    header = msgspec.json.encode(describe(tree, 0))
+    try:
+        header = msgspec.json.encode(describe(tree, 0))
+    except UnicodeEncodeError as e:
+        raise DataError(f"keys of a packed tree are text that UTF-8 can hold ({e.reason})") from None
+    if len(header) > _MAX_HEADER:
+        raise DataError(f"a tree of {len(arrays)} arrays is too large to pack: its header has {len(header)} bytes")
     start = -(-(len(MAGIC) + 8 + len(header)) // _ALIGN) * _ALIGN
     out = bytearray(start + offset)
     out[: len(MAGIC)] = MAGIC
@@ -161,11 +181,13 @@ def unpack(data: bytes | bytearray | memoryview, copy: bool = False) -> NestedAr
         raise DataError(f"not a packed tree: header of {size} bytes in {len(view)} bytes of data")
     try:
         header = msgspec.json.decode(bytes(view[head : head + size]))
-    except (msgspec.DecodeError, RecursionError) as e:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise DataError(f"not a packed tree: its header is no JSON ({e})") from None
     start = -(-(head + size) // _ALIGN) * _ALIGN
+    end = start
 
     def build(node: Any, depth: int) -> NestedArray:
+        nonlocal end
         if depth > _MAX_DEPTH:
             raise DataError(f"not a packed tree: more than {_MAX_DEPTH} levels deep")
         if not isinstance(node, dict) or len(node) != 1:
@@ -184,26 +206,33 @@ def unpack(data: bytes | bytearray | memoryview, copy: bool = False) -> NestedAr
         if kind == "t":
             return tuple(build(v, depth + 1) for v in body)
         if kind == "a":
-            return _array(view, start, body, copy)
+            array, at = _array(view, start, body)
+            if array.nbytes and at < end:  # else a small file could ask for a million copies of its bytes
+                raise DataError("not a packed tree: its arrays overlap")
+            end = max(end, at + array.nbytes)
+            return array.copy() if copy else array
         raise DataError(f"not a packed tree: unknown node {str(kind)[:20]!r}")
 
     return build(header, 0)
 
 
-def _array(view: memoryview, start: int, body: list[Any], copy: bool) -> np.ndarray:
+def _array(view: memoryview, start: int, body: list[Any]) -> tuple[np.ndarray, int]:
     try:
         dtype_str, shape, at = body
-        dtype = np.dtype(dtype_str) if isinstance(dtype_str, str) and len(dtype_str) <= 5 else None
-    except (ValueError, TypeError, SyntaxError):
+        dtype = np.dtype(dtype_str) if isinstance(dtype_str, str) and _DTYPE.fullmatch(dtype_str) else None
+    except (ValueError, TypeError):
         dtype = None
-    if dtype is None or dtype.kind not in _KINDS or dtype.hasobject:
+    if dtype is None:
         raise DataError("not a packed tree: an array with an unknown dtype")
     if not isinstance(shape, list) or len(shape) > 32 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
         raise DataError("not a packed tree: an array with an impossible shape")
     count = math.prod(shape)
     if type(at) is not int or at < 0 or start + at + count * dtype.itemsize > len(view):
         raise DataError(f"not a packed tree: {count} x {dtype} does not fit into {len(view)} bytes of data")
-    array: np.ndarray = (
-        np.frombuffer(view, dtype, count, start + at).reshape(shape) if count else np.empty(shape, dtype)
-    )
-    return array.copy() if copy else array
+    try:
+        array = np.frombuffer(view, dtype, count, start + at).reshape(shape) if count else np.empty(shape, dtype)
+    except ValueError:  # no rows, but of more bytes each than there are addresses
+        raise DataError("not a packed tree: an array with an impossible shape") from None
+    if dtype.kind == "b" and count and array.view(np.uint8).max() > 1:
+        raise DataError("not a packed tree: a bool array holds bytes other than 0 and 1")
+    return array, start + at

@@ -1,0 +1,50 @@
+# make demo       set up, train an agent, look at it
+# make test       lint, types, all tests (minutes)
+# make test-slow  learning curves and measurements (an hour or more)
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Byte code is wanted: without it every start of Python recompiles the libraries.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup system demo test test-fast test-slow lint types format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,atari,box2d]'
+	@touch $@
+
+# Debian packages that tests need, where there is root; none is needed to train.
+system:
+	@grep -v '^#' system-packages.txt | xargs -r -n1 sh -c 'dpkg -s "$$0" >/dev/null 2>&1 || echo "$$0"' > .missing-packages; \
+	if [ -s .missing-packages ] && [ "$$(id -u)" = 0 ]; then apt-get update -qq && xargs apt-get install -y -qq < .missing-packages; fi; \
+	rm -f .missing-packages
+
+demo: setup
+	@$(BIN)/python examples/demo.py
+
+test: setup system lint types
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow -n 1
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,83 @@
+"""The cases: hyper-parameters and environments, the same for every peer.
+
+Nothing here imports Bray: the scripts run in the virtual environment of the peers (see `../install_peers.sh`).
+"""
+
+import dict_env
+import gymnasium as gym
+import numpy as np
+import torch
+from common import SEED
+
+NUM_ENVS = 8
+NUM_STEPS = 128
+EPOCHS = 4
+MINIBATCHES = 4
+ROLLOUT = NUM_ENVS * NUM_STEPS
+MINIBATCH = ROLLOUT // MINIBATCHES
+
+LEARNING_RATE = 2.5e-4
+GAMMA = 0.99
+GAE_LAMBDA = 0.95
+CLIP = 0.2
+ENTROPY_COEF = 0.01
+VALUE_COEF = 0.5
+MAX_GRAD_NORM = 0.5
+
+PPO_ENV_IDS = {
+    "ppo-cartpole": "CartPole-v1",
+    "ppo-cartpole-256relu": "CartPole-v1",
+    "ppo-custom-module": "CartPole-v1",
+    "ppo-acrobot": "Acrobot-v1",
+}
+
+DQN_HIDDEN = (120, 84)
+DQN_BATCH = 128
+DQN_LEARNING_RATE = 2.5e-4
+DQN_BUFFER = 10_000
+DQN_TRAIN_EVERY = 10
+DQN_TARGET_EVERY = 500
+DQN_LEARNING_STARTS = 1_000
+DQN_EPSILON_STEPS = 2_000
+"""Epsilon falls from 1 to 0.05 over this many steps, all within the warm-up: a random action needs no forward pass, so
+a slow schedule would measure something else."""
+DQN_EPSILON = 0.05
+
+SAC_HIDDEN = (256, 256)
+SAC_BATCH = 256
+SAC_LEARNING_RATE = 3e-4
+SAC_BUFFER = 1_000_000
+SAC_TAU = 0.005
+SAC_LEARNING_STARTS = 500
+
+
+def prepare(case: str) -> None:
+    """Sets torch's threads and seed: one thread is right for small networks, the CNN gets two."""
+    torch.set_num_threads(2 if case == "ppo-pong" else 1)
+    torch.manual_seed(SEED)
+    np.random.seed(SEED)
+
+
+def make_env(case: str) -> gym.Env:
+    """One environment of a PPO case."""
+    if case == "ppo-pong":
+        return make_pong()
+    if case == "ppo-dict-lstm":
+        return dict_env.make()
+    return gym.make(PPO_ENV_IDS[case])
+
+
+def register_atari() -> None:
+    """Makes gymnasium know the ALE environments."""
+    import ale_py
+
+    gym.register_envs(ale_py)
+
+
+def make_pong() -> gym.Env:
+    """ALE/Pong-v5 with frame skip 4, 84x84 grayscale, 4 stacked frames, clipped rewards and no-op starts."""
+    register_atari()
+    env = gym.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0.0)
+    env = gym.wrappers.AtariPreprocessing(env, noop_max=30, frame_skip=4, screen_size=84)
+    env = gym.wrappers.FrameStackObservation(env, 4)
+    return gym.wrappers.TransformReward(env, np.sign)

@@ -1,0 +1,71 @@
+"""Algorithms by name. Each is one module with four names: Config, make_model, Policy, Learner.
+
+`register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one without
+touching this package; anything with the four attributes will do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from bray.errors import ConfigError, UnknownName
+
+ALGORITHMS: dict[str, Any] = {
+    "PPO": "bray.algos.ppo",
+    "A2C": "bray.algos.a2c",
+    "DQN": "bray.algos.dqn",
+    "SAC": "bray.algos.sac",
+}
+NAMES = ("Config", "make_model", "Policy", "Learner")
+
+
+def register_algo(name: str, algo: Any) -> None:
+    """Make `--run NAME` mean this module, class or import path."""
+    ALGORITHMS[name] = algo
+
+
+def get_algo(name: Any) -> Any:
+    """The algorithm of a name (case does not matter), of `module:Name`, or the given object itself."""
+    algo = name
+    if isinstance(name, str):
+        known = {k.lower(): k for k in ALGORITHMS}
+        if name.lower() in known:
+            algo = ALGORITHMS[known[name.lower()]]
+        elif ":" not in name:
+            raise UnknownName("algorithm", name, ALGORITHMS, "--run; your own is module:Name")
+    if isinstance(algo, str):
+        algo = _import(algo)
+    missing = [n for n in NAMES if not hasattr(algo, n)]
+    if missing:
+        raise ConfigError(
+            f"{algo_name(name)} is not an algorithm: it needs {', '.join(NAMES)}; {', '.join(missing)} missing"
+        )
+    return algo
+
+
+def algo_name(algo: Any) -> str:
+    """How an algorithm is called in configs and run directories."""
+    if isinstance(algo, str):
+        known = {k.lower(): k for k in ALGORITHMS}
+        return known.get(algo.lower(), algo)
+    for name, known_algo in ALGORITHMS.items():
+        if known_algo is algo or known_algo == getattr(algo, "__name__", None):
+            return name
+    module, name = getattr(algo, "__module__", ""), getattr(algo, "__qualname__", getattr(algo, "__name__", str(algo)))
+    return f"{module}:{name}" if module else f"{name}:"
+
+
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name and not module.startswith(e.name):
+            raise  # the module is there; something that it imports is not
+        raise ConfigError(f"cannot import {module!r} for --run {path}: no such module on the import path") from None
+    if not name:
+        return found
+    if not hasattr(found, name):
+        raise UnknownName(f"name in {module}", name, [n for n in dir(found) if not n.startswith("_")], f"--run {path}")
+    return getattr(found, name)

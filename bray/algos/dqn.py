@@ -1,0 +1,146 @@
+"""DQN: double Q-learning on n-step returns (Mnih 2015; van Hasselt 2016; Wang 2016; Schaul 2016).   B batch, N actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from bray.algos.base import Update, load_learner, save_learner, to_torch
+from bray.capture import capture
+from bray.nn import catalog
+from bray.nn.catalog import ModelConfig
+from bray.nn.normalize import update_normalizers
+from bray.optim import Optimizer, Target
+from bray.rl import act, losses
+from bray.schedules import Schedule, make_schedule
+from bray.spec import EnvSpec
+
+
+def _epsilon() -> dict[str, Any]:
+    return {"kind": "linear", "start": 1.0, "end": 0.05, "steps": 10_000}
+
+
+@dataclass(frozen=True)
+class Config:
+    on_policy: ClassVar[bool] = False
+
+    lr: Schedule = 5e-4
+    """Learning rate of Adam; a number or a schedule over env steps."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount per step."""
+    n_step: Annotated[int, Field(gt=0)] = 1
+    """Rewards summed before bootstrapping; a sample carries discount = gamma**n, or 0 where the episode terminated."""
+    double: bool = True
+    """Choose the next action with the online network, value it with the target network."""
+    dueling: bool = False
+    """Q = V + A - mean(A)."""
+    prioritized: bool = False
+    """Draw samples with probability ~ |TD error|**alpha instead of uniformly."""
+    alpha: Annotated[float, Field(ge=0)] = 0.6
+    """How strongly priorities count; 0 = uniform."""
+    beta: Schedule = 0.4
+    """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
+    replay_size: Annotated[int, Field(gt=0)] = 100_000
+    """Transitions kept."""
+    batch_size: Annotated[int, Field(gt=0)] = 64
+    """Transitions per gradient step."""
+    learning_starts: Annotated[int, Field(ge=0)] = 1_000
+    """Env steps before the first gradient step."""
+    train_every: Annotated[int, Field(gt=0)] = 4
+    """Env steps between two visits to the learner."""
+    updates: Annotated[int, Field(gt=0)] = 1
+    """Gradient steps per visit."""
+    target_period: Annotated[int, Field(gt=0)] = 250
+    """Gradient steps between two copies of the online network to the target network."""
+    tau: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Instead of copies, move the target this fraction of the way after every gradient step; null = copies."""
+    epsilon: Schedule = field(default_factory=_epsilon)
+    """Probability of a random action; a number or a schedule over env steps."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
+    """Gradients are scaled down to this norm; null = off."""
+
+
+METRICS = ("loss", "q", "td_error", "grad_norm")
+
+
+def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    return catalog.make_model("q", spec, model, dueling=config.dueling)
+
+
+class Policy:
+    """Beside the environment: epsilon-greedy over the Model's action values."""
+
+    act_outputs = ("q",)
+
+    def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
+        self.layout = spec.layout
+        self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
+        self.epsilon = make_schedule(config.epsilon)
+
+    def act(
+        self, outputs: dict[str, np.ndarray], obs: Any, rng: np.random.Generator | None, step: int
+    ) -> tuple[Any, dict[str, Any]]:
+        action = act.epsilon_greedy(outputs["q"], self.epsilon(step), rng, self.layout.mask(obs))
+        return self.layout.to_env(action), {"action": action}
+
+
+class Learner:
+    """In the trainer: replayed transitions in, better weights and new priorities out."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: EnvSpec,
+        model: nn.Module,
+        model_config: ModelConfig,
+        seed: int = 0,
+        record: bool = True,
+    ):
+        self.config, self.layout, self.model = config, spec.layout, model
+        self.device = next(model.parameters()).device
+        self.lr = make_schedule(config.lr)
+        self.optimizer = Optimizer(model.parameters(), self.lr(0), max_grad_norm=config.max_grad_norm)
+        self.target = Target(model, self.optimizer, config.tau or 1.0)
+        self.rng = np.random.default_rng([seed, 1])
+        self.steps = 0
+        self._step = capture(self._gradient_step, enabled=record)
+
+    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
+        update_normalizers(self.model, batch["obs"], batch["weight"])
+        self.optimizer.set_lr(self.lr(env_steps))
+        columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
+        mask = self.layout.mask(batch["next_obs"])
+        if mask is not None:
+            columns["next_mask"] = mask
+        values, td_error = self._step(to_torch(columns, self.device))
+        self.steps += 1
+        if self.config.tau is None and self.steps % self.config.target_period == 0:
+            self.target.copy()
+        return Update(METRICS, values, td_error.abs().cpu().numpy() if self.config.prioritized else None)
+
+    def _gradient_step(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q = losses.select(self.model(batch["obs"])["q"], batch["action"])
+        with torch.no_grad():
+            q_target = self.target(batch["next_obs"])["q"]
+            chooser = self.model(batch["next_obs"])["q"] if self.config.double else q_target
+            if "next_mask" in batch:
+                chooser = chooser.masked_fill(~batch["next_mask"], -torch.inf)
+            q_next = losses.select(q_target, chooser.argmax(-1))
+        td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
+        loss = torch.mean(batch["weight"] * losses.huber(td_error))
+        grad_norm = self.optimizer.step(loss)
+        if self.config.tau is not None:
+            self.target.follow()
+        td_error = td_error.detach()
+        return torch.stack([loss.detach(), q.detach().mean(), td_error.abs().mean(), grad_norm]), td_error
+
+    def state_dict(self) -> dict[str, Any]:
+        return save_learner(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_learner(self, state)

@@ -1,0 +1,162 @@
+"""SAC: soft actor-critic with an adapted temperature (Haarnoja et al. 2018).   B batch, D action dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from bray.algos.base import Update, load_learner, save_learner, to_torch
+from bray.capture import capture
+from bray.errors import ConfigError
+from bray.nn import catalog, distributions
+from bray.nn.catalog import ModelConfig
+from bray.nn.normalize import update_normalizers
+from bray.optim import Optimizer, Target
+from bray.rl import act, losses
+from bray.schedules import Schedule, make_schedule
+from bray.spec import EnvSpec
+
+
+@dataclass(frozen=True)
+class Config:
+    on_policy: ClassVar[bool] = False
+
+    lr: Schedule = 3e-4
+    """Learning rate of the actor; a number or a schedule over env steps."""
+    critic_lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate of the critics."""
+    alpha_lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate of the temperature."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount per step."""
+    n_step: Annotated[int, Field(gt=0)] = 1
+    """Rewards summed before bootstrapping."""
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """The target critics move this fraction of the way after every gradient step."""
+    initial_alpha: Annotated[float, Field(gt=0)] = 0.2
+    """Temperature at the start: how much one unit of entropy is worth."""
+    target_entropy: float | None = None
+    """Entropy that the temperature aims at; null = minus the number of action dimensions."""
+    adapt_alpha: bool = True
+    """Learn the temperature; false keeps `initial_alpha`."""
+    prioritized: bool = False
+    """Draw samples with probability ~ |TD error|**alpha_priority instead of uniformly."""
+    replay_size: Annotated[int, Field(gt=0)] = 1_000_000
+    """Transitions kept."""
+    batch_size: Annotated[int, Field(gt=0)] = 256
+    """Transitions per gradient step."""
+    learning_starts: Annotated[int, Field(ge=0)] = 1_000
+    """Env steps with uniformly random actions before the first gradient step."""
+    train_every: Annotated[int, Field(gt=0)] = 1
+    """Env steps between two visits to the learner."""
+    updates: Annotated[int, Field(gt=0)] = 1
+    """Gradient steps per visit."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    """Gradients are scaled down to this norm; null = off."""
+
+
+METRICS = ("critic_loss", "actor_loss", "alpha", "entropy", "q", "grad_norm")
+
+
+def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    return catalog.make_model("squashed_gaussian", spec, model)
+
+
+class Policy:
+    """Beside the environment: tanh-squashed Gaussian actions; uniformly random ones before learning starts."""
+
+    act_outputs = ("dist",)
+
+    def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
+        self.layout = spec.layout
+        if not self.layout.continuous:
+            raise ConfigError(
+                f"SAC needs a Box action space, {spec.id} has {spec.action.kind}; PPO and DQN take discrete ones"
+            )
+        self.learning_starts = config.learning_starts
+
+    def act(
+        self, outputs: dict[str, np.ndarray], obs: Any, rng: np.random.Generator | None, step: int
+    ) -> tuple[Any, dict[str, Any]]:
+        if rng is not None and step < self.learning_starts:
+            action = rng.uniform(-1.0, 1.0, (len(outputs["dist"]), self.layout.size)).astype(np.float32)
+        else:
+            action = act.squashed(outputs["dist"], rng)
+        return self.layout.to_env(action), {"action": action}
+
+
+class Learner:
+    """In the trainer: replayed transitions in, better weights out. Critics and their targets never leave it."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: EnvSpec,
+        model: nn.Module,
+        model_config: ModelConfig,
+        seed: int = 0,
+        record: bool = True,
+    ):
+        self.config, self.model = config, model
+        self.device = next(model.parameters()).device
+        self.size = spec.layout.size
+        self.target_entropy = -float(self.size) if config.target_entropy is None else config.target_entropy
+        self.lr = make_schedule(config.lr)
+        self.critic = catalog.make_model("continuous_q", spec, model_config).to(self.device)
+        self.optimizer = Optimizer(model.parameters(), self.lr(0), max_grad_norm=config.max_grad_norm)
+        self.critic_optimizer = Optimizer(
+            self.critic.parameters(), config.critic_lr, max_grad_norm=config.max_grad_norm
+        )
+        self.target = Target(self.critic, self.critic_optimizer, config.tau)
+        self.log_alpha = nn.Parameter(
+            torch.tensor([np.log(config.initial_alpha)], dtype=torch.float32, device=self.device)
+        )
+        self.alpha_optimizer = Optimizer([self.log_alpha], config.alpha_lr)
+        self.rng = np.random.default_rng([seed, 1])
+        self.steps = 0
+        self._step = capture(self._gradient_step, enabled=record)
+
+    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
+        update_normalizers(self.model, batch["obs"], batch["weight"])
+        self.optimizer.set_lr(self.lr(env_steps))
+        columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
+        columns["noise"] = self.rng.standard_normal((2, len(batch["reward"]), self.size), np.float32)
+        values, td_error = self._step(to_torch(columns, self.device))
+        self.steps += 1
+        return Update(METRICS, values, td_error.cpu().numpy() if self.config.prioritized else None)
+
+    def _gradient_step(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        obs, next_obs, (noise, next_noise) = batch["obs"], batch["next_obs"], batch["noise"].unbind(0)
+        alpha = self.log_alpha.detach().exp()
+
+        with torch.no_grad():
+            next_action, next_logp = distributions.squashed_sample(self.model(next_obs)["dist"], next_noise)
+            q_next = self.target(next_obs, next_action).amin(0) - alpha * next_logp
+        q = self.critic(obs, batch["action"])
+        td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
+        critic_loss = 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()
+        grad_norm = self.critic_optimizer.step(critic_loss)
+
+        action, logp = distributions.squashed_sample(self.model(obs)["dist"], noise)
+        actor_loss = torch.mean(alpha * logp - self.critic(obs, action).amin(0))
+        self.optimizer.step(actor_loss)
+
+        entropy = -logp.detach().mean()
+        if self.config.adapt_alpha:
+            self.alpha_optimizer.step(torch.sum(self.log_alpha * (entropy - self.target_entropy)))
+        self.target.follow()
+        values = torch.stack(
+            [critic_loss.detach(), actor_loss.detach(), alpha.squeeze(), entropy, q.detach().mean(), grad_norm]
+        )
+        return values, td_error.detach().abs().mean(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return save_learner(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        load_learner(self, state)

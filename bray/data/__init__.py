@@ -1,0 +1,7 @@
+"""Data: rollouts, replay and trajectory files. Numpy and Numba only."""
+
+from bray.data.files import EpisodeReader, EpisodeWriter, to_pickle, write_episodes
+from bray.data.replay import Replay
+from bray.data.trajectory import Trajectory, unroll
+
+__all__ = ["EpisodeReader", "EpisodeWriter", "Replay", "Trajectory", "to_pickle", "unroll", "write_episodes"]

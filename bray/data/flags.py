@@ -1,0 +1,14 @@
+"""The flag byte of a replay row."""
+
+TERMINATED = 1
+TRUNCATED = 2
+VALID = 4
+"""Not a dead row: its action did something and its successor is the next row."""
+FIRST = 8
+"""First row of an episode."""
+RETIRED = 16
+"""Sampled `max_use` times."""
+ENDED = TERMINATED | TRUNCATED
+ELIGIBLE_MASK = VALID | RETIRED
+ELIGIBLE = VALID
+"""`flags & ELIGIBLE_MASK == ELIGIBLE`: may be drawn."""

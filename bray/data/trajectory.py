@@ -1,0 +1,125 @@
+"""Trajectory: the columns of one rollout, and cutting it into pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError, DataError, UnknownName
+from bray.tree import NestedArray
+
+_LAST = ("drop", "last", "null_padding")
+
+
+@dataclass
+class Trajectory:
+    """T rows of B environments, time first. Rows follow the autoreset rule of docs/architecture.md: where `valid[t]`, the
+    successor of row t is row t + 1, which is why observations and outputs have one row more than actions."""
+
+    obs: NestedArray
+    """`[T + 1, B, ...]`"""
+    action: NestedArray
+    """`[T, B, ...]`, as the learner wants them."""
+    reward: np.ndarray
+    """`[T, B]` float32"""
+    terminated: np.ndarray
+    """`[T, B]` bool: the episode ended and there is no future."""
+    truncated: np.ndarray
+    """`[T, B]` bool: the episode was cut and its future is not seen."""
+    valid: np.ndarray
+    """`[T, B]` bool: False for dead rows, which have no weight anywhere."""
+    first: np.ndarray
+    """`[T + 1, B]` bool: an episode starts here; recurrent state is zeroed before it."""
+    outputs: NestedArray = field(default_factory=dict)
+    """`[T + 1, B, ...]`: what the policy asked to keep of the model's outputs, such as `value`."""
+    extras: dict[str, NestedArray] = field(default_factory=dict)
+    """`[T, B, ...]`: what `act` returned beside the action, such as `logp`."""
+    state: NestedArray | None = None
+    """`[B, ...]`: the recurrent state before row 0."""
+
+    @property
+    def length(self) -> int:
+        return self.reward.shape[0]
+
+    @property
+    def num_envs(self) -> int:
+        return self.reward.shape[1]
+
+    def check(self) -> Trajectory:
+        """Raise DataError unless all columns have the same T and B; returns itself."""
+        if np.ndim(self.reward) != 2:
+            raise DataError(f"a trajectory's reward is [T, B], got shape {np.shape(self.reward)}")
+        t, b = self.reward.shape
+        for name, rows in _ROWS.items():
+            for path, leaf in tree.paths(getattr(self, name), name):
+                if np.shape(leaf)[:2] != (t + rows, b):
+                    raise DataError(
+                        f"trajectory column {path!r}: expected shape ({t + rows}, {b}, ...), got {np.shape(leaf)}"
+                    )
+        for path, leaf in tree.paths(self.state, "state") if self.state is not None else ():
+            if np.shape(leaf)[:1] != (b,):
+                raise DataError(f"trajectory column {path!r}: expected shape ({b}, ...), got {np.shape(leaf)}")
+        return self
+
+    def rows(self, start: int, end: int) -> Trajectory:
+        """Rows [start, end) as views. A piece that does not start at row 0 needs the recurrent state there: `outputs["state"]` (the
+        state before each row) where the policy kept it."""
+        if not 0 <= start < end <= self.length:
+            raise DataError(
+                f"a piece of a trajectory of {self.length} rows is 0 <= start < end <= {self.length}, got {start}, {end}"
+            )
+        state = self.state
+        if state is not None and start > 0:
+            if not isinstance(self.outputs, dict) or "state" not in self.outputs:
+                raise ConfigError(
+                    "a recurrent trajectory is cut into pieces where outputs['state'] holds the state before each row; "
+                    f"this one has outputs {sorted(self.outputs)}"
+                )
+            state = tree.index(self.outputs["state"], start)
+        cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
+        return Trajectory(**cut, state=state)
+
+
+_ROWS = {
+    "obs": 1,
+    "action": 0,
+    "reward": 0,
+    "terminated": 0,
+    "truncated": 0,
+    "valid": 0,
+    "first": 1,
+    "outputs": 1,
+    "extras": 0,
+}  # rows of a column beyond T
+
+
+def unroll(trajectory: Trajectory, length: int, last: str = "drop") -> list[Trajectory]:
+    """Cut into pieces of `length` rows. What remains at the end is left out (`drop`), covered by a piece of the last `length`
+    rows that overlaps the one before (`last`), or filled up with null rows: zeros, and `valid` False (`null_padding`).
+    A trajectory shorter than `length` has no last `length` rows, so `last` pads it. 10 rows of 4: 2, 3 and 3 pieces."""
+    if last not in _LAST:
+        raise UnknownName("way to treat the last piece", last, _LAST)
+    if length < 1:
+        raise ConfigError(f"pieces have at least 1 row, got {length}")
+    total = trajectory.length
+    whole = total // length
+    pieces = [trajectory.rows(i * length, (i + 1) * length) for i in range(whole)]
+    rest = total - whole * length
+    if rest and last == "last" and whole:
+        pieces.append(trajectory.rows(total - length, total))
+    elif rest and last != "drop":
+        pieces.append(_pad(trajectory.rows(total - rest, total), length))
+    return pieces
+
+
+def _pad(piece: Trajectory, length: int) -> Trajectory:
+    missing = length - piece.length
+
+    def grow(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
+
+    return Trajectory(**{name: tree.map(grow, getattr(piece, name)) for name in _ROWS}, state=piece.state)

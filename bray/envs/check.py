@@ -1,0 +1,253 @@
+"""`check_env`: plays a few episodes of a user's environment and says what is wrong with it and what to do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from bray import tree
+from bray.envs.compat import AnyApi
+from bray.envs.config import EnvConfig
+from bray.envs.make import build
+from bray.envs.registry import resolve
+from bray.envs.vector import BadValue, BatchCheck, allocator, episode_seed, writer
+from bray.errors import BrayError
+from bray.spec import ACTION_MASK, ActionLayout, Space
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing the check has to say."""
+
+    severity: str
+    """error: training would stop or learn wrongly; warning: it may; info: for the record."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.message}"
+
+
+class _Stop(Exception):
+    """Nothing more can be checked."""
+
+
+class _Checker:
+    def __init__(self, config: EnvConfig, steps: int, seed: int):
+        self.config, self.steps, self.seed = config, steps, seed
+        self.findings: list[Finding] = []
+
+    def say(self, severity: str, message: str) -> None:
+        finding = Finding(severity, message)
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def stop(self, message: str) -> None:
+        self.say("error", message)
+        raise _Stop
+
+    def run(self) -> list[Finding]:
+        try:
+            env, limit = self._make()
+            observation, layout = self._spaces(env)
+            first = self._play(env, observation, layout, limit)
+            self._deterministic(observation, layout, first)
+        except _Stop:
+            pass
+        return self.findings
+
+    def _make(self) -> tuple[gym.Env, int | None]:
+        try:
+            return build(resolve(self.config), self.config)
+        except BrayError as e:
+            self.stop(str(e))
+        except Exception:
+            self.stop(f"making it raised:\n{traceback.format_exc().rstrip()}")
+        raise _Stop
+
+    def _spaces(self, env: gym.Env) -> tuple[Space, ActionLayout]:
+        for kind in ("observation_space", "action_space"):
+            if getattr(env, kind, None) is None:
+                self.stop(f"it has no {kind}: set it in __init__")
+        try:
+            observation, action = Space.from_gym(env.observation_space), Space.from_gym(env.action_space)
+        except BrayError as e:
+            self.stop(str(e))
+        for name, space in _leaves(observation, "observation"):
+            if space.kind == "box" and space.dtype == "float64":
+                self.say("info", f"{name} is float64; models compute in float32, which is half the memory")
+            if space.kind == "box" and 0 in space.shape:
+                self.say("error", f"{name} has no elements, its shape is {space.shape}")
+        for name, space in _leaves(action, "action"):
+            if space.kind == "box" and not all(np.isfinite(b).all() for b in space.bounds()):
+                self.say(
+                    "warning", f"{name} is an unbounded Box: give it finite low and high, so that actions can be scaled"
+                )
+        return observation, ActionLayout(action)
+
+    def _reset(self, env: gym.Env, seed: int) -> Any:
+        try:
+            out = env.reset(seed=seed)
+        except Exception:
+            self.stop(f"reset(seed={seed}) raised:\n{traceback.format_exc().rstrip()}")
+        if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
+            self.stop(f"reset returns (observation, info dict), got {_kind(out)}")
+        return out[0]
+
+    def _play(self, env: gym.Env, space: Space, layout: ActionLayout, limit: int | None) -> list[Any]:
+        """Random play; returns what happened, to be compared with a second run."""
+        self._interface(env)
+        write, check, batch = writer(space, strict=True), BatchCheck(space, 1), allocator(space, 1)()
+        rng = np.random.default_rng(self.seed)
+        trace: list[Any] = []
+        held: tuple[Any, Any] | None = None
+        episode, length, ended = 0, 0, False
+        obs = self._reset(env, episode_seed(self.seed, 0, 0))
+        for t in range(self.steps + 1):
+            self._observation(obs, write, check, batch, layout, f"episode {episode}, step {length}")
+            if held is not None and not tree.equal(held[0], held[1]):
+                self.say(
+                    "warning",
+                    "step returns an array that the environment overwrites later (aliasing): return a copy "
+                    "(obs.copy()), else what others keep of it changes under their hands",
+                )
+            held = (obs, copy.deepcopy(obs))
+            if t == self.steps:
+                break
+            action = _sample(layout, obs, rng)
+            try:
+                out = env.step(action)
+            except Exception:
+                self.stop(
+                    f"step({action!r}) raised at episode {episode}, step {length}:\n{traceback.format_exc().rstrip()}"
+                )
+            if not isinstance(out, tuple) or len(out) != 5:
+                self.stop(f"step returns (obs, reward, terminated, truncated, info), got {_kind(out)}")
+            obs, reward, terminated, truncated, info = out
+            self._signals(reward, terminated, truncated, info)
+            length += 1
+            trace.append(
+                (copy.deepcopy(obs), float(np.asarray(reward).reshape(-1)[0]), bool(terminated), bool(truncated))
+            )
+            if terminated or truncated or (limit is not None and length >= limit):
+                episode, length, ended = episode + 1, 0, True
+                held = None
+                obs = self._reset(env, episode_seed(self.seed, 0, episode))
+        if not ended and limit is None:
+            self.say(
+                "warning",
+                f"no episode ended in {self.steps} random steps and there is no time limit: set max_episode_steps",
+            )
+        return trace
+
+    def _interface(self, env: gym.Env) -> None:
+        inner = env
+        while isinstance(inner, gym.Wrapper):
+            inner = inner.env
+        if not isinstance(inner, AnyApi):
+            return
+        user = inner.env
+        if not isinstance(user, gym.Env):
+            self.say("info", f"{type(user).__name__} is not a gymnasium.Env; it is adapted")
+        try:
+            parameters = inspect.signature(user.reset).parameters
+        except (TypeError, ValueError):
+            return
+        if "seed" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            self.say(
+                "warning",
+                "reset does not take `seed`: define reset(self, *, seed=None, options=None) and draw all randomness "
+                "from it, else runs cannot be repeated or resumed exactly",
+            )
+
+    def _observation(
+        self, obs: Any, write: Any, check: BatchCheck, batch: Any, layout: ActionLayout, where: str
+    ) -> None:
+        try:
+            write(batch, 0, obs)
+        except BadValue as e:
+            self.stop(f"{where}: {e}")
+        if not check.ok(batch):
+            self.stop(f"{where}: {check.explain(batch)[1]}")
+        mask = layout.mask(batch)
+        if mask is None:
+            return
+        if mask.shape[1] != layout.num_logits:
+            self.stop(
+                f"{ACTION_MASK} has {mask.shape[1]} entries, the action space has {layout.num_logits} choices: one entry per "
+                "choice of every discrete part, in the order of the space"
+            )
+        at = 0
+        for k, part in enumerate(p for p in layout.parts if p.kind == "categorical"):
+            if not mask[0, at : at + part.n].any():
+                self.stop(f"{where}: {ACTION_MASK} forbids every choice of action part {k}: leave at least one legal")
+            at += part.n
+
+    def _signals(self, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
+        if np.shape(reward) != () or not isinstance(reward, (int, float, np.number)):
+            self.stop(f"the reward is a number, got {_kind(reward)}: return float(reward)")
+        if not math.isfinite(reward):
+            self.stop(f"the reward is {reward}")
+        for name, value in (("terminated", terminated), ("truncated", truncated)):
+            if not isinstance(value, (bool, np.bool_)):
+                self.say("warning", f"{name} is a bool, got {_kind(value)}: return bool({name})")
+        if not isinstance(info, dict):
+            self.stop(f"info is a dict, got {_kind(info)}")
+
+    def _deterministic(self, space: Space, layout: ActionLayout, first: list[Any]) -> None:
+        """The same seed and actions must give the same episodes: exact resume depends on it."""
+        if resolve(self.config).single:
+            return
+        again = _Checker(self.config, self.steps, self.seed)
+        env, limit = again._make()
+        second = again._play(env, space, layout, limit)
+        env.close()
+        for t, (a, b) in enumerate(zip(first, second, strict=False)):
+            if not tree.equal(a[0], b[0]) or a[1:] != b[1:]:
+                self.say(
+                    "warning",
+                    f"two runs with the same seed and actions differ at step {t}: draw all randomness from reset's seed "
+                    "(self.np_random); until then resumed runs start new episodes (exact: false)",
+                )
+                return
+
+
+def check_env(config: EnvConfig, steps: int = 200, seed: int = 0) -> list[Finding]:
+    """Play `steps` random steps twice and report: spaces, signatures, types, bounds, aliasing, determinism, action masks.
+
+    An empty list is a clean bill; an error means that training would stop or learn something wrong.
+    """
+    return _Checker(config, steps, seed).run()
+
+
+def _leaves(space: Space, name: str) -> list[tuple[str, Space]]:
+    if space.kind in ("dict", "tuple"):
+        return [leaf for key, part in space.items for leaf in _leaves(part, f"{name}[{key!r}]")]
+    return [(name, space)]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"{type(value).__name__} {str(value)[:80]}"
+
+
+def _sample(layout: ActionLayout, obs: Any, rng: np.random.Generator) -> Any:
+    """A random action; where there is a mask and all parts are discrete, a legal one."""
+    action = layout.space.sample(rng)
+    if layout.discrete and isinstance(obs, dict) and ACTION_MASK in obs:
+        mask = layout.mask(tree.map(lambda x: np.asarray(x)[None], obs))
+        if mask is not None and mask.shape[1] == layout.num_logits:
+            flat, at = [], 0
+            for part in layout.parts:
+                flat.append(rng.choice(np.flatnonzero(mask[0, at : at + part.n])))
+                at += part.n
+            chosen = np.array(flat[0] if layout.single else flat, np.int64)[None]
+            action = tree.index(layout.to_env(chosen), 0)
+    return action

@@ -1,0 +1,329 @@
+"""Vector environments that somebody else wrote as one: Gymnasium's own, ALE's in C++, EnvPool.
+
+Each adapter keeps the contract of VecEnv and adds a few microseconds. Seeds are given once, at reset.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from bray import tree
+from bray.envs.atari import is_atari, shows_pictures
+from bray.envs.config import EnvConfig
+from bray.envs.registry import Source
+from bray.envs.vector import BatchCheck, StepResult, VecEnv, check_state, rng_from_json, rng_to_json
+from bray.errors import ConfigError, EnvError, UnknownName
+from bray.spec import EnvSpec, Space
+from bray.tree import NestedArray
+
+log = logging.getLogger("bray.envs")
+
+FORM = "native"
+
+
+class NativeVecEnv(VecEnv):
+    """A Gymnasium vector environment that resets on the next step, as CartPole's own.
+
+    Its state is its attributes: arrays, numbers and its random generator. Where it holds anything else (a C++ object), it cannot
+    be saved, and a resume starts new episodes with `exact` False.
+    """
+
+    def __init__(self, env: Any, spec: EnvSpec, *, seed: int = 0, check: bool = True):
+        self.env, self.spec, self.num_envs = env, spec, env.num_envs
+        self._seed, self._check = seed, BatchCheck(spec.observation, env.num_envs) if check else None
+        self.dead = np.zeros(self.num_envs, bool)
+        self._obs: NestedArray = None
+        self._t = 0
+        self.exact = self._unsavable() is None
+
+    def reset(self, seed: int | None = None) -> NestedArray:
+        first = self._obs is None
+        self._seed = self._seed if seed is None else seed
+        start = int(np.random.SeedSequence(self._seed).generate_state(1)[0] >> 1) if first or seed is not None else None
+        obs, _ = self.env.reset(seed=start)
+        self.dead = np.zeros(self.num_envs, bool)
+        self._obs = obs = self._own(obs)
+        self._checked(obs, None)
+        return obs
+
+    def _own(self, obs: NestedArray) -> NestedArray:
+        return tree.map(np.ascontiguousarray, obs) if isinstance(obs, (dict, tuple)) else np.ascontiguousarray(obs)
+
+    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+        """(obs, reward, terminated, truncated) of the inner environment; sets `dead`."""
+        obs, reward, terminated, truncated, _ = self.env.step(actions)
+        self.dead = terminated | truncated
+        return obs, reward, terminated, truncated
+
+    def step(self, actions: NestedArray) -> StepResult:
+        obs, reward, terminated, truncated = self._stepped(actions)
+        self._t += 1
+        self._obs = obs = self._own(obs)
+        if reward.dtype != np.float32:
+            reward = reward.astype(np.float32)
+        if self._check is not None and not (self._check.ok(obs) and math.isfinite(reward.dot(reward))):
+            self._checked(obs, reward)
+        return obs, reward, terminated, truncated, None
+
+    def _checked(self, obs: NestedArray, reward: np.ndarray | None) -> None:
+        if self._check is None:
+            return
+        what: tuple[int, str] | None = None
+        if not self._check.ok(obs):
+            what = self._check.explain(obs)
+        elif reward is not None and not np.isfinite(reward).all():
+            i = int(np.flatnonzero(~np.isfinite(reward))[0])
+            what = i, f"the reward is {reward[i]}"
+        if what is not None:
+            raise EnvError(
+                f"{self.spec.id}, environment {what[0]}, step {self._t}: {what[1]}. Correct the environment, or set "
+                "env.check=false to go on regardless."
+            )
+
+    # --- exact resume -------------------------------------------------------------------------------------------------
+
+    _PASSIVE = (str, type(None), gym.Space, dict, list, tuple, type, gym.envs.registration.EnvSpec)
+
+    def _unsavable(self) -> str | None:
+        """The first attribute that is neither numbers nor known to be constant."""
+        for name, value in vars(self.env).items():
+            if not isinstance(value, (np.ndarray, np.generic, bool, int, float, np.random.Generator, *self._PASSIVE)):
+                return f"{name}: {type(value).__name__}"
+        return None
+
+    def get_state(self) -> dict[str, Any]:
+        json: dict[str, Any] = {"form": FORM, "num_envs": self.num_envs, "seed": self._seed, "step": self._t}
+        arrays: dict[str, Any] = {"obs": self._obs, "dead": self.dead}
+        json["exact"] = self.exact = self._unsavable() is None
+        if self.exact:
+            values = vars(self.env)
+            arrays["attributes"] = {
+                k: np.array(v) for k, v in values.items() if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"
+            }
+            json["numbers"] = {k: v for k, v in values.items() if isinstance(v, (bool, int, float))}
+            json["rng"] = {k: rng_to_json(v) for k, v in values.items() if isinstance(v, np.random.Generator)}
+        return {"arrays": arrays, "json": json}
+
+    def set_state(self, state: dict[str, Any]) -> NestedArray:
+        arrays, json = check_state(state, FORM, self.num_envs)
+        self._seed, self._t = int(json["seed"]), int(json["step"])
+        self.exact = bool(json["exact"])
+        if not self.exact:
+            log.warning("%s cannot save its state: new episodes start (exact: false).", self.spec.id)
+            # other seeds than at the start, else the same episodes come again
+            return self.reset(int(np.random.SeedSequence((self._seed, self._t)).generate_state(1)[0]))
+        self.env.reset(seed=0)  # makes the generator that is filled next
+        for name, value in arrays["attributes"].items():
+            setattr(self.env, name, np.array(value))
+        for name, value in json["numbers"].items():
+            setattr(self.env, name, value)
+        for name, value in json["rng"].items():
+            rng_from_json(getattr(self.env, name), value)
+        self.dead = np.array(arrays["dead"], bool)
+        self._obs = tree.map(np.array, arrays["obs"])
+        return tree.map(np.copy, self._obs)
+
+    def render(self) -> np.ndarray | None:
+        pictures = self.env.render()
+        return pictures[0] if isinstance(pictures, (tuple, list)) else pictures
+
+    def close(self) -> None:
+        self.env.close()
+
+
+class AleVecEnv(NativeVecEnv):
+    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state."""
+
+    def __init__(self, env: Any, spec: EnvSpec, *, seed: int = 0, check: bool = True, episodic_life: bool = False):
+        super().__init__(env, spec, seed=seed, check=check)
+        self._episodic_life = episodic_life
+        self._lives = np.zeros(self.num_envs, np.int32)
+
+    def reset(self, seed: int | None = None) -> NestedArray:
+        if seed is None and self._obs is None:
+            seed = self._seed
+        self._seed = self._seed if seed is None else seed
+        seeds = None
+        if seed is not None:  # one per game: consecutive seeds would give workers the same games
+            seeds = (np.random.SeedSequence(seed).generate_state(self.num_envs) >> 1).astype(np.int64)
+        obs, info = self.env.reset(seed=seeds)
+        self.dead = np.zeros(self.num_envs, bool)
+        self._lives = info["lives"]
+        self._obs = obs = self._own(obs)
+        return obs
+
+    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+        obs, reward, terminated, truncated, info = self.env.step(np.ascontiguousarray(actions, np.int64))
+        dead = terminated | truncated
+        if self._episodic_life:
+            lives = info["lives"]
+            terminated = terminated | ((lives > 0) & (lives < self._lives) & ~self.dead)
+            self._lives = lives
+        self.dead = dead
+        return obs, reward, terminated, truncated
+
+    def close(self) -> None:
+        """Its threads end when the object goes."""
+        self.env = None
+
+
+class EnvPoolVecEnv(NativeVecEnv):
+    """EnvPool's Gymnasium interface: it resets on the step after the end, and is seeded when made."""
+
+    def __init__(self, make: Callable[[int], Any], spec: EnvSpec, *, seed: int = 0, check: bool = True):
+        self._make = make
+        super().__init__(make(seed), spec, seed=seed, check=check)
+        self.exact = False
+
+    def reset(self, seed: int | None = None) -> NestedArray:
+        if seed is not None and seed != self._seed:
+            self.env.close()
+            self.env, self._seed = self._make(seed), seed
+        obs, _ = self.env.reset()
+        self.dead = np.zeros(self.num_envs, bool)
+        self._obs = obs = self._own(obs)
+        self._checked(obs, None)
+        return obs
+
+    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+        obs, reward, terminated, truncated, _ = self.env.step(actions)
+        terminated, truncated = terminated.astype(bool), truncated.astype(bool) & ~terminated.astype(bool)
+        self.dead = terminated | truncated
+        return obs, reward, terminated, truncated
+
+    def _unsavable(self) -> str | None:
+        return "EnvPool"
+
+
+# --- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def why_not_native(config: EnvConfig, source: Source, render_mode: str | None) -> str | None:
+    """None where Gymnasium's registry has a vector form of this very environment, else the reason there is none."""
+    spec = source.gym_spec
+    if spec is None:
+        return "it is not an environment of Gymnasium's registry"
+    if config.per_env:
+        return "env.per_env gives each environment its own arguments"
+    if config.wrappers or config.flatten_obs:
+        return "wrappers work on single environments"
+    if is_atari(spec):
+        if not shows_pictures(config.atari, config.env_config):
+            return "ALE's vector form shows preprocessed pictures only"
+        if render_mode is not None:
+            return "ALE's vector form does not draw"
+        if config.env_config:
+            return f"ALE's vector form does not take {sorted(config.env_config)}"
+        return None if importlib.util.find_spec("ale_py") else "ale_py is not installed"
+    if spec.vector_entry_point is None:
+        return "it has no vector_entry_point"
+    if config.frame_stack:
+        return "env.frame_stack works on single environments"
+    if spec.additional_wrappers:
+        return "its registration adds wrappers"
+    try:
+        creator = _load(spec.vector_entry_point)
+    except (ImportError, AttributeError, gym.error.Error) as e:
+        return f"its vector form cannot be imported: {e}"
+    mode = (getattr(creator, "metadata", None) or {}).get("autoreset_mode")
+    if mode != AutoresetMode.NEXT_STEP:
+        return f"its vector form resets by {mode}, not on the next step"
+    return None
+
+
+def _load(entry_point: Any) -> Any:
+    return entry_point if callable(entry_point) else gym.envs.registration.load_env_creator(entry_point)
+
+
+def make_native(config: EnvConfig, source: Source, spec: EnvSpec, seed: int, render_mode: str | None) -> VecEnv:
+    """The vector form that the registry (or ALE) has; ask `why_not_native` first."""
+    gym_spec = source.gym_spec
+    if is_atari(gym_spec):
+        return _make_ale(config, gym_spec, spec, seed)
+    creator = _load(gym_spec.vector_entry_point)
+    arguments = {**gym_spec.kwargs, **config.env_config}
+    limit = spec.max_episode_steps
+    if "max_episode_steps" in inspect.signature(creator).parameters:
+        arguments["max_episode_steps"] = limit if limit is not None else np.iinfo(np.int32).max
+    elif limit != gym_spec.max_episode_steps:
+        raise ConfigError(f"the vector form of {source.name} does not take max_episode_steps: set env.vector=inprocess")
+    if render_mode is not None:
+        arguments["render_mode"] = render_mode
+    env = creator(num_envs=config.num_envs, **arguments)
+    return NativeVecEnv(env, spec, seed=seed, check=config.check)
+
+
+def _make_ale(config: EnvConfig, gym_spec: Any, spec: EnvSpec, seed: int) -> VecEnv:
+    from ale_py.vector_env import AtariVectorEnv
+
+    atari, kwargs = config.atari, gym_spec.kwargs
+    sticky = atari.repeat_action_probability
+    frames = kwargs.get("max_num_frames_per_episode", 108_000)
+    if config.max_episode_steps is not None:
+        frames = config.max_episode_steps * atari.frame_skip if config.max_episode_steps > 0 else np.iinfo(np.int32).max
+    env = AtariVectorEnv(
+        kwargs["game"],
+        config.num_envs,
+        max_num_frames_per_episode=int(frames),
+        repeat_action_probability=kwargs.get("repeat_action_probability", 0.0) if sticky is None else sticky,
+        full_action_space=atari.full_action_space,
+        img_height=atari.size,
+        img_width=atari.size,
+        grayscale=atari.grayscale,
+        stack_num=config.frame_stack or atari.frame_stack,
+        frameskip=atari.frame_skip,
+        noop_max=atari.noop_max,
+        use_fire_reset=atari.fire_reset,
+        reward_clipping=False,
+    )
+    spec = EnvSpec(
+        spec.id,
+        Space.from_gym(env.single_observation_space),
+        Space.from_gym(env.single_action_space),
+        spec.max_episode_steps,
+        spec.preprocessing,
+    )
+    return AleVecEnv(env, spec, seed=seed, check=config.check, episodic_life=atari.episodic_life)
+
+
+def make_envpool(config: EnvConfig, source: Source, seed: int) -> VecEnv:
+    """The environment of that name in EnvPool, whose spaces are its own."""
+    if importlib.util.find_spec("envpool") is None:
+        raise ConfigError("env.vector=envpool needs the package envpool: pip install envpool")
+    if config.wrappers or config.flatten_obs or config.frame_stack or config.per_env:
+        raise ConfigError("env.vector=envpool takes no wrappers, frame_stack, flatten_obs or per_env: use env_config")
+    envpool = importlib.import_module("envpool")
+    task = source.name
+    if task.startswith("ALE/"):
+        task = task.removeprefix("ALE/")
+    if task not in envpool.list_all_envs():
+        raise UnknownName("EnvPool environment", task, envpool.list_all_envs())
+    arguments = dict(config.env_config)
+    if config.max_episode_steps is not None and config.max_episode_steps > 0:
+        arguments["max_episode_steps"] = config.max_episode_steps
+
+    def make(seed: int) -> Any:
+        env = envpool.make_gymnasium(task, num_envs=config.num_envs, seed=seed % 2**31, **arguments)
+        env.num_envs = config.num_envs
+        return env
+
+    env = make(seed)
+    limit = getattr(getattr(env, "spec", None), "config", None)
+    spec = EnvSpec(
+        source.name,
+        Space.from_gym(env.observation_space),
+        Space.from_gym(env.action_space),
+        getattr(limit, "max_episode_steps", config.max_episode_steps),
+    )
+    env.close()
+    return EnvPoolVecEnv(make, spec, seed=seed, check=config.check)

@@ -1,0 +1,187 @@
+"""Names of environments: Gymnasium's registry, ours, `module:Class`, classes, factories and objects."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+
+from bray.envs.config import EnvConfig
+from bray.errors import ConfigError, UnknownName
+
+_CREATORS: dict[str, Callable[..., Any]] = {}
+
+# Packages that bring environments: module of the environment -> (what to import, our extra)
+_EXTRAS = {
+    "ale_py": ("ale_py", "atari"),
+    "gymnasium.envs.mujoco": ("mujoco", "mujoco"),
+    "gymnasium.envs.box2d": ("Box2D", "box2d"),
+}
+
+
+class EnvContext(dict):
+    """The `env_config` a creator gets: a dict that also knows which environment of which worker is being made."""
+
+    def __init__(self, values: dict[str, Any], worker_index: int = 0, vector_index: int = 0, remote: bool = False):
+        super().__init__(values)
+        self.worker_index, self.vector_index, self.remote = worker_index, vector_index, remote
+
+
+def register_env(name: str, creator: Callable[..., Any]) -> None:
+    """Make `name` an environment: `creator(env_config)` returns one. A class, or a function of a module, also reaches workers."""
+    if not callable(creator):
+        raise ConfigError(
+            f"register_env({name!r}, ...) takes a class or a function that makes an environment, got {creator!r}"
+        )
+    _CREATORS[name] = creator
+
+
+def list_envs() -> list[str]:
+    """All names that `make_env` takes now: registered ones first, then Gymnasium's."""
+    _import_if_there("ale_py")
+    return sorted(_CREATORS) + sorted(set(gym.registry) - set(_CREATORS))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an environment comes from: a Gymnasium id, or a creator (class, function), or one object."""
+
+    name: str
+    gym_id: str | None = None
+    creator: Any = None
+
+    @property
+    def single(self) -> bool:
+        """A ready object: there is only one of it."""
+        return self.creator is not None and not callable(self.creator)
+
+    @property
+    def gym_spec(self) -> Any:
+        return gym.spec(self.gym_id) if self.gym_id else None
+
+    def make(self, arguments: EnvContext, render_mode: str | None) -> Any:
+        """A new environment (or the object itself)."""
+        if self.gym_id is not None:
+            return self._make_gym(arguments, render_mode)
+        if self.single:
+            return self.creator
+        return call_creator(self.creator, arguments, render_mode, self.name)
+
+    def _make_gym(self, arguments: EnvContext, render_mode: str | None) -> Any:
+        assert self.gym_id is not None
+        extra = {} if render_mode is None else {"render_mode": render_mode}
+        try:
+            return gym.make(self.gym_id, disable_env_checker=True, **{**arguments, **extra})
+        except (gym.error.DependencyNotInstalled, ImportError) as e:
+            raise missing_package(self.name, str(gym.spec(self.gym_id).entry_point), e) from e
+        except TypeError as e:
+            if "unexpected keyword" in str(e):
+                raise ConfigError(f"{self.name} does not take this env_config {dict(arguments)}: {e}") from e
+            raise
+
+
+def missing_package(name: str, entry_point: str, cause: Exception | None = None) -> ConfigError:
+    """The error for an environment whose package is not installed."""
+    for module, (package, extra) in _EXTRAS.items():
+        if entry_point.startswith(module):
+            return ConfigError(f"{name} needs the package {package}: pip install 'bray[{extra}]'")
+    return ConfigError(f"{name} needs a package that is not installed: {cause}")
+
+
+def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode: str | None, name: str) -> Any:
+    """Call a class or function the way its signature asks: one dict, keywords, or nothing."""
+    try:
+        parameters = list(inspect.signature(creator).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    names = {p.name for p in parameters}
+    extra: dict[str, Any] = {"worker_index": arguments.worker_index, "vector_index": arguments.vector_index}
+    if render_mode is not None:
+        extra["render_mode"] = render_mode
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    first = positional[0] if positional else None
+    takes_dict = first is not None and (
+        first.name in ("env_config", "config", "cfg", "env_cfg", "context", "ctx")
+        or (first.default is first.empty and first.name not in arguments and len(positional) == 1)
+    )
+    if takes_dict and first is not None and first.name not in arguments:
+        given = {k: v for k, v in extra.items() if k in names}
+        return creator(arguments, **given)
+    keywords = {**{k: v for k, v in extra.items() if k in names}, **arguments}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for key in arguments:
+            if key not in names:
+                raise UnknownName(f"argument of {name}", key, names, where="env_config")
+    return creator(**keywords)
+
+
+def resolve(config: EnvConfig) -> Source:
+    """The source behind `config.id`; a name nothing answers to is refused with the nearest known one."""
+    for module in config.import_modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as e:
+            raise ConfigError(f"env.import_modules: cannot import {module!r}: {e}") from e
+    name = config.id
+    if not isinstance(name, str):
+        if name is None or isinstance(name, (int, float, dict, list)):
+            raise ConfigError(f"env.id is a name, 'module:Class', a class, a factory or an environment, got {name!r}")
+        if not callable(name) and config.num_envs > 1:
+            raise ConfigError(
+                f"env.id is one {type(name).__name__} object, but num_envs={config.num_envs} need one each: "
+                "give its class or a function that makes it"
+            )
+        return Source(env_name(name), creator=name)
+    if not name:
+        raise ConfigError("no environment given: set env.id, e.g. CartPole-v1 (`bray envs` lists all)")
+    if name in _CREATORS:
+        return Source(name, creator=_CREATORS[name])
+    if name in gym.registry:
+        return Source(name, gym_id=name)
+    if ":" in name:
+        return _from_module(name)
+    if name.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
+        raise missing_package(name, "ale_py")
+    known = list_envs()  # registers the Atari games where their package is installed
+    if name in gym.registry:
+        return Source(name, gym_id=name)
+    raise UnknownName("environment", name, known)
+
+
+def _from_module(name: str) -> Source:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as e:
+        raise ConfigError(f"environment {name!r}: cannot import the module {module_name!r}: {e}") from e
+    if attribute in _CREATORS:
+        return Source(attribute, creator=_CREATORS[attribute])
+    if attribute in gym.registry:
+        return Source(attribute, gym_id=attribute)
+    creator: Any = module
+    for part in attribute.split("."):
+        creator = getattr(creator, part, None)
+    if not callable(creator):
+        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise UnknownName("environment", attribute, public, where=f"in module {module_name}")
+    return Source(name, creator=creator)
+
+
+def env_name(env: Any) -> str:
+    """What to call `EnvConfig.id` in files and messages: the name itself, or `module:Class` of a class, factory or object."""
+    if isinstance(env, str):
+        return env
+    named = env if hasattr(env, "__qualname__") else type(env)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _import_if_there(package: str) -> None:
+    if importlib.util.find_spec(package) is not None:
+        module = importlib.import_module(package)
+        if package == "ale_py" and "ALE/Pong-v5" not in gym.registry:
+            gym.register_envs(module)

@@ -1,0 +1,94 @@
+"""What the learner sees of rewards: clipped, or divided by the running deviation of the discounted return.
+
+The loop applies this after the metrics have taken the raw reward; evaluation does not apply it at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bray.envs.config import EnvConfig
+from bray.errors import CheckpointError, ConfigError
+
+
+class RewardTransform:
+    """`transform(reward, ended) -> reward`; raw float32[B] in, what is learned from out. The input stays as it is."""
+
+    def __init__(self, config: EnvConfig, num_envs: int, gamma: float, epsilon: float = 1e-8):
+        self.normalize = config.normalize_rewards
+        self.gamma, self.epsilon, self.num_envs = gamma, epsilon, num_envs
+        self.sign, self.low, self.high = _clip(config.clip_rewards)
+        self.returns = np.zeros(num_envs, np.float64)
+        self.ended = np.zeros(num_envs, bool)
+        self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether rewards are changed at all."""
+        return self.normalize or self.sign or self.low is not None
+
+    @property
+    def std(self) -> float:
+        """Deviation of the discounted return so far; 1 before two numbers have been seen."""
+        return float(np.sqrt(self.m2 / self.count + self.epsilon)) if self.count > 1 else 1.0
+
+    def __call__(self, reward: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        """`ended` is `env.dead` after the step: these rewards are their episodes' last. The row that follows is no
+        transition and is left out of the statistics."""
+        if self.normalize:
+            reward = self._normalized(reward, ended)
+        if self.sign:
+            return np.sign(reward).astype(np.float32)
+        if self.low is not None:
+            return np.clip(reward, self.low, self.high).astype(np.float32)
+        return reward.astype(np.float32, copy=False)
+
+    def _normalized(self, reward: np.ndarray, ended: np.ndarray) -> np.ndarray:
+        self.returns = self.returns * self.gamma + reward
+        seen = self.returns[~self.ended]
+        if seen.size:  # Chan's update of count, mean and sum of squares by a batch
+            n, mean = seen.size, float(seen.mean())
+            m2 = float(((seen - mean) ** 2).sum())
+            delta, total = mean - self.mean, self.count + n
+            self.m2 += m2 + delta * delta * self.count * n / total
+            self.mean += delta * n / total
+            self.count = total
+        self.ended = np.array(ended, bool)
+        self.returns[self.ended] = 0.0
+        return (reward / self.std).astype(np.float32)
+
+    def get_state(self) -> dict[str, Any]:
+        """A tree of arrays."""
+        numbers = {"count": self.count, "mean": self.mean, "m2": self.m2}
+        return {
+            "returns": self.returns.copy(),
+            "ended": self.ended.copy(),
+            **{k: np.array(v) for k, v in numbers.items()},
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        try:
+            returns, ended = np.array(state["returns"], np.float64), np.array(state["ended"], bool)
+            count, mean, m2 = (float(state[k]) for k in ("count", "mean", "m2"))
+        except (KeyError, TypeError, ValueError) as e:
+            raise CheckpointError(f"not the state of a reward transform: {type(e).__name__}: {e}") from None
+        if returns.shape != (self.num_envs,) or ended.shape != returns.shape:
+            raise CheckpointError(
+                f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}"
+            )
+        self.returns, self.ended, self.count, self.mean, self.m2 = returns, ended, count, mean, m2
+
+
+def _clip(clip: Any) -> tuple[bool, float | None, float | None]:
+    """(sign only, low, high) of `env.clip_rewards`."""
+    if clip is None or clip is False:
+        return False, None, None
+    if clip is True:
+        return True, None, None
+    if isinstance(clip, (int, float)) and clip > 0:
+        return False, -float(clip), float(clip)
+    if isinstance(clip, (list, tuple)) and len(clip) == 2 and clip[0] < clip[1]:
+        return False, float(clip[0]), float(clip[1])
+    raise ConfigError(f"env.clip_rewards is true (sign), a positive number c ([-c, c]) or [low, high], got {clip!r}")

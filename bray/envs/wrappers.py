@@ -1,0 +1,335 @@
+"""Wrappers that Gymnasium lacks, and how a config names wrappers. Gymnasium's own are used under their own names.
+
+`wrappers: [action_repeat, {name: delay_reward, delay: 4}, "my.module:MyWrapper"]` is applied from the inside out.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from bray.errors import ConfigError, UnknownName
+from bray.spec import ACTION_MASK
+
+
+class ActionRepeat(gym.Wrapper):
+    """Each action lasts `repeat` steps; rewards add up, the episode's end stops it."""
+
+    def __init__(self, env: gym.Env, repeat: int = 2):
+        super().__init__(env)
+        if repeat < 1:
+            raise ConfigError(f"action_repeat: repeat must be 1 or more, got {repeat}")
+        self.repeat = repeat
+
+    def step(self, action: Any) -> Any:
+        total = 0.0
+        for _ in range(self.repeat):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return obs, total, terminated, truncated, info
+
+
+class NoopReset(gym.Wrapper):
+    """Up to `noop_max` random idle steps at the start of each episode."""
+
+    def __init__(self, env: gym.Env, noop_max: int = 30, noop_action: int = 0):
+        super().__init__(env)
+        self.noop_max, self.noop_action = noop_max, noop_action
+        self._rng = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        for _ in range(int(self._rng.integers(1, self.noop_max + 1))):
+            obs, _, terminated, truncated, info = self.env.step(self.noop_action)
+            if terminated or truncated:
+                obs, info = self.env.reset(options=options)
+        return obs, info
+
+
+class FireReset(gym.Wrapper):
+    """One FIRE at the start of each episode, for games that wait for it."""
+
+    def __init__(self, env: gym.Env, fire_action: int = 1):
+        super().__init__(env)
+        self.fire_action = fire_action
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self.env.reset(seed=seed, options=options)
+        obs, _, terminated, truncated, info = self.env.step(self.fire_action)
+        return self.env.reset(options=options) if terminated or truncated else (obs, info)
+
+
+class ScaledFloatFrame(gym.ObservationWrapper):
+    """Pixels 0..255 as float32 in [0, 1]."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(0.0, 1.0, env.observation_space.shape, np.float32)
+
+    def observation(self, observation: Any) -> Any:
+        return np.asarray(observation, np.float32) / np.float32(255.0)
+
+
+class SignReward(gym.RewardWrapper):
+    """Rewards as -1, 0 or 1. (`env.clip_rewards: true` does this for the learner and leaves the metrics raw.)"""
+
+    def reward(self, reward: Any) -> float:
+        return float(np.sign(reward))
+
+
+class DelayReward(gym.Wrapper):
+    """Rewards are kept back and paid as one sum every `delay` steps, and at the episode's end."""
+
+    def __init__(self, env: gym.Env, delay: int = 4):
+        super().__init__(env)
+        if delay < 1:
+            raise ConfigError(f"delay_reward: delay must be 1 or more, got {delay}")
+        self.delay = delay
+        self._sum, self._t = 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._sum, self._t = 0.0, 0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._sum += float(reward)
+        self._t += 1
+        paid = 0.0
+        if self._t % self.delay == 0 or terminated or truncated:
+            paid, self._sum = self._sum, 0.0
+        return obs, paid, terminated, truncated, info
+
+
+class EpisodeReturn(gym.Wrapper):
+    """Adds `info["eval_episode_return"]`, the episode's raw return, to its last step."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self._sum = 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._sum = 0.0
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self._sum += float(reward)
+        if terminated or truncated:
+            info = {**info, "eval_episode_return": self._sum}
+        return obs, reward, terminated, truncated, info
+
+
+class TransposeImage(gym.ObservationWrapper):
+    """Pictures [H, W, C] as [C, H, W]."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        box = env.observation_space
+        if not isinstance(box, gym.spaces.Box) or len(box.shape) != 3:
+            raise ConfigError(f"obs_transpose needs pictures [H, W, C], got {box}")
+        self.observation_space = gym.spaces.Box(
+            box.low.transpose(2, 0, 1), box.high.transpose(2, 0, 1), dtype=box.dtype
+        )
+
+    def observation(self, observation: Any) -> Any:
+        return np.ascontiguousarray(np.transpose(observation, (2, 0, 1)))
+
+
+class StaticObsNorm(gym.ObservationWrapper):
+    """(observation - mean) / std with numbers given once."""
+
+    def __init__(self, env: gym.Env, mean: Any = 0.0, std: Any = 1.0):
+        super().__init__(env)
+        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+        if (self.std <= 0).any():
+            raise ConfigError(f"static_obs_norm: std must be positive, got {std}")
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+
+    def observation(self, observation: Any) -> Any:
+        return ((observation - self.mean) / self.std).astype(np.float32)
+
+
+class ObsPlusPrevActionReward(gym.Wrapper):
+    """Observation -> {obs, prev_action, prev_reward}; the first ones of an episode are zero."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        space = env.action_space
+        self._first = gym.vector.utils.create_empty_array(space, n=1)
+        if isinstance(space, gym.spaces.Discrete):
+            previous: gym.Space = gym.spaces.Discrete(int(space.n), start=int(space.start))
+            self._nothing: Any = int(space.start)
+        else:
+            previous = space
+            self._nothing = _zero(space)
+        self.observation_space = gym.spaces.Dict(
+            {
+                "obs": env.observation_space,
+                "prev_action": previous,
+                "prev_reward": gym.spaces.Box(-np.inf, np.inf, (1,), np.float32),
+            }
+        )
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        return {"obs": obs, "prev_action": self._nothing, "prev_reward": np.zeros(1, np.float32)}, info
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        previous = np.copy(action) if isinstance(action, np.ndarray) else action
+        out = {"obs": obs, "prev_action": previous, "prev_reward": np.array([reward], np.float32)}
+        return out, reward, terminated, truncated, info
+
+
+class RewardInObs(gym.Wrapper):
+    """A flat observation with the last reward as one more number."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        box = env.observation_space
+        if not isinstance(box, gym.spaces.Box) or len(box.shape) != 1:
+            raise ConfigError(f"reward_in_obs needs a flat Box observation, got {box}: use flatten_obs first")
+        low, high = np.append(box.low, -np.inf), np.append(box.high, np.inf)
+        self.observation_space = gym.spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(seed=seed, options=options)
+        return np.append(obs, 0.0).astype(np.float32), info
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        return np.append(obs, float(reward)).astype(np.float32), reward, terminated, truncated, info
+
+
+class HybridDictAction(gym.ActionWrapper):
+    """A Tuple action space (type, arguments) as a Dict {action_type, action_args}."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        space = env.action_space
+        if not isinstance(space, gym.spaces.Tuple) or len(space.spaces) != 2:
+            raise ConfigError(f"gym_hybrid_dict_action needs a Tuple of two action spaces, got {space}")
+        self.action_space = gym.spaces.Dict({"action_type": space.spaces[0], "action_args": space.spaces[1]})
+
+    def action(self, action: Any) -> Any:
+        return action["action_type"], action["action_args"]
+
+
+class DelayAction(gym.Wrapper):
+    """Actions take effect `delay` steps later; until then `first_action` is played."""
+
+    def __init__(self, env: gym.Env, delay: int = 1, first_action: Any = None):
+        super().__init__(env)
+        if delay < 1:
+            raise ConfigError(f"delay_action: delay must be 1 or more, got {delay}")
+        self.delay = delay
+        self._first = _zero(env.action_space) if first_action is None else first_action
+        self._queue: deque[Any] = deque()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        self._queue = deque([self._first] * self.delay)
+        return self.env.reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        self._queue.append(action)
+        return self.env.step(self._queue.popleft())
+
+
+class FlattenKeepMask(gym.ObservationWrapper):
+    """Everything but the action mask as one flat vector: {observation, action_mask}."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        spaces = dict(env.observation_space.spaces)  # type: ignore[attr-defined]
+        self._mask_space = spaces.pop(ACTION_MASK)
+        self._rest = gym.spaces.Dict(spaces)
+        flat = gym.spaces.flatten_space(self._rest)
+        self.observation_space = gym.spaces.Dict({"observation": flat, ACTION_MASK: self._mask_space})
+
+    def observation(self, observation: Any) -> Any:
+        rest = {k: v for k, v in observation.items() if k != ACTION_MASK}
+        return {"observation": gym.spaces.flatten(self._rest, rest), ACTION_MASK: observation[ACTION_MASK]}
+
+
+def flatten(env: gym.Env) -> gym.Env:
+    """Observations as one flat vector; an action mask stays beside it."""
+    if isinstance(env.observation_space, gym.spaces.Dict) and ACTION_MASK in env.observation_space.spaces:
+        return FlattenKeepMask(env)
+    return gym.wrappers.FlattenObservation(env)
+
+
+def _zero(space: gym.Space) -> Any:
+    if isinstance(space, gym.spaces.Discrete):
+        return int(space.start)
+    if isinstance(space, gym.spaces.Dict):
+        return {k: _zero(s) for k, s in space.spaces.items()}
+    if isinstance(space, gym.spaces.Tuple):
+        return tuple(_zero(s) for s in space.spaces)
+    return np.zeros(space.shape or (), space.dtype)
+
+
+WRAPPERS: dict[str, Callable[..., gym.Env]] = {
+    "action_repeat": ActionRepeat,
+    "noop_reset": NoopReset,
+    "fire_reset": FireReset,
+    "max_and_skip": lambda env, skip=4: gym.wrappers.MaxAndSkipObservation(env, skip),
+    "frame_stack": lambda env, n=4: gym.wrappers.FrameStackObservation(env, n),
+    "scaled_float_frame": ScaledFloatFrame,
+    "clip_reward": SignReward,
+    "delay_reward": DelayReward,
+    "delay_action": DelayAction,
+    "sticky_action": lambda env, probability=0.25: gym.wrappers.StickyAction(env, probability),
+    "eval_episode_return": EpisodeReturn,
+    "obs_transpose": TransposeImage,
+    "obs_norm": gym.wrappers.NormalizeObservation,
+    "static_obs_norm": StaticObsNorm,
+    "reward_norm": gym.wrappers.NormalizeReward,
+    "obs_plus_prev_action_reward": ObsPlusPrevActionReward,
+    "reward_in_obs": RewardInObs,
+    "gym_hybrid_dict_action": HybridDictAction,
+    "time_limit": lambda env, max_episode_steps: gym.wrappers.TimeLimit(env, max_episode_steps),
+    "flatten": flatten,
+}
+"""Names a config may use. The Atari set (warp_frame, episodic_life, ram, ...) is in `env.atari` and `env.env_config`."""
+
+
+def apply(wrapper: Any, env: gym.Env) -> gym.Env:
+    """`env` inside a wrapper given by name, `module:Class`, class, or dict {name, **arguments}."""
+    arguments: dict[str, Any] = {}
+    if isinstance(wrapper, dict):
+        arguments = {k: v for k, v in wrapper.items() if k != "name"}
+        if "name" not in wrapper:
+            raise ConfigError(f"env.wrappers: a dict has the key 'name' beside its arguments, got {wrapper}")
+        wrapper = wrapper["name"]
+    make = _find(wrapper) if isinstance(wrapper, str) else wrapper
+    if not callable(make):
+        raise ConfigError(f"env.wrappers holds names, classes and dicts with 'name', got {wrapper!r}")
+    try:
+        return make(env, **arguments)
+    except TypeError as e:
+        raise ConfigError(f"env.wrappers: {wrapper} does not take {arguments or 'no arguments'}: {e}") from e
+
+
+def _find(name: str) -> Callable[..., gym.Env]:
+    if name in WRAPPERS:
+        return WRAPPERS[name]
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as e:
+            raise ConfigError(f"env.wrappers: cannot load {name!r}: {e}") from e
+    theirs = {k for k in dir(gym.wrappers) if k[0].isupper()}
+    if name in theirs:
+        return getattr(gym.wrappers, name)
+    raise UnknownName("wrapper", name, {*WRAPPERS, *theirs}, where="env.wrappers")

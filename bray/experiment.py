@@ -1,0 +1,460 @@
+"""An experiment: an algorithm, an environment and a run directory.
+
+    exp = bray.Experiment(run="PPO", env="CartPole-v1", lr=2.5e-4, num_envs=8)
+    for result in exp.train():
+        print(result["episode_return_mean"])
+
+Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`, `evaluate`, more
+training); `Experiment.resume(path)` goes on exactly where a run stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bray import figures, rundir, tree
+from bray._version import __version__
+from bray.algos import algo_name, get_algo
+from bray.config import Resolved, Source, load_config, load_yaml, resolve
+from bray.envs.config import EnvConfig
+from bray.envs.make import make_vec
+from bray.envs.registry import env_name
+from bray.errors import CheckpointError, ConfigError, UnknownName
+from bray.inference.engines import TorchEngine, is_recurrent
+from bray.loop import EVAL_SEED, RunConfig, Training, eval_config, load_weights, play, resolve_device, summarize
+from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
+from bray.nn.catalog import ModelConfig
+from bray.rundir import RunDir, default_run_dir
+from bray.spec import EnvSpec
+
+logger = logging.getLogger("bray")
+
+STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
+"""Names that people from RLlib type."""
+STOP_KEYS = (
+    "episode_return_mean",
+    "episode_return_max",
+    "episode_length_mean",
+    "episodes_total",
+    "env_steps_total",
+    "learner_steps_total",
+    "training_iteration",
+    "time_total_s",
+    "eval/return_mean",
+)
+VOLATILE = ("time_", "perf/")
+"""Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
+
+
+def load_run_file(path: str | Path) -> Source:
+    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too."""
+    return _spread(load_config(path))
+
+
+def _spread(source: Source) -> Source:
+    """`{run: PPO, env: CartPole-v1, stop: {...}, config: {...}}` as sections; keys remember their lines."""
+    values: dict[str, Any] = {}
+    lines: dict[tuple[str, ...], int] = {}
+    old = source.lines or {}
+
+    def put(to: tuple[str, ...], frm: tuple[str, ...], value: Any) -> None:
+        node = values
+        for part in to[:-1]:
+            node = node.setdefault(part, {})
+        if isinstance(node.get(to[-1]), dict) and isinstance(value, dict):
+            node[to[-1]] = {**node[to[-1]], **value}
+        else:
+            node[to[-1]] = value
+        for key, line in old.items():
+            if key[: len(frm)] == frm:
+                lines[to + key[len(frm) :]] = line
+
+    for key, value in source.values.items():
+        if key == "run" and isinstance(value, str):
+            put(("run", "algorithm"), (key,), value)
+        elif key == "env" and isinstance(value, str):
+            put(("env", "id"), (key,), value)
+        elif key == "config" and isinstance(value, dict):
+            for inner, v in value.items():
+                put((inner,), (key, inner), v)
+        else:
+            put((key,), (key,), value)
+    return Source(source.name, values, lines or None, source.texts)
+
+
+def preset(algo: str, env: str) -> Source | None:
+    """The tuned settings that ship with Bray for this algorithm and environment, if there are any."""
+    for file in sorted(resources.files("bray").joinpath("presets").iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".yaml"):
+            with resources.as_file(file) as path:
+                source = _spread(load_yaml(path))
+            if source.values["run"]["algorithm"] == algo and source.values["env"]["id"] == env:
+                return Source(f"preset {Path(file.name).stem}", source.values, source.lines)
+    return None
+
+
+def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
+    """A stop condition with its aliases resolved; unknown names get the nearest one."""
+    out = {}
+    for key, value in stop.items():
+        name = STOP_ALIASES.get(key, key)
+        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/")):
+            raise UnknownName("stop name", key, [*STOP_KEYS, *STOP_ALIASES], "run.stop")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"run.stop.{key}: expected a number, got {value!r}")
+        out[name] = value
+    return out
+
+
+class Experiment:
+    """One run: configure, train, evaluate, save, load."""
+
+    def __init__(
+        self,
+        run: Any = None,
+        env: Any = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        sources: Sequence[Source] = (),
+        use_preset: bool = True,
+        path: str | Path | None = None,
+        project: str | Path | None = None,
+        trial: str | None = None,
+        **overrides: Any,
+    ):
+        given = [_spread(s) for s in sources]
+        if config:
+            given.append(Source("python", dict(config)))
+        if overrides:
+            given.append(Source("python", dict(overrides)))
+        run = _first(run, given, "run", "algorithm")
+        env = _first(env, given, "env", "id")
+        if run is None or env is None:
+            raise ConfigError("an experiment needs an algorithm (run=, --run) and an environment (env=, --env)")
+        self.algo = get_algo(run)
+        name = algo_name(run)
+        sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": self.algo.Config}
+        layers = [Source("named", {"run": {"algorithm": name}, "env": {"id": env}})]
+        defaults = getattr(self.algo, "DEFAULTS", None)  # e.g. another network for this algorithm
+        if defaults:
+            layers.insert(0, Source(f"defaults of {name}", defaults))
+        found = preset(name, env) if use_preset and isinstance(env, str) else None
+        if found:
+            layers.insert(1 if defaults else 0, found)
+        self.config: Resolved = resolve(sections, [*layers, *given])
+        stop = check_stop(self.config["run"].stop)
+        self.config["run"].stop.clear()
+        self.config["run"].stop.update(stop)
+        self.env_id = env_name(env)
+        if path is not None and (project or trial):
+            raise ConfigError("give either a path or project and trial, not both")
+        if path is None and (project or trial):
+            path = Path(project or "runs") / (trial or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        self._path = Path(path) if path else None
+        self._dir: RunDir | None = None
+        self._training: Training | None = None
+        self._weights: Mapping[str, np.ndarray] | None = None
+        self._spec: EnvSpec | None = None
+        self._served: ServedPolicy | None = None
+        self._best: float | None = None
+        self._time = 0.0
+        self._saved_at = -1
+        self._last_row: dict[str, Any] | None = None
+        self._stop_requested = False
+        self.exact = True
+
+    # --- parts, made when needed --------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> Training:
+        if self._training is None:
+            c = self.config
+            self._training = Training(self.algo, c["run"], c["env"], c["model"], c["algo"])
+            if self._weights is not None:
+                self._training.set_weights(self._weights)
+        return self._training
+
+    @property
+    def path(self) -> Path:
+        """The run directory (made by `train` or `save`)."""
+        if self._path is None:
+            self._path = default_run_dir(self.env_id, algo_name(self.config["run"].algorithm))
+        return self._path
+
+    def _run_dir(self) -> RunDir:
+        if self._dir is None:
+            self._dir = RunDir.create(self.path)
+            self._dir.write_config(self.config)
+            self._write_specs()
+        return self._dir
+
+    def _write_specs(self) -> None:
+        assert self._dir is not None
+        self._dir.write_spec(self.training.spec)
+        self._dir.write_policy({"algorithm": self.config["run"].algorithm, "recurrent": is_recurrent(self.training.model)})
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        stop: Mapping[str, float] | None = None,
+        sinks: Sequence[Sink] = (),
+        on_result: Callable[[dict[str, Any]], None] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Train until a stop condition holds (or forever); yields one result per iteration. Saves as configured and at the end."""
+        run = self.config["run"]
+        stop = check_stop(stop) if stop is not None else run.stop
+        training, directory = self.training, self._run_dir()
+        self._stop_requested = False
+        with (
+            rundir.logging_to(directory.log),
+            Sinks([JsonlSink(directory.result_jsonl), CsvSink(directory.progress_csv), TensorBoardSink(directory.tensorboard), *sinks]) as out,
+        ):
+            if training.iteration:
+                out.truncate_after(training.iteration, training.rollout.env_steps)
+            logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
+            try:
+                while not self._stop_requested and not self._reached(stop):
+                    start = time.perf_counter()
+                    row = training.iterate()
+                    if run.eval_freq and training.iteration % run.eval_freq == 0:
+                        row |= training.evaluate()
+                    self._time += time.perf_counter() - start
+                    row["time_total_s"] = self._time
+                    if on_result is not None:
+                        on_result(row)
+                    self._last_row = row
+                    out.write(row)
+                    self._checkpoint_when_due(row)
+                    yield row
+            finally:
+                if training.iteration and self._saved_at != training.iteration:
+                    self.save()
+                if self._last_row is not None:
+                    self._draw(stop)
+
+    def _reached(self, stop: Mapping[str, float]) -> bool:
+        row = self._last_row or {}
+        return any(row.get(k) is not None and row[k] >= v for k, v in stop.items())
+
+    @property
+    def reached(self) -> dict[str, float]:
+        """The stop conditions that hold now."""
+        row = self._last_row or {}
+        return {k: row[k] for k, v in self.config["run"].stop.items() if row.get(k) is not None and row[k] >= v}
+
+    def request_stop(self) -> None:
+        """End `train` after the iteration under way (signal handlers call this)."""
+        self._stop_requested = True
+
+    def _score(self, row: Mapping[str, Any]) -> float | None:
+        return row.get("eval/return_mean" if self.config["run"].eval_freq else "episode_return_mean")
+
+    def _checkpoint_when_due(self, row: Mapping[str, Any]) -> None:
+        run, iteration = self.config["run"], row["training_iteration"]
+        score = self._score(row)
+        better = score is not None and (self._best is None or score > self._best)
+        if (run.checkpoint_freq and iteration % run.checkpoint_freq == 0) or (run.eval_freq and better):
+            self.save()
+
+    def save(self) -> Path:
+        """A checkpoint of everything, and `best` if it is; returns its directory."""
+        training, directory, run = self.training, self._run_dir(), self.config["run"]
+        row = self._last_row or {}
+        score = self._score(row)
+        best = score is not None and (self._best is None or score > self._best)
+        replay_dir = directory.path / "replay"
+        state = training.get_state(replay_dir)
+        recent = training.recent_observations()
+        previous, self._best = self._best, score if best else self._best
+        state["json"] |= {"best": self._best, "time": self._time, "row": row}
+        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
+        meta = {
+            "bray": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "algorithm": run.algorithm,
+            "env": self.env_id,
+            "seed": run.seed,
+            "training_iteration": training.iteration,
+            "env_steps_total": training.rollout.env_steps,
+            "learner_steps_total": training.learner.steps,
+            "episode_return_mean": row.get("episode_return_mean"),
+            "eval/return_mean": row.get("eval/return_mean"),
+            "exact": self.exact,
+        }
+        try:
+            path = directory.save_checkpoint(training.learner.steps, training.weights(), state, meta, best=best, keep=run.keep_checkpoints)
+        except BaseException:
+            self._best = previous
+            raise
+        self._saved_at = training.iteration
+        if training.replay is not None and "replay" in state["arrays"]:
+            kept = [directory.load_checkpoint(s).state["arrays"].get("replay") for s in directory.steps()]
+            training.replay.prune(replay_dir, [s for s in kept if s])
+        return path
+
+    def _draw(self, stop: Mapping[str, float]) -> None:
+        assert self._dir is not None
+        out = self._dir.folder("figures") / "learning_curve.png"
+        title = f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
+        try:
+            figures.learning_curve(self.path, out, title, stop.get("episode_return_mean"))
+        except CheckpointError:
+            raise
+        except Exception as e:  # a picture must not lose a trained agent
+            logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, path: str | Path, which: str | int = "latest", sources: Sequence[Source] = (), env: Any = None) -> Experiment:
+        """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
+        directory = RunDir.open(path)
+        checkpoint = directory.load_checkpoint(which)
+        exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False)
+        exp._weights = checkpoint.weights
+        exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
+        exp._loaded_from = checkpoint.path
+        return exp
+
+    _loaded_from: Path | None = None
+
+    @classmethod
+    def resume(cls, path: str | Path, sources: Sequence[Source] = (), env: Any = None) -> Experiment:
+        """Go on with a run in its own directory, exactly where its latest checkpoint is."""
+        directory = RunDir.open(path)
+        checkpoint = directory.load_checkpoint("latest")
+        exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False, path=path)
+        training = exp.training
+        theirs = EnvSpec.from_json(directory.read_json("spec.json"))
+        if theirs != training.spec:
+            raise CheckpointError(f"{path}: the environment has other spaces than at training time; resume needs the same ones")
+        state = checkpoint.state
+        exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
+        json = state["json"]
+        exp._best, exp._time, exp._last_row = json["best"], json["time"], json["row"] or None
+        exp._saved_at = training.iteration
+        exp._dir = RunDir.create(path, resume=True)
+        exp._dir.write_config(exp.config)
+        if not exp.exact:
+            logger.warning(
+                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)", path
+            )
+        return exp
+
+    def init_from(self, path: str | Path, which: str | int = "latest") -> None:
+        """Start from another run's weights, and nothing else of it."""
+        self._weights = RunDir.open(path).load_checkpoint(which).weights
+        if self._training is not None:
+            self._training.set_weights(self._weights)
+
+    # --- using --------------------------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy as it is served: made from the spec and the weights alone."""
+        if self._served is None:
+            spec = self._spec or self.training.spec
+            if self._training is not None:
+                model = self._training.model
+            else:
+                c = self.config
+                torch.manual_seed(c["run"].seed)
+                model = self.algo.make_model(c["algo"], spec, c["model"]).to(resolve_device(c["run"].device))
+                if self._weights is None:
+                    raise ConfigError("there is nothing to act with yet: train first, or load a run")
+                load_weights(model, self._weights)
+            self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
+        return self._served
+
+    def policy(self, obs: Any, state: Any = None, explore: bool = False) -> Any:
+        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model."""
+        return self.served(obs, state, explore)
+
+    def evaluate(self, episodes: int = 10, seed: int | None = None) -> dict[str, Any]:
+        """Mean return of greedy episodes with its 95 % confidence interval; the same episodes in every call."""
+        return summarize(self.play(episodes, seed=seed))
+
+    def play(
+        self, episodes: int, seed: int | None = None, explore: bool = False, num_envs: int | None = None, on_step: Any = None
+    ) -> list[tuple[float, int]]:
+        """Whole episodes with this policy: (return, length) of each."""
+        served = self.served
+        seed = EVAL_SEED if seed is None else seed
+        config = eval_config(self.config["env"], num_envs or min(episodes, 16))
+        rng = np.random.default_rng(seed) if explore else None
+        with make_vec(config, seed=seed) as env:
+            if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
+                raise CheckpointError("the environment has other spaces than the policy was trained for")
+            return play(env, served.engine, served.policy, episodes, seed, rng=rng, initial_state=served.initial_state, on_step=on_step)
+
+    def close(self) -> None:
+        if self._training is not None:
+            self._training.close()
+        if self._dir is not None:
+            self._dir.close()
+
+
+def _first(given: Any, sources: Sequence[Source], section: str, key: str) -> Any:
+    """What Python was given, else what the last source says."""
+    if given is not None:
+        return given
+    for source in reversed(sources):
+        value = source.values.get(section)
+        if isinstance(value, dict) and value.get(key) is not None:
+            return value[key]
+    return None
+
+
+def _saved_config(directory: RunDir) -> Source:
+    return load_yaml(directory.path / "config.yaml")
+
+
+class ServedPolicy:
+    """A Model and a Policy without an environment: one observation in, one action out."""
+
+    def __init__(self, policy: Any, model: torch.nn.Module, spec: EnvSpec):
+        self.policy, self.model, self.spec = policy, model, spec
+        self.recurrent = is_recurrent(model)
+        initial = getattr(model, "initial_state", None) if self.recurrent else None
+        self.initial_state = (lambda n: tree.map(np.asarray, initial(n))) if initial else None
+        self.engine = TorchEngine(model, None if self.recurrent else policy.act_outputs)
+        self.rng = np.random.default_rng()
+
+    def __call__(self, obs: Any, state: Any = None, explore: bool = False) -> Any:
+        batch = _batch_of_one(self.spec.observation, obs)
+        args = []
+        if self.initial_state is not None:
+            args = [self.initial_state(1) if state is None else state]
+        outputs = self.engine.forward(batch, *args)
+        after = outputs.pop("state", None)
+        action, _ = self.policy.act(outputs, batch, self.rng if explore else None, 1 << 62)
+        action = tree.index(action, 0)
+        return (action, after) if self.recurrent else action
+
+
+def _batch_of_one(space: Any, obs: Any) -> Any:
+    """One observation as a batch, cast to the space's types; a wrong shape is named."""
+    if space.kind == "dict":
+        if not isinstance(obs, Mapping) or set(obs) != set(space.names):
+            got = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
+            raise ConfigError(f"expected an observation with the keys {sorted(space.names)}, got {got}")
+        return {k: _batch_of_one(s, obs[k]) for k, s in space.items}
+    if space.kind == "tuple":
+        return tuple(_batch_of_one(s, o) for s, o in zip(space.parts, obs, strict=True))
+    x = np.asarray(obs)
+    if x.shape != tuple(space.shape):
+        raise ConfigError(f"expected one observation of shape {tuple(space.shape)}, got {x.shape}")
+    return x.astype(np.int64 if space.kind in ("discrete", "multi_discrete") else space.dtype)[None]

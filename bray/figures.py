@@ -1,0 +1,191 @@
+"""Learning curves from run directories, as PNG (or any format matplotlib knows by the file's suffix)."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray.errors import ConfigError, DataError
+from bray.metrics import ENV_STEPS
+from bray.rundir import write_atomic
+
+TRAIN = "episode_return_mean"
+EVAL = "eval/return_mean"
+EVAL_CI = "eval/return_ci95"
+_COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
+_POINTS = 300  # of a curve averaged over seeds
+
+PathLike = str | Path
+
+
+def read_results(run_dir: PathLike) -> list[dict[str, Any]]:
+    """The rows of `result.jsonl`; half a line at the end (of a run that is being written) is left out."""
+    path = Path(run_dir)
+    path = path / "result.jsonl" if path.is_dir() else path
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as e:
+        raise DataError(f"{path}: expected the results of a run ({e.strerror})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if number == len(lines):
+                continue
+            raise DataError(f"{path}:{number}: expected a line of JSON, got {line[:60]!r}") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: expected a row of keys and values, got {line[:60]!r}")
+        rows.append(row)
+    return rows
+
+
+def series(rows: Sequence[Mapping[str, Any]], key: str, x: str = ENV_STEPS) -> tuple[np.ndarray, np.ndarray]:
+    """x and y of a metric; rows without it are left out."""
+    points = [
+        (r[x], r[key]) for r in rows if isinstance(r.get(x), (int, float)) and isinstance(r.get(key), (int, float))
+    ]
+    xs, ys = zip(*points, strict=True) if points else ((), ())
+    return np.array(xs, float), np.array(ys, float)
+
+
+def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Curves of several seeds on one x axis, over the steps that all of them have: x, mean, standard deviation.
+
+    When the seeds share no step (one ended before another began) the range is what any of them has."""
+    curves = [c for c in curves if len(c[0])]
+    if len(curves) == 1:
+        return curves[0][0], curves[0][1], np.zeros_like(curves[0][1])
+    low, high = max(c[0][0] for c in curves), min(c[0][-1] for c in curves)
+    if low >= high:
+        low, high = min(c[0][0] for c in curves), max(c[0][-1] for c in curves)
+    grid = np.linspace(low, high, _POINTS)
+    ys = np.stack([np.interp(grid, x, y) for x, y in curves])
+    return grid, ys.mean(0), ys.std(0)
+
+
+def _evaluations(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known)."""
+    points = [
+        (r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
+        for r in rows
+        if isinstance(r.get(ENV_STEPS), (int, float)) and isinstance(r.get(EVAL), (int, float))
+    ]
+    x, mean, half = np.array(points, float).reshape(-1, 3).T
+    return x, mean, half
+
+
+def learning_curve(
+    run_dirs: PathLike | Sequence[PathLike],
+    out: PathLike,
+    title: str = "",
+    threshold: float | None = None,
+) -> Path:
+    """Return against environment steps: one run with its evaluations, or the mean of several seeds with a band of one standard
+    deviation. `threshold` draws a line at the return to reach."""
+    dirs = [run_dirs] if isinstance(run_dirs, (str, Path)) else list(run_dirs)
+    results = [read_results(d) for d in dirs]
+    with _figure(out, title or "Learning curve", threshold) as axes:
+        label = "training" if len(dirs) == 1 else f"training, mean ± std of {len(dirs)} seeds"
+        _draw(axes, results, _COLORS[0], label, [str(d) for d in dirs])
+        evaluations = [e for e in map(_evaluations, results) if len(e[0])]
+        if len(dirs) == 1 and evaluations:
+            x, mean, half = evaluations[0]
+            axes.plot(x, mean, "o-", color=_COLORS[1], ms=4, lw=1.4, label="evaluation, greedy")
+            if half.any():
+                axes.fill_between(
+                    x, mean - half, mean + half, color=_COLORS[1], alpha=0.2, lw=0, label="95 % confidence"
+                )
+        elif evaluations:
+            x, mean, std = mean_and_std([e[:2] for e in evaluations])
+            axes.plot(x, mean, color=_COLORS[1], lw=1.6, label=f"evaluation, mean ± std of {len(evaluations)} seeds")
+            axes.fill_between(x, mean - std, mean + std, color=_COLORS[1], alpha=0.2, lw=0)
+    return Path(out)
+
+
+def overlay(
+    runs: Mapping[str, Sequence[PathLike]],
+    out: PathLike,
+    title: str = "",
+    threshold: float | None = None,
+) -> Path:
+    """Several curves in one figure: {label: run directories (seeds)}."""
+    if not runs:
+        raise DataError("a figure needs at least one run, got none")
+    with _figure(out, title or "Learning curves", threshold) as axes:
+        for i, (label, dirs) in enumerate(runs.items()):
+            dirs = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
+            seeds = f" ({len(dirs)} seeds)" if len(dirs) > 1 else ""
+            _draw(
+                axes, [read_results(d) for d in dirs], _COLORS[i % len(_COLORS)], label + seeds, [str(d) for d in dirs]
+            )
+    return Path(out)
+
+
+def _draw(axes: Any, results: list[list[dict[str, Any]]], color: str, label: str, names: Sequence[str]) -> None:
+    curves = [series(rows, TRAIN) for rows in results]
+    if not any(len(x) for x, _ in curves):
+        raise DataError(f"{', '.join(names) or 'no run'}: no finished episode with {TRAIN} and {ENV_STEPS} to draw")
+    x, mean, std = mean_and_std(curves)
+    dot = "o" if len(x) == 1 else ""
+    axes.plot(x, mean, color=color, lw=1.8, marker=dot, label=label)
+    if len(curves) > 1:
+        axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.18, lw=0)
+
+
+class _figure:
+    """A figure in our style, saved when the block ends well."""
+
+    def __init__(self, out: PathLike, title: str, threshold: float | None):
+        self.out, self.title, self.threshold = Path(out), title, threshold
+
+    def __enter__(self) -> Any:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no global state, no window
+        FigureCanvasAgg(self.figure)
+        self.axes = self.figure.add_subplot()
+        return self.axes
+
+    def __exit__(self, error: object, *exc: object) -> None:
+        if error is not None:
+            return
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        axes = self.axes
+        if self.threshold is not None:
+            label = f"threshold {self.threshold:,g}"
+            axes.axhline(self.threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
+        axes.set_title(self.title, loc="left", fontsize=13, fontweight="bold", pad=10)
+        axes.set_xlabel("environment steps")
+        axes.set_ylabel("episode return")
+        axes.xaxis.set_major_locator(MaxNLocator(8))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(_thousands))
+        axes.grid(color="#d9d9d9", lw=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9, loc="best")
+        kind, known = self.out.suffix.lstrip(".").lower(), self.figure.canvas.get_supported_filetypes()
+        if kind not in known:
+            raise ConfigError(f"{self.out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
+        picture = io.BytesIO()
+        self.figure.savefig(picture, format=kind)
+        write_atomic(self.out, picture.getvalue())
+
+
+def _thousands(x: float, _: Any = None) -> str:
+    """12,500 · 0.25 · 1.5M: tick labels that stay short."""
+    if abs(x) >= 1e6:
+        return f"{x / 1e6:,g}M"
+    return f"{x:,.0f}" if float(x).is_integer() else f"{x:g}"

@@ -1,0 +1,1 @@
+"""Running a Model: numpy trees in, numpy trees out. No Ray here."""

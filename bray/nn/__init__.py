@@ -1,0 +1,29 @@
+"""Networks: encoders for every kind of observation, heads for every kind of algorithm, distributions over actions."""
+
+from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model, register_preprocessor
+from bray.nn.encoders import Encoder, make_encoder
+from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
+from bray.nn.layers import MLP, NoisyLinear, Towers, resample_noise
+from bray.nn.normalize import RunningNorm, update_normalizers
+from bray.nn.recurrent import Recurrent
+
+__all__ = [
+    "MLP",
+    "ActorCritic",
+    "ContinuousQ",
+    "Encoder",
+    "ModelConfig",
+    "NoisyLinear",
+    "QNetwork",
+    "Recurrent",
+    "RunningNorm",
+    "SquashedGaussianActor",
+    "Towers",
+    "example_obs",
+    "make_encoder",
+    "make_model",
+    "register_model",
+    "register_preprocessor",
+    "resample_noise",
+    "update_normalizers",
+]

@@ -1,0 +1,263 @@
+"""Models: an encoder and the heads that PPO, A2C, DQN and SAC read.
+
+All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} when distributional),
+`SquashedGaussianActor` {"dist"}. With `use_lstm` the first two take and return a state. Action masks are not applied
+here but beside the environment and in losses, so that an exported model is the same for both.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bray.errors import ConfigError
+from bray.nn.encoders import Encoder, Features, make_encoder, sees_image
+from bray.nn.layers import HIDDEN_GAIN, Towers, activation, joint_linear, linear
+from bray.nn.recurrent import Recurrent, State
+from bray.spec import EnvSpec
+
+if TYPE_CHECKING:
+    from bray.nn.catalog import ModelConfig
+
+POLICY_GAIN, VALUE_GAIN = 0.01, 1.0
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+
+
+class Headed(nn.Module):
+    """What all models share: `core` makes features of observations, `heads` makes outputs of features."""
+
+    def __init__(self, core: nn.Module):
+        super().__init__()
+        self.core = core
+        self.recurrent = isinstance(core, Recurrent)
+
+    def heads(self, x: Tensor) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def forward(self, obs: Any, state: State | None = None) -> dict[str, Any]:
+        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after)."""
+        if not self.recurrent:
+            return self.heads(self.core(obs))
+        x, state = self.core(obs, state)
+        return {**self.heads(x), "state": state}
+
+    def initial_state(self, batch_size: int) -> State:
+        """Zeros for each of `batch_size` environments; an empty dict for a model without memory."""
+        return self.core.initial_state(batch_size) if isinstance(self.core, Recurrent) else {}
+
+    def unroll(self, obs: Any, state: State, first: Tensor) -> dict[str, Any]:
+        """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]` and
+        the last state."""
+        if not isinstance(self.core, Recurrent):
+            raise ConfigError("unroll() is for recurrent models: set use_lstm, or call the model on rows")
+        x, state = self.core.unroll(obs, state, first)
+        outputs = self.heads(x.flatten(0, 1))
+        return {**{k: v.unflatten(0, first.shape) for k, v in outputs.items()}, "state": state}
+
+
+def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Recurrent:
+    encoder = make_encoder(spec.observation, config)
+    return Recurrent(encoder, config.recurrent, config.lstm_cell_size) if config.use_lstm else encoder
+
+
+class _TwoEncoders(nn.Module):
+    """An encoder for the policy and one for the value, where they are more than dense layers."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        super().__init__()
+        self.encoders = nn.ModuleList(make_encoder(spec.observation, config) for _ in range(2))
+        self.out_features: int = self.encoders[0].out_features  # type: ignore[assignment]
+
+    def forward(self, obs: Any) -> tuple[Tensor, Tensor]:
+        return self.encoders[0](obs), self.encoders[1](obs)
+
+
+class _TwoTowers(nn.Module):
+    """Dense layers for the policy and for the value, computed together."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        super().__init__()
+        self.features = Features(spec.observation, config)
+        self.towers = Towers(
+            2, self.features.out_features, config.fcnet_hiddens, config.fcnet_activation, config.layer_norm, config.init
+        )
+        self.out_features = self.towers.out_features
+
+    def forward(self, obs: Any) -> tuple[Tensor, Tensor]:
+        policy, value = self.towers(self.features(obs)).unbind(0)
+        return policy, value
+
+
+def shares_layers(spec: EnvSpec, config: ModelConfig) -> bool:
+    """Whether policy and value use the same features: as `vf_share_layers` says, or if it is None for images and LSTMs."""
+    if config.use_lstm:
+        if config.vf_share_layers is False:
+            raise ConfigError("use_lstm needs vf_share_layers: true or null: policy and value read the same memory")
+        return True
+    if config.vf_share_layers is not None:
+        return config.vf_share_layers
+    return sees_image(spec.observation, config)
+
+
+class ActorCritic(Headed):
+    """obs -> {"dist": [B, layout.num_params], "value": [B]}.
+
+    Gaussian parts have their mean from the network and their log_std from a parameter of its own (`free_log_std`) or from
+    the network too. The policy's last layer starts 100 times smaller than the value's: the first policy is near uniform.
+    """
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        shared = shares_layers(spec, config)
+        if shared:
+            core: nn.Module = _core(spec, config)
+        elif config.layers is not None or sees_image(spec.observation, config):
+            core = _TwoEncoders(spec, config)
+        else:
+            core = _TwoTowers(spec, config)
+        super().__init__(core)
+        self.shared = shared
+        layout = spec.layout
+        self.parts = layout.parts
+        self.free = config.free_log_std and not layout.discrete
+        dims = sum(p.n for p in layout.parts if p.kind == "gaussian")
+        self.num_outputs = layout.num_params - (dims if self.free else 0)
+        features = int(core.out_features)  # type: ignore[arg-type]
+        if shared:
+            self.head = joint_linear(features, [self.num_outputs, 1], [POLICY_GAIN, VALUE_GAIN], config.init)
+        else:
+            self.policy = linear(features, self.num_outputs, POLICY_GAIN, config.init)
+            self.value = linear(features, 1, VALUE_GAIN, config.init)
+        if self.free:
+            self.log_std = nn.Parameter(torch.full((dims,), float(config.log_std_init)))
+        elif dims and config.log_std_init:
+            bias = (self.head if shared else self.policy).bias
+            with torch.no_grad():
+                for part in layout.parts:
+                    if part.kind == "gaussian":
+                        bias[part.param.start + part.n : part.param.stop] += config.log_std_init
+
+    def heads(self, x: Any) -> dict[str, Tensor]:
+        if self.shared:
+            out, value = self.head(x).split([self.num_outputs, 1], 1)
+        else:
+            out, value = self.policy(x[0]), self.value(x[1])
+        return {"dist": self._with_log_std(out) if self.free else out, "value": value.squeeze(1)}
+
+    def _with_log_std(self, out: Tensor) -> Tensor:
+        log_std = self.log_std.expand(out.shape[0], -1)
+        if len(self.parts) == 1:
+            return torch.cat([out, log_std], 1)
+        pieces, at, at_std = [], 0, 0
+        for part in self.parts:
+            pieces.append(out[:, at : at + part.n])
+            at += part.n
+            if part.kind == "gaussian":
+                pieces.append(log_std[:, at_std : at_std + part.n])
+                at_std += part.n
+        return torch.cat(pieces, 1)
+
+
+class QNetwork(Headed):
+    """obs -> {"q": [B, N]}; with `num_atoms` > 1 also {"logits": [B, N, atoms]}, and q is the mean over `support`.
+
+    `dueling`: one hidden layer per stream, as wide as the features; then Q = V + A - mean of A.
+    """
+
+    support: Tensor
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: ModelConfig,
+        dueling: bool = False,
+        num_atoms: int = 1,
+        support: tuple[float, float] = (-10.0, 10.0),
+    ):
+        if num_atoms < 1 or not support[0] < support[1]:
+            raise ConfigError(
+                f"num_atoms should be at least 1 and support grow, got num_atoms={num_atoms}, support={support}"
+            )
+        super().__init__(_core(spec, config))
+        self.n, self.atoms, self.dueling = spec.num_actions, num_atoms, dueling
+        features, init = int(self.core.out_features), config.init  # type: ignore[arg-type]
+        if dueling:
+            self.streams = linear(features, 2 * features, HIDDEN_GAIN, init)
+            self.act = activation(config.conv_activation if _only_image(self.core) else config.fcnet_activation)
+            self.advantage = linear(features, self.n * num_atoms, VALUE_GAIN, init)
+            self.value = linear(features, num_atoms, VALUE_GAIN, init)
+        else:
+            self.head = linear(features, self.n * num_atoms, VALUE_GAIN, init)
+        if num_atoms > 1:
+            self.register_buffer("support", torch.linspace(*support, num_atoms))
+
+    def heads(self, x: Tensor) -> dict[str, Tensor]:
+        if self.dueling:
+            a, v = self.act(self.streams(x)).chunk(2, 1)
+            a, v = self.advantage(a), self.value(v)
+            if self.atoms > 1:
+                a, v = a.unflatten(1, (self.n, self.atoms)), v.unsqueeze(1)
+            out = a + (v - a.mean(1, keepdim=True))
+        else:
+            out = self.head(x)
+            if self.atoms > 1:
+                out = out.unflatten(1, (self.n, self.atoms))
+        if self.atoms == 1:
+            return {"q": out}
+        return {"q": out.softmax(-1) @ self.support, "logits": out}
+
+
+def _only_image(core: nn.Module) -> bool:
+    encoder = core.encoder if isinstance(core, Recurrent) else core
+    return isinstance(encoder, Encoder) and encoder.has_image and encoder.trunk is None
+
+
+class SquashedGaussianActor(Headed):
+    """obs -> {"dist": [B, 2D]}: mean and log_std (kept in [-5, 2]) of the normal whose tanh is the action (SAC)."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        size = _continuous(spec)
+        if config.use_lstm:
+            raise ConfigError("SquashedGaussianActor has no memory: use_lstm must be false")
+        super().__init__(make_encoder(spec.observation, config))
+        self.head = linear(int(self.core.out_features), 2 * size, POLICY_GAIN, config.init)  # type: ignore[arg-type]
+        if config.log_std_init:
+            with torch.no_grad():
+                self.head.bias[size:] += config.log_std_init
+
+    def heads(self, x: Tensor) -> dict[str, Tensor]:
+        mean, log_std = self.head(x).chunk(2, 1)
+        return {"dist": torch.cat([mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)], 1)}
+
+
+class ContinuousQ(nn.Module):
+    """(obs, action [B, D]) -> values of `n` critics `[n, B]`, evaluated together. An image's convolutions are shared."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig, n: int = 2):
+        super().__init__()
+        size = _continuous(spec)
+        if config.layers is not None:
+            raise ConfigError(
+                "'layers' describes no critic of (observation, action); use fcnet_hiddens and conv_filters"
+            )
+        self.features = Features(spec.observation, config)
+        self.towers = Towers(
+            n,
+            self.features.out_features + size,
+            config.fcnet_hiddens,
+            config.fcnet_activation,
+            config.layer_norm,
+            config.init,
+            out=1,
+            out_gain=VALUE_GAIN,
+        )
+
+    def forward(self, obs: Any, action: Tensor) -> Tensor:
+        return self.towers(torch.cat([self.features(obs), action], 1)).squeeze(2)
+
+
+def _continuous(spec: EnvSpec) -> int:
+    if not spec.layout.continuous:
+        raise ConfigError(f"this algorithm needs continuous (Box) actions, {spec.id} has {spec.action.kind}")
+    return spec.layout.size

@@ -1,0 +1,73 @@
+"""Observation normalisation as a layer: the statistics are buffers, so they are saved, published and exported with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RunningNorm(nn.Module):
+    """`clip((x - mean) / sqrt(var + eps), -clip, clip)` with the mean and (population) variance of all rows seen so far.
+
+    `update` is called by whoever drives training, never by `forward`. Statistics are float64; `shift` and `scale` are
+    what the forward reads, written in place so that recorded programs see the change. Until the first update: no change.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, shape: tuple[int, ...], clip: float = 10.0, eps: float = 1e-8):
+        super().__init__()
+        self.shape, self.clip, self.eps = tuple(shape), clip, eps
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("shift", torch.zeros(shape))
+        self.register_buffer("scale", torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
+
+    @torch.no_grad()
+    def update(self, batch: Any, weight: Any = None) -> None:
+        """Take in rows `[..., *shape]`; `weight [...]` counts a row 0 (a dead row) to any number of times."""
+        x = torch.as_tensor(batch, device=self.mean.device).double().reshape(-1, *self.shape)
+        if weight is None:
+            w = torch.ones(len(x), dtype=torch.float64, device=x.device)
+        else:
+            w = torch.as_tensor(weight, device=x.device).double().reshape(-1)
+            if len(w) != len(x):
+                raise ValueError(f"weight should have one entry for each of {len(x)} rows, got {len(w)}")
+        w = w.reshape(-1, *[1] * len(self.shape))
+        total = w.sum()
+        safe = total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
+        mean = (x * w).sum(0) / safe
+        self.merge(mean, (w * (x - mean).square()).sum(0) / safe, total)
+
+    @torch.no_grad()
+    def merge(self, mean: Tensor, var: Tensor, count: Tensor | float) -> None:
+        """Join with the statistics of other rows, exactly as if those had been seen here (Chan 1979)."""
+        n = torch.as_tensor(count, dtype=torch.float64, device=self.mean.device)
+        total = self.count + n
+        if total <= 0:
+            return
+        delta = mean.to(self.mean) - self.mean
+        m2 = self.var * self.count + var.to(self.var) * n + delta.square() * (self.count * n / total)
+        self.mean += delta * (n / total)
+        self.var.copy_(m2 / total)
+        self.count.copy_(total)
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.var + self.eps).rsqrt())
+
+
+def update_normalizers(model: nn.Module, obs: Any, weight: Any = None) -> None:
+    """Show a batch of raw observations (arrays or tensors `[..., leaf shape]`) to every RunningNorm of a model."""
+    for module in model.modules():
+        update = getattr(module, "update_norms", None)  # bray.nn.encoders.Features, or a module of yours
+        if update is not None:
+            update(obs, weight)

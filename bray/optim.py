@@ -1,0 +1,149 @@
+"""The optimizer: gradients, clipping and the update on one flat array of all parameters.
+
+One array means one norm, one Adam step and (with several learners) one all-reduce, whatever the number of layers. The whole step is
+made of tensor operations that change tensors in place, so a Learner can record it (`bray.capture`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bray.errors import CheckpointError, UnknownName
+
+KINDS = ("adam", "rmsprop", "sgd")
+
+
+class Optimizer:
+    """Adam (Kingma & Ba 2015; decoupled weight decay as in AdamW), RMSprop or plain SGD over flat parameters.
+
+    `params` become views of one array. `lr` is a tensor: `set_lr` changes it without a new recording."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float,
+        *,
+        kind: str = "adam",
+        max_grad_norm: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        if kind not in KINDS:
+            raise UnknownName("optimizer", kind, KINDS)
+        self.params = list(dict.fromkeys(params))  # a tied parameter counts once
+        if not self.params:
+            raise ValueError("an optimizer needs at least one parameter")
+        self.kind, self.max_grad_norm, self.betas, self.eps, self.weight_decay = (
+            kind,
+            max_grad_norm,
+            betas,
+            eps,
+            weight_decay,
+        )
+        self.flat = flatten_parameters(self.params)
+        # float64, because 1 - 0.999**1 in float32 is wrong in the fifth digit
+        self.lr = torch.tensor(float(lr), device=self.flat.device, dtype=torch.float64)
+        self.steps = torch.zeros((), device=self.flat.device, dtype=torch.float64)
+        self.m = torch.zeros_like(self.flat) if kind == "adam" else torch.zeros(0)
+        self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
+
+    def set_lr(self, lr: float) -> None:
+        self.lr.fill_(lr)
+
+    def step(self, loss: Tensor) -> Tensor:
+        """One step down the gradient of `loss`; returns the gradient's norm before clipping."""
+        grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+        return self.apply(
+            torch.cat(
+                [
+                    p.new_zeros(p.numel()) if g is None else g.reshape(-1)
+                    for p, g in zip(self.params, grads, strict=True)
+                ]
+            )
+        )
+
+    @torch.no_grad()
+    def apply(self, grad: Tensor) -> Tensor:
+        """One step with a given flat gradient."""
+        norm = torch.linalg.vector_norm(grad)
+        if self.max_grad_norm is not None:
+            grad = grad * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        self.steps.add_(1.0)
+        if self.weight_decay:
+            self.flat.mul_((1.0 - self.lr * self.weight_decay).to(self.flat.dtype))
+        beta1, beta2 = self.betas
+        if self.kind == "adam":
+            self.m.lerp_(grad, 1.0 - beta1)
+            self.v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            correct2 = (1.0 - beta2**self.steps).sqrt()
+            scalars = torch.stack([self.lr * correct2 / (1.0 - beta1**self.steps), self.eps * correct2])
+            rate, eps = scalars.to(self.flat.dtype).unbind(0)
+            self.flat.sub_(rate * self.m / (self.v.sqrt() + eps))
+        elif self.kind == "rmsprop":
+            self.v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+            self.flat.sub_(self.lr.to(grad.dtype) * grad / (self.v.sqrt() + self.eps))
+        else:
+            self.flat.sub_(self.lr.to(grad.dtype) * grad)
+        return norm
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"m": self.m, "v": self.v, "steps": self.steps, "lr": self.lr}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, mine in self.state_dict().items():
+            given = torch.as_tensor(state[name])
+            if given.shape != mine.shape:
+                raise CheckpointError(
+                    f"optimizer state {name!r} has shape {tuple(given.shape)}, this model needs {tuple(mine.shape)}: "
+                    "the checkpoint belongs to another network"
+                )
+            mine.copy_(given)
+
+
+@torch.no_grad()
+def flatten_parameters(params: list[nn.Parameter]) -> Tensor:
+    """Move the parameters into one array and make each a view of it; values stay."""
+    flat = torch.cat([p.detach().reshape(-1) for p in params])
+    at = 0
+    for p in params:
+        p.data = flat[at : at + p.numel()].view(p.shape)
+        at += p.numel()
+    return flat
+
+
+class Target:
+    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
+        params = list(dict.fromkeys(module.parameters()))
+        if [id(p) for p in params] != [id(p) for p in optimizer.params]:
+            raise ValueError("a target copies all parameters of one optimizer, in order")
+        self.module = copy.deepcopy(module).requires_grad_(False)
+        self.tau = tau
+        self._flat = flatten_parameters(list(dict.fromkeys(self.module.parameters())))
+        self._source = optimizer.flat
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """target += tau * (source - target)."""
+        self._flat.lerp_(self._source, self.tau)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """target = source."""
+        self._flat.copy_(self._source)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"flat": self._flat}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._flat.copy_(state["flat"])

@@ -1,0 +1,243 @@
+"""Tiny environments whose right answers are known. Tests of other parts may import them; workers find them by module name."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+
+class Scripted(gym.Env):
+    """Observation [step, seed mod 1000, last action], reward = the number of the step (1, 2, ...).
+
+    Ends by itself at `terminate_at`, is truncated at `truncate_at`; at step `fault_at` it does what `fault` names.
+    """
+
+    def __init__(
+        self,
+        terminate_at: int | None = 5,
+        truncate_at: int | None = None,
+        fault: str | None = None,
+        fault_at: int = 3,
+        noise: bool = False,
+        lives_at: tuple[int, ...] = (),
+    ):
+        self.observation_space = spaces.Box(-1.0, 1000.0, (3,), np.float32)
+        self.action_space = spaces.Discrete(4)
+        self.terminate_at, self.truncate_at = terminate_at, truncate_at
+        self.fault, self.fault_at, self.noise, self.lives_at = fault, fault_at, noise, lives_at
+        self.t, self.seed_seen, self.closed = 0, 0, False
+
+    def _obs(self, action: int = 0) -> np.ndarray:
+        x = float(self.np_random.integers(10)) if self.noise else float(action)
+        return np.array([self.t, self.seed_seen % 1000, x], np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        self.seed_seen = seed if seed is not None else 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        obs: Any = self._obs(int(action))
+        reward: Any = float(self.t)
+        if self.fault is not None and self.t == self.fault_at:
+            obs, reward = self._break(obs, reward)
+        info = {"life_lost": True} if self.t in self.lives_at else {}
+        terminated = self.t == self.terminate_at or bool(info)
+        return obs, reward, terminated, self.t == self.truncate_at, info
+
+    def _break(self, obs: np.ndarray, reward: float) -> Any:
+        match self.fault:
+            case "raise":
+                raise RuntimeError("scripted failure")
+            case "hang":
+                time.sleep(1000)
+            case "die":
+                os._exit(7)
+            case "nan":
+                obs[1] = np.nan
+            case "outside":
+                obs[2] = 2000.0
+            case "dtype":
+                return obs.astype(np.float64), reward
+            case "shape":
+                return obs[:2], reward
+            case "list":
+                return obs.tolist(), reward
+            case "reward_nan":
+                return obs, float("nan")
+            case "reward_array":
+                return obs, np.array([1.0])
+        return obs, reward
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Hidden(Scripted):
+    """Not deterministic: part of its observation comes from outside its seed."""
+
+    counter = 0
+
+    def _obs(self, action: int = 0) -> np.ndarray:
+        Hidden.counter += 1
+        obs = super()._obs(action)
+        obs[2] = Hidden.counter % 997
+        return obs
+
+
+class Stateful(Hidden):
+    """As Hidden, but it can save and restore itself."""
+
+    def get_state(self) -> dict[str, Any]:
+        return {"t": self.t, "seed": self.seed_seen, "counter": Hidden.counter}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.t, self.seed_seen, Hidden.counter = state["t"], state["seed"], state["counter"]
+
+
+class OldGym:
+    """The interface of gym before 0.26: no seed in reset, no info from it, four values from step."""
+
+    observation_space = spaces.Box(0.0, 100.0, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, limit: int = 3, cut: bool = False):
+        self.limit, self.cut, self.t, self.seeds = limit, cut, 0, []
+
+    def seed(self, seed: int) -> None:
+        self.seeds.append(seed)
+
+    def reset(self) -> np.ndarray:
+        self.t = 0
+        return np.zeros(1, np.float32)
+
+    def step(self, action: int) -> Any:
+        self.t += 1
+        done = self.t == self.limit
+        info = {"TimeLimit.truncated": True} if done and self.cut else {}
+        return np.full(1, self.t, np.float32), 1.0, done, info
+
+
+class Composite(gym.Env):
+    """Dict observations with every kind of space, a composite action, and a mask per discrete part.
+
+    Gymnasium sorts the keys of a Dict, so the action's parts are aim (2 numbers), items (2 and 3 choices), move (3).
+    """
+
+    def __init__(self, mask_entries: tuple[int, int] = (5, 3)):
+        self.observation_space = spaces.Dict(
+            {
+                "vector": spaces.Box(-1.0, 1.0, (2,), np.float32),
+                "place": spaces.Discrete(5, start=1),
+                "kinds": spaces.MultiDiscrete([2, 3]),
+                "bits": spaces.MultiBinary(4),
+                "pair": spaces.Tuple([spaces.Box(0, 255, (2, 2), np.uint8), spaces.Discrete(3)]),
+                "action_mask": spaces.Tuple([spaces.MultiBinary(n) for n in mask_entries]),
+            }
+        )
+        self.action_space = spaces.Dict(
+            {"move": spaces.Discrete(3), "items": spaces.MultiDiscrete([2, 3]), "aim": spaces.Box(-2.0, 2.0, (2,), np.float32)}
+        )
+        self.mask_entries, self.t, self.actions = mask_entries, 0, []
+
+    def _obs(self) -> dict[str, Any]:
+        masks = tuple(np.ones(n, np.int8) for n in self.mask_entries)
+        masks[1][self.t % 3] = 0
+        return {
+            "vector": np.full(2, self.t / 10, np.float32),
+            "place": 1 + self.t % 5,
+            "kinds": np.array([self.t % 2, self.t % 3]),
+            "bits": np.array([self.t % 2, 1, 0, 0], np.int8),
+            "pair": (np.full((2, 2), self.t, np.uint8), self.t % 3),
+            "action_mask": masks,
+        }
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> Any:
+        self.actions.append(action)
+        self.t += 1
+        return self._obs(), float(action["move"]) + float(np.sum(action["items"])), self.t == 4, False, {}
+
+
+class MultiEnv(gym.Env):
+    """RLlib's example: which game it is depends on worker and place in the vector."""
+
+    observation_space = spaces.Box(0.0, 100.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, env_config: Any):
+        self.key = (env_config.worker_index, env_config.vector_index)
+        self.bonus = env_config.get("bonus", 0.0)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return np.array(self.key, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.array(self.key, np.float32), self.bonus, False, False, {}
+
+
+class Slow(Scripted):
+    """A step of two milliseconds."""
+
+    def step(self, action: Any) -> Any:
+        end = time.perf_counter() + 0.002
+        while time.perf_counter() < end:
+            pass
+        return super().step(action)
+
+
+class MainProcessOnly(Scripted):
+    """Cannot be made in a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if multiprocessing.parent_process() is not None:
+            raise RuntimeError("only in the main process")
+
+
+class Aliased(Scripted):
+    """Returns one array again and again and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = np.zeros(3, np.float32)
+
+    def _obs(self, action: int = 0) -> np.ndarray:
+        self.buffer[0] = self.t
+        return self.buffer
+
+
+class FiveByFour(Scripted):
+    """A gymnasium.Env whose step still returns four values."""
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, _, info = super().step(action)
+        return obs, reward, terminated, info
+
+
+class AddOne(gym.ObservationWrapper):
+    """A user's wrapper, named in a config as envs_for_tests:AddOne."""
+
+    def __init__(self, env: gym.Env, amount: float = 1.0):
+        super().__init__(env)
+        self.amount = amount
+
+    def observation(self, observation: np.ndarray) -> np.ndarray:
+        return observation + np.float32(self.amount)
+
+
+def make_scripted(env_config: dict[str, Any]) -> gym.Env:
+    """A creator for register_env."""
+    return Scripted(**env_config)

@@ -1,0 +1,130 @@
+"""A recording must do exactly what the function does, for results and for side effects, or not be used at all."""
+
+import logging
+
+import torch
+from torch import nn
+
+from bray.capture import MAX_PROGRAMS, capture
+from bray.optim import Optimizer
+
+
+def make_step(seed=0, sizes=(4, 8, 2)):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.Tanh(), nn.Linear(sizes[1], sizes[2]))
+    optimizer = Optimizer(model.parameters(), 1e-2, max_grad_norm=0.5)
+
+    def step(batch, index):
+        x, y = batch["x"].index_select(0, index), batch["y"].index_select(0, index)
+        loss = (model(x) - y).square().mean()
+        norm = optimizer.step(loss)
+        return {"loss": loss.detach(), "norm": norm}
+
+    return model, optimizer, step
+
+
+def batch(rows=32):
+    g = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(rows, 4, generator=g), "y": torch.randn(rows, 2, generator=g)}
+
+
+def test_training_by_a_recording_equals_training_without():
+    (m1, o1, f1), (m2, o2, f2) = make_step(), make_step()
+    recorded, data = capture(f1), batch()
+    for i in range(20):
+        index = torch.arange(8) + i % 3
+        a, b = recorded(data, index), f2(data, index)
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert len(recorded._programs) == 1
+    assert list(recorded._programs.values())[0] is not None
+    torch.testing.assert_close(o1.flat, o2.flat, rtol=1e-5, atol=1e-6)
+    assert o1.steps.item() == o2.steps.item() == 20
+
+
+def test_recording_itself_changes_nothing():
+    model, optimizer, step = make_step()
+    recorded = capture(step)
+    before = [x.clone() for x in (optimizer.flat, optimizer.m, optimizer.v, optimizer.steps)]
+    flat, structure = torch.utils._pytree.tree_flatten((batch(), torch.arange(8)))
+    assert recorded.program(flat, structure) is not None
+    for x, b in zip((optimizer.flat, optimizer.m, optimizer.v, optimizer.steps), before, strict=True):
+        assert torch.equal(x, b)
+
+
+def test_large_tanh_rewrite_keeps_values_and_gradients():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(64, 64))
+
+    def f(x):
+        y = torch.tanh(x @ w)
+        (g,) = torch.autograd.grad(y.square().sum(), w)
+        return y.detach(), g
+
+    recorded, x = capture(f), torch.randn(128, 64)
+    recorded(x)
+    x2 = torch.randn(128, 64)
+    torch.testing.assert_close(recorded(x2), f(x2), rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_loaded_later_are_seen():
+    model = nn.Linear(3, 2)
+    recorded, x = capture(lambda x: model(x).detach()), torch.randn(5, 3)
+    recorded(x)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.zero_()
+    torch.testing.assert_close(recorded(x), x.sum(-1, keepdim=True).expand(5, 2))
+
+
+def test_a_function_that_reads_values_runs_eagerly_and_says_so(caplog):
+    def f(x):
+        return x * 2 if x.sum() > 0 else x * 3
+
+    recorded = capture(f)
+    with caplog.at_level(logging.WARNING, "bray"):
+        assert recorded(torch.ones(2)).tolist() == [2, 2]
+        assert recorded(-torch.ones(2)).tolist() == [-3, -3]
+    assert "is not recorded" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_function_whose_python_changes_between_calls_is_not_trusted(caplog):
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return x * len(calls)
+
+    recorded = capture(f)
+    with caplog.at_level(logging.WARNING, "bray"):
+        recorded(torch.ones(2))
+    assert "differ" in caplog.text
+
+
+def test_random_operations_draw_on_and_recording_leaves_the_generator():
+    recorded, x = capture(lambda x: nn.functional.dropout(x, 0.5, training=True)), torch.ones(1000)
+    torch.manual_seed(3)
+    a, b = recorded(x), recorded(x)
+    assert not torch.equal(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(recorded(x), a)
+
+
+def test_new_shapes_get_their_own_recording_up_to_a_bound():
+    recorded = capture(lambda x: x.cumsum(0))
+    for n in range(1, MAX_PROGRAMS + 4):
+        assert recorded(torch.ones(n)).tolist() == list(range(1, n + 1))
+    assert len(recorded._programs) == MAX_PROGRAMS
+
+
+def test_bind_flattens_once_and_equals_a_call():
+    model, optimizer, step = make_step()
+    recorded, data = capture(step), batch()
+    bound = recorded.bind(data)
+    m2, o2, f2 = make_step()
+    for n in (8, 8, 5, 8):
+        torch.testing.assert_close(bound(torch.arange(n)), f2(data, torch.arange(n)), rtol=1e-5, atol=1e-6)
+
+
+def test_disabled_is_the_function():
+    assert capture(lambda x: {"y": x + 1}, enabled=False)(torch.zeros(2))["y"].tolist() == [1, 1]

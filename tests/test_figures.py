@@ -1,0 +1,149 @@
+"""Learning curves and videos: the numbers behind them, and that the files are what they claim."""
+
+from __future__ import annotations
+
+import json
+
+import imageio.v2 as imageio
+import numpy as np
+import pytest
+
+from bray.errors import ConfigError, DataError
+from bray.figures import _thousands, learning_curve, mean_and_std, overlay, read_results, series
+from bray.video import write_video
+
+
+def make_run(path, slope=1.0, iterations=20, evaluate=False):
+    path.mkdir(parents=True)
+    with open(path / "result.jsonl", "w") as f:
+        for i in range(1, iterations + 1):
+            row = {
+                "training_iteration": i,
+                "env_steps_total": i * 1000,
+                "episode_return_mean": slope * i if i > 2 else None,
+            }
+            if evaluate and i % 5 == 0:
+                row |= {"eval/return_mean": slope * i + 2, "eval/return_ci95": 1.5 if i > 5 else None}
+            f.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_rows_are_read_without_a_half_line(tmp_path):
+    run = make_run(tmp_path / "a", iterations=3)
+    with open(run / "result.jsonl", "a") as f:
+        f.write('{"training_iteration": 4, "half')
+    rows = read_results(run)
+    assert [r["training_iteration"] for r in rows] == [1, 2, 3]
+    x, y = series(rows, "episode_return_mean")
+    assert (x.tolist(), y.tolist()) == ([3000.0], [3.0])
+    with open(run / "result.jsonl", "a") as f:
+        f.write("\n{}\n")
+    with pytest.raises(DataError, match=r"result\.jsonl:4: expected a line of JSON"):
+        read_results(run)
+    with pytest.raises(DataError, match="expected the results of a run"):
+        read_results(tmp_path / "nothing")
+
+
+def test_mean_and_std_over_the_steps_all_seeds_have():
+    a = np.array([0.0, 10.0]), np.array([0.0, 10.0])
+    b = np.array([2.0, 6.0, 20.0]), np.array([4.0, 8.0, 22.0])
+    x, mean, std = mean_and_std([a, b, (np.array([]), np.array([]))])
+    assert (x[0], x[-1]) == (2.0, 10.0)
+    np.testing.assert_allclose(mean, x + 1)
+    np.testing.assert_allclose(std, 1.0)
+    x, mean, std = mean_and_std([a])
+    assert (mean.tolist(), std.tolist()) == ([0.0, 10.0], [0.0, 0.0])
+    x, _, _ = mean_and_std([a, (np.array([50.0]), np.array([1.0]))])
+    assert (x[0], x[-1]) == (0.0, 50.0)
+
+
+def read_picture(path):
+    picture = imageio.imread(path)
+    assert picture.shape[:2] == (720, 1200)
+    assert (picture[:5, :5, :3] == 255).all()  # white margin
+    return picture
+
+
+def has_color(picture, rgb):
+    return (np.abs(picture[..., :3].astype(int) - rgb).max(-1) < 12).sum() > 100
+
+
+def test_learning_curve_of_one_run_with_evaluations(tmp_path):
+    run = make_run(tmp_path / "a", evaluate=True)
+    picture = read_picture(
+        learning_curve(run, run / "figures" / "learning_curve.png", "PPO on CartPole-v1", threshold=15)
+    )
+    assert has_color(picture, (0x2F, 0x6F, 0xB5))
+    assert has_color(picture, (0xD9, 0x72, 0x2E))  # evaluations
+    assert [p.name for p in (run / "figures").iterdir()] == ["learning_curve.png"]
+    bare = read_picture(learning_curve(make_run(tmp_path / "b"), tmp_path / "b.png"))
+    assert not has_color(bare, (0xD9, 0x72, 0x2E))
+
+
+def test_learning_curve_of_seeds_and_overlay(tmp_path):
+    runs = [make_run(tmp_path / f"s{i}", 1 + i, 20 - i, evaluate=True) for i in range(3)]
+    read_picture(learning_curve(runs, tmp_path / "seeds.png"))
+    other = make_run(tmp_path / "t", 0.3)
+    both = read_picture(overlay({"PPO": runs, "DQN": [other]}, tmp_path / "both.png", threshold=30))
+    assert has_color(both, (0x2F, 0x6F, 0xB5))
+    assert has_color(both, (0xD9, 0x72, 0x2E))
+    assert overlay({"PPO": runs}, tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_figures_of_nothing_are_refused(tmp_path):
+    empty = make_run(tmp_path / "a", iterations=2)
+    with pytest.raises(DataError, match="no finished episode"):
+        learning_curve(empty, tmp_path / "x.png")
+    with pytest.raises(DataError, match="at least one run"):
+        overlay({}, tmp_path / "x.png")
+    with pytest.raises(ConfigError, match="expected a picture file that ends in"):
+        learning_curve(make_run(tmp_path / "b"), tmp_path / "x.doc")
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_tick_labels():
+    assert [_thousands(x) for x in (0, 12500, 0.25, 1.5e6, -3)] == ["0", "12,500", "0.25", "1.5M", "-3"]
+
+
+def frames(n=12, h=33, w=47):
+    out = np.zeros((n, h, w, 3), np.uint8)
+    for t in range(n):
+        out[t, 8:24, t * 2 : t * 2 + 16] = (250, 120, 0)
+    return out
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif"])
+def test_videos_read_back(tmp_path, suffix):
+    path = write_video(frames(), tmp_path / "videos" / f"episode{suffix}", fps=20)
+    back = imageio.mimread(path)
+    assert len(back) == 12
+    assert back[0].shape[:2] == ((34, 48) if suffix == ".mp4" else (33, 47))  # mp4 has even sizes
+    for t in (0, 11):
+        got = np.asarray(back[t])[:33, :47, :3].astype(int)
+        assert np.abs(got - frames()[t]).mean() < 12
+    meta = imageio.get_reader(path).get_meta_data()
+    assert meta["fps"] == 20 if suffix == ".mp4" else meta["duration"] == 50
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "fps", "error", "message"),
+    [
+        ("a.avi", frames(), 30, ConfigError, r"ends in \.mp4 or \.gif"),
+        ("a.mp4", [], 30, DataError, "at least one frame"),
+        ("a.mp4", frames()[..., :1], 30, DataError, r"expected frames of shape \[H, W, 3\], got \[33, 47, 1\]"),
+        (
+            "a.mp4",
+            frames().astype(float),
+            30,
+            DataError,
+            r"frame 0: expected uint8\[33, 47, 3\] like the first, got float64",
+        ),
+        ("a.mp4", [frames()[0], frames(h=20)[0]], 30, DataError, r"frame 1: .* got uint8\[20, 47, 3\]"),
+        ("a.gif", frames(), 0, ConfigError, "frame rate"),
+    ],
+)
+def test_videos_of_wrong_frames_are_refused(tmp_path, name, data, fps, error, message):
+    with pytest.raises(error, match=message):
+        write_video(data, tmp_path / name, fps)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,522 @@
+"""Metrics by number, rows without NaN, and sinks that survive kills and full disks."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import time
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+
+from bray.errors import CheckpointError, ConfigError, DataError
+from bray.metrics import (
+    CsvSink,
+    EpisodeStats,
+    JsonlSink,
+    Metrics,
+    Sinks,
+    TensorBoardSink,
+    TerminalSink,
+    Timer,
+    Watchdog,
+    duration,
+    flatten_row,
+    pretty_print,
+    short,
+)
+
+# --- collecting
+
+
+def test_mean_is_weighted_and_takes_arrays():
+    m = Metrics()
+    m.mean("loss", 1.0)
+    m.mean("loss", 4.0, weight=2)
+    m.mean("ratio", np.array([1.0, 2.0, 3.0]))
+    m.mean("ratio", 6.0)
+    m.mean("nothing", np.array([]))
+    m.mean("unweighted", 5.0, weight=0)
+    assert m.row() == {"loss": 3.0, "ratio": 3.0}
+    assert m.row() == {}  # a new iteration
+
+
+def test_counters_go_on_while_values_start_anew():
+    m = Metrics()
+    m.count("env_steps_total", 128)
+    m.value("lr", 0.5)
+    m.value("lr", 0.25)
+    assert m.row() == {"env_steps_total": 128, "lr": 0.25}
+    m.count("env_steps_total", 2)
+    m.count("errors")
+    assert m.row() == {"env_steps_total": 130, "errors": 1}
+    assert m.counter("env_steps_total") == 130
+    again = Metrics()
+    again.set_state(m.get_state())
+    again.count("errors")
+    assert again.row() == {"env_steps_total": 130, "errors": 2}
+    with pytest.raises(DataError, match="expected counters"):
+        again.set_state({"x": 1})
+
+
+def test_percentiles_over_the_iteration():
+    m = Metrics()
+    m.percentiles("latency_ms", np.arange(51.0))
+    m.percentiles("latency_ms", np.arange(51.0, 101.0))
+    m.percentiles("q", [1, 3], (50, 99.9))
+    row = m.row()
+    assert row["latency_ms_p50"] == 50.0
+    assert row["latency_ms_p99"] == 99.0
+    assert row["q_p50"] == 2.0
+    assert row["q_p99.9"] == pytest.approx(2.998)
+    m.percentiles("q", [])
+    assert m.row() == {"q_p50": None, "q_p99": None}
+    with pytest.raises(ConfigError, match=r"within 0..100, got \(101,\)"):
+        m.percentiles("q", [1], (101,))
+
+
+def test_timers_add_up_as_milliseconds_even_when_the_block_raises(monkeypatch):
+    now = iter([10.0, 10.25, 11.0, 11.5])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    m = Metrics()
+    with m.timer("env"):
+        pass
+    with pytest.raises(KeyError), m.timer("env"):
+        raise KeyError
+    assert m.row() == {"perf/env": 750.0}
+
+
+def test_custom_metrics():
+    class Worst:
+        def __init__(self):
+            self.reset()
+
+        def update(self, x):
+            self.x = max(self.x, x)
+
+        def compute(self):
+            return {"worst": self.x}
+
+        def reset(self):
+            self.x = 0
+
+    m = Metrics()
+    m.custom("mine", Worst())
+    m.update("mine", 3)
+    m.update("mine", 2)
+    assert m.row() == {"mine/worst": 3}
+    assert m.row() == {"mine/worst": 0}
+    with pytest.raises(ConfigError, match="update is missing"):
+        m.custom("bad", object())
+
+
+def test_rows_hold_plain_finite_scalars():
+    import torch
+
+    row = flatten_row(
+        {
+            "a": np.float32(0.5),
+            "b": {"c": np.int64(3), "d": float("nan")},
+            "e": float("-inf"),
+            "t": torch.tensor(2.5),
+            "n": None,
+            "s": "x",
+        }
+    )
+    assert row == {
+        "a": 0.5,
+        "b/c": 3,
+        "b/d": None,
+        "e": None,
+        "t": 2.5,
+        "n": None,
+        "s": "x",
+        "nan_metrics": ["b/d", "e"],
+    }
+    assert type(row["b/c"]) is int
+    assert flatten_row(row) == row  # a second pass forgets nothing
+    m = Metrics()
+    m.mean("loss", float("nan"))
+    assert m.row() == {"loss": None, "nan_metrics": ["loss"]}
+
+
+def test_episode_statistics_say_when_there_is_none():
+    stats = EpisodeStats()
+    nothing = {
+        "episode_return_mean": None,
+        "episode_return_min": None,
+        "episode_return_max": None,
+        "episode_length_mean": None,
+    }
+    assert stats.row() == nothing | {"episodes_total": 0, "episodes_this_iter": 0}
+
+
+def test_episode_statistics_over_the_last_hundred():
+    stats = EpisodeStats()
+    for i in range(150):
+        stats.add(i, 2 * i)
+    assert stats.row() == {
+        "episode_return_mean": 99.5,
+        "episode_return_min": 50.0,
+        "episode_return_max": 149.0,
+        "episode_length_mean": 199.0,
+        "episodes_total": 150,
+        "episodes_this_iter": 150,
+    }
+    stats.add(1000.0, 10)
+    row = stats.row()
+    assert (row["episodes_total"], row["episodes_this_iter"], row["episode_return_min"]) == (151, 1, 51.0)
+
+
+def test_episode_statistics_resume_exactly():
+    rng = np.random.default_rng(0)
+    straight, first = EpisodeStats(window=5), EpisodeStats(window=5)
+    data = [(float(r), int(n)) for r, n in zip(rng.normal(size=20), rng.integers(1, 9, 20), strict=True)]
+    for pair in data[:12]:
+        straight.add(*pair)
+        first.add(*pair)
+    resumed = EpisodeStats(window=5)
+    resumed.set_state(first.get_state())
+    for pair in data[12:]:
+        straight.add(*pair)
+        resumed.add(*pair)
+    assert resumed.row() == straight.row()
+    with pytest.raises(DataError, match="2 returns, 1 lengths of 2"):
+        resumed.set_state({"returns": [1.0, 2.0], "lengths": [1], "total": 2, "this_iter": 0})
+    with pytest.raises(DataError, match="KeyError"):
+        resumed.set_state({})
+    with pytest.raises(ConfigError, match="got 0"):
+        EpisodeStats(0)
+
+
+def test_timer_and_watchdog(monkeypatch):
+    synced = []
+    with Timer(sync=lambda: synced.append(1)) as t:
+        pass
+    assert t.seconds >= 0
+    assert len(synced) == 2
+
+    def hang():
+        while True:
+            pass
+
+    with pytest.raises(TimeoutError, match=r"the game took longer than 0\.01 s"), Watchdog(0.01, "the game"):
+        hang()
+    with Watchdog(1000):
+        pass  # ends quietly, and the alarm with it
+    import signal
+
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with pytest.raises(ConfigError, match="time > 0"):
+        Watchdog(0)
+
+
+# --- files
+
+
+def rows(first, last):
+    out = []
+    for i in range(first, last + 1):
+        row = {"training_iteration": i, "env_steps_total": i * 100, "episode_return_mean": None if i < 3 else i / 3}
+        if i >= 4:
+            row["loss/policy"] = -1.0 / i
+        if i == 6:
+            row["note"] = 'a "quoted", line\nbroken'
+        out.append(row)
+    return out
+
+
+def write(sink, some):
+    for row in some:
+        sink.write(row)
+
+
+def test_jsonl_has_one_line_per_iteration_on_disk_at_once(tmp_path):
+    sink = JsonlSink(tmp_path / "deep" / "result.jsonl")
+    sink.write({"training_iteration": 1, "x": float("nan"), "y": {"z": np.float64(0.1)}})
+    text = (tmp_path / "deep" / "result.jsonl").read_text()
+    assert json.loads(text) == {"training_iteration": 1, "x": None, "y/z": 0.1, "nan_metrics": ["x"]}
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, CsvSink])
+@pytest.mark.parametrize("killed_at", [2, 3, 5, 6, 8])
+def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path, kind, killed_at):
+    straight = kind(tmp_path / "straight")
+    write(straight, rows(1, 8))
+    straight.close()
+    sink = kind(tmp_path / "resumed")
+    write(sink, rows(1, killed_at))
+    sink.close()
+    with open(tmp_path / "resumed", "ab") as f:
+        f.write(b'{"training_iteration": 9, "half')  # killed in the middle of a line
+    sink = kind(tmp_path / "resumed")
+    sink.truncate_after(2)  # the last checkpoint
+    write(sink, rows(3, 8))
+    sink.close()
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "straight").read_bytes()
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, CsvSink])
+def test_truncating_to_nothing_and_beyond(tmp_path, kind):
+    sink = kind(tmp_path / "f")
+    sink.truncate_after(3)
+    write(sink, rows(1, 3))
+    before = (tmp_path / "f").read_bytes()
+    sink.truncate_after(99)
+    assert (tmp_path / "f").read_bytes() == before
+    sink.truncate_after(0)
+    assert (tmp_path / "f").read_bytes() == (b"" if kind is JsonlSink else before.splitlines(keepends=True)[0])
+
+
+def test_csv_grows_a_column_when_a_key_appears(tmp_path):
+    sink = CsvSink(tmp_path / "progress.csv")
+    write(sink, rows(1, 6))
+    sink.close()
+    with open(tmp_path / "progress.csv", newline="") as f:
+        got = list(csv.DictReader(f))
+    assert list(got[0]) == ["training_iteration", "env_steps_total", "episode_return_mean", "loss/policy", "note"]
+    assert [r["training_iteration"] for r in got] == ["1", "2", "3", "4", "5", "6"]
+    assert [r["loss/policy"] for r in got] == ["", "", "", "-0.25", "-0.2", str(-1 / 6)]
+    assert got[0]["episode_return_mean"] == ""
+    assert got[5]["note"] == 'a "quoted", line broken'
+    assert [p.name for p in tmp_path.iterdir()] == ["progress.csv"]
+    again = CsvSink(tmp_path / "progress.csv")  # a second process knows the header
+    again.write({"training_iteration": 7})
+    assert (tmp_path / "progress.csv").read_text().splitlines()[-1] == "7,,,,"
+
+
+def test_foreign_files_are_refused_when_resuming(tmp_path):
+    (tmp_path / "result.jsonl").write_text("hello\n")
+    with pytest.raises(DataError, match=r"result\.jsonl:1: expected a row with 'training_iteration', got b'hello"):
+        JsonlSink(tmp_path / "result.jsonl").truncate_after(1)
+    (tmp_path / "progress.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="expected a column 'training_iteration', got a, b"):
+        CsvSink(tmp_path / "progress.csv").truncate_after(1)
+
+
+class FullDisk(io.BytesIO):
+    """A file that takes a few bytes and then no more."""
+
+    def __init__(self, real):
+        super().__init__()
+        self.real = real
+
+    def write(self, data):
+        self.real.write(data[:7])
+        self.real.flush()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", [JsonlSink, CsvSink])
+def test_a_full_disk_leaves_no_half_line_and_says_so(tmp_path, kind):
+    path = tmp_path / "rows"
+    sink = kind(path)
+    write(sink, rows(1, 2))
+    before = path.read_bytes()
+    seen = []
+
+    class Other:
+        def write(self, row):
+            seen.append(row["training_iteration"])
+
+        def truncate_after(self, iteration, env_steps=None): ...
+        def close(self): ...
+
+    sink._out._file = FullDisk(sink._out._file)
+    with pytest.raises(CheckpointError, match=rf"{kind.__name__} could not write a row \({path}\): the disk is full"):
+        Sinks([sink, Other()]).write(rows(3, 3)[0])
+    assert path.read_bytes() == before
+    assert seen == [3]  # the others got it
+    sink.write(rows(3, 3)[0])  # space again
+    assert len(path.read_bytes()) > len(before)
+
+
+def test_sinks_fan_out_and_close(tmp_path):
+    with Sinks([JsonlSink(tmp_path / "a"), CsvSink(tmp_path / "b")]) as sinks:
+        sinks.write({"training_iteration": 1, "loss": {"policy": 0.5}})
+        sinks.write({"training_iteration": 2, "loss": {"policy": 0.25}})
+        sinks.truncate_after(1, 100)
+    assert (tmp_path / "a").read_text() == '{"training_iteration": 1, "loss/policy": 0.5}\n'
+    assert (tmp_path / "b").read_text() == "training_iteration,loss/policy\n1,0.5\n"
+
+
+def test_errors_that_are_not_the_disks_pass_through(tmp_path):
+    class Broken(JsonlSink):
+        def write(self, row):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Sinks([Broken(tmp_path / "a")]).write({})
+
+
+# --- TensorBoard
+
+
+def scalars(path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: [(e.step, round(e.value, 6)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_scalars_read_back_over_env_steps(tmp_path):
+    sink = TensorBoardSink(tmp_path / "tb")
+    write(sink, rows(1, 5))
+    sink.close()
+    got = scalars(tmp_path / "tb")
+    assert got["episode_return_mean"] == [(300, 1.0), (400, 1.333333), (500, 1.666667)]  # None is left out
+    assert got["loss/policy"] == [(400, -0.25), (500, -0.2)]
+    assert got["training_iteration"] == [(i * 100, i) for i in range(1, 6)]
+
+
+def test_tensorboard_forgets_what_came_after_the_checkpoint(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    write(sink, rows(1, 6))
+    sink.close()
+    sink = TensorBoardSink(tmp_path)
+    sink.truncate_after(4, 400)
+    write(sink, rows(5, 7))
+    sink.close()
+    assert scalars(tmp_path)["training_iteration"] == [(i * 100, i) for i in range(1, 8)]
+
+
+# --- the terminal
+
+
+def plain_console():
+    return Console(file=io.StringIO(), force_terminal=False, width=200)
+
+
+def test_plain_lines_every_few_seconds_and_the_last_one():
+    now = [0.0]
+    console = plain_console()
+    sink = TerminalSink(stop={"env_steps_total": 1000}, console=console, every=5, clock=lambda: now[0])
+    for i in range(1, 9):
+        now[0] = i * 2.0
+        sink.write(
+            {
+                "training_iteration": i,
+                "env_steps_total": i * 100,
+                "env_steps_per_second": 12345.6,
+                "episode_return_mean": None,
+            }
+        )
+    sink.close()
+    lines = console.file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["iter 1", "iter 4", "iter 7", "iter 8"]
+    assert lines[0] == "iter 1  steps 100  12,346/s  no finished episode yet  10%"
+
+
+def test_plain_line_shows_returns_losses_time_and_nan():
+    console = plain_console()
+    sink = TerminalSink(console=console)
+    sink.write(
+        {
+            "training_iteration": 3,
+            "env_steps_total": 12288,
+            "episode_return_mean": 83.21,
+            "episode_length_mean": 83.2,
+            "loss/policy": -0.01234,
+            "loss/value": float("nan"),
+            "eval/return_mean": 480.0,
+            "time_total_s": 75.0,
+        }
+    )
+    assert console.file.getvalue() == (
+        "iter 3  steps 12,288  return 83.2  length 83.2  eval/return_mean 480  loss/policy -0.012  1:15  NOT A NUMBER: loss/value\n"
+    )
+
+
+def test_live_table_in_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, height=30)
+    now = [0.0]
+    sink = TerminalSink("PPO CartPole-v1", {"episode_return_mean": 475}, console, clock=lambda: now[0])
+    sink.write({"training_iteration": 1, "env_steps_total": 1024, "episode_return_mean": None})
+    now[0] = 1.0
+    sink.write(
+        {
+            "training_iteration": 2,
+            "env_steps_total": 2048,
+            "episode_return_mean": 75.0,
+            "episode_return_min": 9.0,
+            "episode_return_max": 200.0,
+        }
+    )
+    now[0] = 2.0
+    sink.write(
+        {
+            "training_iteration": 3,
+            "env_steps_total": 3072,
+            "episode_return_mean": 275.0,
+            "loss/value": 0.5,
+            "bad": float("inf"),
+        }
+    )
+    sink.close()
+    out = console.file.getvalue()
+    for part in (
+        "PPO CartPole-v1",
+        "no finished episode yet",
+        "75  (9 … 200)",
+        "3,072",
+        "loss/value",
+        "50% of episode_return_mean 475",
+        "not a number: bad",
+    ):
+        assert part in out, part
+
+
+def test_progress_counts_totals_from_zero_and_returns_from_the_first():
+    sink = TerminalSink(stop={"episode_return_mean": 100.0, "env_steps_total": 1000}, console=plain_console())
+    assert sink.progress({"env_steps_total": 100, "episode_return_mean": None}) == pytest.approx(0.1)
+    assert sink.progress({"env_steps_total": 200, "episode_return_mean": -100.0}) == pytest.approx(0.2)
+    assert sink.progress({"env_steps_total": 300, "episode_return_mean": 50.0}) == pytest.approx(0.75)
+    assert sink.progress({"env_steps_total": 300, "episode_return_mean": 500.0}) == 1.0
+    assert TerminalSink(console=plain_console()).progress({}) is None
+    assert sink.progress({}) == 0.0
+    done = TerminalSink(stop={"episode_return_mean": 10.0}, console=plain_console())
+    assert done.progress({"episode_return_mean": 20.0}) == 1.0  # reached at once: nothing to divide by
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (1234567, "1,234,567"),
+        (475.0, "475"),
+        (83.21, "83.2"),
+        (0.01234, "0.012"),
+        (1.2e-5, "1.2e-05"),
+        (-12345.6, "-12,346"),
+    ],
+)
+def test_short_numbers(x, text):
+    assert short(x) == text
+
+
+def test_durations():
+    assert [duration(s) for s in (3.44, 75, 3723)] == ["3.4 s", "1:15", "1:02:03"]
+
+
+def test_pretty_print_is_yaml_without_the_config():
+    text = pretty_print(
+        {
+            "training_iteration": 1,
+            "config": {"lr": 1},
+            "loss": {"policy": np.float32(0.5)},
+            "x": float("nan"),
+            "name": "ä",
+        }
+    )
+    assert "config" not in text
+    assert yaml.safe_load(text) == {"training_iteration": 1, "loss": {"policy": 0.5}, "x": None, "name": "ä"}

@@ -1,0 +1,202 @@
+"""bray.nn.distributions against torch.distributions and against plain float64 loops."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Categorical, Independent, Normal, TanhTransform, TransformedDistribution, kl_divergence
+
+from bray.nn import distributions as D
+from bray.spec import ActionLayout, Space
+
+
+def discrete(n):
+    return Space("discrete", (), "int64", n=(n,), start=(0,))
+
+
+def multi(*n):
+    return Space("multi_discrete", (len(n),), "int64", n=n, start=(0,) * len(n))
+
+
+def box(n):
+    return Space("box", (n,), "float32", -1.0, 1.0)
+
+
+SPACES = {
+    "discrete": discrete(5),
+    "multi_equal": multi(3, 3, 3),
+    "multi": multi(2, 4, 3),
+    "binary": Space("multi_binary", (3,), "int8"),
+    "box": box(4),
+    "dict": Space("dict", parts=(box(2), discrete(3), multi(2, 4), box(1)), names=("a", "b", "c", "d")),
+}
+LAYOUTS = {k: ActionLayout(s) for k, s in SPACES.items()}
+
+
+def example(layout, rows=7, seed=0, mask=False):
+    g = torch.Generator().manual_seed(seed)
+    dist = torch.randn(rows, layout.num_params, generator=g)
+    allowed = torch.ones(rows, layout.num_logits, dtype=torch.bool)
+    if mask:
+        allowed = torch.rand(rows, layout.num_logits, generator=g) < 0.6
+    columns, at = [], 0
+    for part in layout.parts:
+        if part.kind == "categorical":
+            legal = allowed[:, at : at + part.n]
+            legal[:, 0] |= ~legal.any(1)  # at least one legal choice
+            columns.append(torch.multinomial(legal.float(), 1, generator=g).float())
+            at += part.n
+        else:
+            columns.append(torch.randn(rows, part.n, generator=g))
+    action = torch.cat(columns, 1)
+    if layout.discrete:
+        action = action.long()
+    if layout.single:
+        action = action[:, 0]
+    return dist, action, allowed if mask else None
+
+
+def by_hand(layout, dist, action, mask, other):
+    """log_prob, entropy, KL(dist || other) in float64, number by number."""
+    out = np.zeros((3, len(dist)))
+    action = action.reshape(len(dist), -1)
+    for b in range(len(dist)):
+        at = 0
+        for part in layout.parts:
+            p, q = dist[b, part.param].astype(np.float64), other[b, part.param].astype(np.float64)
+            a = action[b, part.action].astype(np.float64)
+            if part.kind == "categorical":
+                legal = [j for j in range(part.n) if mask is None or mask[b, at + j]]
+                at += part.n
+                zp, zq = sum(math.exp(p[j]) for j in legal), sum(math.exp(q[j]) for j in legal)
+                probs = {j: math.exp(p[j]) / zp for j in legal}
+                out[0, b] += math.log(probs[int(a[0])])
+                out[1, b] -= sum(x * math.log(x) for x in probs.values())
+                out[2, b] += sum(x * (math.log(x) - math.log(math.exp(q[j]) / zq)) for j, x in probs.items())
+            else:
+                for i in range(part.n):
+                    (m, s), (mq, sq) = ((v[i], math.exp(v[part.n + i])) for v in (p, q))
+                    out[0, b] += -0.5 * ((a[i] - m) / s) ** 2 - math.log(s) - 0.5 * math.log(2 * math.pi)
+                    out[1, b] += 0.5 * math.log(2 * math.pi * math.e) + math.log(s)
+                    out[2, b] += math.log(sq / s) + (s * s + (m - mq) ** 2) / (2 * sq * sq) - 0.5
+    return out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_formulas_equal_a_float64_loop(name, masked):
+    layout = LAYOUTS[name]
+    dist, action, mask = example(layout, mask=masked)
+    other = example(layout, seed=1)[0]
+    want = by_hand(layout, dist.numpy(), action.numpy(), None if mask is None else mask.numpy(), other.numpy())
+    log_prob, entropy = D.log_prob(layout, dist, action, mask), D.entropy(layout, dist, mask)
+    assert log_prob.shape == entropy.shape == (7,)
+    np.testing.assert_allclose(log_prob, want[0], atol=2e-5)
+    np.testing.assert_allclose(entropy, want[1], atol=2e-5)
+    np.testing.assert_allclose(D.kl(layout, dist, other, mask), want[2], atol=5e-5, rtol=1e-5)
+    both = D.log_prob_entropy(layout, dist, action, mask)
+    assert torch.equal(both[0], log_prob)
+    assert torch.equal(both[1], entropy)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_leading_axes_are_kept(name):
+    layout = LAYOUTS[name]
+    dist, action, mask = example(layout, rows=6, mask=True)
+    for fn in (lambda *a: D.log_prob(layout, *a), lambda d, a, m: D.kl(layout, d, d + 1.0, m)):
+        flat = fn(dist, action, mask)
+        folded = fn(dist.unflatten(0, (2, 3)), action.unflatten(0, (2, 3)), mask.unflatten(0, (2, 3)))
+        assert torch.equal(folded, flat.unflatten(0, (2, 3)))
+
+
+def test_equal_torch_distributions():
+    layout = LAYOUTS["discrete"]
+    dist, action, _ = example(layout)
+    other = example(layout, seed=1)[0]
+    p, q = Categorical(logits=dist), Categorical(logits=other)
+    torch.testing.assert_close(D.log_prob(layout, dist, action), p.log_prob(action))
+    torch.testing.assert_close(D.entropy(layout, dist), p.entropy())
+    torch.testing.assert_close(D.kl(layout, dist, other), kl_divergence(p, q))
+    layout = LAYOUTS["box"]
+    dist, action, _ = example(layout)
+    other = example(layout, seed=1)[0]
+    p, q = (Independent(Normal(d[:, :4], d[:, 4:].exp()), 1) for d in (dist, other))
+    torch.testing.assert_close(D.log_prob(layout, dist, action), p.log_prob(action))
+    torch.testing.assert_close(D.entropy(layout, dist), p.entropy())
+    torch.testing.assert_close(D.kl(layout, dist, other), kl_divergence(p, q))
+
+
+@pytest.mark.parametrize("name", ["discrete", "multi_equal", "multi", "dict"])
+def test_masked_choices_have_no_probability_and_no_gradient(name):
+    layout = LAYOUTS[name]
+    dist, action, mask = example(layout, mask=True)
+    dist.requires_grad_()
+    loss = (D.log_prob(layout, dist, action, mask) + D.entropy(layout, dist, mask)).sum()
+    (grad,) = torch.autograd.grad(loss, dist)
+    at = 0
+    for part in layout.parts:
+        if part.kind == "categorical":
+            legal = mask[:, at : at + part.n]
+            at += part.n
+            assert (grad[:, part.param][~legal] == 0).all()
+            for choice in range(part.n):  # each masked choice, asked for, has probability exactly 0
+                rows = ~legal[:, choice]
+                asked = action.clone()
+                if layout.single:
+                    asked[rows] = choice
+                else:
+                    asked[rows, part.action] = choice
+                assert (D.log_prob(layout, dist, asked, mask)[rows].exp() == 0).all()
+    assert torch.isfinite(grad).all()
+    assert grad.abs().sum() > 0
+
+
+def test_a_row_without_legal_choice_stays_finite():
+    layout = LAYOUTS["discrete"]
+    mask = torch.zeros(1, 5, dtype=torch.bool)
+    assert D.entropy(layout, torch.randn(1, 5), mask).item() == pytest.approx(math.log(5), abs=1e-6)
+
+
+def test_modes():
+    assert D.mode(LAYOUTS["discrete"], torch.tensor([[0.0, 3, 1, 2, 0]])).tolist() == [1]
+    masked = torch.tensor([[True, False, True, True, True]])
+    assert D.mode(LAYOUTS["discrete"], torch.tensor([[0.0, 3, 1, 2, 0]]), masked).tolist() == [3]
+    equal = D.mode(LAYOUTS["multi_equal"], torch.tensor([[0.0, 1, 0, 2, 0, 0, 0, 0, 5]]))
+    assert equal.tolist() == [[1, 0, 2]]
+    assert equal.dtype == torch.int64
+    assert D.mode(LAYOUTS["multi"], torch.tensor([[0.0, 1, 0, 0, 0, 9, 4, 0, 0]])).tolist() == [[1, 3, 0]]
+    mixed = torch.tensor([[0.5, -0.5, 0, 0, 1, 2, 0, 7, 6, 0, 0, 0, 1, 0.25, 0]])
+    assert D.mode(LAYOUTS["dict"], mixed).tolist() == [[0.5, -0.5, 1, 0, 3, 0.25]]
+
+
+def test_squashed_sample_equals_a_transformed_normal():
+    g = torch.Generator().manual_seed(0)
+    dist = torch.cat([torch.randn(50, 3, generator=g), torch.randn(50, 3, generator=g) * 0.5], 1).double()
+    noise = torch.randn(50, 3, generator=g).double()
+    action, log_prob = D.squashed_sample(dist, noise)
+    reference = Independent(
+        TransformedDistribution(Normal(dist[:, :3], dist[:, 3:].exp()), TanhTransform(cache_size=1)), 1
+    )
+    torch.testing.assert_close(action, torch.tanh(dist[:, :3] + dist[:, 3:].exp() * noise))
+    torch.testing.assert_close(log_prob, reference.log_prob(action), atol=1e-6, rtol=1e-6)
+    assert torch.equal(D.squashed_mode(dist), torch.tanh(dist[:, :3]))
+
+
+def test_squashed_log_prob_is_right_where_tanh_is_flat():
+    # u = 20: 1 - tanh(u)^2 is 0 in float32, but log(1 - tanh(u)^2) = 2 log 2 - 2u (to 1e-17) is not -inf
+    dist = torch.tensor([[20.0, 0.0]], requires_grad=True)
+    action, log_prob = D.squashed_sample(dist, torch.zeros(1, 1))
+    assert action.item() == 1.0
+    assert log_prob.item() == pytest.approx(-0.5 * math.log(2 * math.pi) - (2 * math.log(2) - 40.0), abs=1e-4)
+    (grad,) = torch.autograd.grad(log_prob.sum(), dist)
+    assert grad[0].tolist() == pytest.approx([2.0, -1.0], abs=1e-5)
+
+
+def test_action_mask_of_observations():
+    flat = {"obs": torch.zeros(2, 3), "action_mask": torch.tensor([[1, 0, 1], [1, 1, 0]], dtype=torch.int8)}
+    assert D.action_mask(flat).tolist() == [[True, False, True], [True, True, False]]
+    parts = {"action_mask": (torch.tensor([[1, 0]]), torch.tensor([[0, 1, 1]]))}
+    assert D.action_mask(parts).tolist() == [[True, False, False, True, True]]
+    assert D.action_mask({"obs": torch.zeros(1)}) is None
+    assert D.action_mask(torch.zeros(1)) is None

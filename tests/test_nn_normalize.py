@@ -1,0 +1,93 @@
+"""RunningNorm: statistics equal numpy's over all rows, however they arrive."""
+
+import numpy as np
+import pytest
+import torch
+
+from bray.nn import ActorCritic, ModelConfig, RunningNorm, update_normalizers
+from bray.spec import EnvSpec, Space
+
+BOX = Space("box", (3,), "float32")
+DISCRETE = Space("discrete", (), "int64", n=(2,), start=(0,))
+
+
+def test_statistics_equal_numpy_over_all_rows():
+    rng = np.random.default_rng(0)
+    rows = rng.normal([1e4, -2.0, 0.0], [1.0, 3.0, 0.1], (1000, 3)).astype(np.float32)
+    norm = RunningNorm((3,))
+    for chunk in np.split(rows, [1, 10, 400]):
+        norm.update(chunk)
+    assert norm.count.item() == 1000
+    np.testing.assert_allclose(norm.mean, rows.astype(np.float64).mean(0), rtol=1e-12)
+    np.testing.assert_allclose(norm.var, rows.astype(np.float64).var(0), rtol=1e-9)
+    want = (rows - rows.mean(0, dtype=np.float64)) / np.sqrt(rows.var(0, dtype=np.float64) + 1e-8)
+    np.testing.assert_allclose(norm(torch.from_numpy(rows)), want, atol=1e-3)
+
+
+def test_merging_workers_equals_one_that_saw_all():
+    rng = np.random.default_rng(1)
+    rows = rng.normal(5.0, 2.0, (300, 2))
+    one, a, b = RunningNorm((2,)), RunningNorm((2,)), RunningNorm((2,))
+    one.update(rows)
+    a.update(rows[:100])
+    b.update(rows[100:])
+    a.merge(b.mean, b.var, b.count)
+    torch.testing.assert_close(a.mean, one.mean, rtol=1e-12, atol=0)
+    torch.testing.assert_close(a.var, one.var, rtol=1e-12, atol=0)
+    assert a.count == one.count
+
+
+def test_rows_of_weight_zero_do_not_count():
+    rows = torch.tensor([[1.0], [2.0], [100.0], [3.0]])
+    norm = RunningNorm((1,))
+    norm.update(rows, torch.tensor([True, True, False, True]))
+    assert norm.mean.item() == pytest.approx(2.0)
+    assert norm.var.item() == pytest.approx(2 / 3)
+    assert norm.count.item() == 3
+    before = norm.mean.clone()
+    norm.update(rows, torch.zeros(4))
+    assert torch.equal(norm.mean, before)
+    with pytest.raises(ValueError, match="one entry for each of 4 rows, got 3"):
+        norm.update(rows, torch.ones(3))
+
+
+def test_before_the_first_update_nothing_changes_and_values_are_clipped():
+    norm = RunningNorm((2,), clip=5.0)
+    assert norm(torch.tensor([[0.5, -100.0]])).tolist() == [[0.5, -5.0]]
+
+
+def test_it_is_the_first_layer_of_a_model_and_travels_with_its_weights():
+    space = Space(
+        "dict",
+        parts=(BOX, Space("box", (2,), "int64", 0, 9), Space("dict", parts=(BOX,), names=("in",)), DISCRETE),
+        names=("a", "b", "c", "d"),
+    )
+    spec = EnvSpec("x", space, DISCRETE)
+    model = ActorCritic(spec, ModelConfig(normalize_observations=True))
+    norms = [m for m in model.modules() if isinstance(m, RunningNorm)]
+    assert len(norms) == 2  # the float vectors a and c/in; neither integers nor choices
+    rng = np.random.default_rng(0)
+    obs = {
+        "a": rng.normal(3, 2, (4, 5, 3)).astype(np.float32),
+        "b": rng.integers(0, 9, (4, 5, 2)),
+        "c": {"in": rng.normal(-3, 1, (4, 5, 3)).astype(np.float32)},
+        "d": rng.integers(0, 2, (4, 5)),
+    }
+    dead = np.zeros((4, 5), bool)
+    dead[0] = True
+    update_normalizers(model, obs, ~dead)
+    np.testing.assert_allclose(norms[0].mean, obs["a"][1:].reshape(-1, 3).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(norms[1].mean, obs["c"]["in"][1:].reshape(-1, 3).mean(0), rtol=1e-5)
+    other = ActorCritic(spec, ModelConfig(normalize_observations=True))
+    other.load_state_dict(model.state_dict())
+    batch = {
+        "a": torch.from_numpy(obs["a"][0]),
+        "b": torch.from_numpy(obs["b"][0]),
+        "c": {"in": torch.from_numpy(obs["c"]["in"][0])},
+        "d": torch.from_numpy(obs["d"][0]),
+    }
+    before = ActorCritic(spec, ModelConfig(normalize_observations=True))
+    weights = dict(model.named_parameters())
+    before.load_state_dict({k: weights.get(k, v) for k, v in before.state_dict().items()})
+    assert torch.equal(model(batch)["dist"], other(batch)["dist"])
+    assert not torch.allclose(model(batch)["value"], before(batch)["value"])
