@@ -144,7 +144,11 @@ class Composite(gym.Env):
             }
         )
         self.action_space = spaces.Dict(
-            {"move": spaces.Discrete(3), "items": spaces.MultiDiscrete([2, 3]), "aim": spaces.Box(-2.0, 2.0, (2,), np.float32)}
+            {
+                "move": spaces.Discrete(3),
+                "items": spaces.MultiDiscrete([2, 3]),
+                "aim": spaces.Box(-2.0, 2.0, (2,), np.float32),
+            }
         )
         self.mask_entries, self.t, self.actions = mask_entries, 0, []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import sys
 import types
 
@@ -40,7 +42,9 @@ def test_unknown_names_are_answered_with_the_nearest():
         make_env(EnvConfig("no_such_module:Env"))
     with pytest.raises(ConfigError, match=r"set env\.id"):
         make_env(EnvConfig())
-    with pytest.raises(UnknownName, match=r"unknown vector form 'subproces' \(env\.vector\)\. Did you mean 'subprocess'"):
+    with pytest.raises(
+        UnknownName, match=r"unknown vector form 'subproces' \(env\.vector\)\. Did you mean 'subprocess'"
+    ):
         EnvConfig("CartPole-v1", vector="subproces")
 
 
@@ -52,7 +56,7 @@ def test_list_envs_has_all_that_can_be_made():
 
 
 def test_a_missing_package_is_named():
-    if "mujoco" not in sys.modules and __import__("importlib").util.find_spec("mujoco") is None:
+    if importlib.util.find_spec("mujoco") is None:
         with pytest.raises(ConfigError, match=r"HalfCheetah-v5 needs the package mujoco: pip install 'bray\[mujoco\]'"):
             make_env(EnvConfig("HalfCheetah-v5"))
 
@@ -66,7 +70,9 @@ def test_atari_without_its_package_says_what_to_install(monkeypatch):
         make_env(EnvConfig("ALE/Pong-v5"))
 
 
-@pytest.mark.parametrize("field", [{"num_envs": 0}, {"per_env": [{}, {}]}, {"max_episode_steps": 0}, {"step_timeout": -1.0}])
+@pytest.mark.parametrize(
+    "field", [{"num_envs": 0}, {"per_env": [{}, {}]}, {"max_episode_steps": 0}, {"step_timeout": -1.0}]
+)
 def test_bad_numbers_are_refused(field):
     with pytest.raises(ConfigError, match=next(iter(field))):
         EnvConfig("CartPole-v1", **field)
@@ -132,6 +138,32 @@ def test_import_modules_can_register(monkeypatch):
     assert first(EnvConfig("CartPole-v1", import_modules=["tests_registering_module"])).shape == (1, 4)
     with pytest.raises(ConfigError, match="import_modules: cannot import 'tests_no_module'"):
         make_env(EnvConfig("CartPole-v1", import_modules=["tests_no_module"]))
+
+
+def test_what_the_parent_registered_with_gymnasium_reaches_workers():
+    gym.register(
+        "tests/Scripted-v0", entry_point="envs_for_tests:Scripted", max_episode_steps=3, kwargs={"terminate_at": None}
+    )
+    with make_vec(EnvConfig("tests/Scripted-v0", num_envs=2, vector="subprocess", num_processes=1), seed=0) as v:
+        v.reset()
+        assert [v.step([0, 0])[3].tolist() for _ in range(3)] == [[False] * 2] * 2 + [[True] * 2]
+
+
+def test_a_constructor_that_raises_is_told_with_its_traceback():
+    class Broken(e.Scripted):
+        def __init__(self):
+            raise KeyError("no such level")
+
+    with pytest.raises(EnvError, match=r"(?s)^Traceback.*no such level.*making environment 0 raised KeyError"):
+        make_vec(EnvConfig(Broken), seed=0)
+
+
+def test_an_object_that_raises_is_used_on():
+    ready = e.Scripted(fault="raise")
+    v = make_vec(EnvConfig(ready, max_restarts=1), seed=0)
+    v.reset()
+    assert [v.step([0])[0][0, 0] for _ in range(5)] == [1, 2, 2, 0, 1]
+    assert not ready.closed
 
 
 # --- older interfaces ---------------------------------------------------------------------------------------------------
@@ -238,7 +270,7 @@ def test_envpool_form(monkeypatch):
     module = types.ModuleType("envpool")
     module.list_all_envs = lambda: ["CartPole-v1"]
     module.make_gymnasium = lambda task, num_envs, seed, **kw: made.append((task, num_envs, seed, kw)) or FakePool(seed)
-    module.__spec__ = __import__("importlib").machinery.ModuleSpec("envpool", None)
+    module.__spec__ = importlib.machinery.ModuleSpec("envpool", None)
     monkeypatch.setitem(sys.modules, "envpool", module)
     v = make_vec(EnvConfig("CartPole-v1", num_envs=2, vector="envpool", max_episode_steps=50), seed=4)
     assert v.reset().tolist() == [[0], [0]]
@@ -253,7 +285,7 @@ def test_envpool_form(monkeypatch):
 
 
 def test_envpool_missing_says_what_to_install():
-    if __import__("importlib").util.find_spec("envpool") is None:
+    if importlib.util.find_spec("envpool") is None:
         with pytest.raises(ConfigError, match="pip install envpool"):
             make_vec(EnvConfig("CartPole-v1", vector="envpool"), seed=0)
 
@@ -284,7 +316,9 @@ def test_the_environments_own_limit_counts_inside_wrappers():
     v = make_vec(EnvConfig("MountainCar-v0", wrappers=[{"name": "action_repeat", "repeat": 10}]), seed=0)
     v.reset()
     assert [v.step([1])[3][0] for _ in range(20)].index(True) == 19  # 200 steps of the game
-    v = make_vec(EnvConfig("MountainCar-v0", max_episode_steps=5, wrappers=[{"name": "action_repeat", "repeat": 10}]), seed=0)
+    v = make_vec(
+        EnvConfig("MountainCar-v0", max_episode_steps=5, wrappers=[{"name": "action_repeat", "repeat": 10}]), seed=0
+    )
     v.reset()
     assert [v.step([1])[3][0] for _ in range(5)].index(True) == 4  # five decisions
 

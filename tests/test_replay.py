@@ -86,11 +86,11 @@ def make(stream: Stream, capacity: int, **options) -> Replay:
 
 
 def fill(replay: Replay, rows: int, end: tuple = ()) -> None:
-    """One environment, observation t at row t, no episode ends but the given rows."""
+    """One environment, observation t at row t, no episode ends but at the given rows."""
+    no = np.zeros(1, bool)
     for t in range(rows):
-        replay.add(
-            np.full((1, 1), t, np.float32), np.zeros(1, np.int64), np.ones(1), np.array([t in end]), np.zeros(1, bool), np.ones(1, bool)
-        )  # fmt: skip
+        obs, valid = np.full((1, 1), t, np.float32), np.array([t - 1 not in end])
+        replay.add(obs, np.zeros(1, np.int64), np.ones(1), np.array([t in end]), no, valid)
 
 
 def plain(capacity: int, **options) -> Replay:
@@ -151,7 +151,8 @@ def test_tail_of_a_truncated_episode_bootstraps_with_the_rewards_it_summed():
 
 def test_terminated_rows_do_not_bootstrap():
     replay = plain(10, gamma=0.5, n_step=3)
-    fill(replay, 4, end=(2,))
+    fill(replay, 5, end=(2,))
+    assert len(replay) == 3
     batch = replay.sample(100, np.random.default_rng(0))
     assert set(batch["discount"].tolist()) == {0.0}
     assert set(batch["reward"].tolist()) == {1.75, 1.5, 1.0}
@@ -497,6 +498,29 @@ def test_wrong_rows_are_refused_and_leave_nothing_behind():
     assert replay.steps == 12
 
 
+def test_an_end_without_its_final_observation_is_refused():
+    """A vector environment that resets in the same step would put the next episode's start where the final observation belongs."""
+    row = {
+        "obs": np.zeros((2, 1), np.float32),
+        "action": np.zeros(2, np.int64),
+        "reward": np.zeros(2),
+        "truncated": np.zeros(2, bool),
+    }
+    replay = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
+    replay.add(**row, terminated=np.array([False, True]), valid=np.ones(2, bool))
+    with pytest.raises(DataError, match="environment 1: its episode ended"):
+        replay.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+    again = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
+    again.set_state(replay.get_state())
+    with pytest.raises(DataError, match="environment 1: its episode ended"):
+        again.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+    again.cut()  # environments were made anew
+    again.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+    replay.add(**row, terminated=np.zeros(2, bool), valid=np.array([True, False]))
+    replay.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+    assert (len(replay), len(again)) == (3, 0)
+
+
 def test_wrong_settings_and_priorities_are_refused():
     example = {"obs": np.zeros(1), "action": np.int64(0)}
     for options, message in (
@@ -519,6 +543,11 @@ def test_wrong_settings_and_priorities_are_refused():
     with pytest.raises(DataError, match="one priority per id"):
         replay.update_priorities([0, 1], [2.0])
     np.testing.assert_array_equal(replay._tree.tree, before)
+    zeros = plain(10, prioritized=True, eps=0.0)
+    fill(zeros, 3)
+    zeros.update_priorities([0, 1], [0.0, 0.0])
+    with pytest.raises(DataError, match="all priorities are 0"):
+        zeros.sample(1, np.random.default_rng(0))
     with pytest.raises(ConfigError, match="prioritized=True"):
         plain(10).update_priorities([0], [1.0])
 

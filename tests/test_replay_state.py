@@ -1,5 +1,7 @@
 """Saving a replay: a restored one goes on exactly like the one that was never interrupted."""
 
+import os
+
 import numpy as np
 import pytest
 from test_replay import Stream, make
@@ -27,7 +29,7 @@ def work(replay, stream, rng, steps: int, log: list) -> None:
         if len(replay) > 8:
             batch = replay.sample(4, rng)
             log.append(tree.map(np.copy, batch))
-            if "prioritized" in vars(replay) or replay._tree is not None:
+            if replay._tree is not None:
                 replay.update_priorities(batch["id"], rng.random(4) * 3)
 
 
@@ -99,6 +101,41 @@ def test_large_saves_are_cut_into_segments(tmp_path, monkeypatch):
     again = make(stream, 40)
     again.load(tmp_path, state)
     a, b = (r.sample(30, np.random.default_rng(0)) for r in (replay, again))
+    assert tree.equal(a, b)
+
+
+def test_a_kill_while_saving_leaves_the_last_state_whole(tmp_path, monkeypatch):
+    """The process dies when the second of three segments is written; the state before loads, and saving again works."""
+    stream = Stream(2, 0)
+    replay = make(stream, 40)
+    for _ in range(6):
+        replay.add(**stream.next())
+    state = replay.save(tmp_path)
+    expected = replay.sample(20, np.random.default_rng(0))
+    for _ in range(6):
+        replay.add(**stream.next())
+    replaced = []
+
+    def dies(source, target, replace=os.replace):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr("bray.data.replay._SEGMENT_BYTES", 200)
+    with monkeypatch.context() as m:
+        m.setattr("bray.data.segments.os.replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            replay.save(tmp_path)
+    again = make(stream, 40)
+    again.load(tmp_path, state)
+    assert tree.equal(again.sample(20, np.random.default_rng(0)), expected)
+    assert list(tmp_path.glob("*.tmp"))
+    whole = replay.save(tmp_path)
+    replay.prune(tmp_path, [whole])
+    assert not list(tmp_path.glob("*.tmp"))
+    again.load(tmp_path, whole)
+    a, b = (r.sample(20, np.random.default_rng(0)) for r in (replay, again))
     assert tree.equal(a, b)
 
 

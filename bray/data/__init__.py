@@ -2,6 +2,6 @@
 
 from bray.data.files import EpisodeReader, EpisodeWriter, to_pickle, write_episodes
 from bray.data.replay import Replay
-from bray.data.trajectory import Trajectory, unroll
+from bray.data.trajectory import Trajectory, nstep, unroll
 
-__all__ = ["EpisodeReader", "EpisodeWriter", "Replay", "Trajectory", "to_pickle", "unroll", "write_episodes"]
+__all__ = ["EpisodeReader", "EpisodeWriter", "Replay", "Trajectory", "nstep", "to_pickle", "unroll", "write_episodes"]

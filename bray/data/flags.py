@@ -1,4 +1,4 @@
-"""The flag byte of a replay row."""
+"""The flag byte of a replay row. Compiled kernels hold these numbers as constants: after a change, delete their cache files."""
 
 TERMINATED = 1
 TRUNCATED = 2

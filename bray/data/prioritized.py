@@ -141,26 +141,6 @@ def _turn(tree, offsets, flags, enter, leave, count, priority):
 
 
 @njit(cache=True, nogil=True)
-def _descend(tree, offsets, x):
-    """One draw, never a child of priority 0."""
-    slot = 0
-    for level in range(offsets.shape[0] - 2, -1, -1):
-        first = offsets[level] + slot * 8
-        found = 0
-        below = start = 0.0
-        for j in range(8):
-            value = tree[first + j]
-            if value > 0.0:
-                found, start = j, below
-                if below + value > x:
-                    break
-            below += value
-        slot = slot * 8 + found
-        x -= start
-    return slot
-
-
-@njit(cache=True, nogil=True)
 def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
     n = u.shape[0]
     total = tree[-1]
@@ -192,8 +172,13 @@ def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
             slots[i] = min(np.int64(at), most)
             x[i] = here
     for i in range(n):
-        if tree[slots[i]] <= 0.0:  # a rounded difference led past the last child: once in 1e15 draws
-            slots[i] = _descend(tree, offsets, (i + u[i]) / n * total)
+        if tree[slots[i]] <= 0.0:  # a rounded difference led past the last child, once in 1e15 draws: take a neighbour
+            slot = slots[i]
+            while slot > 0 and tree[slot] <= 0.0:
+                slot -= 1
+            while tree[slot] <= 0.0:
+                slot += 1
+            slots[i] = slot
     least = tree[slots[0]]
     start = newest - newest % size  # the id of slot 0, or of the slot that slot 0 will overwrite
     for i in range(n):

@@ -144,6 +144,8 @@ class Replay:
         self._stage = np.zeros((4, num_envs), bool)  # the flags of the row being added
         self._first = self._stage[3]  # whose next row starts an episode
         self._first[:] = True
+        self._ended = np.zeros(num_envs, bool)  # whose episode ended with the newest row
+        self._any_ended = False
         self._cuts: list[int] = []
         self._segments: list[list[int]] = []
         self._saved = 0
@@ -179,13 +181,19 @@ class Replay:
         if len(extras) != len(self._extras):
             self._refuse(extras)
         for name, value in extras.items():
-            if name not in self._columns or name == "action" or name == "obs":
+            if name not in self._columns:
                 self._refuse(extras)
             _match(self._columns[name], value, n, name, writes)
         for name, value, staged in zip(_FLAGS, (terminated, truncated, valid), self._stage, strict=False):
             if np.shape(value) != (n,):
                 raise DataError(f"replay column {name!r}: expected shape {(n,)}, got {np.shape(value)}")
             staged[...] = value
+        if self._any_ended and (self._ended & self._stage[2]).any():
+            env = int(np.flatnonzero(self._ended & self._stage[2])[0])
+            raise DataError(
+                f"environment {env}: its episode ended with the previous row, so this row (the final observation) has valid=False and "
+                "the next one starts an episode. Vector environments of Gymnasium do so with AutoresetMode.NEXT_STEP."
+            )
         flags = _BITS.dot(self._stage.view(np.uint8))
 
         slot = (self.steps % self.rows) * n
@@ -207,6 +215,9 @@ class Replay:
         self._count += self._entering
         self._entering = int(np.count_nonzero(self._stage[2]))
         np.logical_not(self._stage[2], out=self._first)
+        self._any_ended = bool(np.count_nonzero(self._stage[:2]))
+        if self._any_ended:
+            self._ended = (self._stage[0] | self._stage[1]) & self._stage[2]
         self.steps += 1
 
     def cut(self) -> None:
@@ -218,6 +229,7 @@ class Replay:
         self._flags[slot : slot + self.num_envs] &= np.uint8(~(VALID | ENDED) & 0xFF)
         self._entering = 0
         self._first[:] = True
+        self._any_ended = False
         self._cuts = [t for t in self._cuts if t >= self.steps - self.rows] + [self.steps - 1]
 
     def update_priorities(self, id: np.ndarray, priority: np.ndarray) -> None:
@@ -254,10 +266,10 @@ class Replay:
             after = slots + self.num_envs
             after[after >= self._size] -= self._size
         else:
-            from bray.data.nstep import windows
+            from bray.data.windows import nstep_windows
 
             newest = ((self.steps - 1) % self.rows) * self.num_envs
-            reward, discount, after = windows(
+            reward, discount, after = nstep_windows(
                 self._reward, self._flags, slots, newest, self.num_envs, self.n_step, self.gamma
             )
         if self._frames is None:
@@ -349,6 +361,8 @@ class Replay:
             )
         low, high = self._range()
         if self._tree is not None:
+            if not self._tree.total > 0.0:
+                raise DataError("all priorities are 0, so nothing can be drawn by priority: keep eps above 0")
             return self._tree.draw(rng.random(n), self.beta if beta is None else float(beta), high)
         ids = rng.integers(low, high, n)
         slots = ids % self._size
@@ -517,6 +531,7 @@ class Replay:
         """Forget all rows."""
         self._flags[:] = 0
         self._first[:] = True
+        self._any_ended = False
         self.steps = self.late_updates = self._count = self._entering = self._saved = 0
         self.max_priority = 1.0
         self._cuts, self._segments = [], []
@@ -550,7 +565,10 @@ class Replay:
         )
         if self.steps:
             newest = ((self.steps - 1) % self.rows) * n
-            lives = (self._flags[newest : newest + n] & VALID) != 0
+            flags = self._flags[newest : newest + n]
+            lives = (flags & VALID) != 0
+            self._ended = lives & ((flags & ENDED) != 0)
+            self._any_ended = bool(self._ended.any())
             self._entering = int(np.count_nonzero(lives))
             self._first[:] = ~lives
             if self._frames is not None:

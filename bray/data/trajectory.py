@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.data.flags import TERMINATED, TRUNCATED, VALID
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.tree import NestedArray
 
@@ -113,6 +114,24 @@ def unroll(trajectory: Trajectory, length: int, last: str = "drop") -> list[Traj
     elif rest and last != "drop":
         pieces.append(_pad(trajectory.rows(total - rest, total), length))
     return pieces
+
+
+def nstep(trajectory: Trajectory, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each row, `[T, B]`: the discounted sum of m <= n rewards, gamma**m (0 where the last one terminated), and the row to
+    bootstrap from. Windows end with the episode or with the trajectory, as those of `Replay` end with the newest row. Dead
+    rows have sum 0, discount 1 and themselves as bootstrap; `valid` weighs them out."""
+    from bray.data.windows import nstep_windows
+
+    if n < 1:
+        raise ConfigError(f"n-step returns sum at least 1 reward, got n = {n}")
+    t, b = trajectory.reward.shape
+    flags = trajectory.terminated * TERMINATED + trajectory.truncated * TRUNCATED + trajectory.valid * VALID
+    flat = np.append(
+        flags.astype(np.uint8).reshape(-1), np.zeros(b, np.uint8)
+    )  # the row after the last is never summed
+    reward = np.append(np.asarray(trajectory.reward, np.float32).reshape(-1), np.zeros(b, np.float32))
+    total, discount, after = nstep_windows(reward, flat, np.arange(t * b), t * b, b, n, gamma)
+    return total.reshape(t, b), discount.reshape(t, b), (after // b).reshape(t, b)
 
 
 def _pad(piece: Trajectory, length: int) -> Trajectory:

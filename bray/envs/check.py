@@ -56,7 +56,11 @@ class _Checker:
         try:
             env, limit = self._make()
             observation, layout = self._spaces(env)
-            first = self._play(env, observation, layout, limit)
+            try:
+                first = self._play(env, observation, layout, limit)
+            finally:
+                if not resolve(self.config).single:
+                    env.close()
             self._deterministic(observation, layout, first)
         except _Stop:
             pass

@@ -248,11 +248,13 @@ class InProcessVecEnv(VecEnv):
             raise give_up(report, self._max_restarts) from error
         else:
             log.warning("%s. Rebuilt (%d of at most %g).", report, self.restarts, self._max_restarts)
-        try:
-            self._envs[i].close()
-        except Exception as e:  # it is being thrown away
-            log.warning("%s: closing it raised %s: %s", self._where(i), type(e).__name__, e)
+        old = self._envs[i]
         self._envs[i], limit = self._build(self.first + i)
+        if self._envs[i].unwrapped is not old.unwrapped:  # one object given by the user is used on
+            try:
+                old.close()
+            except Exception as e:  # it is being thrown away
+                log.warning("%s: closing it raised %s: %s", self._where(i), type(e).__name__, e)
         self._limits[i] = math.inf if limit is None else limit
         self._steps[i] = self._envs[i].step
 

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import time
+import traceback
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ def make_vec(config: EnvConfig, *, seed: int, render_mode: str | None = None, wo
         )
     if form == "native" or (form == "auto" and why_not is None and _native_pays(config, source)):
         worker_seed = episode_seed(seed, worker_index, 0) if worker_index else seed
-        return native.make_native(config, source, env_spec(config), worker_seed, render_mode)
+        return native.make_native(config, source, _preprocessing(config, source), worker_seed, render_mode)
     if source.single and form == "subprocess":
         raise ConfigError("an environment object cannot be moved to another process: give its class or a factory")
     if form == "subprocess" or (form == "auto" and _processes_pay(config, source)):
@@ -60,7 +61,7 @@ def make_vec(config: EnvConfig, *, seed: int, render_mode: str | None = None, wo
                 raise
             log.info("%s cannot be made in another process: its environments run in this one.", source.name)
     return InProcessVecEnv(
-        partial(_build_number, source, config, render_mode, worker_index),
+        partial(build_number, source, config, render_mode, worker_index),
         config.num_envs,
         name=source.name,
         seed=seed,
@@ -92,7 +93,13 @@ def build(
     pictures = atari.is_atari(source.gym_spec) and atari.shows_pictures(config.atari, arguments)
     if pictures:
         arguments.update({**atari.game_arguments(config.atari), **arguments})
-    env = source.make(arguments, render_mode)
+    try:
+        env = source.make(arguments, render_mode)
+    except BrayError:
+        raise
+    except Exception as e:
+        trace = "".join(traceback.format_exception(e)).rstrip()
+        raise EnvError(f"{trace}\n{source.name}: making environment {index} raised {type(e).__name__}") from e
     if source.gym_id is not None:
         env, limit = _strip(env, keep_limit=bool(config.wrappers) and config.max_episode_steps is None)
     else:
@@ -113,7 +120,8 @@ def build(
     return env, limit
 
 
-def _build_number(source: Source, config: EnvConfig, render_mode: str | None, worker_index: int, index: int) -> Any:
+def build_number(source: Source, config: EnvConfig, render_mode: str | None, worker_index: int, index: int) -> Any:
+    """`build` with the number last, to be bound by `partial`."""
     return build(source, config, index, render_mode, worker_index)
 
 

@@ -61,6 +61,8 @@ class NativeVecEnv(VecEnv):
 
     def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
         """(obs, reward, terminated, truncated) of the inner environment; sets `dead`."""
+        if type(actions) is list:
+            actions = np.asarray(actions)
         obs, reward, terminated, truncated, _ = self.env.step(actions)
         self.dead = terminated | truncated
         return obs, reward, terminated, truncated
@@ -245,33 +247,49 @@ def _load(entry_point: Any) -> Any:
     return entry_point if callable(entry_point) else gym.envs.registration.load_env_creator(entry_point)
 
 
-def make_native(config: EnvConfig, source: Source, spec: EnvSpec, seed: int, render_mode: str | None) -> VecEnv:
+def make_native(
+    config: EnvConfig, source: Source, preprocessing: dict[str, Any], seed: int, render_mode: str | None
+) -> VecEnv:
     """The vector form that the registry (or ALE) has; ask `why_not_native` first."""
     gym_spec = source.gym_spec
-    if is_atari(gym_spec):
-        return _make_ale(config, gym_spec, spec, seed)
+    limit = gym_spec.max_episode_steps
+    if config.max_episode_steps is not None:
+        limit = config.max_episode_steps if config.max_episode_steps > 0 else None
+    atari = is_atari(gym_spec)
+    make = _make_ale if atari else _make_registered
+    env = make(config, source, limit, render_mode)
+    observation, action = Space.from_gym(env.single_observation_space), Space.from_gym(env.single_action_space)
+    spec = EnvSpec(source.name, observation, action, limit, preprocessing)
+    if atari:
+        return AleVecEnv(env, spec, seed=seed, check=config.check, episodic_life=config.atari.episodic_life)
+    return NativeVecEnv(env, spec, seed=seed, check=config.check)
+
+
+def _make_registered(config: EnvConfig, source: Source, limit: int | None, render_mode: str | None) -> Any:
+    gym_spec = source.gym_spec
     creator = _load(gym_spec.vector_entry_point)
     arguments = {**gym_spec.kwargs, **config.env_config}
-    limit = spec.max_episode_steps
     if "max_episode_steps" in inspect.signature(creator).parameters:
         arguments["max_episode_steps"] = limit if limit is not None else np.iinfo(np.int32).max
     elif limit != gym_spec.max_episode_steps:
         raise ConfigError(f"the vector form of {source.name} does not take max_episode_steps: set env.vector=inprocess")
     if render_mode is not None:
         arguments["render_mode"] = render_mode
-    env = creator(num_envs=config.num_envs, **arguments)
-    return NativeVecEnv(env, spec, seed=seed, check=config.check)
+    try:
+        return creator(num_envs=config.num_envs, **arguments)
+    except TypeError as e:
+        raise ConfigError(f"the vector form of {source.name} does not take {config.env_config}: {e}") from e
 
 
-def _make_ale(config: EnvConfig, gym_spec: Any, spec: EnvSpec, seed: int) -> VecEnv:
+def _make_ale(config: EnvConfig, source: Source, limit: int | None, render_mode: str | None) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
-    atari, kwargs = config.atari, gym_spec.kwargs
+    atari, kwargs = config.atari, source.gym_spec.kwargs
     sticky = atari.repeat_action_probability
     frames = kwargs.get("max_num_frames_per_episode", 108_000)
     if config.max_episode_steps is not None:
-        frames = config.max_episode_steps * atari.frame_skip if config.max_episode_steps > 0 else np.iinfo(np.int32).max
-    env = AtariVectorEnv(
+        frames = np.iinfo(np.int32).max if limit is None else limit * atari.frame_skip
+    return AtariVectorEnv(
         kwargs["game"],
         config.num_envs,
         max_num_frames_per_episode=int(frames),
@@ -286,14 +304,6 @@ def _make_ale(config: EnvConfig, gym_spec: Any, spec: EnvSpec, seed: int) -> Vec
         use_fire_reset=atari.fire_reset,
         reward_clipping=False,
     )
-    spec = EnvSpec(
-        spec.id,
-        Space.from_gym(env.single_observation_space),
-        Space.from_gym(env.single_action_space),
-        spec.max_episode_steps,
-        spec.preprocessing,
-    )
-    return AleVecEnv(env, spec, seed=seed, check=config.check, episodic_life=atari.episodic_life)
 
 
 def make_envpool(config: EnvConfig, source: Source, seed: int) -> VecEnv:

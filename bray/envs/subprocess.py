@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import itertools
 import logging
 import multiprocessing
@@ -27,6 +28,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from bray import tree
@@ -123,13 +125,17 @@ def _die_with_parent(parent: int, by_main_thread: bool) -> None:
 
 
 def _make_share(memory: Any, payload: bytes) -> tuple[InProcessVecEnv, list[tuple[int, str]], dict[str, Any]]:
-    from bray.envs.make import _build_number  # make imports this module
+    from bray.envs.make import build_number  # make imports this module
 
     given = pickle.loads(payload)  # our own bytes, from our own parent
+    for module in given["config"].import_modules:
+        importlib.import_module(module)
+    if (gym_spec := given["gym_spec"]) is not None:  # the user may have registered it in the parent only
+        gym.registry.setdefault(gym_spec.id, gym_spec)
     source, config, spec, low, high = (given[k] for k in ("source", "config", "spec", "low", "high"))
     failures: list[tuple[int, str]] = []
     envs = InProcessVecEnv(
-        partial(_build_number, source, config, given["render_mode"], given["worker_index"]),
+        partial(build_number, source, config, given["render_mode"], given["worker_index"]),
         high - low,
         spec,
         name=source.name,
@@ -259,8 +265,7 @@ class _Process:
                 "is defined in the script you run, put the training under `if __name__ == '__main__':`."
             ) from None
         finally:
-            if os.path.exists(self._trace_path):
-                os.unlink(self._trace_path)  # both sides hold it open
+            self._unlink()  # both sides hold it open
         if answer[0] == "error":
             self.kill()
             raise ConfigError(answer[2]) if answer[1] == "config" else EnvError(answer[2])
@@ -273,7 +278,12 @@ class _Process:
         self._trace.seek(0)
         return self._trace.read().strip()
 
+    def _unlink(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._trace_path)
+
     def kill(self) -> None:
+        self._unlink()
         self.process.kill()
         self.process.join()
         self.conn.close()
@@ -321,6 +331,7 @@ class SubprocessVecEnv(VecEnv):
         self._config, self._timeout = config, config.step_timeout
         self._given = {
             "source": source,
+            "gym_spec": source.gym_spec,
             "config": config,
             "spec": spec,
             "worker_index": worker_index,
@@ -476,11 +487,12 @@ class SubprocessVecEnv(VecEnv):
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _ask(self, command: str, arguments: list[Any]) -> list[Any]:
-        """The same question to every worker; no time limit, for resets and replays may be long."""
+        """The same question to every worker. Replays may be long; a reset has a limit where steps have one."""
+        timeout = max(self._timeout, _START_TIMEOUT) if self._timeout is not None and command == "reset" else None
         try:
             for worker, argument in zip(self._workers, arguments, strict=True):
                 worker.send(pickle.dumps((command, argument)))
-            return [self._unpack(worker.receive(None)) for worker in self._workers]
+            return [self._unpack(worker.receive(timeout)) for worker in self._workers]
         except _Lost as e:
             raise EnvError(f"{self.name}: a worker process {e} in {command}") from None
 

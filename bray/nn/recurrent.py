@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.errors import UnknownName
-from bray.nn.layers import tanh
 
 State = dict[str, Tensor]
 CELLS = ("lstm", "gru")
@@ -53,12 +52,12 @@ class Recurrent(nn.Module):
             sums = torch.addmm(x, h, self.hidden)
             gates, new = sums.split([3 * n, n], 1)
             i, f, o = torch.sigmoid(gates).split(n, 1)
-            c = torch.addcmul(f * state["c"], i, tanh(new))
-            return {"h": o * tanh(c), "c": c}
+            c = torch.addcmul(f * state["c"], i, torch.tanh(new))
+            return {"h": o * torch.tanh(c), "c": c}
         x_gates, x_new = x.split([2 * n, n], 1)
         w_gates, w_new = self.hidden.split([2 * n, n], 1)
         r, z = torch.sigmoid(torch.addmm(x_gates, h, w_gates)).split(n, 1)
-        new = tanh(torch.addcmul(x_new, r, torch.addmm(self.hidden_bias, h, w_new)))
+        new = torch.tanh(torch.addcmul(x_new, r, torch.addmm(self.hidden_bias, h, w_new)))
         return {"h": torch.lerp(new, h, z)}
 
     def forward(self, obs: Any, state: State) -> tuple[Tensor, State]:

@@ -8,7 +8,7 @@ from numba import njit
 from bray.data.flags import ENDED, TERMINATED, VALID
 
 
-def windows(
+def nstep_windows(
     reward: np.ndarray, flags: np.ndarray, slots: np.ndarray, newest: int, num_envs: int, n: int, gamma: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each slot: the discounted sum of m <= n rewards, gamma**m (0 where the last one terminated), and the slot to

@@ -1,0 +1,270 @@
+"""What can be typed. Nothing heavy is imported before a command runs: `bray --help` answers at once.
+
+`main` turns errors into one message and an exit code: 0 done, 1 not done (or the user's own code raised), 2 a mistake of the
+user, 130 and 143 ended by a signal before the end was reached.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from bray.errors import BrayError, did_you_mean
+
+NOT_YET = ("tune", "launch", "serve", "export", "render", "fake", "new", "gateway", "schema", "dashboard")
+"""Commands that are planned and are not there."""
+
+app = typer.Typer(
+    name="bray",
+    help="Train a game agent, look at it, and collect what it does.",
+    epilog="Start with: bray train --run PPO --env CartPole-v1",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_debug = False  # set by --debug, read by main
+
+
+def _set_debug(value: bool) -> bool:
+    global _debug
+    _debug = _debug or value
+    return value
+
+
+def _version(value: bool) -> None:
+    if value:
+        from bray._version import __version__
+
+        typer.echo(f"bray {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")] = False,
+) -> None:
+    pass
+
+
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of errors.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as `bray train` names it.")]
+Which = Annotated[str, typer.Option("--checkpoint", metavar="latest|best|STEP", help="Which checkpoint.")]
+Explore = Annotated[bool, typer.Option("--explore", help="Act as in training, with noise, instead of greedily.")]
+_WHAT, _WHERE, _HOW, _SHOW = "What runs", "Where it goes on and ends", "How it runs", "What is shown"
+
+
+@app.command()
+def train(
+    run: Annotated[str | None, typer.Option("--run", metavar="ALGO", help="PPO, DQN, ... or module:Name", rich_help_panel=_WHAT)] = None,
+    env: Annotated[str | None, typer.Option("--env", metavar="ENV", help="CartPole-v1, ... or module:Class", rich_help_panel=_WHAT)] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--yaml", metavar="FILE", help="A run as YAML, JSON or Python.", rich_help_panel=_WHAT)] = None,
+    config: Annotated[str | None, typer.Option("--config", metavar="JSON", help='\'{"lr": 1e-3}\'', rich_help_panel=_WHAT)] = None,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="lr=1e-3 model.fcnet_hiddens=[64,64]", show_default=False)] = None,
+    no_preset: Annotated[bool, typer.Option("--no-preset", help="Leave out the tuned settings that ship with Bray.", rich_help_panel=_WHAT)] = False,
+    seeds: Annotated[list[int] | None, typer.Option("--seed", metavar="N", help="Give it several times for several runs and one curve.", rich_help_panel=_WHAT)] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from, and end.", rich_help_panel=_SHOW)] = False,
+    stop: Annotated[str | None, typer.Option("--stop", metavar="JSON", help='\'{"episode_return_mean": 475}\': the first that holds ends the run.', rich_help_panel=_WHERE)] = None,
+    project: Annotated[Path | None, typer.Option("--project", metavar="P", help="The run directory is P/T.", rich_help_panel=_WHERE)] = None,
+    trial: Annotated[str | None, typer.Option("--trial", metavar="T", help="The run directory is P/T.", rich_help_panel=_WHERE)] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Go on exactly where a run stopped.", rich_help_panel=_WHERE)] = None,
+    init_from: Annotated[Path | None, typer.Option("--init-from", metavar="RUN_DIR", help="Start with another run's weights.", rich_help_panel=_WHERE)] = None,
+    checkpoint_freq: Annotated[int | None, typer.Option("--checkpoint-freq", metavar="N", help="Iterations between checkpoints.", rich_help_panel=_WHERE)] = None,
+    keep_checkpoints: Annotated[int | None, typer.Option("--keep-checkpoints", metavar="N", help="Newest ones kept, beside the best.", rich_help_panel=_WHERE)] = None,
+    device: Annotated[str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:N or auto", rich_help_panel=_HOW)] = None,
+    num_workers: Annotated[int | None, typer.Option("--num-workers", metavar="N", help="Rollout processes; 0 = this one.", rich_help_panel=_HOW)] = None,
+    num_envs: Annotated[int | None, typer.Option("--num-envs-per-worker", metavar="N", help="Environments stepped together (env.num_envs).", rich_help_panel=_HOW)] = None,
+    eval_freq: Annotated[int | None, typer.Option("--eval-freq", metavar="N", help="Iterations between evaluations.", rich_help_panel=_HOW)] = None,
+    eval_episodes: Annotated[int | None, typer.Option("--eval-episodes", metavar="N", help="Greedy episodes of an evaluation.", rich_help_panel=_HOW)] = None,
+    render: Annotated[bool, typer.Option("--render", help="Evaluate at the end and write a video.", rich_help_panel=_SHOW)] = False,
+    log_level: Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error", rich_help_panel=_SHOW)] = "warning",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; the last line alone.", rich_help_panel=_SHOW)] = False,
+    debug: Debug = False,
+) -> int:
+    """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
+
+    Later ones win: preset, file, --config, flags and key=value.
+    """  # fmt: skip
+    given = {k: v for k, v in locals().items() if k != "debug"}
+    from bray.cli import train as command
+
+    return command.train(command.Options(**given))
+
+
+@app.command("eval")
+def evaluate(
+    path: RunPath,
+    episodes: Annotated[int, typer.Option("--episodes", min=1)] = 10,
+    checkpoint: Which = "latest",
+    explore: Explore = False,
+    render: Annotated[bool, typer.Option("--render", help="Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window.")] = False,
+    human: Annotated[bool, typer.Option("--render-human", hidden=True)] = False,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Play whole episodes with a checkpoint and say how good it is."""  # fmt: skip
+    from bray.cli import evaluate as command
+
+    return command.evaluate(path, episodes, checkpoint, explore, "human" if human else "video" if render else None, seed)
+
+
+@app.command()
+def collect(
+    path: RunPath,
+    episodes: Annotated[int, typer.Option("--episodes", min=1)] = 100,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of RUN_DIR/trajectories.")] = None,
+    format: Annotated[Literal["bray", "pkl"], typer.Option("--format", help="pkl is for other tools; Bray does not read it.")] = "bray",
+    checkpoint: Which = "latest",
+    explore: Explore = False,
+    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")] = None,
+    per_file: Annotated[int, typer.Option("--per-file", metavar="N", min=1, help="Episodes in one file.")] = 1000,
+    debug: Debug = False,
+) -> int:
+    """Play whole episodes and save them, for imitation and offline learning."""  # fmt: skip
+    from bray.cli import collect as command
+
+    return command.collect(path, episodes, out, format, checkpoint, explore, seed, per_file)
+
+
+@app.command()
+def algos(
+    name: Annotated[str | None, typer.Argument(metavar="[ALGO]", help="Show the config keys of this one.")] = None,
+    debug: Debug = False,
+) -> int:
+    """The algorithms, or all config keys of one."""
+    from bray.cli import listing
+
+    return listing.algos(name)
+
+
+@app.command()
+def envs(
+    pattern: Annotated[str | None, typer.Argument(metavar="[PATTERN]", help="Part of a name, or with * and ?.")] = None,
+    debug: Debug = False,
+) -> int:
+    """The environments that can be named, which have a native vector form, and presets."""
+    from bray.cli import listing
+
+    return listing.envs(pattern)
+
+
+@app.command("check-env")
+def check_env(
+    env: Annotated[str, typer.Argument(metavar="ENV", help="A name or module:Class.")],
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its env_config; env.KEY=VALUE for the env section.", show_default=False)] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Random steps to play, twice.")] = 200,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    debug: Debug = False,
+) -> int:
+    """Play an environment at random and say what is wrong with it and what to do."""  # fmt: skip
+    from bray.cli import listing
+
+    return listing.check(env, keys or [], steps, seed)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="For a machine.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Look at this machine and this installation; names no user and no path, so it can be shared."""
+    from bray.cli import doctor as command
+
+    return command.doctor(json)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    global _debug
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _debug = False
+    if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # `--env mygame:Env` means the file beside the user
+    try:
+        _refuse_unknown_command(argv)
+        code = app(_optional_value(argv), prog_name="bray", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except BrayError as e:
+        if _debug:
+            traceback.print_exc()
+        return _complain(str(e), 2)
+    except KeyboardInterrupt:
+        return _complain("stopped by Ctrl-C", 130)
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else 1
+    except BrokenPipeError:  # `bray envs | head`
+        sys.stdout = None  # type: ignore[assignment]
+        return 1
+    except Exception as e:
+        if hasattr(e, "format_message"):  # how Typer says that an option is wrong
+            return _usage(e)
+        traceback.print_exception(_without_ours(e))
+        return 1
+
+
+def _complain(message: str, code: int) -> int:
+    """`error: ...` on stderr. A user's traceback inside a message comes before it."""
+    if message.startswith("Traceback"):
+        trace, _, message = message.rpartition("\n")
+        print(trace, file=sys.stderr)
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _without_ours(e: Exception) -> Exception:
+    """The exception without the frames of the command line itself."""
+    frame = e.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        name = frame.tb_frame.f_globals.get("__name__", "")
+        if not name.startswith(("typer", "click", "bray.cli.main")):
+            break
+        frame = frame.tb_next
+    return e.with_traceback(frame)
+
+
+def _refuse_unknown_command(argv: list[str]) -> None:
+    name = next((a for a in argv if not a.startswith("-")), None)
+    known = [c.name or (c.callback.__name__ if c.callback else "") for c in app.registered_commands]
+    if name is None or name in known:
+        return
+    if name in NOT_YET:
+        raise BrayError(f"`bray {name}` is not there yet. There are: {', '.join(sorted(known))}.")
+    near = difflib.get_close_matches(name.lower(), [*known, *NOT_YET], n=1, cutoff=0.6)
+    if near and near[0] in NOT_YET:
+        raise BrayError(f"unknown command {name!r}; `bray {near[0]}` is not there yet either.")
+    raise BrayError(f"unknown command {name!r}.{did_you_mean(name, known)} `bray --help` lists all.")
+
+
+def _optional_value(argv: list[str]) -> list[str]:
+    """`eval ... --render human` (or `--render=human`) as a flag of its own: Typer's options take a value or do not."""
+    out: list[str] = []
+    for i, word in enumerate(argv):
+        if argv[0] == "eval" and (word == "--render=human" or (word == "--render" and argv[i + 1 : i + 2] == ["human"])):
+            out.append("--render-human")
+        elif not (argv[0] == "eval" and word == "human" and argv[i - 1] == "--render"):
+            out.append(word)
+    return out
+
+
+def _usage(e: Any) -> int:
+    context = getattr(e, "ctx", None)
+    command = context.command_path if context is not None else "bray"
+    message = str(e.format_message()).rstrip(".")
+    message = message[:1].lower() + message[1:] + "."
+    if command == "bray train" and getattr(e, "option_name", None):
+        key = e.option_name.lstrip("-").replace("-", "_")
+        message += f" Config keys are written {key}=VALUE, without dashes."
+    return _complain(f"{message} `{command} --help` lists all options.", 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

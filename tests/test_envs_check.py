@@ -1,0 +1,174 @@
+"""Environments that break their own spaces are stopped at once; check_env says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import envs_for_tests as e
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from bray.envs import EnvConfig, make_vec
+from bray.envs.check import check_env
+from bray.errors import EnvError
+
+FAULTS = {
+    "nan": r"environment 1, episode 0, step 3: observation\[1\] is nan, in array\(\[ 3",
+    "outside": r"environment 1, episode 0, step 3: observation\[2\] is 2000\.0, outside its space \[-1\.0, 1000\.0\]",
+    "dtype": r"environment 1, episode 0, step 3: observation has dtype float32 in its space, got float64: use \.astype",
+    "shape": r"environment 1, episode 0, step 3: observation has shape \(3,\) in its space, got \(2,\)",
+    "list": r"environment 1, episode 0, step 3: observation is an array of float32, got a list",
+    "reward_nan": r"environment 1, episode 0, step 3: the reward is nan",
+    "reward_array": r"environment 1, episode 0, step 3: the reward is a number, got ndarray",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_breaks_its_space_is_stopped_with_env_step_and_value(fault):
+    v = make_vec(
+        EnvConfig(e.Scripted, num_envs=2, vector="inprocess", per_env=[{}, {"fault": fault}], max_restarts=9), seed=0
+    )
+    v.reset()
+    v.step([0, 0])
+    v.step([0, 0])
+    with pytest.raises(EnvError, match=FAULTS[fault]) as caught:
+        v.step([0, 0])
+    assert "env.check=false" in str(caught.value)
+    assert v.restarts == 0  # a wrong value is not a crash
+
+
+@pytest.mark.parametrize("fault", ["nan", "dtype", "reward_nan"])
+def test_workers_report_the_same(fault):
+    config = EnvConfig(e.Scripted, num_envs=2, vector="subprocess", per_env=[{}, {"fault": fault}])
+    with make_vec(config, seed=0) as v:
+        v.reset()
+        v.step([0, 0])
+        v.step([0, 0])
+        with pytest.raises(EnvError, match=FAULTS[fault]):
+            v.step([0, 0])
+
+
+def test_the_check_can_be_switched_off():
+    for fault in ("nan", "outside", "dtype", "list", "reward_nan"):
+        v = make_vec(EnvConfig(e.Scripted, env_config={"fault": fault}, check=False), seed=0)
+        v.reset()
+        v.step([0])
+        v.step([0])
+        obs, reward, *_ = v.step([0])
+        assert obs.dtype == reward.dtype == np.float32
+        assert obs[0, 0] == 3
+
+
+def test_nested_observations_are_checked_by_path():
+    class Bad(e.Composite):
+        def __init__(self, part, value):
+            super().__init__()
+            self.part, self.value = part, value
+
+        def _obs(self):
+            return {**super()._obs(), **({self.part: self.value} if self.t == 1 else {})}
+
+    for part, value, says in (
+        ("place", 6, r"observation\['place'\] is 6, outside its space \[1, 5\]"),
+        ("kinds", np.array([1, 3]), r"observation\['kinds'\]\[1\] is 3, outside its space \[0, 2\]"),
+        ("pair", (np.zeros((2, 2), np.uint8), 0.5), r"observation\['pair'\]\[1\] is an integer"),
+        ("vector", np.array([0, np.inf], np.float32), r"observation\['vector'\]\[1\] is inf"),
+        ("bits", np.zeros(3, np.int8), r"observation\['bits'\] has shape \(4,\)"),
+        ("extra", 1, r"keys its space does not have: \['extra'\]"),
+    ):
+        v = make_vec(EnvConfig(Bad, env_config={"part": part, "value": value}), seed=0)
+        v.reset()
+        with pytest.raises(EnvError, match=says):
+            v.step(v.spec.layout.to_env(np.zeros((1, 5), np.float32)))
+
+
+def test_native_forms_are_checked_too():
+    v = make_vec(EnvConfig("CartPole-v1", num_envs=8), seed=0)
+    v.reset()
+    v.env.state[1, 5] = np.nan
+    with pytest.raises(EnvError, match=r"CartPole-v1, environment 5, step 1: observation\[0\] is nan"):
+        v.step(np.zeros(8, int))
+
+
+# --- check_env ----------------------------------------------------------------------------------------------------------
+
+
+def said(env, **env_config):
+    return [str(f) for f in check_env(EnvConfig(env, env_config=env_config), steps=60)]
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", e.Scripted, e.Composite])
+def test_good_environments_have_no_findings(env):
+    assert said(env) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("nan", "error: episode 0, step 3: observation[1] is nan"),
+        ("outside", "error: episode 0, step 3: observation[2] is 2000.0, outside its space"),
+        ("dtype", "error: episode 0, step 3: observation has dtype float32 in its space, got float64: use .astype"),
+        ("shape", "error: episode 0, step 3: observation has shape (3,)"),
+        ("reward_array", "error: the reward is a number, got ndarray [1.]: return float(reward)"),
+        ("reward_nan", "error: the reward is nan"),
+        ("raise", "error: step("),
+    ],
+)
+def test_faults_are_found(fault, says):
+    (finding,) = said(e.Scripted, fault=fault)
+    assert finding.startswith(says)
+
+
+def test_aliasing_is_found():
+    (finding,) = said(e.Aliased)
+    assert "aliasing" in finding
+    assert "obs.copy()" in finding
+
+
+def test_randomness_outside_the_seed_is_found():
+    (finding,) = said(e.Hidden)
+    assert "two runs with the same seed and actions differ at step 0" in finding
+    assert "exact: false" in finding
+
+
+def test_old_interfaces_get_advice():
+    findings = said(e.OldGym)
+    assert any("reset does not take `seed`" in f for f in findings)
+    assert not any(f.startswith("error") for f in findings)
+
+
+def test_masks_and_flags():
+    (finding,) = said(e.Composite, mask_entries=(5, 2))
+    assert "action_mask has 7 entries, the action space has 8 choices" in finding
+
+    class Flags(e.Scripted):
+        def step(self, action):
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, int(terminated), truncated, info
+
+    assert said(Flags) == ["warning: terminated is a bool, got int 0: return bool(terminated)", *said(Flags)[1:]]
+
+    class NoneLegal(e.Composite):
+        def _obs(self):
+            return {**super()._obs(), "action_mask": (np.ones(5, np.int8), np.zeros(3, np.int8))}
+
+    assert "forbids every choice of action part 2" in said(NoneLegal)[0]
+
+
+def test_endless_episodes_and_unbounded_actions_are_told():
+    assert "no episode ended in 60 random steps" in said(e.Scripted, terminate_at=None)[0]
+
+    class Unbounded(e.Scripted):
+        def __init__(self):
+            super().__init__()
+            self.action_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+
+        def step(self, action):
+            return super().step(0)
+
+    assert "unbounded Box: give it finite low and high" in said(Unbounded)[0]
+
+
+def test_what_cannot_be_made_is_an_error():
+    assert "Did you mean 'CartPole-v1'" in said("CartPol-v1")[0]
+    assert said(e.MultiEnv)  # takes env_config, never ends
+    assert "observation_space" in said(lambda: object())[0] or "not an environment" in said(lambda: object())[0]
