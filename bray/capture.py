@@ -480,8 +480,8 @@ def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], lis
             x.copy_(b)
     torch.set_rng_state(rng)
     run = script._c._get_method("forward") if hasattr(script, "_c") else script
-    # On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', but its convolutions are 2x faster.
-    dense = _ARM and not any("conv" in op.func.name() for op in tape.ops)
+    # On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster.
+    dense = _ARM and not any("conv" in op.func.name() for op in tape.ops) and _largest_product(tape) < _SMALL_PRODUCT
 
     def replay_dense(flat: list[Tensor]) -> list[Tensor]:
         torch._C._set_mkldnn_enabled(False)
@@ -491,6 +491,20 @@ def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], lis
             torch._C._set_mkldnn_enabled(True)
 
     return replay_dense if dense else lambda flat: run(*flat, *held)
+
+
+_SMALL_PRODUCT = 4_000_000  # multiplications; the two are equal there (Neoverse N1)
+_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+
+
+def _largest_product(tape: Tape) -> int:
+    """Multiplications of the largest matrix product in a tape."""
+    sizes = [0]
+    for op in tape.ops:
+        if op.func in _PRODUCTS:
+            a, b = (tape.examples[op.args[_PRODUCTS[op.func] + i].slot] for i in range(2))
+            sizes.append(a.shape[-2] * a.shape[-1] * b.shape[-1])
+    return max(sizes)
 
 
 def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:

@@ -150,7 +150,7 @@ class Experiment:
         found = preset(name, env) if use_preset and isinstance(env, str) else None
         if found:
             layers.insert(1 if defaults else 0, found)
-        self.config: Resolved = resolve(sections, [*layers, *given])
+        self.config: Resolved = resolve(sections, _last_stop([*layers, *given]))
         stop = check_stop(self.config["run"].stop)
         self.config["run"].stop.clear()
         self.config["run"].stop.update(stop)
@@ -200,7 +200,9 @@ class Experiment:
     def _write_specs(self) -> None:
         assert self._dir is not None
         self._dir.write_spec(self.training.spec)
-        self._dir.write_policy({"algorithm": self.config["run"].algorithm, "recurrent": is_recurrent(self.training.model)})
+        self._dir.write_policy(
+            {"algorithm": self.config["run"].algorithm, "recurrent": is_recurrent(self.training.model)}
+        )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +219,14 @@ class Experiment:
         self._stop_requested = False
         with (
             rundir.logging_to(directory.log),
-            Sinks([JsonlSink(directory.result_jsonl), CsvSink(directory.progress_csv), TensorBoardSink(directory.tensorboard), *sinks]) as out,
+            Sinks(
+                [
+                    JsonlSink(directory.result_jsonl),
+                    CsvSink(directory.progress_csv),
+                    TensorBoardSink(directory.tensorboard),
+                    *sinks,
+                ]
+            ) as out,
         ):
             if training.iteration:
                 out.truncate_after(training.iteration, training.rollout.env_steps)
@@ -295,7 +304,9 @@ class Experiment:
             "exact": self.exact,
         }
         try:
-            path = directory.save_checkpoint(training.learner.steps, training.weights(), state, meta, best=best, keep=run.keep_checkpoints)
+            path = directory.save_checkpoint(
+                training.learner.steps, training.weights(), state, meta, best=best, keep=run.keep_checkpoints
+            )
         except BaseException:
             self._best = previous
             raise
@@ -319,7 +330,9 @@ class Experiment:
     # --- coming back --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def load(cls, path: str | Path, which: str | int = "latest", sources: Sequence[Source] = (), env: Any = None) -> Experiment:
+    def load(
+        cls, path: str | Path, which: str | int = "latest", sources: Sequence[Source] = (), env: Any = None
+    ) -> Experiment:
         """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
         directory = RunDir.open(path)
         checkpoint = directory.load_checkpoint(which)
@@ -340,7 +353,9 @@ class Experiment:
         training = exp.training
         theirs = EnvSpec.from_json(directory.read_json("spec.json"))
         if theirs != training.spec:
-            raise CheckpointError(f"{path}: the environment has other spaces than at training time; resume needs the same ones")
+            raise CheckpointError(
+                f"{path}: the environment has other spaces than at training time; resume needs the same ones"
+            )
         state = checkpoint.state
         exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
         json = state["json"]
@@ -350,7 +365,8 @@ class Experiment:
         exp._dir.write_config(exp.config)
         if not exp.exact:
             logger.warning(
-                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)", path
+                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
+                path,
             )
         return exp
 
@@ -388,7 +404,12 @@ class Experiment:
         return summarize(self.play(episodes, seed=seed))
 
     def play(
-        self, episodes: int, seed: int | None = None, explore: bool = False, num_envs: int | None = None, on_step: Any = None
+        self,
+        episodes: int,
+        seed: int | None = None,
+        explore: bool = False,
+        num_envs: int | None = None,
+        on_step: Any = None,
     ) -> list[tuple[float, int]]:
         """Whole episodes with this policy: (return, length) of each."""
         served = self.served
@@ -398,7 +419,10 @@ class Experiment:
         with make_vec(config, seed=seed) as env:
             if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
                 raise CheckpointError("the environment has other spaces than the policy was trained for")
-            return play(env, served.engine, served.policy, episodes, seed, rng=rng, initial_state=served.initial_state, on_step=on_step)
+            policy = _Trained(served.policy)
+            return play(
+                env, served.engine, policy, episodes, seed, rng=rng, initial_state=served.initial_state, on_step=on_step
+            )
 
     def close(self) -> None:
         if self._training is not None:
@@ -418,8 +442,40 @@ def _first(given: Any, sources: Sequence[Source], section: str, key: str) -> Any
     return None
 
 
+def _last_stop(sources: Sequence[Source]) -> list[Source]:
+    """Stop conditions replace those of an earlier source as a whole: a preset's goal is not the user's. `stop.name=value` changes one."""
+    out: list[Source] = []
+    replaced = False
+    for source in reversed(sources):
+        values = {k: dict(v) if k == "run" and type(v) is dict else v for k, v in source.values.items()}
+        for place in (values, values.get("run")):
+            if isinstance(place, dict) and "stop" in place:
+                whole = type(place["stop"]) is dict  # `stop.name=value` makes a dict of another type
+                if replaced:
+                    del place["stop"]
+                replaced = replaced or whole
+        out.insert(0, Source(source.name, values, source.lines, source.texts))
+    return out
+
+
 def _saved_config(directory: RunDir) -> Source:
     return load_yaml(directory.path / "config.yaml")
+
+
+TRAINED = 1 << 62
+"""The step that a Policy is told when training is over: exploration schedules are at their end."""
+
+
+class _Trained:
+    """A Policy that acts as at the end of its training."""
+
+    def __init__(self, policy: Any):
+        self.policy = policy
+
+    def act(
+        self, outputs: dict[str, Any], obs: Any, rng: np.random.Generator | None, step: int
+    ) -> tuple[Any, dict[str, Any]]:
+        return self.policy.act(outputs, obs, rng, TRAINED)
 
 
 class ServedPolicy:
@@ -440,7 +496,7 @@ class ServedPolicy:
             args = [self.initial_state(1) if state is None else state]
         outputs = self.engine.forward(batch, *args)
         after = outputs.pop("state", None)
-        action, _ = self.policy.act(outputs, batch, self.rng if explore else None, 1 << 62)
+        action, _ = self.policy.act(outputs, batch, self.rng if explore else None, TRAINED)
         action = tree.index(action, 0)
         return (action, after) if self.recurrent else action
 

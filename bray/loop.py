@@ -173,7 +173,9 @@ class Rollout:
         if self.rewards:
             self.rewards.set_state(arrays["rewards"])
         self.obs = self.env.set_state({"arrays": arrays["env"], "json": json["env"]})
-        same = tree.equal(self.obs, tree.map(np.asarray, arrays["obs"])) and np.array_equal(self.env.dead, arrays["dead"])
+        same = tree.equal(self.obs, tree.map(np.asarray, arrays["obs"])) and np.array_equal(
+            self.env.dead, arrays["dead"]
+        )
         if self.env.exact and same:
             self.returns, self.lengths = np.array(arrays["returns"]), np.array(arrays["lengths"])
             self.first = np.array(arrays["first"])
@@ -203,7 +205,9 @@ class Training:
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
         if run.num_workers:
-            raise ConfigError(f"num_workers={run.num_workers}: rollouts in other processes (Ray) are not there yet, use num_workers=0")
+            raise ConfigError(
+                f"num_workers={run.num_workers}: rollouts in other processes (Ray) are not there yet, use num_workers=0"
+            )
         self.algo, self.run, self.env_config, self.model_config, self.config = algo, run, env, model, config
         self.device = resolve_device(run.device)
         self.env = make_vec(env, seed=run.seed)
@@ -213,7 +217,9 @@ class Training:
         self.policy = algo.Policy(config, self.spec, getattr(model, "max_seq_len", None))
         self.model: nn.Module = algo.make_model(config, self.spec, model).to(self.device)
         self.learner = algo.Learner(config, self.spec, self.model, model, seed=run.seed, record=run.record)
-        rewards = RewardTransform(env, env.num_envs, config.gamma) if env.clip_rewards or env.normalize_rewards else None
+        rewards = (
+            RewardTransform(env, env.num_envs, config.gamma) if env.clip_rewards or env.normalize_rewards else None
+        )
         initial_state = self.model.initial_state if is_recurrent(self.model) else None
         self._initial_state = (lambda n: tree.map(np.asarray, initial_state(n))) if initial_state else None
         engine = TorchEngine(self.model, None if initial_state else self.policy.act_outputs, run.record)
@@ -312,7 +318,9 @@ class Training:
             late = self._later.forward(self._recent)
             outputs = {k: late[k].reshape(steps + 1, -1, *late[k].shape[1:]) for k in keep}
         else:
-            last = rollout.engine.forward(rollout.obs, *([] if rollout.state is None else [_zeroed(rollout.state, rollout.first)]))
+            last = rollout.engine.forward(
+                rollout.obs, *([] if rollout.state is None else [_zeroed(rollout.state, rollout.first)])
+            )
             for k in keep:
                 outputs[k][steps] = last[k]
         return Trajectory(
@@ -385,7 +393,9 @@ class Training:
         how = self.run.checkpoint_replay
         return how == "always" or (how == "auto" and self.replay is not None and self.replay.nbytes <= 2 << 30)
 
-    def set_state(self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None) -> bool:
+    def set_state(
+        self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
+    ) -> bool:
         """Go on from a state; returns whether that is exact."""
         arrays, json = state["arrays"], state["json"]
         self.set_weights(weights)
@@ -511,7 +521,12 @@ def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
     """The environment as it is judged: whole episodes, raw rewards."""
     atari = dataclasses.replace(config.atari, episodic_life=False)
     return dataclasses.replace(
-        config, num_envs=num_envs, per_env=config.per_env[:num_envs], atari=atari, clip_rewards=None, normalize_rewards=False
+        config,
+        num_envs=num_envs,
+        per_env=config.per_env[:num_envs],
+        atari=atari,
+        clip_rewards=None,
+        normalize_rewards=False,
     )
 
 

@@ -143,7 +143,7 @@ class Target:
         self._flat.copy_(self._source)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"flat": self._flat}
+        return self.module.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._flat.copy_(state["flat"])
+        self.module.load_state_dict(state)

@@ -122,7 +122,8 @@ class Learner:
         self._step = capture(self._gradient_step, enabled=record)
 
     def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
-        update_normalizers(self.model, batch["obs"], batch["weight"])
+        for module in (self.model, self.critic, self.target.module):  # all three see the same scale
+            update_normalizers(module, batch["obs"], batch["weight"])
         self.optimizer.set_lr(self.lr(env_steps))
         columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
         columns["noise"] = self.rng.standard_normal((2, len(batch["reward"]), self.size), np.float32)

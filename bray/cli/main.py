@@ -48,7 +48,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it and end.")
+    ] = False,
 ) -> None:
     pass
 
@@ -62,29 +64,107 @@ _WHAT, _WHERE, _HOW, _SHOW = "What runs", "Where it goes on and ends", "How it r
 
 @app.command()
 def train(
-    run: Annotated[str | None, typer.Option("--run", metavar="ALGO", help="PPO, DQN, ... or module:Name", rich_help_panel=_WHAT)] = None,
-    env: Annotated[str | None, typer.Option("--env", metavar="ENV", help="CartPole-v1, ... or module:Class", rich_help_panel=_WHAT)] = None,
-    file: Annotated[Path | None, typer.Option("-f", "--yaml", metavar="FILE", help="A run as YAML, JSON or Python.", rich_help_panel=_WHAT)] = None,
-    config: Annotated[str | None, typer.Option("--config", metavar="JSON", help='\'{"lr": 1e-3}\'', rich_help_panel=_WHAT)] = None,
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="lr=1e-3 model.fcnet_hiddens=[64,64]", show_default=False)] = None,
-    no_preset: Annotated[bool, typer.Option("--no-preset", help="Leave out the tuned settings that ship with Bray.", rich_help_panel=_WHAT)] = False,
-    seeds: Annotated[list[int] | None, typer.Option("--seed", metavar="N", help="Give it several times for several runs and one curve.", rich_help_panel=_WHAT)] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Show every value and where it comes from, and end.", rich_help_panel=_SHOW)] = False,
-    stop: Annotated[str | None, typer.Option("--stop", metavar="JSON", help='\'{"episode_return_mean": 475}\': the first that holds ends the run.', rich_help_panel=_WHERE)] = None,
-    project: Annotated[Path | None, typer.Option("--project", metavar="P", help="The run directory is P/T.", rich_help_panel=_WHERE)] = None,
-    trial: Annotated[str | None, typer.Option("--trial", metavar="T", help="The run directory is P/T.", rich_help_panel=_WHERE)] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Go on exactly where a run stopped.", rich_help_panel=_WHERE)] = None,
-    init_from: Annotated[Path | None, typer.Option("--init-from", metavar="RUN_DIR", help="Start with another run's weights.", rich_help_panel=_WHERE)] = None,
-    checkpoint_freq: Annotated[int | None, typer.Option("--checkpoint-freq", metavar="N", help="Iterations between checkpoints.", rich_help_panel=_WHERE)] = None,
-    keep_checkpoints: Annotated[int | None, typer.Option("--keep-checkpoints", metavar="N", help="Newest ones kept, beside the best.", rich_help_panel=_WHERE)] = None,
-    device: Annotated[str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:N or auto", rich_help_panel=_HOW)] = None,
-    num_workers: Annotated[int | None, typer.Option("--num-workers", metavar="N", help="Rollout processes; 0 = this one.", rich_help_panel=_HOW)] = None,
-    num_envs: Annotated[int | None, typer.Option("--num-envs-per-worker", metavar="N", help="Environments stepped together (env.num_envs).", rich_help_panel=_HOW)] = None,
-    eval_freq: Annotated[int | None, typer.Option("--eval-freq", metavar="N", help="Iterations between evaluations.", rich_help_panel=_HOW)] = None,
-    eval_episodes: Annotated[int | None, typer.Option("--eval-episodes", metavar="N", help="Greedy episodes of an evaluation.", rich_help_panel=_HOW)] = None,
-    render: Annotated[bool, typer.Option("--render", help="Evaluate at the end and write a video.", rich_help_panel=_SHOW)] = False,
-    log_level: Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error", rich_help_panel=_SHOW)] = "warning",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress; the last line alone.", rich_help_panel=_SHOW)] = False,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="ALGO", help="PPO, DQN, ... or module:Name", rich_help_panel=_WHAT)
+    ] = None,
+    env: Annotated[
+        str | None, typer.Option("--env", metavar="ENV", help="CartPole-v1, ... or module:Class", rich_help_panel=_WHAT)
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("-f", "--yaml", metavar="FILE", help="A run as YAML, JSON or Python.", rich_help_panel=_WHAT),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="JSON", help="'{\"lr\": 1e-3}'", rich_help_panel=_WHAT)
+    ] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="lr=1e-3 model.fcnet_hiddens=[64,64]", show_default=False),
+    ] = None,
+    no_preset: Annotated[
+        bool,
+        typer.Option("--no-preset", help="Leave out the tuned settings that ship with Bray.", rich_help_panel=_WHAT),
+    ] = False,
+    seeds: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--seed", metavar="N", help="Give it several times for several runs and one curve.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config", help="Show every value and where it comes from, and end.", rich_help_panel=_SHOW
+        ),
+    ] = False,
+    stop: Annotated[
+        str | None,
+        typer.Option(
+            "--stop",
+            metavar="JSON",
+            help="'{\"episode_return_mean\": 475}': the first that holds ends the run.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    project: Annotated[
+        Path | None, typer.Option("--project", metavar="P", help="The run directory is P/T.", rich_help_panel=_WHERE)
+    ] = None,
+    trial: Annotated[
+        str | None, typer.Option("--trial", metavar="T", help="The run directory is P/T.", rich_help_panel=_WHERE)
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="RUN_DIR", help="Go on exactly where a run stopped.", rich_help_panel=_WHERE),
+    ] = None,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(
+            "--init-from", metavar="RUN_DIR", help="Start with another run's weights.", rich_help_panel=_WHERE
+        ),
+    ] = None,
+    checkpoint_freq: Annotated[
+        int | None,
+        typer.Option("--checkpoint-freq", metavar="N", help="Iterations between checkpoints.", rich_help_panel=_WHERE),
+    ] = None,
+    keep_checkpoints: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-checkpoints", metavar="N", help="Newest ones kept, beside the best.", rich_help_panel=_WHERE
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:N or auto", rich_help_panel=_HOW)
+    ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option("--num-workers", metavar="N", help="Rollout processes; 0 = this one.", rich_help_panel=_HOW),
+    ] = None,
+    num_envs: Annotated[
+        int | None,
+        typer.Option(
+            "--num-envs-per-worker",
+            metavar="N",
+            help="Environments stepped together (env.num_envs).",
+            rich_help_panel=_HOW,
+        ),
+    ] = None,
+    eval_freq: Annotated[
+        int | None,
+        typer.Option("--eval-freq", metavar="N", help="Iterations between evaluations.", rich_help_panel=_HOW),
+    ] = None,
+    eval_episodes: Annotated[
+        int | None,
+        typer.Option("--eval-episodes", metavar="N", help="Greedy episodes of an evaluation.", rich_help_panel=_HOW),
+    ] = None,
+    render: Annotated[
+        bool, typer.Option("--render", help="Evaluate at the end and write a video.", rich_help_panel=_SHOW)
+    ] = False,
+    log_level: Annotated[
+        str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error", rich_help_panel=_SHOW)
+    ] = "warning",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress; the last line alone.", rich_help_panel=_SHOW)
+    ] = False,
     debug: Debug = False,
 ) -> int:
     """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
@@ -103,15 +183,21 @@ def evaluate(
     episodes: Annotated[int, typer.Option("--episodes", min=1)] = 10,
     checkpoint: Which = "latest",
     explore: Explore = False,
-    render: Annotated[bool, typer.Option("--render", help="Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window.")
+    ] = False,
     human: Annotated[bool, typer.Option("--render-human", hidden=True)] = False,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Play whole episodes with a checkpoint and say how good it is."""  # fmt: skip
     from bray.cli import evaluate as command
 
-    return command.evaluate(path, episodes, checkpoint, explore, "human" if human else "video" if render else None, seed)
+    return command.evaluate(
+        path, episodes, checkpoint, explore, "human" if human else "video" if render else None, seed
+    )
 
 
 @app.command()
@@ -119,10 +205,14 @@ def collect(
     path: RunPath,
     episodes: Annotated[int, typer.Option("--episodes", min=1)] = 100,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of RUN_DIR/trajectories.")] = None,
-    format: Annotated[Literal["bray", "pkl"], typer.Option("--format", help="pkl is for other tools; Bray does not read it.")] = "bray",
+    format: Annotated[
+        Literal["bray", "pkl"], typer.Option("--format", help="pkl is for other tools; Bray does not read it.")
+    ] = "bray",
     checkpoint: Which = "latest",
     explore: Explore = False,
-    seed: Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")
+    ] = None,
     per_file: Annotated[int, typer.Option("--per-file", metavar="N", min=1, help="Episodes in one file.")] = 1000,
     debug: Debug = False,
 ) -> int:
@@ -157,7 +247,12 @@ def envs(
 @app.command("check-env")
 def check_env(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A name or module:Class.")],
-    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Its env_config; env.KEY=VALUE for the env section.", show_default=False)] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Its env_config; env.KEY=VALUE for the env section.", show_default=False
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Random steps to play, twice.")] = 200,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     debug: Debug = False,
@@ -248,7 +343,9 @@ def _optional_value(argv: list[str]) -> list[str]:
     """`eval ... --render human` (or `--render=human`) as a flag of its own: Typer's options take a value or do not."""
     out: list[str] = []
     for i, word in enumerate(argv):
-        if argv[0] == "eval" and (word == "--render=human" or (word == "--render" and argv[i + 1 : i + 2] == ["human"])):
+        if argv[0] == "eval" and (
+            word == "--render=human" or (word == "--render" and argv[i + 1 : i + 2] == ["human"])
+        ):
             out.append("--render-human")
         elif not (argv[0] == "eval" and word == "human" and argv[i - 1] == "--render"):
             out.append(word)

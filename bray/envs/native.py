@@ -262,7 +262,16 @@ def make_native(
     spec = EnvSpec(source.name, observation, action, limit, preprocessing)
     if atari:
         return AleVecEnv(env, spec, seed=seed, check=config.check, episodic_life=config.atari.episodic_life)
+    env.action_space = _AnyAction()  # after what the spec needs was read
     return NativeVecEnv(env, spec, seed=seed, check=config.check)
+
+
+class _AnyAction(gym.Space):
+    """In place of a batch of action spaces: Gymnasium's vector environments ask `contains` at every step, a third of the time of a
+    step of CartPole. Actions come from a Policy that was made for the space."""
+
+    def contains(self, x: Any) -> bool:
+        return True
 
 
 def _make_registered(config: EnvConfig, source: Source, limit: int | None, render_mode: str | None) -> Any:

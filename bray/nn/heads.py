@@ -63,7 +63,7 @@ def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Recurrent:
 
 
 class _TwoEncoders(nn.Module):
-    """An encoder for the policy and one for the value, where they are more than dense layers."""
+    """An encoder for the policy and one for the value. Apart, not in one batched product: acting then needs only the first one."""
 
     def __init__(self, spec: EnvSpec, config: ModelConfig):
         super().__init__()
@@ -72,22 +72,6 @@ class _TwoEncoders(nn.Module):
 
     def forward(self, obs: Any) -> tuple[Tensor, Tensor]:
         return self.encoders[0](obs), self.encoders[1](obs)
-
-
-class _TwoTowers(nn.Module):
-    """Dense layers for the policy and for the value, computed together."""
-
-    def __init__(self, spec: EnvSpec, config: ModelConfig):
-        super().__init__()
-        self.features = Features(spec.observation, config)
-        self.towers = Towers(
-            2, self.features.out_features, config.fcnet_hiddens, config.fcnet_activation, config.layer_norm, config.init
-        )
-        self.out_features = self.towers.out_features
-
-    def forward(self, obs: Any) -> tuple[Tensor, Tensor]:
-        policy, value = self.towers(self.features(obs)).unbind(0)
-        return policy, value
 
 
 def shares_layers(spec: EnvSpec, config: ModelConfig) -> bool:
@@ -112,10 +96,8 @@ class ActorCritic(Headed):
         shared = shares_layers(spec, config)
         if shared:
             core: nn.Module = _core(spec, config)
-        elif config.layers is not None or sees_image(spec.observation, config):
-            core = _TwoEncoders(spec, config)
         else:
-            core = _TwoTowers(spec, config)
+            core = _TwoEncoders(spec, config)
         super().__init__(core)
         self.shared = shared
         layout = spec.layout

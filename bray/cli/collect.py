@@ -1,0 +1,131 @@
+"""`bray collect`: whole episodes of a trained agent as trajectory files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from bray import tree
+from bray.cli.show import facts, make_console, say
+from bray.data.files import Episode, EpisodeWriter, to_pickle
+from bray.envs.make import make_vec
+from bray.errors import CheckpointError
+from bray.experiment import TRAINED, Experiment
+from bray.loop import EVAL_SEED, Rollout, eval_config
+from bray.metrics import short
+
+
+class _Acting:
+    """A Policy that remembers its last actions in the environment's own units."""
+
+    def __init__(self, policy: Any):
+        self.policy = policy
+        self.actions: Any = None
+
+    def act(self, outputs: Any, obs: Any, rng: Any, step: int) -> Any:
+        self.actions, extras = self.policy.act(outputs, obs, rng, TRAINED)
+        return self.actions, extras
+
+
+def episodes(
+    exp: Experiment, count: int, seed: int, explore: bool = False, num_envs: int | None = None
+) -> Iterator[Episode]:
+    """`count` whole episodes in the order they end, each environment its share of them, as columns: obs `[T + 1, ...]`,
+    action (in the environment's units), reward (raw), terminated, truncated `[T]`."""
+    served = exp.served
+    policy = _Acting(served.policy)
+    config = eval_config(exp.config["env"], num_envs or min(count, 16))
+    rng = np.random.default_rng(seed) if explore else None
+    with make_vec(config, seed=seed) as env:
+        if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
+            raise CheckpointError("the environment has other spaces than the policy was trained for")
+        left = [count // env.num_envs + (b < count % env.num_envs) for b in range(env.num_envs)]
+        rows: list[list[dict[str, Any]]] = [[] for _ in left]
+        rollout = Rollout(env, served.engine, policy, rng, None, served.initial_state)
+        rollout.reset(seed)
+        while any(left):
+            step = rollout.step()
+            columns = {
+                "obs": step.obs,
+                "action": policy.actions,
+                "reward": step.reward,
+                "terminated": step.terminated,
+                "truncated": step.truncated,
+            }
+            for b in range(env.num_envs):
+                if left[b] and step.valid[b]:
+                    rows[b].append(tree.map(lambda x, b=b: np.array(x[b]), columns))
+            for b, _, _ in rollout.ended:
+                if left[b]:
+                    left[b] -= 1
+                    yield _episode(rows[b], tree.map(lambda x, b=b: np.array(x[b]), rollout.obs))
+                    rows[b] = []
+
+
+def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
+    out: Episode = {k: tree.stack([r[k] for r in rows]) for k in rows[0] if k != "obs"}
+    return {"obs": tree.stack([*(r["obs"] for r in rows), final]), **out}
+
+
+def collect(
+    path: Path,
+    count: int,
+    out: Path | None,
+    format: Literal["bray", "pkl"],
+    checkpoint: str,
+    explore: bool,
+    seed: int | None,
+    per_file: int,
+) -> int:
+    """Load, play, write; returns the exit code."""
+    exp = Experiment.load(path, checkpoint)
+    console = make_console()
+    out = out or path / "trajectories"
+    returns: list[float] = []
+    steps = 0
+
+    def played() -> Iterator[Episode]:
+        nonlocal steps
+        with console.status("") as status:
+            for episode in episodes(exp, count, EVAL_SEED if seed is None else seed, explore):
+                returns.append(float(np.sum(episode["reward"], dtype=np.float64)))
+                steps += len(episode["reward"])
+                if console.is_terminal:
+                    status.update(f"{len(returns):,} of {count:,} episodes, {steps:,} steps")
+                yield episode
+
+    paths = _write(played(), out, per_file) if format == "bray" else _write_pickles(played(), out, per_file)
+    exp.close()
+    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {steps:,} steps", "bold")
+    facts(
+        console,
+        [
+            ("return", f"{short(float(np.mean(returns)))} on average, {short(min(returns))} … {short(max(returns))}"),
+            *[("file", p) for p in paths],
+        ],
+    )
+    if format == "bray":
+        say(console, f'read them: bray.EpisodeReader("{out}")', "dim")
+    return 0
+
+
+def _write(played: Iterator[Episode], out: Path, per_file: int) -> list[Path]:
+    with EpisodeWriter(out / "episodes", per_file) as writer:
+        for episode in played:
+            writer.write(episode)
+    return writer.paths
+
+
+def _write_pickles(played: Iterator[Episode], out: Path, per_file: int) -> list[Path]:
+    """`trajs_0.pkl`, `trajs_1.pkl`, ... after those that are there."""
+    taken = [int(p.stem[6:]) for p in out.glob("trajs_*.pkl") if p.stem[6:].isdigit()]
+    number, paths = max(taken, default=-1) + 1, []
+    while part := list(islice(played, per_file)):
+        paths.append(out / f"trajs_{number}.pkl")
+        to_pickle(paths[-1], part)
+        number += 1
+    return paths

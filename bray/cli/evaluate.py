@@ -1,0 +1,132 @@
+"""`bray eval`: whole episodes with a checkpoint, a small table, and a video."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from rich.console import Console
+
+from bray.cli.show import facts, make_console, plain_table, say
+from bray.envs.make import make_env
+from bray.envs.vector import LIFE_LOST, episode_seed
+from bray.errors import BrayError, ConfigError
+from bray.experiment import Experiment
+from bray.loop import EVAL_SEED, eval_config, summarize
+from bray.metrics import short
+from bray.video import write_video
+
+Render = Literal["video", "human"]
+_MAX_GIF = 3000  # frames; a longer picture is for a video format
+
+
+def evaluate(path: Path, episodes: int, checkpoint: str, explore: bool, render: Render | None, seed: int | None) -> int:
+    """Load, play, say; returns the exit code."""
+    exp = Experiment.load(path, checkpoint)
+    console = make_console()
+    videos = judge(exp, console, episodes, render, out=path, explore=explore, seed=seed)
+    facts(console, [("video", video) for video in videos])
+    exp.close()
+    return 0
+
+
+def judge(
+    exp: Experiment,
+    console: Console,
+    episodes: int,
+    render: Render | None = None,
+    *,
+    out: Path,
+    explore: bool = False,
+    seed: int | None = None,
+    quiet: bool = False,
+) -> list[Path]:
+    """Evaluate, print the table, and draw one more episode where asked; returns the videos."""
+    result = summarize(exp.play(episodes, seed=seed, explore=explore))
+    if not quiet:
+        _table(exp, console, result, explore)
+    if render is None:
+        return []
+    frames, return_, steps, fps = film(exp, render, explore=explore, seed=seed)
+    videos = []
+    for suffix in (".mp4", ".gif") if render == "video" else ():
+        if suffix == ".mp4" or len(frames) <= _MAX_GIF:
+            videos.append(write_video(frames, out / "videos" / f"eval{suffix}", fps))
+    if not quiet:
+        what = "filmed" if render == "video" else "showed"
+        say(console, f"{what} one episode of {steps:,} steps, return {short(return_)}", "dim")
+    return videos
+
+
+def _table(exp: Experiment, console: Console, result: dict[str, Any], explore: bool) -> None:
+    how = "with exploration" if explore else "greedy"
+    at = f", checkpoint {exp._loaded_from.name}" if exp._loaded_from is not None else ""
+    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{at}", "bold")
+    table = plain_table("episodes", ">mean return", ">95 % interval", ">min", ">max", ">mean length")
+    half = result["eval/return_ci95"]
+    mean = result["eval/return_mean"]
+    interval = "–" if half is None else f"{short(mean - half)} … {short(mean + half)}"
+    numbers = [short(result[f"eval/{k}"]) for k in ("return_min", "return_max", "length_mean")]
+    table.add_row(f"{result['eval/episodes']} {how}", short(mean), interval, *numbers)
+    console.print(table)
+
+
+def film(
+    exp: Experiment, render: Render, explore: bool = False, seed: int | None = None
+) -> tuple[list[np.ndarray], float, int, float]:
+    """One episode in one environment that draws: frames (the first picture, then one per step), return, steps, frames/s."""
+    served, name = exp.served, exp.env_id
+    config = dataclasses.replace(eval_config(exp.config["env"], 1), vector="inprocess")
+    mode = "human" if render == "human" else "rgb_array"
+    if mode == "rgb_array" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # else pygame complains about a screen that nobody needs
+    env = _open(config, mode, name)
+    seed = EVAL_SEED if seed is None else seed
+    served.rng = np.random.default_rng(seed)
+    frames: list[np.ndarray] = []
+
+    def shoot() -> None:
+        if mode == "human":
+            return  # it draws itself in reset and step
+        try:
+            picture = env.render()
+        except NotImplementedError:
+            picture = None
+        picture = np.asarray(picture) if picture is not None else None
+        if picture is None or picture.ndim != 3 or picture.dtype != np.uint8:
+            got = "nothing" if picture is None else f"{picture.dtype}{list(picture.shape)}"
+            raise ConfigError(f"{name} draws no picture: expected uint8 [H, W, 3] from render(), got {got}")
+        frames.append(picture.copy())
+
+    try:
+        obs, _ = env.reset(seed=episode_seed(seed, 0, 0))
+        shoot()
+        total, steps, state, over = 0.0, 0, None, False
+        while not over:
+            action = served(obs, state, explore)
+            if served.recurrent:
+                action, state = action
+            obs, reward, terminated, truncated, info = env.step(action)
+            shoot()
+            total, steps = total + float(reward), steps + 1
+            over = bool(truncated) or (bool(terminated) and not info.get(LIFE_LOST))
+    finally:
+        env.close()
+    return frames, total, steps, float((env.metadata or {}).get("render_fps") or 30)
+
+
+def _open(config: Any, mode: str, name: str) -> Any:
+    try:
+        env = make_env(config, render_mode=mode)
+    except BrayError:
+        raise
+    except Exception as e:  # no display, no pygame, no such mode: the environment's own words say which
+        raise ConfigError(f"{name} cannot be drawn with render_mode={mode!r}: {type(e).__name__}: {e}") from e
+    modes = (env.metadata or {}).get("render_modes")
+    if modes and mode not in modes:
+        env.close()
+        raise ConfigError(f"{name} has no render mode {mode!r}, it has: {', '.join(modes)}")
+    return env

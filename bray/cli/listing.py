@@ -1,0 +1,157 @@
+"""What there is: `bray algos`, `bray envs`, `bray check-env`."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import inspect
+from importlib import resources
+from typing import Any
+
+from rich.text import Text
+
+from bray.cli.show import facts, make_console, plain_table, say
+from bray.config import field_docs, load_yaml, parse_assignments, resolve, to_plain
+from bray.errors import BrayError, UnknownName
+
+# --- algorithms -------------------------------------------------------------------------------------------------------
+
+
+def algos(name: str | None) -> int:
+    """A table of all, or the config keys of one."""
+    from bray.algos import ALGORITHMS, algo_name, get_algo
+
+    console = make_console()
+    if name is not None:
+        _keys(console, algo_name(name), get_algo(name))
+        return 0
+    table = plain_table("name", "learns", "action spaces", "what it is")
+    for known in ALGORITHMS:
+        algo = get_algo(known)
+        learns = "on-policy" if algo.Config.on_policy else "off-policy"
+        table.add_row(Text(known, "bold"), learns, ", ".join(action_spaces(algo)), _first_line(algo).partition(": ")[2])
+    console.print(table)
+    say(console, "\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
+    return 0
+
+
+def _first_line(algo: Any) -> str:
+    return (inspect.getdoc(algo) or "").partition("\n")[0].partition("   ")[0].strip()
+
+
+def action_spaces(algo: Any) -> list[str]:
+    """Kinds of actions that an algorithm takes, found by asking it for a Model and a Policy for each."""
+    from bray.nn.catalog import ModelConfig
+    from bray.spec import EnvSpec, Space
+
+    discrete = Space("discrete", (), "int64", n=(3,), start=(0,))
+    box = Space("box", (2,), "float32", -1.0, 1.0)
+    kinds = {
+        "discrete": discrete,
+        "multi-discrete": Space("multi_discrete", (2,), "int64", n=(3, 2), start=(0, 0)),
+        "box": box,
+        "dict/tuple": Space("dict", parts=(discrete, box), names=("a", "b")),
+    }
+    out = []
+    for kind, space in kinds.items():
+        spec = EnvSpec("probe", Space("box", (4,), "float32"), space)
+        config, model = algo.Config(), ModelConfig()
+        try:
+            algo.Policy(config, spec)
+            algo.Learner(config, spec, algo.make_model(config, spec, model), model, seed=0, record=False)
+        except BrayError:
+            continue
+        out.append(kind)
+    return out
+
+
+def _keys(console: Any, name: str, algo: Any) -> None:
+    from bray.config import _yaml_flow
+
+    say(
+        console,
+        f"{name} · {'on' if algo.Config.on_policy else 'off'}-policy · {', '.join(action_spaces(algo))}",
+        "bold",
+    )
+    say(console, inspect.getdoc(algo) or "", "dim")
+    console.print()
+    table = plain_table("key", "default", "what it does")
+    docs, defaults = field_docs(algo.Config), to_plain(algo.Config())
+    for field in dataclasses.fields(algo.Config):
+        doc = " ".join(docs.get(field.name, "").split())
+        table.add_row(Text(field.name, "bold"), Text(_yaml_flow(defaults[field.name])), Text(doc, "dim"))
+    console.print(table)
+    say(console, f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+def presets() -> dict[str, list[str]]:
+    """Environment -> algorithms that have tuned settings for it."""
+    out: dict[str, list[str]] = {}
+    for file in resources.files("bray").joinpath("presets").iterdir():
+        if file.name.endswith(".yaml"):
+            with resources.as_file(file) as path:
+                values = load_yaml(path).values
+            out.setdefault(values["env"], []).append(values["run"])
+    return {env: sorted(names) for env, names in out.items()}
+
+
+def envs(pattern: str | None) -> int:
+    """A table of names that match."""
+    from bray.envs import native, registry
+    from bray.envs.config import EnvConfig
+
+    console = make_console()
+    names, known = registry.list_envs(), presets()
+    if pattern:
+        wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
+        found = [n for n in names if fnmatch.fnmatchcase(n.lower(), wild.lower())]
+        if not found:
+            raise UnknownName("environment", pattern, names)
+        names = found
+    table = plain_table("name", "vector form", "presets")
+    for name in names:
+        config = EnvConfig(id=name)
+        fast = native.why_not_native(config, registry.resolve(config), None) is None
+        table.add_row(
+            Text(name, "bold" if name in known else ""),
+            "native" if fast else Text("–", "dim"),
+            ", ".join(known.get(name, [])),
+        )
+    console.print(table)
+    say(console, f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")
+    return 0
+
+
+def check(env: str, keys: list[str], steps: int, seed: int) -> int:
+    """The findings of `bray.envs.check`; 1 when one of them is an error."""
+    from bray.envs.check import check_env
+    from bray.envs.config import EnvConfig
+    from bray.envs.registry import resolve as find
+
+    given = [k if k.startswith("env.") else f"env.env_config.{k}" for k in keys]
+    config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={env}", *given])])["env"]
+    find(config)  # a name that nothing answers to is a mistake of the user, not a finding
+    findings = check_env(config, steps, seed)
+    console = make_console()
+    say(console, f"{env}: {steps} random steps, played twice", "bold")
+    styles = {"error": "red", "warning": "yellow", "info": "dim"}
+    for finding in findings:
+        label, _, rest = str(finding).partition(": ")
+        console.print(Text.assemble((f"{label:<8}", styles[finding.severity]), rest), soft_wrap=True)
+    counts = {s: sum(f.severity == s for f in findings) for s in styles}
+    if counts["error"]:
+        say(
+            console,
+            f"{counts['error']} to correct before training"
+            + (f", {counts['warning']} to look at" if counts["warning"] else ""),
+            "red",
+        )
+        return 1
+    if counts["warning"]:
+        facts(console, [("result", f"it trains; {counts['warning']} to look at")])
+    else:
+        say(console, "all good: spaces, types, bounds, resets and repeatability are as they should be", "green")
+    return 0

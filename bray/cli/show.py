@@ -1,0 +1,61 @@
+"""The terminal: one console for what commands say, and a log handler that says warnings there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bray.errors import UnknownName
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def make_console() -> Console:
+    """stdout. A file or pipe gets long lines instead of folded ones."""
+    wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=200 if wide else None)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """A line that is never folded, so that a path in it can be copied."""
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def facts(console: Console, rows: list[tuple[str, Any]]) -> None:
+    """`name  value` lines with the names dimmed and aligned."""
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        console.print(Text.assemble((f"{name:<{width}}  ", "dim"), str(value)), soft_wrap=True)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines. Columns whose name starts with '>' are numbers."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in columns:
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    return table
+
+
+class _Handler(logging.Handler):
+    """Looks up stderr at each message: a live display redirects it while it is on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def show_log(level: str) -> logging.Handler:
+    """Say what the "bray" logger has to say from `level` on. Removing the handler is up to the caller."""
+    if level.lower() not in _LEVELS:
+        raise UnknownName("log level", level, _LEVELS, "--log-level")
+    handler = _Handler(_LEVELS[level.lower()])
+    logger = logging.getLogger("bray")
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET or logger.level > handler.level:
+        logger.setLevel(handler.level)
+    return handler

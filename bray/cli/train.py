@@ -1,0 +1,345 @@
+"""`bray train`: from what was typed to a finished run directory, with a line for each thing it left there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from bray import figures
+from bray.algos import algo_name
+from bray.cli.show import facts, make_console, say, show_log
+from bray.config import Source, parse_assignments, parse_json
+from bray.errors import BrayError, ConfigError
+from bray.experiment import Experiment, load_run_file, preset
+from bray.metrics import TerminalSink, duration, short
+
+_FLAGS = {  # what a flag sets
+    "run": ("--run", "run", "algorithm"),
+    "env": ("--env", "env", "id"),
+    "device": ("--device", "run", "device"),
+    "num_workers": ("--num-workers", "run", "num_workers"),
+    "num_envs": ("--num-envs-per-worker", "env", "num_envs"),
+    "checkpoint_freq": ("--checkpoint-freq", "run", "checkpoint_freq"),
+    "keep_checkpoints": ("--keep-checkpoints", "run", "keep_checkpoints"),
+    "eval_freq": ("--eval-freq", "run", "eval_freq"),
+    "eval_episodes": ("--eval-episodes", "run", "eval_episodes"),
+}
+_FIXED = ("run", "env", "file", "seeds", "project", "trial", "init_from")
+"""What a run that is resumed has already decided."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed; the names are those of the flags."""
+
+    run: str | None = None
+    env: str | None = None
+    file: Path | None = None
+    config: str | None = None
+    keys: Sequence[str] | None = None
+    no_preset: bool = False
+    seeds: Sequence[int] | None = None
+    stop: str | None = None
+    project: Path | None = None
+    trial: str | None = None
+    resume: Path | None = None
+    init_from: Path | None = None
+    checkpoint_freq: int | None = None
+    keep_checkpoints: int | None = None
+    device: str | None = None
+    num_workers: int | None = None
+    num_envs: int | None = None
+    eval_freq: int | None = None
+    eval_episodes: int | None = None
+    print_config: bool = False
+    render: bool = False
+    log_level: str = "warning"
+    quiet: bool = False
+
+    def sources(self) -> list[Source]:
+        """File < --config < flags and key=value, which name one key only once."""
+        out = []
+        if self.file is not None:
+            out.append(_one_experiment(load_run_file(self.file)))
+        if self.config is not None:
+            out.append(parse_json(self.config))
+        if self.stop is not None:
+            out.append(Source("--stop", {"run": {"stop": parse_json(self.stop, "--stop").values}}))
+        if self.keys:
+            out.append(parse_assignments(self.keys))
+        values: dict[str, Any] = {}
+        texts: dict[tuple[str, ...], str] = {}
+        for name, (flag, section, key) in _FLAGS.items():
+            value = getattr(self, name)
+            if value is not None:
+                values.setdefault(section, {})[key] = algo_name(value) if name == "run" else value
+                texts[section, key] = f"{flag} {value}"
+        if self.seeds:
+            values.setdefault("run", {})["seed"] = self.seeds[0]
+            texts["run", "seed"] = f"--seed {self.seeds[0]}"
+        if values:
+            out.append(Source("command line", values, texts=texts))
+        return out
+
+
+def _one_experiment(source: Source) -> Source:
+    """RLlib's files hold `name: {run: ..., env: ..., stop: ..., config: ...}`; ours the inner part."""
+    if len(source.values) != 1:
+        return source
+    ((name, inner),) = source.values.items()
+    if not isinstance(inner, dict) or not {"run", "env"} <= inner.keys() or name in ("run", "env", "config"):
+        return source
+    lines = {key[1:]: line for key, line in (source.lines or {}).items() if len(key) > 1}
+    return Source(source.name, dict(inner), lines or None)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+class Signals:
+    """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at once."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.experiment: Experiment | None = None
+        self.number: int | None = None
+
+    def __enter__(self) -> Signals:
+        self._old: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.experiment is None:
+            raise SystemExit(128 + number)
+        if self.number is not None:
+            if sys.stdout.isatty():
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live display hides the cursor
+            os._exit(128 + number)
+        self.number = number
+        self.experiment.request_stop()
+        with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write
+            say(self.console, "finishing this iteration, then saving; the same again ends at once", "dim")
+
+    def passed_on(self, row: Any = None) -> None:
+        """A signal that came before `train` began to listen."""
+        if self.number is not None and self.experiment is not None:
+            self.experiment.request_stop()
+
+    @property
+    def name(self) -> str:
+        return {signal.SIGINT: "Ctrl-C"}.get(self.number, signal.Signals(self.number).name) if self.number else ""  # type: ignore[call-overload]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def train(options: Options) -> int:
+    """Train, and say what came of it; returns the exit code."""
+    console = make_console()
+    handler = show_log("error" if options.quiet and options.log_level == "warning" else options.log_level)
+    try:
+        with Signals(console) as signals:
+            if len(options.seeds or ()) > 1:
+                return _several(options, console, signals)
+            exp = _experiment(options)
+            if options.print_config:
+                console.print(exp.config.table())
+                return 0
+            with _closing(exp):
+                code = _run(exp, options, console, signals)
+                _last_line(console, exp.path)
+            return code
+    finally:
+        logging.getLogger("bray").removeHandler(handler)
+
+
+def _experiment(options: Options, path: Path | None = None) -> Experiment:
+    if options.resume is not None:
+        wrong = [n for n in _FIXED if getattr(options, n)]
+        if wrong:
+            flags = ", ".join({"file": "-f", "seeds": "--seed"}.get(n, f"--{n.replace('_', '-')}") for n in wrong)
+            raise ConfigError(f"--resume {options.resume} goes on with that run: leave out {flags}")
+        return Experiment.resume(options.resume, options.sources())
+    place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
+    exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, **place)
+    if options.init_from is not None:
+        exp.init_from(options.init_from)
+    return exp
+
+
+@contextlib.contextmanager
+def _closing(exp: Experiment) -> Iterator[None]:
+    """Close it in any case; after an error say what is saved."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(BrayError):
+            if exp.path.is_dir() and any((exp.path / "checkpoints").iterdir()):
+                print(f"what was learned so far is saved in {exp.path}", file=sys.stderr)
+        raise
+    finally:
+        exp.close()
+
+
+def _run(exp: Experiment, options: Options, console: Console, signals: Signals) -> int:
+    training, run = exp.training, exp.config["run"]
+    signals.experiment = exp
+    if not options.quiet:
+        _head(exp, options, console)
+    title = f"{run.algorithm} on {exp.env_id}"
+    sinks = [] if options.quiet else [TerminalSink(title, run.stop, console)]
+    rows = 0
+    for _ in exp.train(sinks=sinks, on_result=signals.passed_on):
+        rows += 1
+    reached = exp.reached
+    if not options.quiet:
+        _ended(exp, console, reached, signals, rows)
+    videos: list[Path] = []
+    if options.render and training.iteration:
+        from bray.cli.evaluate import judge
+
+        videos = judge(exp, console, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
+    if not options.quiet:
+        _left(exp, console, videos, unfinished=not reached)
+    if signals.number is not None and run.stop and not reached:
+        return 128 + signals.number
+    return 0
+
+
+def _head(exp: Experiment, options: Options, console: Console) -> None:
+    import torch
+
+    training, run = exp.training, exp.config["run"]
+    envs, threads = training.env.num_envs, torch.get_num_threads()
+    device = str(training.device)
+    if device == "cpu":
+        device += f", {threads} thread{'s' if threads > 1 else ''}"
+    what = [
+        f"{run.algorithm} on {exp.env_id}",
+        f"{envs} env{'s' if envs > 1 else ''} ({_form(training.env)})",
+        device,
+        f"seed {run.seed}",
+    ]
+    say(console, " · ".join(what), "bold")
+    rows: list[tuple[str, Any]] = []
+    if options.resume is None:
+        used = preset(run.algorithm, exp.env_id) if not options.no_preset else None
+        if used is not None:
+            rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))
+    else:
+        how = "exactly" if exp.exact else "with new episodes"
+        rows.append(
+            ("goes on", f"{how} after iteration {training.iteration}, {short(training.rollout.env_steps)} steps")
+        )
+    if options.init_from is not None:
+        rows.append(("weights", f"of {options.init_from}"))
+    goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
+    rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))
+    rows.append(("writes to", exp.path))
+    facts(console, rows)
+
+
+def _form(env: Any) -> str:
+    """A VecEnv's form in words."""
+    name = type(env).__name__.removesuffix("VecEnv")
+    words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
+    return words.get(name, name)
+
+
+def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, rows: int) -> None:
+    """Why it ended."""
+    row, stop = exp._last_row or {}, exp.config["run"].stop
+    spent = f"{short(row.get('env_steps_total'))} steps, {duration(row.get('time_total_s') or 0.0)}"
+    if reached:
+        what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
+        aims = [k for k in stop if "return" in k]
+        style = "green" if not aims or any(k in reached for k in aims) else "yellow"
+        say(console, f"reached {what} after {spent}{'' if rows else ', before this start'}", style)
+    else:
+        why = f"ended by {signals.name}" if signals.number else "ended"
+        say(console, f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
+
+
+def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: bool) -> None:
+    """What it left behind, and what to type next."""
+    path, quoted = exp.path, shlex.quote(str(exp.path))
+    latest = path / "checkpoints" / "latest"
+    kept = [
+        ("checkpoint", latest.parent / latest.resolve().name if latest.is_symlink() else latest),
+        ("curve", path / "figures" / "learning_curve.png"),
+        *[("video", video) for video in videos],
+        ("results", path / "result.jsonl"),
+        ("tensorboard", path / "tb"),
+    ]
+    commands = [("look at it", f"bray eval {quoted} --render"), ("", f"tensorboard --logdir {quoted}")]
+    if unfinished:
+        commands.insert(0, ("go on", f"bray train --resume {quoted}"))
+    facts(console, [*[(name, p) for name, p in kept if p.exists()], *commands])
+
+
+def _last_line(console: Console, path: Path) -> None:
+    say(console, f"run directory: {path}")
+
+
+# --- several seeds ----------------------------------------------------------------------------------------------------
+
+
+def _several(options: Options, console: Console, signals: Signals) -> int:
+    """One run after another in P/T/seed-<n>, then one curve with mean and deviation."""
+    seeds = list(options.seeds or ())
+    if len(set(seeds)) != len(seeds):
+        raise ConfigError(f"--seed: expected different seeds, got {seeds}")
+    probe = _experiment(replace(options, seeds=seeds[:1]))
+    if options.print_config:
+        console.print(probe.config.table())
+        return 0
+    root, code, done = probe.path, 0, []
+    for seed in seeds:
+        exp = _experiment(replace(options, seeds=[seed]), path=root / f"seed-{seed}")
+        with _closing(exp):
+            code = _run(exp, options, console, signals)
+            done.append(exp)
+        if signals.number is not None:
+            break
+        if not options.quiet:
+            console.print()
+    _together(done, root, options, console)
+    _last_line(console, root)
+    return code
+
+
+def _together(done: list[Experiment], root: Path, options: Options, console: Console) -> None:
+    run = done[0].config["run"]
+    out = root / "figures" / "learning_curve.png"
+    title = f"{run.algorithm} on {done[0].env_id}"
+    figures.learning_curve([e.path for e in done], out, title, run.stop.get("episode_return_mean"))
+    if options.quiet:
+        return
+    rows: list[tuple[str, Any]] = []
+    for exp in done:
+        row = exp._last_row or {}
+        rows.append(
+            (
+                f"seed {exp.config['run'].seed}",
+                f"return {short(row.get('episode_return_mean'))} after {short(row.get('env_steps_total'))} steps",
+            )
+        )
+    facts(console, [*rows, ("curve", out)])
