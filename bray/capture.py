@@ -281,12 +281,17 @@ def _outcome(run: Callable[[], list[Tensor]], held: list[Tensor]) -> list[Tensor
     rng = torch.get_rng_state()
     out = [x.detach().clone() for x in run()]
     after = [x.detach().clone() for x in held]
-    with torch.no_grad():
-        for x, b in zip(held, before, strict=True):
-            if not torch.equal(x, b):
-                x.copy_(b)
+    _restore(held, before)
     torch.set_rng_state(rng)
     return out + after
+
+
+@torch.no_grad()
+def _restore(held: list[Tensor], before: list[Tensor]) -> None:
+    """Put back what was changed. (Expanded views cannot be written to, and so were not.)"""
+    for x, b in zip(held, before, strict=True):
+        if not torch.equal(x, b):
+            x.copy_(b)
 
 
 # --- simplifying ----------------------------------------------------------------------------------------------------------
@@ -476,8 +481,7 @@ def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], lis
     rng = torch.get_rng_state()
     with torch.no_grad():
         script = torch.jit.trace(program, (*flat, *held), check_trace=False)
-        for x, b in zip(held, before, strict=True):
-            x.copy_(b)
+    _restore(held, before)
     torch.set_rng_state(rng)
     run = script._c._get_method("forward") if hasattr(script, "_c") else script
     # On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster.
@@ -521,9 +525,7 @@ def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.no_grad():
         out = tape.play(static)
-    with torch.no_grad():
-        for x, b in zip(held, before, strict=True):
-            x.copy_(b)
+    _restore(held, before)
 
     def replay(flat: list[Tensor]) -> list[Tensor]:
         for mine, given in zip(static, flat, strict=True):

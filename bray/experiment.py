@@ -154,6 +154,10 @@ class Experiment:
         stop = check_stop(self.config["run"].stop)
         self.config["run"].stop.clear()
         self.config["run"].stop.update(stop)
+        places = self.config.provenance
+        for alias, known in STOP_ALIASES.items():
+            if f"run.stop.{alias}" in places:
+                places[f"run.stop.{known}"] = places.pop(f"run.stop.{alias}")
         self.env_id = env_name(env)
         if path is not None and (project or trial):
             raise ConfigError("give either a path or project and trial, not both")

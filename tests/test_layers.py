@@ -17,7 +17,8 @@ LAYERS = [
     {"algos"},
     {"loop"},
     {"experiment"},
-    {"cli", "__main__"},
+    {"cli"},
+    {"__main__"},
 ]
 # Within the first two layers and among the siblings of the third: who may use whom.
 WITHIN = {

@@ -230,6 +230,22 @@ def test_states_of_other_replays_are_refused(tmp_path):
         make(stream, 40).set_state(other.get_state())
 
 
+def test_kept_frames_of_rows_outside_the_ring_are_not_loaded(tmp_path):
+    """A segment may reach back further than the ring; what it holds beyond takes no room."""
+    stream = Stream(2, 0, end=0.4, frames="real")
+    replay = make(stream, 20, frame_stack=4)
+    for _ in range(3):
+        for _ in range(9):
+            replay.add(**stream.next())
+        state = replay.save(tmp_path)
+    assert state["segments"][0, 0] < replay.steps - replay.rows
+    again = make(stream, 20, frame_stack=4)
+    again.load(tmp_path, state)
+    for r in (replay, again):
+        frames = r._frames
+        assert len(frames.pads) - len(frames.free) == np.count_nonzero(frames.pad >= 0) > 0
+
+
 def test_a_cut_after_a_save_is_part_of_the_next_state(tmp_path):
     """Resume where the environments could not be restored: the newest saved row becomes a final observation, also in later states."""
     stream = Stream(2, 0, end=0.0)

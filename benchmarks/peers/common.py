@@ -37,21 +37,24 @@ class Stopwatch:
         self.warm_seconds = warm_seconds
         self.first_tick = None
         self.start = None
+        self.start_cpu = 0.0
         self.start_step = 0
         self.env_steps = 0
         self.seconds = 0.0
+        self.cpu_seconds = 0.0
         self.returns = deque(maxlen=100)
 
     def tick(self, env_steps: int) -> bool:
         """Call after every iteration with the total number of environment steps; True when it is time to stop."""
-        now = time.perf_counter()
+        now, cpu = time.perf_counter(), time.process_time()
         if self.first_tick is None:
             self.first_tick = now
         if self.start is None:
             if env_steps >= self.warm_steps and now - self.first_tick >= self.warm_seconds:
-                self.start, self.start_step = now, env_steps
+                self.start, self.start_cpu, self.start_step = now, cpu, env_steps
             return False
-        self.env_steps, self.seconds = env_steps - self.start_step, now - self.start
+        self.env_steps = env_steps - self.start_step
+        self.seconds, self.cpu_seconds = now - self.start, cpu - self.start_cpu
         return self.seconds >= self.limit
 
 
@@ -62,7 +65,12 @@ def peak_rss_mb() -> float:
 
 
 def report(peer: str, version: str, case: str, watch: Stopwatch) -> None:
-    """Prints the JSON line of a training case; `mean_return` (last 100 episodes) shows that the peer learns."""
+    """Prints the JSON line of a training case.
+
+    Two entries are there to judge the others by: `cpu_seconds` (processor time of all threads; on a busy machine the
+    steps per processor second of a single-threaded case vary less than those per second) and `mean_return` (of the last
+    100 episodes, which shows that the peer learns).
+    """
     import torch
 
     line = {
@@ -72,6 +80,7 @@ def report(peer: str, version: str, case: str, watch: Stopwatch) -> None:
         "env_steps_per_second": round(watch.env_steps / watch.seconds, 1),
         "env_steps": watch.env_steps,
         "seconds": round(watch.seconds, 2),
+        "cpu_seconds": round(watch.cpu_seconds, 2),
         "threads": torch.get_num_threads(),
         "peak_rss_mb": peak_rss_mb(),
         "mean_return": round(float(np.mean(watch.returns)), 1) if watch.returns else None,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from bray import tree
-from bray.cli.show import facts, make_console, say
+from bray.cli.show import facts, log_shown, make_console, say
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError
@@ -71,6 +71,7 @@ def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
     return {"obs": tree.stack([*(r["obs"] for r in rows), final]), **out}
 
 
+@log_shown()
 def collect(
     path: Path,
     count: int,

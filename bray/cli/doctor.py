@@ -202,7 +202,7 @@ def _numba() -> list[Check]:
     import numba
 
     @numba.njit
-    def dot(a, b):  # type: ignore[no-untyped-def]
+    def dot(a, b):
         total = 0.0
         for i in range(len(a)):
             total += a[i] * b[i]

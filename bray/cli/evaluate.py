@@ -10,24 +10,27 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
-from bray.cli.show import facts, make_console, plain_table, say
+from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.envs.make import make_env
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.loop import EVAL_SEED, eval_config, summarize
 from bray.metrics import short
+from bray.rundir import RunDir
 from bray.video import write_video
 
 Render = Literal["video", "human"]
 _MAX_GIF = 3000  # frames; a longer picture is for a video format
 
 
+@log_shown()
 def evaluate(path: Path, episodes: int, checkpoint: str, explore: bool, render: Render | None, seed: int | None) -> int:
     """Load, play, say; returns the exit code."""
     exp = Experiment.load(path, checkpoint)
     console = make_console()
-    videos = judge(exp, console, episodes, render, out=path, explore=explore, seed=seed)
+    step = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
+    videos = judge(exp, console, episodes, render, out=path, explore=explore, seed=seed, note=f", checkpoint {step}")
     facts(console, [("video", video) for video in videos])
     exp.close()
     return 0
@@ -43,11 +46,12 @@ def judge(
     explore: bool = False,
     seed: int | None = None,
     quiet: bool = False,
+    note: str = "",
 ) -> list[Path]:
     """Evaluate, print the table, and draw one more episode where asked; returns the videos."""
     result = summarize(exp.play(episodes, seed=seed, explore=explore))
     if not quiet:
-        _table(exp, console, result, explore)
+        _table(exp, console, result, explore, note)
     if render is None:
         return []
     frames, return_, steps, fps = film(exp, render, explore=explore, seed=seed)
@@ -61,10 +65,9 @@ def judge(
     return videos
 
 
-def _table(exp: Experiment, console: Console, result: dict[str, Any], explore: bool) -> None:
+def _table(exp: Experiment, console: Console, result: dict[str, Any], explore: bool, note: str) -> None:
     how = "with exploration" if explore else "greedy"
-    at = f", checkpoint {exp._loaded_from.name}" if exp._loaded_from is not None else ""
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{at}", "bold")
+    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
     table = plain_table("episodes", ">mean return", ">95 % interval", ">min", ">max", ">mean length")
     half = result["eval/return_ci95"]
     mean = result["eval/return_mean"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import inspect
+import json
 from importlib import resources
 from typing import Any
 
 from rich.text import Text
 
-from bray.cli.show import facts, make_console, plain_table, say
+from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.config import field_docs, load_yaml, parse_assignments, resolve, to_plain
 from bray.errors import BrayError, UnknownName
 
@@ -66,8 +67,6 @@ def action_spaces(algo: Any) -> list[str]:
 
 
 def _keys(console: Any, name: str, algo: Any) -> None:
-    from bray.config import _yaml_flow
-
     say(
         console,
         f"{name} · {'on' if algo.Config.on_policy else 'off'}-policy · {', '.join(action_spaces(algo))}",
@@ -79,7 +78,7 @@ def _keys(console: Any, name: str, algo: Any) -> None:
     docs, defaults = field_docs(algo.Config), to_plain(algo.Config())
     for field in dataclasses.fields(algo.Config):
         doc = " ".join(docs.get(field.name, "").split())
-        table.add_row(Text(field.name, "bold"), Text(_yaml_flow(defaults[field.name])), Text(doc, "dim"))
+        table.add_row(Text(field.name, "bold"), Text(json.dumps(defaults[field.name])), Text(doc, "dim"))
     console.print(table)
     say(console, f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
 
@@ -125,6 +124,7 @@ def envs(pattern: str | None) -> int:
     return 0
 
 
+@log_shown()
 def check(env: str, keys: list[str], steps: int, seed: int) -> int:
     """The findings of `bray.envs.check`; 1 when one of them is an error."""
     from bray.envs.check import check_env

@@ -59,118 +59,52 @@ Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as `bray train` names it.")]
 Which = Annotated[str, typer.Option("--checkpoint", metavar="latest|best|STEP", help="Which checkpoint.")]
 Explore = Annotated[bool, typer.Option("--explore", help="Act as in training, with noise, instead of greedily.")]
-_WHAT, _WHERE, _HOW, _SHOW = "What runs", "Where it goes on and ends", "How it runs", "What is shown"
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than in every evaluation.")]
+Keys = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="lr=1e-3 model.layer_norm=true", show_default=False)
+]
+_WHAT, _ENDS, _HOW, _SHOW = "What runs", "Where it begins and ends", "How it runs", "What is shown"
+
+
+def _opt(panel: str, names: str, metavar: str | None, help: str) -> Any:
+    return typer.Option(*names.split(","), metavar=metavar, help=help, rich_help_panel=panel)
 
 
 @app.command()
 def train(
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="ALGO", help="PPO, DQN, ... or module:Name", rich_help_panel=_WHAT)
-    ] = None,
-    env: Annotated[
-        str | None, typer.Option("--env", metavar="ENV", help="CartPole-v1, ... or module:Class", rich_help_panel=_WHAT)
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("-f", "--yaml", metavar="FILE", help="A run as YAML, JSON or Python.", rich_help_panel=_WHAT),
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="JSON", help="'{\"lr\": 1e-3}'", rich_help_panel=_WHAT)
-    ] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="lr=1e-3 model.fcnet_hiddens=[64,64]", show_default=False),
-    ] = None,
-    no_preset: Annotated[
-        bool,
-        typer.Option("--no-preset", help="Leave out the tuned settings that ship with Bray.", rich_help_panel=_WHAT),
-    ] = False,
-    seeds: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--seed", metavar="N", help="Give it several times for several runs and one curve.", rich_help_panel=_WHAT
-        ),
-    ] = None,
-    print_config: Annotated[
-        bool,
-        typer.Option(
-            "--print-config", help="Show every value and where it comes from, and end.", rich_help_panel=_SHOW
-        ),
-    ] = False,
-    stop: Annotated[
-        str | None,
-        typer.Option(
-            "--stop",
-            metavar="JSON",
-            help="'{\"episode_return_mean\": 475}': the first that holds ends the run.",
-            rich_help_panel=_WHERE,
-        ),
-    ] = None,
-    project: Annotated[
-        Path | None, typer.Option("--project", metavar="P", help="The run directory is P/T.", rich_help_panel=_WHERE)
-    ] = None,
-    trial: Annotated[
-        str | None, typer.Option("--trial", metavar="T", help="The run directory is P/T.", rich_help_panel=_WHERE)
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="RUN_DIR", help="Go on exactly where a run stopped.", rich_help_panel=_WHERE),
-    ] = None,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            "--init-from", metavar="RUN_DIR", help="Start with another run's weights.", rich_help_panel=_WHERE
-        ),
-    ] = None,
+    run: Annotated[str | None, _opt(_WHAT, "--run", "ALGO", "PPO, DQN, ... or module:Name")] = None,
+    env: Annotated[str | None, _opt(_WHAT, "--env", "ENV", "CartPole-v1, ... or module:Class")] = None,
+    file: Annotated[Path | None, _opt(_WHAT, "-f,--yaml", "FILE", "A run as YAML, JSON or Python.")] = None,
+    config: Annotated[str | None, _opt(_WHAT, "--config", "JSON", "'{\"lr\": 1e-3}'")] = None,
+    keys: Keys = None,
+    no_preset: Annotated[bool, _opt(_WHAT, "--no-preset", None, "Leave out the settings that ship with Bray.")] = False,
+    seeds: Annotated[list[int] | None, _opt(_WHAT, "--seed", "N", "Several times: several runs, one curve.")] = None,
+    stop: Annotated[str | None, _opt(_ENDS, "--stop", "JSON", "'{\"episode_return_mean\": 475}': any of them.")] = None,
+    project: Annotated[Path | None, _opt(_ENDS, "--project", "P", "The run directory is P/T.")] = None,
+    trial: Annotated[str | None, _opt(_ENDS, "--trial", "T", "The run directory is P/T.")] = None,
+    resume: Annotated[Path | None, _opt(_ENDS, "--resume", "RUN_DIR", "Go on exactly where a run stopped.")] = None,
+    init_from: Annotated[Path | None, _opt(_ENDS, "--init-from", "RUN_DIR", "Start with a run's weights.")] = None,
     checkpoint_freq: Annotated[
-        int | None,
-        typer.Option("--checkpoint-freq", metavar="N", help="Iterations between checkpoints.", rich_help_panel=_WHERE),
+        int | None, _opt(_ENDS, "--checkpoint-freq", "N", "Iterations between checkpoints.")
     ] = None,
     keep_checkpoints: Annotated[
-        int | None,
-        typer.Option(
-            "--keep-checkpoints", metavar="N", help="Newest ones kept, beside the best.", rich_help_panel=_WHERE
-        ),
+        int | None, _opt(_ENDS, "--keep-checkpoints", "N", "Newest kept, and the best.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="D", help="cpu, cuda, cuda:N or auto", rich_help_panel=_HOW)
-    ] = None,
-    num_workers: Annotated[
-        int | None,
-        typer.Option("--num-workers", metavar="N", help="Rollout processes; 0 = this one.", rich_help_panel=_HOW),
-    ] = None,
-    num_envs: Annotated[
-        int | None,
-        typer.Option(
-            "--num-envs-per-worker",
-            metavar="N",
-            help="Environments stepped together (env.num_envs).",
-            rich_help_panel=_HOW,
-        ),
-    ] = None,
-    eval_freq: Annotated[
-        int | None,
-        typer.Option("--eval-freq", metavar="N", help="Iterations between evaluations.", rich_help_panel=_HOW),
-    ] = None,
-    eval_episodes: Annotated[
-        int | None,
-        typer.Option("--eval-episodes", metavar="N", help="Greedy episodes of an evaluation.", rich_help_panel=_HOW),
-    ] = None,
-    render: Annotated[
-        bool, typer.Option("--render", help="Evaluate at the end and write a video.", rich_help_panel=_SHOW)
-    ] = False,
-    log_level: Annotated[
-        str, typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error", rich_help_panel=_SHOW)
-    ] = "warning",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="No progress; the last line alone.", rich_help_panel=_SHOW)
-    ] = False,
+    device: Annotated[str | None, _opt(_HOW, "--device", "D", "cpu, cuda, cuda:N or auto")] = None,
+    num_workers: Annotated[int | None, _opt(_HOW, "--num-workers", "N", "Rollout processes; 0 = this one.")] = None,
+    num_envs: Annotated[int | None, _opt(_HOW, "--num-envs-per-worker", "N", "Stepped together: env.num_envs.")] = None,
+    eval_freq: Annotated[int | None, _opt(_HOW, "--eval-freq", "N", "Iterations between evaluations.")] = None,
+    eval_episodes: Annotated[int | None, _opt(_HOW, "--eval-episodes", "N", "Greedy episodes of each.")] = None,
+    print_config: Annotated[bool, _opt(_SHOW, "--print-config", None, "Every value and its origin; ends.")] = False,
+    render: Annotated[bool, _opt(_SHOW, "--render", None, "Evaluate at the end and write a video.")] = False,
+    log_level: Annotated[str, _opt(_SHOW, "--log-level", "LEVEL", "debug, info, warning or error")] = "warning",
+    quiet: Annotated[bool, _opt(_SHOW, "--quiet", None, "No progress; the last line alone.")] = False,
     debug: Debug = False,
 ) -> int:
     """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
 
     Later ones win: preset, file, --config, flags and key=value.
-    """  # fmt: skip
+    """
     given = {k: v for k, v in locals().items() if k != "debug"}
     from bray.cli import train as command
 
@@ -187,12 +121,10 @@ def evaluate(
         bool, typer.Option("--render", help="Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window.")
     ] = False,
     human: Annotated[bool, typer.Option("--render-human", hidden=True)] = False,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")
-    ] = None,
+    seed: Seed = None,
     debug: Debug = False,
 ) -> int:
-    """Play whole episodes with a checkpoint and say how good it is."""  # fmt: skip
+    """Play whole episodes with a checkpoint and say how good it is."""
     from bray.cli import evaluate as command
 
     return command.evaluate(
@@ -210,13 +142,11 @@ def collect(
     ] = "bray",
     checkpoint: Which = "latest",
     explore: Explore = False,
-    seed: Annotated[
-        int | None, typer.Option("--seed", metavar="N", help="Other episodes than those of every evaluation.")
-    ] = None,
+    seed: Seed = None,
     per_file: Annotated[int, typer.Option("--per-file", metavar="N", min=1, help="Episodes in one file.")] = 1000,
     debug: Debug = False,
 ) -> int:
-    """Play whole episodes and save them, for imitation and offline learning."""  # fmt: skip
+    """Play whole episodes and save them, for imitation and offline learning."""
     from bray.cli import collect as command
 
     return command.collect(path, episodes, out, format, checkpoint, explore, seed, per_file)
@@ -257,7 +187,7 @@ def check_env(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     debug: Debug = False,
 ) -> int:
-    """Play an environment at random and say what is wrong with it and what to do."""  # fmt: skip
+    """Play an environment at random and say what is wrong with it and what to do."""
     from bray.cli import listing
 
     return listing.check(env, keys or [], steps, seed)
@@ -297,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1
     except BrokenPipeError:  # `bray envs | head`
-        sys.stdout = None  # type: ignore[assignment]
+        sys.stdout = None
         return 1
     except Exception as e:
         if hasattr(e, "format_message"):  # how Typer says that an option is wrong
@@ -353,13 +283,21 @@ def _optional_value(argv: list[str]) -> list[str]:
 
 
 def _usage(e: Any) -> int:
+    """A wrong option, in the same voice as our own errors."""
     context = getattr(e, "ctx", None)
     command = context.command_path if context is not None else "bray"
-    message = str(e.format_message()).rstrip(".")
-    message = message[:1].lower() + message[1:] + "."
-    if command == "bray train" and getattr(e, "option_name", None):
-        key = e.option_name.lstrip("-").replace("-", "_")
-        message += f" Config keys are written {key}=VALUE, without dashes."
+    option = getattr(e, "option_name", None)
+    if option and not option.startswith("--"):
+        option = None  # Typer names the parameter there when a value is missing
+    if option and context is not None and "value" not in str(e):
+        known = [o for p in context.command.params for o in p.opts if o.startswith("--")]
+        near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+        message = f"unknown option {option!r}." + (f" Did you mean {near[0]!r}?" if near else "")
+        if command == "bray train" and not near:
+            message += f" Config keys are written without dashes: {option.lstrip('-').replace('-', '_')}=VALUE."
+    else:
+        message = str(e.format_message()).rstrip(".") + "."
+        message = message[:1].lower() + message[1:]
     return _complain(f"{message} `{command} --help` lists all options.", 2)
 
 

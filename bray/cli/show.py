@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -49,13 +51,16 @@ class _Handler(logging.Handler):
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
-def show_log(level: str) -> logging.Handler:
-    """Say what the "bray" logger has to say from `level` on. Removing the handler is up to the caller."""
+@contextlib.contextmanager
+def log_shown(level: str = "warning") -> Iterator[None]:
+    """Within: what the "bray" logger has to say from `level` on is said on stderr."""
     if level.lower() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS, "--log-level")
-    handler = _Handler(_LEVELS[level.lower()])
-    logger = logging.getLogger("bray")
+    handler, logger = _Handler(_LEVELS[level.lower()]), logging.getLogger("bray")
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
         logger.setLevel(handler.level)
-    return handler
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from bray import figures
 from bray.algos import algo_name
-from bray.cli.show import facts, make_console, say, show_log
+from bray.cli.show import facts, log_shown, make_console, say
 from bray.config import Source, parse_assignments, parse_json
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment, load_run_file, preset
@@ -154,21 +153,18 @@ class Signals:
 def train(options: Options) -> int:
     """Train, and say what came of it; returns the exit code."""
     console = make_console()
-    handler = show_log("error" if options.quiet and options.log_level == "warning" else options.log_level)
-    try:
-        with Signals(console) as signals:
-            if len(options.seeds or ()) > 1:
-                return _several(options, console, signals)
-            exp = _experiment(options)
-            if options.print_config:
-                console.print(exp.config.table())
-                return 0
-            with _closing(exp):
-                code = _run(exp, options, console, signals)
-                _last_line(console, exp.path)
-            return code
-    finally:
-        logging.getLogger("bray").removeHandler(handler)
+    level = "error" if options.quiet and options.log_level == "warning" else options.log_level
+    with log_shown(level), Signals(console) as signals:
+        if len(options.seeds or ()) > 1:
+            return _several(options, console, signals)
+        exp = _experiment(options)
+        if options.print_config:
+            console.print(exp.config.table())
+            return 0
+        with _closing(exp):
+            code = _run(exp, options, console, signals)
+            _last_line(console, exp.path)
+        return code
 
 
 def _experiment(options: Options, path: Path | None = None) -> Experiment:
@@ -206,12 +202,13 @@ def _run(exp: Experiment, options: Options, console: Console, signals: Signals) 
         _head(exp, options, console)
     title = f"{run.algorithm} on {exp.env_id}"
     sinks = [] if options.quiet else [TerminalSink(title, run.stop, console)]
-    rows = 0
+    went_on = False
     for _ in exp.train(sinks=sinks, on_result=signals.passed_on):
-        rows += 1
+        went_on = True
+    signals.experiment = None  # from here on a signal ends at once: all is saved
     reached = exp.reached
     if not options.quiet:
-        _ended(exp, console, reached, signals, rows)
+        _ended(exp, console, reached, signals, went_on)
     videos: list[Path] = []
     if options.render and training.iteration:
         from bray.cli.evaluate import judge
@@ -264,18 +261,23 @@ def _form(env: Any) -> str:
     return words.get(name, name)
 
 
-def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, rows: int) -> None:
+def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
     """Why it ended."""
-    row, stop = exp._last_row or {}, exp.config["run"].stop
+    row, stop = _last_row(exp), exp.config["run"].stop
     spent = f"{short(row.get('env_steps_total'))} steps, {duration(row.get('time_total_s') or 0.0)}"
     if reached:
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
         aims = [k for k in stop if "return" in k]
         style = "green" if not aims or any(k in reached for k in aims) else "yellow"
-        say(console, f"reached {what} after {spent}{'' if rows else ', before this start'}", style)
+        say(console, f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
         say(console, f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
+
+
+def _last_row(exp: Experiment) -> dict[str, Any]:
+    rows = figures.read_results(exp.path)
+    return rows[-1] if rows else {}
 
 
 def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: bool) -> None:

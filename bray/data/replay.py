@@ -7,8 +7,7 @@ observation is stored once; the newest row has no successor yet and is not sampl
 Slots are laid out row by row: slot = (t mod rows) * B + b. The id of a transition is t * B + b, so slot = id mod (rows * B), and
 an id whose row was overwritten is known by its age.
 
-Plain uniform one-step replay is numpy only; n-step windows, frame stacks and priorities each bring their Numba kernels when
-they are asked for.
+Uniform one-step replay is numpy only; n-step windows and priorities bring their Numba kernels when they are asked for.
 """
 
 from __future__ import annotations

@@ -1,0 +1,144 @@
+"""python -m benchmarks.learning CASE... [--seeds 0 1 2] [--out DIR]
+
+For each seed: train with the preset that `bray train` uses, evaluate as we go (mean of 10 greedy episodes on fixed evaluation seeds) and
+stop when that mean reaches the reference score. Writes CASE.json and CASE.png and the table in README.md, all beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bray
+from bray import figures
+from bray.experiment import Experiment
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Case:
+    run: str
+    env: str
+    target: float
+    limit: int
+    """Env steps within which the target is to be reached."""
+    eval_freq: int
+    seeds: int = 5
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
+    "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 50),
+    "dqn-cartpole": Case("DQN", "CartPole-v1", 475, 100_000, 2),
+    "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
+    "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
+    "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
+}
+
+
+def train(case: Case, seed: int, path: Path) -> dict[str, Any]:
+    """One seed; what it took to reach the target."""
+    stop = {"eval/return_mean": case.target, "env_steps_total": case.limit}
+    exp = Experiment(
+        run=case.run,
+        env=case.env,
+        path=path,
+        seed=seed,
+        eval_freq=case.eval_freq,
+        config=case.config,
+        checkpoint_freq=0,
+    )
+    start = time.perf_counter()
+    row: dict[str, Any] = {}
+    for row in exp.train(stop=stop):
+        pass
+    exp.close()
+    score = row.get("eval/return_mean")
+    return {
+        "seed": seed,
+        "reached": score is not None and score >= case.target,
+        "env_steps": row["env_steps_total"],
+        "eval_return_mean": score,
+        "eval_return_ci95": row.get("eval/return_ci95"),
+        "episode_return_mean": row["episode_return_mean"],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def measure(name: str, seeds: list[int] | None, out: Path) -> dict[str, Any]:
+    case = CASES[name]
+    seeds = list(range(case.seeds)) if seeds is None else seeds
+    with tempfile.TemporaryDirectory() as runs:
+        paths = [Path(runs) / f"seed-{s}" for s in seeds]
+        results = []
+        for seed, path in zip(seeds, paths, strict=True):
+            results.append(train(case, seed, path))
+            print(json.dumps({"case": name, **results[-1]}), flush=True)
+        figures.learning_curve(paths, out / f"{name}.png", f"{case.run} on {case.env}, {len(seeds)} seeds", case.target)
+    record = {
+        "case": name,
+        "command": f"python -m benchmarks.learning {name}",
+        "run": case.run,
+        "env": case.env,
+        "target": case.target,
+        "within": case.limit,
+        "reached": f"{sum(r['reached'] for r in results)} of {len(results)}",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
+        ).stdout.strip(),
+        "versions": {"bray": bray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.machine(),
+        "seeds": results,
+    }
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def table(out: Path) -> None:
+    """README.md from the recorded JSON files."""
+    lines = [
+        "# Learning curves",
+        "",
+        "Each row: the preset of `bray train --run ... --env ...`, trained until the mean of 10 greedy evaluation episodes (fixed seeds)",
+        "reaches the target. The command that made a row: `python -m benchmarks.learning CASE`.",
+        "",
+        "| case | algorithm, environment | target | within (steps) | reached | steps needed, per seed | date, commit |",
+        "|---|---|--:|--:|---|---|---|",
+    ]
+    for path in sorted(out.glob("*.json")):
+        r = json.loads(path.read_text())
+        steps = ", ".join(f"{s['env_steps']:,}" + ("" if s["reached"] else " (not)") for s in r["seeds"])
+        lines.append(
+            f"| [{r['case']}]({r['case']}.png) | {r['run']}, {r['env']} | {r['target']} | {r['within']:,} | {r['reached']} | {steps} | {r['date']}, {r['commit']} |"
+        )
+    (out / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "cases", nargs="*", choices=[*CASES, []], default=[], help=f"one or more of {', '.join(CASES)}; none: all"
+    )
+    parser.add_argument("--seeds", type=int, nargs="*", help="default: as many as the case asks for")
+    parser.add_argument("--out", type=Path, default=HERE)
+    args = parser.parse_args()
+    for name in args.cases or CASES:
+        record = measure(name, args.seeds, args.out)
+        print(json.dumps({k: record[k] for k in ("case", "target", "within", "reached")}), flush=True)
+    table(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,331 @@
+"""The command line without training: errors, listings, eval, collect, check-env, doctor."""
+
+import json
+import re
+import subprocess
+import sys
+from typing import ClassVar
+
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+from envs_for_tests import Scripted
+
+import bray
+from bray.cli import collect, doctor, listing
+from bray.cli.main import NOT_YET, main
+from bray.envs.make import make_env
+from bray.envs.vector import episode_seed
+from bray.experiment import Experiment
+
+TINY = ["--quiet", "rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
+
+
+class Drawn(Scripted):
+    """Draws a picture that differs at every step."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 10}
+
+    def __init__(self, terminate_at=5, render_mode=None):
+        super().__init__(terminate_at)
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.full((32, 48, 3), 40 * self.t, np.uint8)
+
+
+def trained(folder, env, *more):
+    path = folder / "t"
+    arguments = ["--project", str(folder), "--trial", "t", "--stop", '{"training_iteration": 3}']
+    assert main(["train", "--run", "PPO", "--env", env, *arguments, *TINY, *more]) == 0
+    return path
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("cartpole"), "CartPole-v1")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("drawn"), "test_cli:Drawn")
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_light_and_version_agrees():
+    code = "import sys; from bray.cli.main import main; main(['--help']); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "False False"
+    assert all(f" {name} " in out for name in ("train", "eval", "collect", "algos", "envs", "check-env", "doctor"))
+    version = subprocess.run([sys.executable, "-m", "bray", "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"bray {bray.__version__}\n"
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_planned_commands_say_that_they_are_not_there(name, capsys):
+    assert main([name, "x", "--port", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: `bray {name}` is not there yet.")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
+        (["srve"], "unknown command 'srve'; `bray serve` is not there yet either."),
+        (["train", "--sed", "3"], "unknown option '--sed'. Did you mean '--seed'?"),
+        (["train", "--lr", "3"], "Config keys are written without dashes: lr=VALUE."),
+        (["train", "--seed", "x"], "invalid value for '--seed'"),
+        (["eval"], "missing argument 'RUN_DIR'"),
+        (["eval", "nowhere"], "nowhere: there is no such run directory"),
+        (["train", "--run", "PPO"], "needs an algorithm (run=, --run) and an environment"),
+        (["train", "--run", "PPX", "--env", "CartPole-v1"], "unknown algorithm 'PPX' (--run; your own is module:Name). Did you mean 'PPO'?"),
+        (["train", "--run", "nomodule:X", "--env", "CartPole-v1"], "cannot import 'nomodule'"),
+        (["train", "--run", "PPO", "--env", "CartPol-v1"], "unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "lrr=1"], "unknown key 'lrr' (lrr=1 on the command line). Did you mean 'lr'?"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "clip=abc"], "algo.clip (clip=abc on the command line): expected a number > 0, got 'abc'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--config", '{"epochs": "many"}'], "algo.epochs (--config): expected a whole number > 0, got 'many'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--config", '{"lr":'], "--config: not JSON"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episode_retrun_mean": 3}'], "unknown stop name 'episode_retrun_mean' (run.stop). Did you mean 'episode_return_mean'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"env_steps_total": "x"}'], "run.stop.env_steps_total (--stop): input should be a valid number, got 'x'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--num-workers", "2"], "num_workers=2: rollouts in other processes (Ray) are not there yet"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "word"], "expected key=value on the command line, got 'word'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--seed", "1", "--seed", "1"], "expected different seeds, got [1, 1]"),
+        (["train", "--resume", "x", "--env", "CartPole-v1", "--seed", "1"], "goes on with that run: leave out --env, --seed"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--log-level", "loud"], "unknown log level 'loud'"),
+        (["train", "-f", "no.yaml"], "no.yaml: there is no such file"),
+        (["algos", "PPP"], "unknown algorithm 'PPP'"),
+        (["envs", "cartpool"], "unknown environment 'cartpool'. Did you mean 'CartPole-v"),
+        (["check-env", "CartPol-v1"], "unknown environment 'CartPol-v1'"),
+    ],
+    ids=lambda x: " ".join(x)[:60] if isinstance(x, list) else "",
+)  # fmt: skip
+def test_a_mistake_is_one_message_without_traceback(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert said in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def test_debug_shows_the_traceback(capsys):
+    assert main(["eval", "nowhere", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert "error: nowhere: there is no such run directory" in err
+    assert main(["eval", "nowhere"]) == 2  # and only there
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# --- listings ---------------------------------------------------------------------------------------------------------
+
+
+def test_algos_lists_what_each_can_do(capsys):
+    assert main(["algos"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert "on-policy   discrete, multi-discrete, box, dict/tuple  clipped policy optimisation" in lines["PPO"]
+    assert re.search(r"off-policy +discrete +double Q-learning", lines["DQN"])
+    assert re.search(r"off-policy +box +soft actor-critic", lines["SAC"])
+
+
+def test_algos_lists_the_keys_of_one(capsys):
+    assert main(["algos", "ppo"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("PPO · on-policy")
+    assert re.search(r"rollout_length +128 +Steps T that each environment takes between two updates\.", out)
+    assert re.search(r"dual_clip +null ", out)
+
+
+def test_envs_with_a_pattern(capsys):
+    assert main(["envs", "CartPole-v?"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"CartPole-v1 +native +A2C, DQN, PPO *|CartPole-v1 +native +.*PPO *", lines[2])
+    assert lines[1].split() == ["CartPole-v0", "native"]
+    assert main(["envs", "acrobot"]) == 0
+    assert "Acrobot-v1" in capsys.readouterr().out
+
+
+def test_presets_name_known_algorithms_and_environments():
+    assert "PPO" in listing.presets()["CartPole-v1"]
+    for env, names in listing.presets().items():
+        for name in names:
+            assert Experiment(name, env).config.provenance["env.num_envs"].startswith("preset ")
+
+
+def test_check_env(capsys):
+    assert main(["check-env", "CartPole-v1"]) == 0
+    assert "all good" in capsys.readouterr().out
+    assert main(["check-env", "envs_for_tests:Scripted", "fault=nan", "fault_at=2"]) == 1
+    out = capsys.readouterr().out
+    assert "error   episode 0, step 2: observation[1] is nan" in out
+    assert "1 to correct before training" in out
+    assert main(["check-env", "envs_for_tests:Scripted", "terminate_at=null", "--steps", "20"]) == 0
+    assert "it trains; 1 to look at" in capsys.readouterr().out  # no episode ends
+    assert main(["check-env", "envs_for_tests:Scripted", "terminate_at=null", "env.max_episode_steps=5"]) == 0
+    assert "all good" in capsys.readouterr().out
+
+
+# --- eval -------------------------------------------------------------------------------------------------------------
+
+
+def test_eval_prints_the_mean_of_exactly_ten(cartpole, capsys):
+    assert main(["eval", str(cartpole)]) == 0
+    head, columns, row = capsys.readouterr().out.splitlines()
+    assert head == "PPO on CartPole-v1, checkpoint 3"
+    assert " ".join(columns.split()) == "episodes mean return 95 % interval min max mean length"
+    results = Experiment.load(cartpole).play(10)
+    returns = [r for r, _ in results]
+    assert len(returns) == 10
+    number, how, mean, low, _, high, least, most, length = row.split()
+    assert (number, how) == ("10", "greedy")
+    half = 1.96 * np.std(returns, ddof=1) / np.sqrt(10)
+    expected = [np.mean(returns), np.mean(returns) - half, np.mean(returns) + half, min(returns), max(returns)]
+    assert [float(x) for x in (mean, low, high, least, most)] == pytest.approx(expected, rel=1e-2)
+    assert float(length) == pytest.approx(np.mean([n for _, n in results]), rel=1e-2)
+
+
+def test_eval_options(cartpole, capsys):
+    assert main(["eval", str(cartpole), "--episodes", "1", "--checkpoint", "best", "--seed", "5", "--explore"]) == 0
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.startswith("1 with exploration")
+    assert " – " in row  # one episode has no interval
+    assert main(["eval", str(cartpole), "--checkpoint", "99"]) == 2
+    assert "unknown checkpoint '99'" in capsys.readouterr().err
+
+
+def test_render_writes_a_frame_per_step_and_one(drawn, capsys):
+    assert main(["eval", str(drawn), "--episodes", "2", "--render"]) == 0
+    out = capsys.readouterr().out
+    assert "filmed one episode of 5 steps, return 15" in out
+    for suffix in ("mp4", "gif"):
+        path = drawn / "videos" / f"eval.{suffix}"
+        assert f"video  {path}" in out
+        frames = list(imageio.imiter(path))
+        assert len(frames) == 6
+        assert [int(f.mean()) for f in frames] == pytest.approx([0, 40, 80, 120, 160, 200], abs=4)
+
+
+def test_render_of_what_cannot_be_drawn(drawn, tmp_path, capsys):
+    assert main(["eval", str(drawn), "--episodes", "1", "--render", "human"]) == 2
+    assert "test_cli:Drawn has no render mode 'human', it has: rgb_array" in capsys.readouterr().err
+    path = trained(tmp_path, "envs_for_tests:Scripted")
+    assert main(["eval", str(path), "--episodes", "1", "--render"]) == 2
+    assert (
+        "envs_for_tests:Scripted draws no picture: expected uint8 [H, W, 3] from render(), got nothing"
+        in capsys.readouterr().err
+    )
+
+
+# --- collect ----------------------------------------------------------------------------------------------------------
+
+
+def test_2500_episodes_make_files_of_1000_1000_500(tmp_path, capsys):
+    path = trained(tmp_path, "envs_for_tests:Scripted", "env_config={terminate_at: 2}")
+    capsys.readouterr()
+    assert main(["collect", str(path), "--episodes", "2500"]) == 0
+    out = capsys.readouterr().out
+    files = sorted((path / "trajectories").iterdir())
+    assert [len(bray.EpisodeReader(f)) for f in files] == [1000, 1000, 500]
+    assert all(f"file    {f}" in out for f in files)
+    assert "2,500 episodes, 5,000 steps" in out
+    reader = bray.EpisodeReader(path / "trajectories")
+    assert sorted(e["reward"].sum() for e in reader) == sorted(r for r, _ in Experiment.load(path).play(2500))
+    first = reader[0]
+    assert first["obs"][:, 0].tolist() == [0.0, 1.0, 2.0]  # the final observation is the last row
+    assert first["terminated"].tolist() == [False, True]
+    assert first["obs"][1:, 2].tolist() == first["action"].tolist()
+
+
+def test_collected_returns_are_those_of_play(cartpole, tmp_path):
+    argv = ["collect", str(cartpole), "--episodes", "20", "--explore", "--seed", "7", "--out", str(tmp_path / "a")]
+    assert main([*argv, "--per-file", "8"]) == 0
+    reader = bray.EpisodeReader(tmp_path / "a")
+    played = Experiment.load(cartpole).play(20, seed=7, explore=True)
+    assert [len(bray.EpisodeReader(p)) for p in reader.paths] == [8, 8, 4]
+    assert sorted(reader.steps.tolist()) == sorted(n for _, n in played)
+    assert sorted(float(e["reward"].sum()) for e in reader) == sorted(r for r, _ in played)
+    assert (
+        main(
+            [
+                "collect",
+                str(cartpole),
+                "--episodes",
+                "3",
+                "--format",
+                "pkl",
+                "--out",
+                str(tmp_path / "b"),
+                "--per-file",
+                "2",
+            ]
+        )
+        == 0
+    )
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["trajs_0.pkl", "trajs_1.pkl"]
+
+
+def test_a_collected_episode_can_be_played_again(tmp_path):
+    """Actions are in the environment's units: Pendulum's torque reaches from -2 to 2."""
+    exp = Experiment.load(trained(tmp_path, "Pendulum-v1", "max_episode_steps=30", "log_std_init=1.0"))
+    (episode,) = collect.episodes(exp, 1, seed=3, explore=True)
+    env = make_env(exp.config["env"])
+    obs, _ = env.reset(seed=episode_seed(3, 0, 0))
+    assert len(episode["action"]) == 30
+    assert 1.0 < np.abs(episode["action"]).max() <= 2.0
+    for t, action in enumerate(episode["action"]):
+        np.testing.assert_array_equal(episode["obs"][t], obs)
+        obs, reward, terminated, truncated, _ = env.step(action)
+        assert np.float32(reward) == episode["reward"][t]
+        assert (terminated, truncated) == (episode["terminated"][t], episode["truncated"][t])
+    np.testing.assert_array_equal(episode["obs"][30], obs)
+    assert episode["truncated"].tolist() == [False] * 29 + [True]
+
+
+# --- doctor -----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_as_json(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "_SMOKE_SECONDS", 0.1)
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    checks = {c["name"]: c for c in report["checks"]}
+    assert report["ok"] is True
+    assert report["bray"] == bray.__version__
+    assert checks["torch"]["value"].startswith("2.13.0")
+    assert re.search(r"PPO on CartPole-v1: [\d,]+ steps/s", checks["trains"]["value"])
+    assert {
+        "python",
+        "cpu",
+        "cpu features",
+        "memory",
+        "gpu",
+        "numba works",
+        "ffmpeg works",
+        "writing",
+        "saves",
+    } <= checks.keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_says_what_to_fix_and_names_nobody(capsys, monkeypatch, tmp_path):
+    def _broken():
+        raise OSError(f"cannot open {tmp_path}/x/secret")
+
+    def _old():
+        return [
+            doctor.Check("numpy", "1.0", False, "1.0 is too old: pip install 'numpy>=2.0'"),
+            doctor.Check("cores", "2", None),
+        ]
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "CHECKS", (_old, _broken))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert str(tmp_path) not in out
+    assert "cannot open ~/x/secret" in out
+    assert out.rstrip().splitlines()[-3:-1] == ["2 to fix:", "  numpy: 1.0 is too old: pip install 'numpy>=2.0'"]
+    assert "all good" not in out

@@ -1,0 +1,334 @@
+"""`bray train`: what it says, what it leaves, how it ends, how it goes on."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from envs_for_tests import Scripted
+
+from bray.cli.main import main
+from bray.config import load_yaml
+from bray.figures import read_results
+from bray.rundir import RunDir
+
+TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1"]
+CARTPOLE = ["train", "--run", "PPO", "--env", "CartPole-v1", *TINY]
+HERE = Path(__file__).parent
+BRAY = Path(sys.executable).parent / "bray"
+
+
+class Signalling(Scripted):
+    """Sends its own process a signal at given steps: a Ctrl-C that comes at the same place in every run."""
+
+    def __init__(self, at: list, number: int = signal.SIGINT):
+        super().__init__()
+        self.at, self.number, self.count = at, number, 0
+
+    def step(self, action):
+        self.count += 1
+        if self.count in self.at:
+            os.kill(os.getpid(), self.number)
+        return super().step(action)
+
+
+class Raises(Scripted):
+    """Has a bug that shows at the fourth step."""
+
+    def step(self, action):
+        if self.t == 3:
+            return self.a_bug_of_the_user()
+        return super().step(action)
+
+    def a_bug_of_the_user(self):
+        return {}["missing"]
+
+
+def iterations(path):
+    return [row["training_iteration"] for row in read_results(path)]
+
+
+def table(out):
+    """key -> [value, where it comes from]"""
+    return {line.split()[0]: line.strip().split(maxsplit=2)[1:] for line in out.splitlines()}
+
+
+def place(folder, trial="t"):
+    return ["--project", str(folder), "--trial", trial]
+
+
+# --- what it says and leaves ------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_what_runs_and_what_it_left(tmp_path, capsys):
+    stop = '{"training_iteration": 3}'
+    assert (
+        main([*CARTPOLE, *place(tmp_path), "--stop", stop, "--eval-freq", "2", "--eval-episodes", "2", "--seed", "4"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    path = tmp_path / "t"
+    lines = out.splitlines()
+    assert lines[0] == "PPO on CartPole-v1 · 2 envs (in process) · cpu, 1 thread · seed 4"
+    assert lines[1].startswith("settings   preset cartpole_ppo ")
+    assert lines[2] == "stops      at training_iteration 3"  # the preset's goal is not the user's
+    assert lines[3] == f"writes to  {path}"
+    assert any(re.match(r"iter 1  steps \d+  [\d,]+/s ", line) for line in lines)
+    assert any(line.startswith("reached training_iteration 3 after ") for line in lines)
+    for label, file in (
+        ("checkpoint", "checkpoints/3"),
+        ("curve", "figures/learning_curve.png"),
+        ("results", "result.jsonl"),
+        ("tensorboard", "tb"),
+    ):
+        assert f"{label:<11}  {path / file}" in lines
+        assert (path / file).exists()
+    assert f"look at it   bray eval {path} --render" in lines
+    assert lines[-1] == f"run directory: {path}"
+    assert iterations(path) == [1, 2, 3]
+    assert [row.get("eval/episodes") for row in read_results(path)] == [None, 2, None]
+    config = load_yaml(path / "config.yaml").values
+    assert config["run"]["seed"] == 4
+    assert config["run"]["stop"] == {"training_iteration": 3}
+
+
+def test_print_config_shows_every_layer(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("run: A2C\nenv: CartPole-v1\nconfig:\n  lambda_: 0.9\n  clip: 0.1\n  gamma: 0.9\n")
+    argv = ["train", "-f", "run.yaml", "--run", "ppo", "--config", '{"gamma": 0.95, "value_coef": 1.0}', "gamma=0.98"]
+    flags = ["--seed", "3", "--num-envs-per-worker", "4", "--checkpoint-freq", "7", "--stop", '{"timesteps_total": 5}']
+    assert main([*argv, *flags, "--print-config"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert rows["run.algorithm"] == ["PPO", "--run ppo on the command line"]
+    assert rows["env.id"] == ["CartPole-v1", "run.yaml:2"]
+    assert rows["algo.epochs"][1].startswith("preset cartpole_ppo:")
+    assert rows["algo.lambda_"] == ["0.9", "run.yaml:4"]
+    assert rows["algo.clip"] == ["0.1", "run.yaml:5"]
+    assert rows["algo.value_coef"] == ["1.0", "--config"]
+    assert rows["algo.gamma"] == ["0.98", "gamma=0.98 on the command line"]
+    assert rows["run.seed"] == ["3", "--seed 3 on the command line"]
+    assert rows["env.num_envs"] == ["4", "--num-envs-per-worker 4 on the command line"]
+    assert rows["run.checkpoint_freq"] == ["7", "--checkpoint-freq 7 on the command line"]
+    assert rows["run.stop.env_steps_total"] == ["5.0", "--stop"]  # an alias, and the preset's goal is gone
+    assert "run.stop.episode_return_mean" not in rows
+    assert rows["algo.adam_eps"] == ["1e-05", "default"]
+    assert main([*argv, "--no-preset", "--print-config"]) == 0
+    assert "preset" not in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_stop_on_the_command_line_replaces_and_a_dotted_one_changes(capsys):
+    argv = ["train", "--run", "PPO", "--env", "CartPole-v1", "--print-config"]
+
+    def stops(*more):
+        assert main([*argv, *more]) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {r[0].removeprefix("run.stop."): float(r[1]) for r in rows if r[0].startswith("run.stop.")}
+
+    ours = stops()
+    assert ours["episode_return_mean"] == 475
+    assert stops("stop.episode_return_mean=100") == {**ours, "episode_return_mean": 100}
+    assert stops("--config", '{"stop": {"time_total_s": 9}}') == {"time_total_s": 9}
+    assert stops("--config", '{"stop": {"time_total_s": 9}}', "--stop", '{"training_iteration": 2}') == {
+        "training_iteration": 2
+    }
+
+
+def test_files_of_rllib_run_unchanged(tmp_path, capsys):
+    file = tmp_path / "tuned.yaml"
+    file.write_text(
+        "cartpole-a2c:\n  env: CartPole-v0\n  run: A2C\n  stop:\n    episode_reward_mean: 150\n  config:\n    lr: 0.01\n"
+    )
+    assert main(["train", "--yaml", str(file), "--print-config"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert rows["algo.lr"] == ["0.01", f"{file}:7"]
+    assert rows["run.algorithm"] == ["A2C", f"{file}:3"]
+    assert rows["run.stop.episode_return_mean"] == ["150.0", f"{file}:5"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "key", "least"),
+    [
+        ('{"training_iteration": 2}', "training_iteration", 2),
+        ('{"env_steps_total": 50}', "env_steps_total", 50),
+        ('{"timesteps_total": 50}', "env_steps_total", 50),
+        ('{"time_total_s": 0.001}', "time_total_s", 0.001),
+        ('{"episode_reward_mean": 15, "training_iteration": 50}', "episode_return_mean", 15),
+    ],
+)
+def test_stop_conditions(tmp_path, capsys, stop, key, least):
+    argv = ["train", "--run", "PPO", "--env", "envs_for_tests:Scripted", *TINY, *place(tmp_path), "--stop", stop]
+    assert main(argv) == 0
+    rows = read_results(tmp_path / "t")
+    assert rows[-1][key] >= least
+    assert all(row[key] is None or row[key] < least for row in rows[:-1])
+    assert f"reached {key} " in capsys.readouterr().out
+
+
+def test_quiet_says_one_line(tmp_path, capsys):
+    assert main([*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 1}', "--quiet"]) == 0
+    assert capsys.readouterr().out == f"run directory: {tmp_path / 't'}\n"
+
+
+def test_checkpoints_when_due_and_kept(tmp_path):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 6}']
+    assert main([*argv, "--checkpoint-freq", "1", "--keep-checkpoints", "2"]) == 0
+    run = RunDir.open(tmp_path / "t")
+    assert run.pointer("latest") == 6
+    assert {5, 6} <= set(run.steps()) <= {5, 6, run.pointer("best")}
+
+
+def test_several_seeds_and_one_curve(tmp_path, capsys):
+    argv = [*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 4}']
+    assert main([*argv, "--seed", "1", "--seed", "2"]) == 0
+    out = capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["figures", "seed-1", "seed-2"]
+    assert (tmp_path / "t" / "figures" / "learning_curve.png").stat().st_size > 10_000
+    assert out.splitlines()[-1] == f"run directory: {tmp_path / 't'}"
+    seeds = [load_yaml(tmp_path / "t" / f"seed-{n}" / "config.yaml").values["run"]["seed"] for n in (1, 2)]
+    assert seeds == [1, 2]
+    first, second = (RunDir.open(tmp_path / "t" / f"seed-{n}").load_checkpoint().weights for n in (1, 2))
+    assert any(not np.array_equal(first[k], second[k]) for k in first)
+    assert main(["eval", str(tmp_path / "t")]) == 2  # which of them?
+    assert "There are runs in it: seed-1, seed-2" in capsys.readouterr().err
+
+
+# --- coming from another run ------------------------------------------------------------------------------------------
+
+
+def test_init_from_copies_weights_and_nothing_else(tmp_path, capsys):
+    assert (
+        main([*CARTPOLE, *place(tmp_path, "a"), "--quiet", "--stop", '{"training_iteration": 2}', "--seed", "1"]) == 0
+    )
+    argv = [*CARTPOLE, *place(tmp_path, "b"), "--stop", '{"training_iteration": 1}', "lr=1e-12", "--seed", "2"]
+    assert main([*argv, "--init-from", str(tmp_path / "a")]) == 0
+    assert f"weights    of {tmp_path / 'a'}" in capsys.readouterr().out
+    a, b = (RunDir.open(tmp_path / n).load_checkpoint() for n in "ab")
+    for name in a.weights:
+        np.testing.assert_allclose(b.weights[name], a.weights[name], atol=1e-7)
+    assert iterations(tmp_path / "b") == [1]
+    assert b.step == 1
+    wider = [*CARTPOLE, *place(tmp_path, "c"), "fcnet_hiddens=[32]", "--init-from", str(tmp_path / "a")]
+    assert main(wider) == 2
+    assert "the weights do not fit the model" in capsys.readouterr().err
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path, capsys):
+    assert main([*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 2}']) == 0
+    state = tmp_path / "t" / "checkpoints" / "latest" / "state.tree"
+    state.write_bytes(state.read_bytes()[:-10])
+    for argv in (["train", "--resume", str(tmp_path / "t")], ["eval", str(tmp_path / "t")]):
+        assert main(argv) == 2
+        assert "truncated or foreign" in capsys.readouterr().err
+
+
+def test_a_run_is_not_written_over_another(tmp_path, capsys):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 1}']
+    assert main(argv) == 0
+    assert main(argv) == 2
+    assert (
+        f"already holds a run (config.yaml, result.jsonl, params.json, checkpoints, models). Go on with it by --resume {tmp_path / 't'}"
+        in capsys.readouterr().err
+    )
+    assert main(["train", "--resume", str(tmp_path / "t")]) == 0  # reached before: nothing to do
+    assert "reached training_iteration 1 after " in capsys.readouterr().out
+    assert iterations(tmp_path / "t") == [1]
+
+
+# --- signals and errors -----------------------------------------------------------------------------------------------
+
+
+def signalling(tmp_path, at, number, *more):
+    env = ["--env", "test_cli_train:Signalling", f"env_config={{at: {at}, number: {int(number)}}}", "num_envs=1"]
+    return ["train", "--run", "PPO", *env, "rollout_length=16", "minibatches=1", "epochs=1", *place(tmp_path), *more]
+
+
+@pytest.mark.parametrize(
+    ("number", "stop", "code", "said"),
+    [
+        (signal.SIGINT, ["--stop", '{"training_iteration": 99}'], 130, "ended by Ctrl-C after 2\\d steps"),
+        (signal.SIGTERM, ["--stop", '{"training_iteration": 99}'], 143, "ended by SIGTERM after 2\\d steps"),
+        (signal.SIGINT, [], 0, "ended by Ctrl-C after 2\\d steps"),  # the only way to end such a run
+        (signal.SIGTERM, ["--stop", '{"training_iteration": 2}'], 0, "reached training_iteration 2"),
+    ],
+)
+def test_a_signal_ends_after_the_iteration_and_saves(tmp_path, capsys, number, stop, code, said):
+    before = signal.getsignal(number)
+    # 2 iterations are 32 rows, about 27 of them steps: the rest are the dead rows between episodes of 5
+    assert main(signalling(tmp_path, [20], number, *stop)) == code
+    assert signal.getsignal(number) is before
+    out = capsys.readouterr().out
+    assert re.search(said, out)
+    assert iterations(tmp_path / "t") == [1, 2]
+    assert RunDir.open(tmp_path / "t").load_checkpoint().meta["training_iteration"] == 2
+    assert out.splitlines()[-1] == f"run directory: {tmp_path / 't'}"
+
+
+def test_the_second_signal_ends_at_once(tmp_path):
+    argv = signalling(tmp_path, [20, 21], signal.SIGINT)
+    done = subprocess.run([BRAY, *argv], cwd=HERE, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 130
+    assert "finishing this iteration, then saving; the same again ends at once" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert iterations(tmp_path / "t") == [1]
+    assert RunDir.open(tmp_path / "t").steps() == []  # it did not wait to save
+
+
+def test_ctrl_c_from_outside_then_resume_without_gap_or_double(tmp_path, capsys):
+    """The console script, a real SIGINT, and the same files as a run never interrupted."""
+    argv = [*CARTPOLE, "--stop", '{"training_iteration": 100000}', "--checkpoint-freq", "3"]
+    with subprocess.Popen([BRAY, *argv, *place(tmp_path, "a")], stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("iter "):
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert "ended by Ctrl-C" in rest
+    assert f"go on        bray train --resume {tmp_path / 'a'}" in rest
+    assert rest.splitlines()[-1] == f"run directory: {tmp_path / 'a'}"
+    done = iterations(tmp_path / "a")[-1]
+    goal = f'{{"training_iteration": {done + 3}}}'
+    assert main(["train", "--resume", str(tmp_path / "a"), "--stop", goal]) == 0
+    assert f"goes on    exactly after iteration {done}," in capsys.readouterr().out
+    assert iterations(tmp_path / "a") == list(range(1, done + 4))
+    assert main([*CARTPOLE, *place(tmp_path, "b"), "--stop", goal, "--quiet"]) == 0
+    a, b = (RunDir.open(tmp_path / n).load_checkpoint().weights for n in "ab")
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_an_exception_of_the_users_environment_shows_its_traceback(tmp_path, capsys):
+    argv = ["train", "--run", "PPO", "--env", "test_cli_train:Raises", *TINY, *place(tmp_path)]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert 'return {}["missing"]' in err
+    assert "KeyError: 'missing'" in err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("error: test_cli_train:Raises, environment 0, episode 0, step 3: it raised KeyError")
+
+
+def test_an_exception_of_the_users_algorithm_shows_its_traceback(tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_broken_algo.py").write_text(
+        "from bray.algos.ppo import *\nfrom bray.algos import ppo\n"
+        "class Learner(ppo.Learner):\n    def update(self, batch, env_steps=0):\n        raise RuntimeError('my own mistake')\n"
+    )
+    monkeypatch.chdir(tmp_path)  # found because it lies beside the user
+    argv = ["train", "--run", "my_broken_algo:", "--env", "CartPole-v1", *TINY, "--project", "p", "--trial", "t"]
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert "raise RuntimeError('my own mistake')" in err
+    assert err.strip().splitlines()[-1] == "RuntimeError: my own mistake"
+    assert "typer" not in err
+
+
+def test_results_are_json_rows(tmp_path):
+    assert main([*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 2}']) == 0
+    rows = [json.loads(line) for line in (tmp_path / "t" / "result.jsonl").read_text().splitlines()]
+    assert [r["env_steps_total"] for r in rows] == sorted(r["env_steps_total"] for r in rows)
+    assert rows[-1]["env_steps_total"] <= 2 * 2 * 16

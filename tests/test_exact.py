@@ -1,0 +1,135 @@
+"""Same seed, same run; interrupted and resumed, the same run still: rows, weights, optimizer, replay, random states, environments."""
+
+import json
+
+import numpy as np
+import pytest
+
+from bray import tree
+from bray.experiment import VOLATILE, Experiment
+from bray.rundir import RunDir
+
+ON = {"num_envs": 3, "rollout_length": 8}
+OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700}
+NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
+
+CASES = {
+    "ppo-native": ("PPO", "CartPole-v1", {**ON, "vector": "native"}, 6),
+    "ppo-inprocess": ("PPO", "CartPole-v1", {**ON, "vector": "inprocess", **NORMALIZED}, 6),
+    "ppo-subprocess": ("PPO", "CartPole-v1", {**ON, "vector": "subprocess", "num_processes": 2}, 6),
+    "ppo-lstm": ("PPO", "CartPole-v1", {**ON, "use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4}, 6),
+    "ppo-continuous": ("PPO", "Pendulum-v1", {**ON, "normalize_observations": True}, 6),
+    "a2c-native": ("A2C", "CartPole-v1", {**ON, "vector": "native"}, 8),
+    "a2c-inprocess": ("A2C", "CartPole-v1", {**ON, "vector": "inprocess"}, 8),
+    "a2c-subprocess": ("A2C", "CartPole-v1", {**ON, "vector": "subprocess", "num_processes": 2}, 8),
+    "dqn-inprocess": ("DQN", "CartPole-v1", {**OFF, "prioritized": True, "n_step": 3, "dueling": True}, 4),
+    "dqn-native": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "native"}, 4),
+    "dqn-subprocess": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "tau": 0.01}, 4),
+    "sac-inprocess": ("SAC", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16]}, 4),
+    "sac-subprocess": ("SAC", "Pendulum-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "fcnet_hiddens": [16]}, 4),
+}
+
+
+def run(path, case, iterations, seed=0):
+    algo, env, config, _ = CASES[case]
+    exp = Experiment(run=algo, env=env, use_preset=False, path=path, seed=seed, config=config)
+    finish(exp, iterations)
+
+
+def finish(exp, iterations):
+    for _ in exp.train({"training_iteration": iterations}):
+        pass
+    exp.close()
+
+
+def rows(path):
+    out = []
+    for line in (path / "result.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        out.append({k: v for k, v in row.items() if not k.startswith(VOLATILE) and not k.endswith("_per_second")})
+    return out
+
+
+def assert_same(a, b):
+    assert rows(a) == rows(b)
+    ca, cb = RunDir.open(a).load_checkpoint(), RunDir.open(b).load_checkpoint()
+    assert ca.step == cb.step
+    assert set(ca.weights) == set(cb.weights)
+    for name in ca.weights:
+        assert ca.weights[name].tobytes() == cb.weights[name].tobytes(), name
+    mine, theirs = dict(tree.paths(ca.state["arrays"])), dict(tree.paths(cb.state["arrays"]))
+    for name in mine.keys() | theirs.keys():
+        if name != "replay/segments":  # the same rows, in more files
+            assert np.array_equal(mine[name], theirs[name], equal_nan=mine[name].dtype.kind == "f"), name
+    volatile = ("time", "row", "best")  # best is the best checkpoint, and the interrupted run saved one more
+    assert {k: v for k, v in ca.state["json"].items() if k not in volatile} == {
+        k: v for k, v in cb.state["json"].items() if k not in volatile
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, case):
+    total = CASES[case][3]
+    run(tmp_path / "whole", case, total)
+    run(tmp_path / "parts", case, total // 2)
+    resumed = Experiment.resume(tmp_path / "parts")
+    assert resumed.exact
+    finish(resumed, total)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_every_iteration_is_a_point_to_resume_from(tmp_path):
+    run(tmp_path / "whole", "ppo-native", 5)
+    run(tmp_path / "parts", "ppo-native", 1)
+    for n in range(2, 6):
+        finish(Experiment.resume(tmp_path / "parts"), n)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_rows_written_after_the_last_checkpoint_are_dropped(tmp_path):
+    run(tmp_path / "whole", "ppo-native", 4)
+    run(tmp_path / "parts", "ppo-native", 2)
+    with open(tmp_path / "parts" / "result.jsonl", "a") as f:
+        f.write(json.dumps({"training_iteration": 3, "env_steps_total": 1}) + "\n")  # a run that was killed later
+    finish(Experiment.resume(tmp_path / "parts"), 4)
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_seeds_differ(tmp_path):
+    run(tmp_path / "a", "ppo-native", 2, seed=0)
+    run(tmp_path / "b", "ppo-native", 2, seed=0)
+    run(tmp_path / "c", "ppo-native", 2, seed=1)
+    assert_same(tmp_path / "a", tmp_path / "b")
+    assert rows(tmp_path / "a") != rows(tmp_path / "c")
+
+
+def test_where_it_cannot_be_exact_the_run_says_so(tmp_path, caplog):
+    pytest.importorskip("ale_py")
+    config = {
+        "num_envs": 2,
+        "rollout_length": 4,
+        "vector": "native",
+        "epochs": 1,
+        "conv_filters": [[4, [8, 8], 8]],
+        "conv_features": 8,
+    }
+    exp = Experiment(run="PPO", env="ALE/Pong-v5", use_preset=False, path=tmp_path / "r", config=config)
+    finish(exp, 1)
+    resumed = Experiment.resume(tmp_path / "r")
+    assert not resumed.exact
+    assert "cannot be restored exactly" in caplog.text
+    finish(resumed, 2)
+    assert RunDir.open(tmp_path / "r").load_checkpoint().meta["exact"] is False
+    assert [r["training_iteration"] for r in rows(tmp_path / "r")] == [1, 2]
+
+
+def test_a_replay_that_was_not_saved_makes_the_resume_inexact(tmp_path):
+    algo, env, config, _ = CASES["dqn-inprocess"]
+    exp = Experiment(
+        run=algo, env=env, use_preset=False, path=tmp_path / "r", config={**config, "checkpoint_replay": "never"}
+    )
+    finish(exp, 1)
+    assert not (tmp_path / "r" / "replay").exists()
+    resumed = Experiment.resume(tmp_path / "r")
+    assert not resumed.exact
+    finish(resumed, 2)
