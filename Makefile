@@ -11,13 +11,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup system demo test test-fast test-slow lint types format clean
+.PHONY: setup system box2d demo test test-fast test-slow lint types format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,atari,box2d]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,atari]'
 	@touch $@
 
 # Debian packages that tests need, where there is root; none is needed to train.
@@ -25,6 +25,11 @@ system:
 	@grep -v '^#' system-packages.txt | xargs -r -n1 sh -c 'dpkg -s "$$0" >/dev/null 2>&1 || echo "$$0"' > .missing-packages; \
 	if [ -s .missing-packages ] && [ "$$(id -u)" = 0 ]; then apt-get update -qq && xargs apt-get install -y -qq < .missing-packages; fi; \
 	rm -f .missing-packages
+
+# LunarLander and friends: their physics is compiled here, with swig from the package index.
+box2d: setup
+	$(BIN)/pip install -q -c constraints.txt swig setuptools wheel
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q -c constraints.txt --no-build-isolation box2d-py
 
 demo: setup
 	@$(BIN)/python examples/demo.py

@@ -56,21 +56,18 @@ class capture:
     def bind(self, *fixed: Any) -> Callable[..., Any]:
         """A callable of the remaining arguments (tensors), for calling many times with the same first ones: those are flattened once."""
         first, _ = pytree.tree_flatten(fixed)
+        programs: dict[Any, Program | None] = {}
 
         def call(*rest: Tensor) -> Any:
-            nonlocal program
-            if not self.enabled:
-                return self.fn(*fixed, *rest)
             flat = first + list(rest)
-            if program is False or any(x.shape != s for x, s in zip(rest, shapes, strict=False)):
-                program = self.program(flat, pytree.tree_structure((*fixed, *rest)))
-                shapes[:] = [x.shape for x in rest]
+            shapes = tuple(x.shape for x in rest)
+            if shapes not in programs:
+                programs[shapes] = self.program(flat, pytree.tree_structure((*fixed, *rest))) if self.enabled else None
+            program = programs[shapes]
             if program is None:
                 return self.fn(*fixed, *rest)
             return pytree.tree_unflatten(program.run(flat), program.out_structure)
 
-        program: Any = False
-        shapes: list[torch.Size] = []
         return call
 
     def program(self, flat: list[Tensor], structure: Any) -> Program | None:
@@ -214,7 +211,7 @@ class _Recorder(TorchDispatchMode):
                 if _storage(x) not in self._outer:
                     self._made.add(_storage(x))
             outs.append(self._slot_of[id(x)])
-        self.tape.ops.append(Op(func, *refs, outs))
+        self.tape.ops.append(Op(func, refs[0], refs[1], outs))
         return out
 
     def __exit__(self, *exc: Any) -> None:

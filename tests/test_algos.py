@@ -331,7 +331,9 @@ class Composite(gym.Env):
 
     def step(self, action):
         assert self.action_space.contains(action), action
-        right = int(action["index"] == self.side + 1) + int(action["switches"][0] == 1) + int(action["switches"][1] == 0)
+        right = (
+            int(action["index"] == self.side + 1) + int(action["switches"][0] == 1) + int(action["switches"][1] == 0)
+        )
         reward = float(right) + float(abs(action["number"][0] - 2.5) < 1.0)
         self.t += 1
         return self._obs(), reward / 4, False, self.t >= 8, {}

@@ -29,20 +29,20 @@ def batch(rows=32):
 
 
 def test_training_by_a_recording_equals_training_without():
-    (m1, o1, f1), (m2, o2, f2) = make_step(), make_step()
+    (_m1, o1, f1), (_m2, o2, f2) = make_step(), make_step()
     recorded, data = capture(f1), batch()
     for i in range(20):
         index = torch.arange(8) + i % 3
         a, b = recorded(data, index), f2(data, index)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert len(recorded._programs) == 1
-    assert list(recorded._programs.values())[0] is not None
+    assert next(iter(recorded._programs.values())) is not None
     torch.testing.assert_close(o1.flat, o2.flat, rtol=1e-5, atol=1e-6)
     assert o1.steps.item() == o2.steps.item() == 20
 
 
 def test_recording_itself_changes_nothing():
-    model, optimizer, step = make_step()
+    _model, optimizer, step = make_step()
     recorded = capture(step)
     before = [x.clone() for x in (optimizer.flat, optimizer.m, optimizer.v, optimizer.steps)]
     flat, structure = torch.utils._pytree.tree_flatten((batch(), torch.arange(8)))
@@ -118,10 +118,10 @@ def test_new_shapes_get_their_own_recording_up_to_a_bound():
 
 
 def test_bind_flattens_once_and_equals_a_call():
-    model, optimizer, step = make_step()
+    _model, _optimizer, step = make_step()
     recorded, data = capture(step), batch()
     bound = recorded.bind(data)
-    m2, o2, f2 = make_step()
+    _m2, _o2, f2 = make_step()
     for n in (8, 8, 5, 8):
         torch.testing.assert_close(bound(torch.arange(n)), f2(data, torch.arange(n)), rtol=1e-5, atol=1e-6)
 

@@ -60,9 +60,7 @@ def train(case: Case, seed: int, path: Path) -> dict[str, Any]:
         checkpoint_freq=0,
     )
     start = time.perf_counter()
-    row: dict[str, Any] = {}
-    for row in exp.train(stop=stop):
-        pass
+    row = list(exp.train(stop=stop))[-1]
     exp.close()
     score = row.get("eval/return_mean")
     return {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bray.algos import ppo
 from bray.algos.base import Update, actor_critic, explained_variance, flat_obs, load_learner, save_learner, to_torch
 from bray.capture import capture
-from bray.nn import distributions
+from bray.nn import catalog, distributions
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
@@ -52,7 +52,7 @@ Policy = ppo.Policy
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
-    return ppo.make_model(config, spec, model)
+    return catalog.make_model("actor_critic", spec, model)
 
 
 class Learner:

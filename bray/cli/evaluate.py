@@ -21,7 +21,8 @@ from bray.rundir import RunDir
 from bray.video import write_video
 
 Render = Literal["video", "human"]
-_MAX_GIF = 3000  # frames; a longer picture is for a video format
+_MAX_GIF = 3000  # frames; what is longer is for a video format
+_GIF_SIDE = 320  # pixels: choosing the colours of a large picture takes longer than playing the episode
 
 
 @log_shown()
@@ -56,9 +57,11 @@ def judge(
         return []
     frames, return_, steps, fps = film(exp, render, explore=explore, seed=seed)
     videos = []
-    for suffix in (".mp4", ".gif") if render == "video" else ():
-        if suffix == ".mp4" or len(frames) <= _MAX_GIF:
-            videos.append(write_video(frames, out / "videos" / f"eval{suffix}", fps))
+    if render == "video":
+        videos.append(write_video(frames, out / "videos" / "eval.mp4", fps))
+        if len(frames) <= _MAX_GIF:
+            every = -(-max(frames[0].shape[:2]) // _GIF_SIDE)
+            videos.append(write_video([f[::every, ::every] for f in frames], out / "videos" / "eval.gif", fps))
     if not quiet:
         what = "filmed" if render == "video" else "showed"
         say(console, f"{what} one episode of {steps:,} steps, return {short(return_)}", "dim")

@@ -1,0 +1,178 @@
+"""python -m benchmarks training|replay|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
+
+`bash benchmarks/install_peers.sh` makes the peers' own environment first; without it only our side is measured. One JSON line per
+measurement, then one per case with the ratio of our median to the fastest peer's. Results go into RESULTS.md by hand, with the date,
+because a busy machine makes them worthless.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ours
+
+HERE = Path(__file__).parent
+PEER_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
+
+TRAINING: dict[str, list[list[str]]] = {
+    "ppo-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"], ["tianshou_train.py"]],
+    "ppo-acrobot": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
+    "ppo-cartpole-256relu": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
+    "ppo-dict-lstm": [["sb3_contrib_recurrent.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
+    "ppo-custom-module": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
+    "ppo-pong": [["sb3.py"], ["cleanrl_style.py", "--env", "ale"], ["pufferlib_ppo.py"]],
+    "dqn-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["tianshou_train.py"]],
+    "sac-pendulum": [["sb3.py"], ["cleanrl_style.py"]],
+}
+REPLAY = {
+    "replay-84": [["tianshou_replay.py"], ["cpprb_replay.py"]],
+    "replay-frames": [
+        ["tianshou_replay.py"],
+        ["tianshou_replay.py", "--variant", "compact"],
+        ["cpprb_replay.py", "--variant", "compact"],
+    ],
+}
+
+
+def call(command: list[str], case: str) -> dict[str, Any] | None:
+    """Run one measurement; its JSON line, printed as it comes, or None with its error."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=HERE.parent)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
+    if done.returncode or not lines:
+        print(
+            json.dumps(
+                {"case": case, "failed": command[1:], "error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+            ),
+            flush=True,
+        )
+        return None
+    print(lines[-1], flush=True)
+    return json.loads(lines[-1])
+
+
+def compare(
+    cases: dict[str, list[list[str]]], names: list[str], mine: Any, key: str, repeat: int, seconds: float
+) -> None:
+    """Ours and each peer in turn, `repeat` times, so that a busy minute hits all alike."""
+    for case in names or cases:
+        rates: dict[str, list[float]] = {}
+        for _ in range(repeat):
+            commands = [("bray", [sys.executable, *mine(case, seconds)])]
+            if PEER_PYTHON.exists():
+                for script, *options in cases[case]:
+                    label = script.removesuffix(".py") + "".join(f" {o}" for o in options if not o.startswith("-"))
+                    commands.append(
+                        (
+                            label,
+                            [str(PEER_PYTHON), f"benchmarks/peers/{script}", case, *options, "--seconds", str(seconds)],
+                        )
+                    )
+            for label, command in commands:
+                result = call(command, case)
+                if result is not None:
+                    rates.setdefault(label, []).append(result[key])
+        medians = {k: statistics.median(v) for k, v in rates.items()}
+        peers = {k: v for k, v in medians.items() if k != "bray"}
+        summary: dict[str, Any] = {
+            "case": case,
+            "measure": key,
+            "medians": medians,
+            "repeat": repeat,
+            "machine": platform.machine(),
+        }
+        if peers and "bray" in medians:
+            best = max(peers, key=lambda k: peers[k])
+            summary |= {"fastest_peer": best, "ratio": round(medians["bray"] / peers[best], 2)}
+        print(json.dumps(summary), flush=True)
+
+
+def startup(repeat: int) -> None:
+    """Seconds from the command line to the first learner update (`bray train` with the CartPole preset)."""
+    bray = Path(sys.executable).with_name("bray")
+    times = []
+    for _ in range(repeat):
+        with tempfile.TemporaryDirectory() as d:
+            command = [
+                bray,
+                "train",
+                "--run",
+                "PPO",
+                "--env",
+                "CartPole-v1",
+                "--project",
+                d,
+                "--trial",
+                "t",
+                "--stop",
+                '{"training_iteration": 1}',
+            ]
+            start = time.time()
+            subprocess.run([*command, "--quiet"], check=True, capture_output=True)
+            first = (Path(d) / "t" / "result.jsonl").stat()
+            row = json.loads((Path(d) / "t" / "result.jsonl").read_text().splitlines()[0])
+            times.append(first.st_mtime - start)
+            print(
+                json.dumps(
+                    {
+                        "case": "startup",
+                        "seconds_to_first_update": round(times[-1], 2),
+                        "iteration_s": row["time_this_iter_s"],
+                    }
+                ),
+                flush=True,
+            )
+    print(json.dumps({"case": "startup", "median_s": round(statistics.median(times), 2), "repeat": repeat}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["training", "replay", "startup"])
+    parser.add_argument(
+        "cases", nargs="*", help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; none: all"
+    )
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    args = parser.parse_args()
+    known = {
+        "training": {**TRAINING, **{c: [] for c in ours.CASES if c not in TRAINING}},
+        "replay": REPLAY,
+        "startup": {},
+    }[args.what]
+    for case in args.cases:
+        if case not in known:
+            parser.error(f"unknown case {case!r}; known: {', '.join(known)}")
+    if args.what == "startup":
+        startup(args.repeat)
+    elif args.what == "training":
+        compare(
+            known,
+            args.cases or list(TRAINING),
+            lambda c, s: ["-m", "benchmarks.ours", c, "--seconds", str(s)],
+            "env_steps_per_second",
+            args.repeat,
+            args.seconds,
+        )
+    else:
+        compare(
+            REPLAY,
+            args.cases,
+            lambda c, s: ["-m", "benchmarks.replay", c, "--seconds", str(s / 4)],
+            "cycle_per_s",
+            args.repeat,
+            args.seconds,
+        )
+
+
+if __name__ == "__main__":
+    main()
