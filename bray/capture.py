@@ -17,7 +17,9 @@ inputs first: where its results differ from the function's, it is not used.
 
 from __future__ import annotations
 
+import gc
 import logging
+import math
 import platform
 import warnings
 from collections.abc import Callable, Iterable
@@ -118,6 +120,7 @@ class Op:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outs: list[int]  # slots
+    results: list[bool] | None = None  # None: one tensor; else which of several results are tensors
 
     def inputs(self) -> Iterable[int]:
         return (x.slot for x in pytree.tree_leaves((self.args, self.kwargs), is_leaf=_is_ref) if isinstance(x, Ref))
@@ -211,7 +214,8 @@ class _Recorder(TorchDispatchMode):
                 if _storage(x) not in self._outer:
                     self._made.add(_storage(x))
             outs.append(self._slot_of[id(x)])
-        self.tape.ops.append(Op(func, refs[0], refs[1], outs))
+        results = [isinstance(x, Tensor) for x in out] if isinstance(out, (tuple, list)) else None
+        self.tape.ops.append(Op(func, refs[0], refs[1], outs, results))
         return out
 
     def __exit__(self, *exc: Any) -> None:
@@ -325,20 +329,6 @@ _ALIASES = {
     aten.split_with_sizes.default,
 }
 _RANDOM = {aten.bernoulli.default, aten.normal_.default, aten.uniform_.default, aten.randn.default, aten.rand.default}
-_WITH_NUMBER = {
-    aten.mul.Tensor: aten.mul.Tensor,
-    aten.add.Tensor: aten.add.Tensor,
-    aten.sub.Tensor: aten.sub.Tensor,
-    aten.div.Tensor: aten.div.Tensor,
-    aten.mul.Scalar: aten.mul.Tensor,
-    aten.add.Scalar: aten.add.Tensor,
-    aten.sub.Scalar: aten.sub.Tensor,
-    aten.div.Scalar: aten.div.Tensor,
-    aten.mul_.Tensor: aten.mul_.Tensor,
-    aten.add_.Tensor: aten.add_.Tensor,
-    aten.sub_.Tensor: aten.sub_.Tensor,
-    aten.div_.Tensor: aten.div_.Tensor,
-}
 _LARGE = 4096  # elements from which four cheap operations on ARM beat one tanh
 
 
@@ -349,7 +339,6 @@ def _simplify(tape: Tape) -> None:
     _fold_constants(tape)
     if _ARM:
         _tanh_by_sigmoid(tape)
-    _numbers_to_tensors(tape)
     _drop_unused(tape)
 
 
@@ -433,24 +422,6 @@ def _tanh_by_sigmoid(tape: Tape) -> None:
     tape.ops = ops
 
 
-def _numbers_to_tensors(tape: Tape) -> None:
-    """Plain numbers in arithmetic become tensors of the right dtype; the interpreter would convert them at every call."""
-    numbers: dict[tuple[float, torch.dtype], int] = {}
-    top = max([*tape.examples, *tape.held]) + 1
-    for op in tape.ops:
-        if op.func not in _WITH_NUMBER or op.kwargs or len(op.args) != 2 or not isinstance(op.args[1], (int, float)):
-            continue
-        x = tape.examples[op.args[0].slot]
-        if x.dtype not in (torch.float32, torch.float64):
-            continue
-        key = (float(op.args[1]), x.dtype)
-        if key not in numbers:
-            numbers[key] = top
-            tape.held[top] = tape.examples[top] = torch.tensor(key[0], dtype=x.dtype, device=x.device)
-            top += 1
-        op.func, op.args = _WITH_NUMBER[op.func], (op.args[0], Ref(numbers[key]))
-
-
 def _drop_unused(tape: Tape) -> None:
     """Operations whose results nobody reads and that change nothing."""
     needed = set(tape.outputs)
@@ -467,20 +438,10 @@ def _drop_unused(tape: Tape) -> None:
 
 
 def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
-    """TorchScript's interpreter: runs the list in C++."""
-    slots, held = list(tape.held), [x.detach() for x in tape.held.values()]
-
-    def program(*tensors: Tensor) -> tuple[Tensor, ...]:
-        places = dict(enumerate(tensors[: len(flat)])) | dict(zip(slots, tensors[len(flat) :], strict=True))
-        return tuple(tape.play_into(places))
-
-    before = [x.clone() for x in held]
-    rng = torch.get_rng_state()
-    with torch.no_grad():
-        script = torch.jit.trace(program, (*flat, *held), check_trace=False)
-    _restore(held, before)
-    torch.set_rng_state(rng)
-    run = script._c._get_method("forward") if hasattr(script, "_c") else script
+    """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
+    turns numbers into tensors and fails on the backward of convolutions."""
+    held = [x.detach() for x in tape.held.values()]
+    run = torch.jit.CompilationUnit(_source(tape, range(len(flat)), list(tape.held))).program
     # On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster.
     dense = _ARM and not any("conv" in op.func.name() for op in tape.ops) and _largest_product(tape) < _SMALL_PRODUCT
 
@@ -492,6 +453,37 @@ def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], lis
             torch._C._set_mkldnn_enabled(True)
 
     return replay_dense if dense else lambda flat: run(*flat, *held)
+
+
+def _source(tape: Tape, inputs: Iterable[int], held: list[int]) -> str:
+    """A tape as TorchScript."""
+    lines = [f"def program({', '.join(f't{s}' for s in [*inputs, *held])}):"]
+    for op in tape.ops:
+        name = op.func.name().removeprefix("aten::").split(".")[0]
+        args = [_literal(a) for a in op.args] + [f"{k}={_literal(v)}" for k, v in op.kwargs.items()]
+        call = f"torch.ops.aten.{name}({', '.join(args)})"
+        if op.results is None:
+            lines.append(f"    t{op.outs[0]} = {call}")
+        else:
+            lines.append(f"    r = {call}")
+            places = [i for i, there in enumerate(op.results) if there]
+            lines += [f"    t{slot} = r[{i}]" for slot, i in zip(op.outs, places, strict=True)]
+    lines.append(f"    return [{', '.join(f't{s}' for s in tape.outputs)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(x: Any) -> str:
+    if isinstance(x, Ref):
+        return f"t{x.slot}"
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(_literal(v) for v in x)}]"
+    if isinstance(x, float) and not math.isfinite(x):
+        return f"float('{x}')"
+    if isinstance(x, torch.device):
+        return f"torch.device('{x}')"
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.memory_format, torch.layout)):
+        return repr(x)
+    raise ValueError(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
 _SMALL_PRODUCT = 4_000_000  # multiplications; the two are equal there (Neoverse N1)
@@ -520,8 +512,13 @@ def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list
             tape.play(static)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), torch.no_grad():
-        out = tape.play(static)
+    gc.collect()
+    gc.disable()  # an old graph that is freed while a new one is recorded breaks the recording
+    try:
+        with torch.cuda.graph(graph), torch.no_grad():
+            out = tape.play(static)
+    finally:
+        gc.enable()
     _restore(held, before)
 
     def replay(flat: list[Tensor]) -> list[Tensor]:

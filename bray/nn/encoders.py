@@ -163,7 +163,7 @@ class ImageInput(nn.Module):
             x = x - 1.0
         if self.size is not None:
             x = F.interpolate(x, self.size, mode="bilinear")
-        return x
+        return x.contiguous(memory_format=torch.channels_last)  # convolutions are 1.2x faster so, forward and backward
 
 
 class ImageStem(nn.Module):
