@@ -141,9 +141,9 @@ def replay_batch(spec, n=16, seed=0):
     }
 
 
-@pytest.mark.parametrize("double", [True, False])
-def test_dqn_loss_and_priorities_equal_an_independent_loop(double):
-    _, model, learner = make(dqn, DISCRETE, double=double, prioritized=True)
+@pytest.mark.parametrize(("double", "huber"), [(True, None), (False, 1.0)])
+def test_dqn_loss_and_priorities_equal_an_independent_loop(double, huber):
+    _, model, learner = make(dqn, DISCRETE, double=double, huber=huber, prioritized=True)
     with torch.no_grad():  # a target network that differs
         learner.target._flat.add_(
             0.3 * torch.randn(learner.target._flat.shape, generator=torch.Generator().manual_seed(1))
@@ -158,7 +158,7 @@ def test_dqn_loss_and_priorities_equal_an_independent_loop(double):
         best = (online if double else target)[i].argmax()
         error = q[i, batch["action"][i]] - (batch["reward"][i] + batch["discount"][i] * target[i, best])
         errors.append(abs(error))
-        loss += batch["weight"][i] * (0.5 * error**2 if abs(error) <= 1 else abs(error) - 0.5) / 16
+        loss += batch["weight"][i] * (0.5 * error**2 if huber is None or abs(error) <= 1 else abs(error) - 0.5) / 16
     update = learner.update(batch)
     assert update.metrics["loss"] == pytest.approx(loss, rel=1e-4)
     np.testing.assert_allclose(update.priorities, errors, rtol=1e-4, atol=1e-5)

@@ -19,6 +19,7 @@ from gymnasium import spaces
 from torch import nn
 
 import bray
+import bray.figures
 from bray import loop
 from bray.algos import a2c, dqn, ppo, sac
 from bray.cli.main import app, main
@@ -36,6 +37,14 @@ from bray.rundir import RunDir
 DOCS = Path(__file__).parent.parent / "docs"
 ALGOS = {"PPO": ppo, "A2C": a2c, "DQN": dqn, "SAC": sac}
 TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_curves():
+    """Drawing takes longer than these runs; `test_figures.py` and `test_cli_train.py` look at curves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bray.figures, "learning_curve", lambda *args, **kwargs: None)
+        yield
 
 
 # --- the documents ----------------------------------------------------------------------------------------------------
@@ -251,6 +260,15 @@ def test_two_episodes_in_each_of_four_processes():
     exp = Experiment("A2C", e.Scripted, use_preset=False, config={**config, "num_processes": 1})
     assert len(exp.training.env._workers) == 1
     exp.close()
+
+
+@pytest.mark.parametrize(("clip", "learned"), [(None, [1, 2, 3]), (True, [1, 1, 1]), (2.0, [1, 2, 2])])
+def test_clipped_rewards_are_learned_from_and_raw_ones_are_told(clip, learned):
+    config = {"env_config": {"terminate_at": 3}, "rollout_length": 3, "clip_rewards": clip}
+    exp = Experiment("A2C", e.Scripted, use_preset=False, config=config)
+    assert exp.training.collect(3).reward[:, 0].tolist() == learned
+    assert exp.training.iterate()["episode_return_mean"] == 6.0
+    assert exp.evaluate(1)["eval/return_mean"] == 6.0
 
 
 def test_an_environment_object_trains():
@@ -611,6 +629,22 @@ def test_ones_own_network_is_trained(tmp_path, monkeypatch):
     weights = RunDir.open(tmp_path / "t").load_checkpoint().weights
     assert {k: v.shape for k, v in weights.items()}["layers.0.weight"] == (24, 4)
     assert read_results(tmp_path / "t")[-1]["learner_steps_total"] > 10
+
+
+def test_collected_episodes_teach_another_network(done, tmp_path):
+    """Imitation in ten lines: what `collect` wrote is read back and a linear policy learns the same choices."""
+    assert main(["collect", str(done), "--episodes", "8", "--out", str(tmp_path)]) == 0
+    data = bray.EpisodeReader(tmp_path).transitions()
+    obs, action = torch.from_numpy(data["obs"]), torch.from_numpy(data["action"])
+    torch.manual_seed(0)
+    student = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(student.parameters(), 0.05)
+    for _ in range(200):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(student(obs), action).backward()
+        optimizer.step()
+    alike = (student(obs).argmax(1) == action).float().mean().item()
+    assert alike > max(0.9, action.float().mean().item(), 1 - action.float().mean().item())
 
 
 # --- networks -----------------------------------------------------------------------------------------------------------

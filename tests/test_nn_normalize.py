@@ -65,7 +65,7 @@ def test_it_is_the_first_layer_of_a_model_and_travels_with_its_weights():
     spec = EnvSpec("x", space, DISCRETE)
     model = ActorCritic(spec, ModelConfig(normalize_observations=True))
     norms = [m for m in model.modules() if isinstance(m, RunningNorm)]
-    assert len(norms) == 2  # the float vectors a and c/in; neither integers nor choices
+    assert len(norms) == 4  # in both encoders: the float vectors a and c/in; neither integers nor choices
     rng = np.random.default_rng(0)
     obs = {
         "a": rng.normal(3, 2, (4, 5, 3)).astype(np.float32),

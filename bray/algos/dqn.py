@@ -61,6 +61,9 @@ class Config:
     """Instead of copies, move the target this fraction of the way after every gradient step; null = copies."""
     epsilon: Schedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
+    huber: Annotated[float, Field(gt=0)] | None = None
+    """TD errors beyond this count linearly (1 is usual for Atari's clipped rewards); null = squared errors. With large returns a small
+    value learns the median instead of the mean and overestimates states from which few transitions end the episode."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
     """Gradients are scaled down to this norm; null = off."""
 
@@ -132,7 +135,7 @@ class Learner:
                 chooser = chooser.masked_fill(~batch["next_mask"], -torch.inf)
             q_next = losses.select(q_target, chooser.argmax(-1))
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
-        loss = torch.mean(batch["weight"] * losses.huber(td_error))
+        loss = torch.mean(batch["weight"] * losses.huber(td_error, self.config.huber))
         grad_norm = self.optimizer.step(loss)
         if self.config.tau is not None:
             self.target.follow()

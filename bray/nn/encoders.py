@@ -158,12 +158,17 @@ class ImageInput(nn.Module):
             x = x.unsqueeze(1)
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        x = x * self.scale if self.bytes else x.float()  # uint8 * float is float32: cast and scaling are one operation
+        # Channels last: convolutions are 1.2x faster so. Straight to the precision they run in: pictures are large, passes over them cost.
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+        x = x.to(dtype, memory_format=torch.channels_last)
+        if self.bytes:
+            x = x * self.scale
         if self.zero_mean:
             x = x - 1.0
         if self.size is not None:
             x = F.interpolate(x, self.size, mode="bilinear")
-        return x.contiguous(memory_format=torch.channels_last)  # convolutions are 1.2x faster so, forward and backward
+        return x
 
 
 class ImageStem(nn.Module):

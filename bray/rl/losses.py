@@ -38,8 +38,10 @@ def td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor) -> Ten
     return q - (reward + discount * q_next).detach()
 
 
-def huber(x: Tensor, delta: float = 1.0) -> Tensor:
-    """x^2/2 near zero, delta (|x| - delta/2) beyond delta."""
+def huber(x: Tensor, delta: float | None = 1.0) -> Tensor:
+    """x^2/2 near zero, delta (|x| - delta/2) beyond delta; without a delta x^2/2 everywhere."""
+    if delta is None:
+        return 0.5 * x.square()
     return F.huber_loss(x, torch.zeros_like(x), reduction="none", delta=delta)
 
 
