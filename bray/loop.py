@@ -235,7 +235,7 @@ class Training:
             self._iterate = self._on_policy
         else:
             self._sample_rng = np.random.default_rng([run.seed, 2])
-            self._beta = make_schedule(getattr(config, "beta", 1.0))
+            self._beta = make_schedule(config.priority_beta if config.prioritized else 1.0)
             self._iterate = self._off_policy
 
     # --- one iteration ------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class Training:
         example = {"obs": tree.index(step.obs, 0), "action": step.extras["action"][0]} | tree.index(_kept(step), 0)
         options: dict[str, Any] = {"gamma": c.gamma, "n_step": c.n_step, "prioritized": c.prioritized}
         if c.prioritized:
-            options["alpha"] = getattr(c, "alpha", 0.6)
+            options["alpha"] = c.priority_alpha
         return Replay(c.replay_size, self.env.num_envs, example, frame_stack=frame_stack(self.spec), **options)
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
@@ -518,7 +518,9 @@ def _write(columns: dict[str, Any], t: int, step: Step, keep: tuple[str, ...]) -
 
 
 def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
-    """The environment as it is judged: whole episodes, raw rewards."""
+    """The environment as it is judged: whole episodes, raw rewards. An environment given as an object is there only once."""
+    if not isinstance(config.id, (str, type)) and hasattr(config.id, "step"):
+        num_envs = 1
     atari = dataclasses.replace(config.atari, episodic_life=False)
     return dataclasses.replace(
         config,

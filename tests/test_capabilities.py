@@ -122,11 +122,12 @@ OTHER = {
     "A2C": {"rollout_length": 8, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "lambda_": 0.5, "entropy_coef": 1.0,
             "value_coef": 9.0, "max_grad_norm": 1e-3, "normalize_advantage": True},
     "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "prioritized": True,
-            "alpha": {**PER, "alpha": 0.0}, "beta": {**PER, "beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
+            "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
-            "tau": 0.1, "epsilon": 0.0, "max_grad_norm": 1e-3},
+            "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3},
     "SAC": {"lr": 1e-3, "critic_lr": 1e-2, "alpha_lr": 0.1, "gamma": 0.5, "n_step": 3, "tau": 0.5, "initial_alpha": 0.01,
-            "target_entropy": 3.0, "adapt_alpha": False, "prioritized": True, "replay_size": 40, "batch_size": 8,
+            "target_entropy": 3.0, "adapt_alpha": False, "prioritized": True,
+            "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0}, "replay_size": 40, "batch_size": 8,
             "learning_starts": 100, "train_every": 8, "updates": 1, "max_grad_norm": 1e-3},
 }  # fmt: skip
 
@@ -148,11 +149,11 @@ def test_every_key_of_an_algorithm_changes_the_training(name, monkeypatch):
     assert list(OTHER[name]) == [f.name for f in fields(ALGOS[name].Config)]
     plain = outcome(name)
     assert plain == outcome(name)
-    prioritized = outcome(name, **PER) if name == "DQN" else plain
+    prioritized = outcome(name, **PER) if name in ("DQN", "SAC") else plain
     for key, value in OTHER[name].items():
         changes = value if isinstance(value, dict) and key in value else {key: value}
         other = outcome(name, **changes)
-        assert other != (prioritized if key in ("alpha", "beta") else plain), key
+        assert other != (prioritized if key.startswith("priority_") else plain), key
 
 
 # --- environments -------------------------------------------------------------------------------------------------------

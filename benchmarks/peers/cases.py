@@ -3,6 +3,9 @@
 Nothing here imports Bray: the scripts run in the virtual environment of the peers (see `../install_peers.sh`).
 """
 
+import os
+import sys
+
 import dict_env
 import gymnasium as gym
 import numpy as np
@@ -52,8 +55,16 @@ SAC_LEARNING_STARTS = 500
 
 
 def prepare(case: str) -> None:
-    """Sets torch's threads and seed: one thread is right for small networks, the CNN gets two."""
-    torch.set_num_threads(2 if case == "ppo-pong" else 1)
+    """Sets threads and seeds: one thread is right for small networks, the CNN gets two.
+
+    `torch.set_num_threads` does not reach the OpenBLAS in torch's ARM wheels. The environment does, but only when it is
+    set before torch loads, so the script starts itself again where it is not.
+    """
+    threads = 2 if case == "ppo-pong" else 1
+    limits = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+    if any(os.environ.get(name) != value for name, value in limits.items()):
+        os.execve(sys.executable, sys.orig_argv, os.environ | limits)
+    torch.set_num_threads(threads)
     torch.manual_seed(SEED)
     np.random.seed(SEED)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from bray.algos.base import Update, load_learner, save_learner, to_torch
 from bray.capture import capture
+from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
@@ -40,10 +41,10 @@ class Config:
     dueling: bool = False
     """Q = V + A - mean(A)."""
     prioritized: bool = False
-    """Draw samples with probability ~ |TD error|**alpha instead of uniformly."""
-    alpha: Annotated[float, Field(ge=0)] = 0.6
+    """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
+    priority_alpha: Annotated[float, Field(ge=0)] = 0.6
     """How strongly priorities count; 0 = uniform."""
-    beta: Schedule = 0.4
+    priority_beta: Schedule = 0.4
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
     replay_size: Annotated[int, Field(gt=0)] = 100_000
     """Transitions kept."""
@@ -72,6 +73,8 @@ METRICS = ("loss", "q", "td_error", "grad_norm")
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    if model.use_lstm:
+        raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use PPO")
     return catalog.make_model("q", spec, model, dueling=config.dueling)
 
 
@@ -114,7 +117,8 @@ class Learner:
         self._step = capture(self._gradient_step, enabled=record)
 
     def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
-        update_normalizers(self.model, batch["obs"], batch["weight"])
+        for module in (self.model, self.target.module):  # both see the same scale
+            update_normalizers(module, batch["obs"], batch["weight"])
         self.optimizer.set_lr(self.lr(env_steps))
         columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
         mask = self.layout.mask(batch["next_obs"])

@@ -45,7 +45,11 @@ class Config:
     adapt_alpha: bool = True
     """Learn the temperature; false keeps `initial_alpha`."""
     prioritized: bool = False
-    """Draw samples with probability ~ |TD error|**alpha_priority instead of uniformly."""
+    """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
+    priority_alpha: Annotated[float, Field(ge=0)] = 0.6
+    """How strongly priorities count; 0 = uniform."""
+    priority_beta: Schedule = 0.4
+    """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
     replay_size: Annotated[int, Field(gt=0)] = 1_000_000
     """Transitions kept."""
     batch_size: Annotated[int, Field(gt=0)] = 256
