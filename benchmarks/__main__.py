@@ -25,13 +25,13 @@ HERE = Path(__file__).parent
 PEER_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
 
 TRAINING: dict[str, list[list[str]]] = {
-    "ppo-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"], ["tianshou_train.py"]],
+    "ppo-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-acrobot": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-cartpole-256relu": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-dict-lstm": [["sb3_contrib_recurrent.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-custom-module": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-pong": [["sb3.py"], ["cleanrl_style.py", "--env", "ale"], ["pufferlib_ppo.py"]],
-    "dqn-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["tianshou_train.py"]],
+    "dqn-cartpole": [["sb3.py"], ["cleanrl_style.py"]],
     "sac-pendulum": [["sb3.py"], ["cleanrl_style.py"]],
 }
 REPLAY = {

@@ -172,6 +172,7 @@ class Experiment:
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
+        self._replay_states: dict[int, Any] = {}
         self._last_row: dict[str, Any] | None = None
         self._stop_requested = False
         self.exact = True
@@ -316,7 +317,11 @@ class Experiment:
             raise
         self._saved_at = training.iteration
         if training.replay is not None and "replay" in state["arrays"]:
-            kept = [directory.load_checkpoint(s).state["arrays"].get("replay") for s in directory.steps()]
+            self._replay_states[training.learner.steps] = {"segments": state["arrays"]["replay"]["segments"]}
+            for step in directory.steps():
+                if step not in self._replay_states:  # made before this process
+                    self._replay_states[step] = directory.load_checkpoint(step).state["arrays"].get("replay")
+            kept = [self._replay_states[s] for s in directory.steps()]
             training.replay.prune(replay_dir, [s for s in kept if s])
         return path
 

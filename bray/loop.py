@@ -121,7 +121,7 @@ class Rollout:
             outputs = self.engine.forward(obs)
         else:
             if first.any():
-                state = tree.map(lambda x: np.where(first.reshape(-1, *[1] * (x.ndim - 1)), np.float32(0.0), x), state)
+                state = _zeroed(state, first)
             outputs = self.engine.forward(obs, state)
             self.state = outputs.pop("state")
         actions, extras = self.policy.act(outputs, obs, self.rng, self.env_steps)

@@ -504,20 +504,20 @@ def test_an_end_without_its_final_observation_is_refused():
         "obs": np.zeros((2, 1), np.float32),
         "action": np.zeros(2, np.int64),
         "reward": np.zeros(2),
-        "truncated": np.zeros(2, bool),
+        "terminated": np.zeros(2, bool),
     }
     replay = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
-    replay.add(**row, terminated=np.array([False, True]), valid=np.ones(2, bool))
+    replay.add(**row, truncated=np.array([False, True]), valid=np.ones(2, bool))
     with pytest.raises(DataError, match="environment 1: its episode ended"):
-        replay.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+        replay.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
     again = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
     again.set_state(replay.get_state())
     with pytest.raises(DataError, match="environment 1: its episode ended"):
-        again.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+        again.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
     again.cut()  # environments were made anew
-    again.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
-    replay.add(**row, terminated=np.zeros(2, bool), valid=np.array([True, False]))
-    replay.add(**row, terminated=np.zeros(2, bool), valid=np.ones(2, bool))
+    again.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
+    replay.add(**row, truncated=np.zeros(2, bool), valid=np.array([True, False]))
+    replay.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
     assert (len(replay), len(again)) == (3, 0)
 
 
@@ -592,3 +592,16 @@ def test_sum_tree_finds_the_slot_of_every_point(size):
     tree.rebuild()
     np.testing.assert_array_equal(tree.tree, grown)  # a pure function of the leaves
     assert tree.nbytes <= 16 * size + 256
+
+
+def test_a_lost_life_ends_the_return_but_not_the_episode():
+    """terminated with a valid row after it: discount 0, n-step sums stop there, and the next row is sampled like any other."""
+    replay = Replay(100, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, n_step=3, gamma=0.5)
+    no, yes, one = np.zeros(1, bool), np.ones(1, bool), np.ones(1, np.float32)
+    for t in range(8):
+        replay.add(np.full((1, 1), t, np.float32), np.zeros(1, np.int64), one, yes if t == 3 else no, no, yes)
+    batch = replay.sample(500, np.random.default_rng(0))
+    got = {int(o): (r, d) for o, r, d in zip(batch["obs"][:, 0], batch["reward"], batch["discount"], strict=True)}
+    assert got[2] == (1.5, 0.0)  # 1 + 0.5, then the life is lost
+    assert got[3] == (1.0, 0.0)
+    assert got[4] == (1.75, 0.125)

@@ -143,7 +143,9 @@ class Replay:
         self._stage = np.zeros((4, num_envs), bool)  # the flags of the row being added
         self._first = self._stage[3]  # whose next row starts an episode
         self._first[:] = True
-        self._ended = np.zeros(num_envs, bool)  # whose episode ended with the newest row
+        # Whose newest row was truncated, so that a final observation must follow. After `terminated` a valid row may follow: a lost
+        # life ends the return but not the game, and the successor is not bootstrapped from.
+        self._ended = np.zeros(num_envs, bool)
         self._any_ended = False
         self._cuts: list[int] = []
         self._segments: list[list[int]] = []
@@ -214,9 +216,9 @@ class Replay:
         self._count += self._entering
         self._entering = int(np.count_nonzero(self._stage[2]))
         np.logical_not(self._stage[2], out=self._first)
-        self._any_ended = bool(np.count_nonzero(self._stage[:2]))
+        self._any_ended = bool(np.count_nonzero(self._stage[1]))
         if self._any_ended:
-            self._ended = (self._stage[0] | self._stage[1]) & self._stage[2]
+            self._ended = self._stage[1] & self._stage[2]
         self.steps += 1
 
     def cut(self) -> None:
@@ -566,7 +568,7 @@ class Replay:
             newest = ((self.steps - 1) % self.rows) * n
             flags = self._flags[newest : newest + n]
             lives = (flags & VALID) != 0
-            self._ended = lives & ((flags & ENDED) != 0)
+            self._ended = lives & ((flags & TRUNCATED) != 0)
             self._any_ended = bool(self._ended.any())
             self._entering = int(np.count_nonzero(lives))
             self._first[:] = ~lives
@@ -638,6 +640,9 @@ def _match(
 ) -> None:
     """Collect (array, rows to write) pairs of a column after comparing structure, shapes and dtypes."""
     if isinstance(column, np.ndarray):
+        if type(value) is np.ndarray and value.dtype == column.dtype and value.shape == (n, *column.shape[1:]):
+            writes.append((column, value))
+            return
         if isinstance(value, (dict, tuple)):
             raise DataError(f"replay column {name!r} is one array, got a {type(value).__name__}")
         x = np.asarray(value)

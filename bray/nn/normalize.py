@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,12 @@ class RunningNorm(nn.Module):
 
 def update_normalizers(model: nn.Module, obs: Any, weight: Any = None) -> None:
     """Show a batch of raw observations (arrays or tensors `[..., leaf shape]`) to every RunningNorm of a model."""
-    for module in model.modules():
-        update = getattr(module, "update_norms", None)  # bray.nn.encoders.Features, or a module of yours
-        if update is not None:
-            update(obs, weight)
+    if model not in _normalizing:
+        # bray.nn.encoders.Features, or a module of yours; looked up once, because off-policy learners call this every step
+        found = [m for m in model.modules() if hasattr(m, "update_norms")]
+        _normalizing[model] = [m for m in found if any(isinstance(x, RunningNorm) for x in m.modules())]
+    for module in _normalizing[model]:
+        module.update_norms(obs, weight)  # type: ignore[operator]
+
+
+_normalizing: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()

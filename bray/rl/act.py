@@ -61,6 +61,8 @@ def epsilon_greedy(
         return best
     batch, n = q.shape
     explore = rng.random(batch) < epsilon
+    if not explore.any():
+        return best
     u = rng.random(batch)
     if mask is None:
         other = (u * n).astype(np.int64)

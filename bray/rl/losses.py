@@ -1,4 +1,4 @@
-"""Terms of the losses, in torch. Each returns one number per sample; `mean(x, weight)` makes it a loss."""
+"""Terms of the losses, in torch. Each returns one number per sample; a dot product with the weights makes it a loss."""
 
 from __future__ import annotations
 
