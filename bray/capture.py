@@ -443,7 +443,11 @@ def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], lis
     held = [x.detach() for x in tape.held.values()]
     run = torch.jit.CompilationUnit(_source(tape, range(len(flat)), list(tape.held))).program
     # On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster.
-    dense = _ARM and not any("conv" in op.func.name() for op in tape.ops) and _largest_product(tape) < _SMALL_PRODUCT
+    dense = (
+        _ARM
+        and not any("conv" in op.func.name() for op in tape.ops)
+        and (_TINY_PRODUCT < _largest_product(tape) < _SMALL_PRODUCT)
+    )
 
     def replay_dense(flat: list[Tensor]) -> list[Tensor]:
         torch._C._set_mkldnn_enabled(False)
@@ -486,7 +490,7 @@ def _literal(x: Any) -> str:
     raise ValueError(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
-_SMALL_PRODUCT = 4_000_000  # multiplications; the two are equal there (Neoverse N1)
+_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
 
 

