@@ -60,7 +60,7 @@ def epsilon_greedy(
     if rng is None or epsilon <= 0.0:
         return best
     batch, n = q.shape
-    explore: np.ndarray = rng.random(batch) < epsilon
+    explore = np.less(rng.random(batch), epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
     u = rng.random(batch)
