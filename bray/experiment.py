@@ -266,6 +266,11 @@ class Experiment:
         row = self._last_row or {}
         return {k: row[k] for k, v in self.config["run"].stop.items() if row.get(k) is not None and row[k] >= v}
 
+    @property
+    def saved(self) -> bool:
+        """Whether this experiment's own run directory holds a checkpoint."""
+        return self._dir is not None and bool(self._dir.steps())
+
     def request_stop(self) -> None:
         """End `train` after the iteration under way (signal handlers call this)."""
         self._stop_requested = True

@@ -231,10 +231,12 @@ def test_a_run_is_not_written_over_another(tmp_path, capsys):
     argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 1}']
     assert main(argv) == 0
     assert main(argv) == 2
+    error = capsys.readouterr().err
     assert (
         f"already holds a run (config.yaml, result.jsonl, params.json, checkpoints, models). Go on with it by --resume {tmp_path / 't'}"
-        in capsys.readouterr().err
+        in error
     )
+    assert "learned so far" not in error  # the checkpoints there are another run's
     assert main(["train", "--resume", str(tmp_path / "t")]) == 0  # reached before: nothing to do
     assert "reached training_iteration 1 after " in capsys.readouterr().out
     assert iterations(tmp_path / "t") == [1]

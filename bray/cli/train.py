@@ -188,7 +188,7 @@ def _closing(exp: Experiment) -> Iterator[None]:
         yield
     except BaseException:
         with contextlib.suppress(BrayError):
-            if exp.path.is_dir() and any((exp.path / "checkpoints").iterdir()):
+            if exp.saved:
                 print(f"what was learned so far is saved in {exp.path}", file=sys.stderr)
         raise
     finally:
