@@ -5,7 +5,10 @@ BrayError
 │   └── UnknownName    a name that nothing answers to; the nearest one is offered
 ├── EnvError           an environment raised, hung, or returned what its spaces forbid
 ├── CheckpointError    a run directory or checkpoint that is missing, truncated or foreign
-└── DataError          bytes or files that are not what they claim to be
+├── DataError          bytes or files that are not what they claim to be
+├── ExportError        a Model that cannot become an ONNX file, or whose file answers otherwise than the Model
+├── Overloaded         more work than there is room for; try again later
+└── WaitError          a field of the state that an agent waited for, and that no other agent set
 """
 
 from __future__ import annotations
@@ -41,6 +44,18 @@ class CheckpointError(BrayError):
 
 class DataError(BrayError):
     """Bytes or files that are not what they claim to be."""
+
+
+class ExportError(BrayError):
+    """A Model that cannot become an ONNX file, or whose file answers otherwise than the Model."""
+
+
+class Overloaded(BrayError):
+    """More work than there is room for. Nothing was done; it may be tried again."""
+
+
+class WaitError(BrayError):
+    """An agent waited for a field of the state that did not come."""
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:

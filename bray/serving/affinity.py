@@ -1,0 +1,493 @@
+"""Who owns a session: a table that all workers of a node share, and the sockets over which they hand each other requests.
+
+A session's owner is chosen at `start` by free slots. A request that reaches another worker is forwarded over a unix socket. The table is a
+mapped file under a lock of the kernel: a worker that is killed, even inside the table, holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from bray.serving.protocol import AUTO, START, Refusal, no_session
+from bray.serving.sessions import Request, Sessions
+
+logger = logging.getLogger("bray.serving")
+
+# --- the table ------------------------------------------------------------------------------------------------------------
+
+_WORKER = struct.Struct("<4i")  # open for new sessions, slots, sessions owned, slots lent to stateless requests
+_ENTRY = struct.Struct("<16si12x")  # digest of the session, its owner + 1 (0: nobody)
+_DIGEST = 16
+
+
+class Table:
+    """Sessions and their owners: open addressing with linear probing over digests, in a mapped file."""
+
+    def __init__(self, path: Path, workers: int, slots: int, create: bool = False):
+        self.workers, self.slots = workers, slots
+        self.capacity = 1 << max(10, (2 * workers * slots - 1).bit_length())
+        self._entries = _WORKER.size * workers
+        size = self._entries + self.capacity * _ENTRY.size
+        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        if create:
+            os.ftruncate(self._fd, size)  # sparse: pages that no session falls into are never made
+        self._map = mmap.mmap(self._fd, size)
+
+    def close(self) -> None:
+        self._map.close()
+        os.close(self._fd)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def _worker(self, i: int) -> tuple[int, int, int, int]:
+        return _WORKER.unpack_from(self._map, i * _WORKER.size)
+
+    def _set_worker(self, i: int, *values: int) -> None:
+        _WORKER.pack_into(self._map, i * _WORKER.size, *values)
+
+    def _probe(self, digest: bytes) -> Iterator[tuple[int, bytes, int]]:
+        """(place, digest, owner) of the entries from a digest's first place on, up to and with the first free one."""
+        at = int.from_bytes(digest[:8], "little")
+        for i in range(self.capacity):
+            place = (at + i) & (self.capacity - 1)
+            found, owner = _ENTRY.unpack_from(self._map, self._entries + place * _ENTRY.size)
+            yield place, found, owner - 1
+            if not owner:
+                return
+
+    def _set(self, place: int, digest: bytes, owner: int) -> None:
+        _ENTRY.pack_into(self._map, self._entries + place * _ENTRY.size, digest, owner + 1)
+
+    def claim(self, session: bytes, me: int) -> int | None:
+        """Choose an owner and write it down: the worker that asks unless another has clearly more room. None: no slot is free
+        anywhere. KeyError: the session is running."""
+        digest = _digest(session)
+        with self._locked():
+            free_place = -1
+            for place, found, owner in self._probe(digest):
+                if owner >= 0 and found == digest:
+                    raise KeyError(session)
+                free_place = place
+            free = {}
+            for i in range(self.workers):
+                is_open, slots, owned, lent = self._worker(i)
+                if is_open and slots > owned + lent:
+                    free[i] = slots - owned - lent
+            if not free:
+                return None
+            best = max(free, key=lambda i: free[i])
+            if me in free and free[best] - free[me] <= self.slots // 10:
+                best = me
+            self._set(free_place, digest, best)  # the last one of the probe
+            is_open, slots, owned, lent = self._worker(best)
+            self._set_worker(best, is_open, slots, owned + 1, lent)
+            return best
+
+    def find(self, session: bytes) -> int | None:
+        digest = _digest(session)
+        with self._locked():
+            return next((owner for _, found, owner in self._probe(digest) if owner >= 0 and found == digest), None)
+
+    def release(self, session: bytes, owner: int) -> None:
+        """Remove a session, if this worker owns it."""
+        digest = _digest(session)
+        with self._locked():
+            for place, found, who in self._probe(digest):
+                if who == owner and found == digest:
+                    self._remove(place)
+                    is_open, slots, owned, lent = self._worker(owner)
+                    self._set_worker(owner, is_open, slots, max(0, owned - 1), lent)
+                    return
+
+    def _remove(self, place: int) -> None:
+        """Free a place and close the gap: entries behind it move up, so that probes never stop too early."""
+        mask = self.capacity - 1
+        self._set(place, bytes(_DIGEST), -1)
+        hole, at = place, place
+        while True:
+            at = (at + 1) & mask
+            digest, owner = _ENTRY.unpack_from(self._map, self._entries + at * _ENTRY.size)
+            if not owner:
+                return
+            home = int.from_bytes(digest[:8], "little") & mask
+            if (at - home) & mask >= (at - hole) & mask:
+                self._set(hole, digest, owner - 1)
+                self._set(at, bytes(_DIGEST), -1)
+                hole = at
+
+    def lend(self, me: int, lent: int) -> None:
+        with self._locked():
+            is_open, slots, owned, _ = self._worker(me)
+            self._set_worker(me, is_open, slots, owned, lent)
+
+    def roomy(self, me: int) -> int | None:
+        """Another worker with a free slot, the one with the most."""
+        with self._locked():
+            free = {i: w[1] - w[2] - w[3] for i in range(self.workers) if i != me and (w := self._worker(i))[0]}
+        best = max(free, key=lambda i: free[i], default=None)
+        return best if best is not None and free[best] > 0 else None
+
+    def open(self, worker: int, is_open: bool) -> None:
+        """Whether a worker takes new sessions."""
+        with self._locked():
+            _, _, owned, lent = self._worker(worker)
+            self._set_worker(worker, int(is_open), self.slots, owned, lent)
+
+    def clear(self, dead: int) -> int:
+        """Forget everything a worker owned, and count the others anew (it may have died while it counted); returns the number of
+        sessions that are lost."""
+        with self._locked():
+            kept: list[tuple[bytes, int]] = []
+            lost = 0
+            blank = bytes(_ENTRY.size)
+            for place in range(self.capacity):
+                at = self._entries + place * _ENTRY.size
+                digest, owner = _ENTRY.unpack_from(self._map, at)
+                if owner:
+                    if owner - 1 == dead:
+                        lost += 1
+                    else:
+                        kept.append((digest, owner - 1))
+                    self._map[at : at + _ENTRY.size] = blank
+            owned = [0] * self.workers
+            for digest, owner in kept:
+                for place, _, taken in self._probe(digest):
+                    if taken < 0:
+                        self._set(place, digest, owner)
+                owned[owner] += 1
+            for i in range(self.workers):
+                is_open, slots, _, lent = self._worker(i)
+                self._set_worker(i, 0 if i == dead else is_open, slots, owned[i], 0 if i == dead else lent)
+            return lost
+
+
+def _digest(session: bytes) -> bytes:
+    return hashlib.blake2b(session, digest_size=_DIGEST).digest()
+
+
+# --- the sockets between workers ------------------------------------------------------------------------------------------
+
+_ASK = struct.Struct("<IBHHI")  # number, kind, lengths of session, key, body
+_ANSWER = struct.Struct("<IHI")  # number, status, length of body
+_NUMBERS = 16  # a kind beside those of the protocol: a worker asks another for its numbers
+_NOT_HERE = 999  # a status beside those of the protocol: this worker does not own that session
+
+
+class PeerRequest(Request):
+    """A request that another worker received."""
+
+    __slots__ = ("link", "number")
+
+    def __init__(self, kind: int, session: bytes, key: bytes, body: bytes, link: Inbound, number: int):
+        super().__init__(kind, session, key, body)
+        self.link, self.number = link, number
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.link.answer(self.number, status, body)
+
+
+class _Link(asyncio.Protocol):
+    """Frames over a unix socket."""
+
+    head: struct.Struct
+    lengths: slice
+
+    def __init__(self) -> None:
+        self.transport: Any = None
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            data = self._rest + data
+        head, size, at, end = self.head, self.head.size, 0, len(data)
+        while end - at >= size:
+            fields = head.unpack_from(data, at)
+            whole = size + sum(fields[self.lengths])
+            if end - at < whole:
+                break
+            self.frame(fields, data, at + size)
+            at += whole
+        self._rest = data[at:]
+
+    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
+        raise NotImplementedError
+
+
+class Inbound(_Link):
+    """From another worker: its clients' requests for our sessions."""
+
+    head, lengths = _ASK, slice(2, 5)
+
+    def __init__(self, gateway: NodeGateway):
+        super().__init__()
+        self.gateway = gateway
+
+    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
+        number, kind, session, key, body = fields
+        b = at + session
+        c = b + key
+        request = PeerRequest(kind, data[at:b], data[b:c], data[c : c + body], self, number)
+        self.gateway.arrived(request)
+
+    def answer(self, number: int, status: int, body: bytes) -> None:
+        if self.transport is not None:
+            self.transport.write(_ANSWER.pack(number, status, len(body)) + body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+
+
+class Outbound(_Link):
+    """To another worker: requests for its sessions, and their answers back."""
+
+    head, lengths = _ANSWER, slice(2, 3)
+
+    def __init__(self, gateway: NodeGateway, worker: int):
+        super().__init__()
+        self.gateway, self.worker = gateway, worker
+        self.waiting: dict[int, Request] = {}
+        self._numbers = count()
+
+    def ask(self, request: Request) -> None:
+        number = next(self._numbers) & 0xFFFFFFFF
+        self.waiting[number] = request
+        session, key, body = request.session, request.key, request.body
+        head = _ASK.pack(number, request.kind, len(session), len(key), len(body))
+        self.transport.write(b"".join((head, session, key, body)))
+
+    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
+        number, status, size = fields
+        request = self.waiting.pop(number, None)
+        if request is not None:
+            self.gateway.answered(request, self.worker, status, data[at : at + size])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gateway.lost(self)
+
+
+class _Numbers(Request):
+    """The question for a worker's numbers."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, future: asyncio.Future[Any]):
+        super().__init__(_NUMBERS, b"", b"", b"")
+        self.future = future
+
+    def reply(self, status: int, body: bytes) -> None:
+        if not self.future.done():
+            self.future.set_result(json.loads(body) if status == 200 else None)
+
+
+class NodeGateway:
+    """The other workers of this node, as one worker sees them."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        table: Table,
+        directory: Path,
+        me: int,
+        numbers: Callable[[], dict[str, float]],
+        forward: bool = True,
+    ):
+        self.sessions, self.table, self.directory, self.me = sessions, table, directory, me
+        self._numbers = numbers
+        self.owners: dict[bytes, int] = {}  # of sessions elsewhere that were asked for here
+        self._links: dict[int, Outbound] = {}
+        self._connecting: dict[int, list[Request]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._once_more: set[Request] = set()  # requests whose owner was not where we thought
+        self._owners_kept = max(1024, 4 * table.workers * table.slots)
+        self.forwarded = 0
+        if forward:
+            sessions.gateway = self
+
+    async def start(self) -> None:
+        path = _socket_path(self.directory, self.me)
+        path.unlink(missing_ok=True)  # of the worker whose place this one takes
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: Inbound(self), str(path))
+        self.table.open(self.me, True)
+
+    def close(self) -> None:
+        self.table.open(self.me, False)
+        self._server.close()
+        for link in self._links.values():
+            link.transport.close()
+
+    # --- what Sessions asks -------------------------------------------------------------------------------------------
+
+    def place(self, request: Request) -> bool:
+        try:
+            owner = self.table.claim(request.session, self.me)
+        except KeyError:
+            self.sessions.exists(request)
+            return False
+        if owner is None:
+            total = self.table.workers * self.table.slots
+            self.sessions.refuse(request, Refusal(429, "no_free_slot", f"all {total} slots of this service are taken"))
+            return False
+        if owner == self.me:
+            return True
+        self._remember(request.session, owner)
+        self._send(owner, request)
+        return False
+
+    def forward(self, request: Request) -> bool:
+        if isinstance(request, PeerRequest):
+            request.reply(_NOT_HERE, b"")
+            return True
+        owner = self.owners.get(request.session)
+        if owner is None:
+            owner = self.table.find(request.session)
+            if owner is None or owner == self.me:
+                return False
+            self._remember(request.session, owner)
+        self._send(owner, request)
+        return True
+
+    def spill(self, request: Request) -> bool:
+        if isinstance(request, PeerRequest):
+            return False
+        owner = self.table.roomy(self.me)
+        if owner is None:
+            return False
+        self._send(owner, request)
+        return True
+
+    def release(self, session: bytes) -> None:
+        self.table.release(session, self.me)
+
+    def lent(self, actors: int) -> None:
+        self.table.lend(self.me, actors)
+
+    def _remember(self, session: bytes, owner: int) -> None:
+        if len(self.owners) >= self._owners_kept:
+            self.owners.pop(next(iter(self.owners)))
+        self.owners[session] = owner
+
+    # --- requests on their way ----------------------------------------------------------------------------------------
+
+    def _send(self, owner: int, request: Request) -> None:
+        self.forwarded += 1
+        link = self._links.get(owner)
+        if link is not None:
+            link.ask(request)
+        elif owner in self._connecting:
+            self._connecting[owner].append(request)
+        else:
+            self._connecting[owner] = [request]
+            task = asyncio.get_running_loop().create_task(self._connect(owner))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self, owner: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            path = str(_socket_path(self.directory, owner))
+            _, link = await loop.create_unix_connection(lambda: Outbound(self, owner), path)
+        except OSError:
+            for request in self._connecting.pop(owner):
+                self._lost(request, owner)
+            return
+        self._links[owner] = link
+        for request in self._connecting.pop(owner):
+            link.ask(request)
+
+    def arrived(self, request: PeerRequest) -> None:
+        """A request from another worker."""
+        if request.kind == _NUMBERS:
+            request.reply(200, json.dumps(self._numbers()).encode())
+        elif request.kind == START:  # its place in the table is taken already
+            if self.sessions.draining:
+                self.release(request.session)
+                self.sessions.handle(request)
+            else:
+                self.sessions.begin_here(request)
+        else:
+            self.sessions.handle(request)
+
+    def answered(self, request: Request, owner: int, status: int, body: bytes) -> None:
+        if status != _NOT_HERE:
+            if request.kind not in (AUTO, START) and status == 404:
+                self.owners.pop(request.session, None)
+            self._once_more.discard(request)
+            request.reply(status, body)
+            return
+        self.owners.pop(request.session, None)
+        if request not in self._once_more and (now := self.table.find(request.session)) is not None:
+            self._once_more.add(request)
+            self._remember(request.session, now)
+            if now == self.me:
+                self.sessions.handle(request)
+            else:
+                self._send(now, request)
+            return
+        self._once_more.discard(request)
+        self._refuse_lost(request)
+
+    def lost(self, link: Outbound) -> None:
+        """A worker has died: what waits for it gets no answer from it any more."""
+        if self._links.get(link.worker) is link:
+            del self._links[link.worker]
+        for session in [s for s, owner in self.owners.items() if owner == link.worker]:
+            del self.owners[session]
+        waiting, link.waiting = link.waiting, {}
+        for request in waiting.values():
+            self._lost(request, link.worker)
+
+    def _lost(self, request: Request, owner: int) -> None:
+        self.owners.pop(request.session, None)
+        if request.kind == START:
+            self.table.release(request.session, owner)
+        self._refuse_lost(request)
+
+    def _refuse_lost(self, request: Request) -> None:
+        if request.kind in (START, AUTO):
+            refusal = Refusal(503, "overloaded", "the worker that was to answer has just ended: try again")
+        else:
+            refusal = no_session(request.session)
+        if request.kind == _NUMBERS:
+            request.reply(503, b"")
+        else:
+            self.sessions.refuse(request, refusal)
+
+    async def gather(self, timeout: float = 2.0) -> list[dict[str, float]]:
+        """The numbers of all workers that answer in time."""
+        loop = asyncio.get_running_loop()
+        futures = []
+        for worker in range(self.table.workers):
+            if worker != self.me:
+                future: asyncio.Future[Any] = loop.create_future()
+                futures.append(future)
+                self._send(worker, _Numbers(future))
+        if futures:
+            await asyncio.wait(futures, timeout=timeout)
+        answers = [f.result() for f in futures if f.done()]
+        return [self._numbers(), *[a for a in answers if a is not None]]
+
+
+def _socket_path(directory: Path, worker: int) -> Path:
+    return directory / f"{worker}.sock"

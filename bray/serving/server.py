@@ -1,0 +1,256 @@
+"""One worker of a game service: sockets, the session table, a watchdog, and the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bray._version import __version__
+from bray.errors import ConfigError
+from bray.serving.config import ServiceConfig
+from bray.serving.connections import Front
+from bray.serving.http import HttpConnection
+from bray.serving.protocol import KIND_NAMES, show
+from bray.serving.sessions import LATENCY_BOUNDS, Session, Sessions
+from bray.serving.tcp import FirstByte
+
+logger = logging.getLogger("bray.serving")
+
+Numbers = dict[str, float]
+"""One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3, 'bray_requests_total{kind="tick",status="200"}': 9}`."""
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket that shares its port with the other workers."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+    except OSError as e:
+        sock.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({e.strerror or e}): choose another --port or --host"
+        ) from None
+    return sock
+
+
+class Server:
+    """A worker in this process and event loop. `make_actor()` gives a new Actor; Actors are reused by later sessions."""
+
+    def __init__(self, make_actor: Callable[[], Any], config: ServiceConfig, worker: int = 0):
+        self.make_actor, self.config, self.worker = make_actor, config, worker
+        self.port = self.admin_port = 0
+        self.numbers: list[Callable[[], Numbers]] = [self._numbers]
+        """More sources of numbers for /metrics."""
+        self.gather: Callable[[], Awaitable[list[Numbers]]] | None = None
+        """How to get the numbers of all workers; None = this one is all there is."""
+        self._started = time.time()
+
+    async def start(self) -> None:
+        self.sessions = Sessions(self.make_actor, self.config)
+        self.front = Front(self.sessions, self.config)
+        loop = asyncio.get_running_loop()
+        make: Any = FirstByte if self.config.use_tcp else HttpConnection
+        sock = listening(self.config.host, self.config.port)
+        self.port = sock.getsockname()[1]
+        self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024)
+        admin = self.config.admin_port
+        admin_sock = listening(self.config.admin_host, self.port + 1 if admin is None else admin)
+        self.admin_port = admin_sock.getsockname()[1]
+        self._admin = await asyncio.start_server(self._serve_admin, sock=admin_sock)
+        self._sweeper = asyncio.create_task(self._sweep())
+        self._watchdog = Watchdog(loop, self.config.blocked_after_s)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.05, min(1.0, self.config.request_timeout_s / 4)))
+            self.front.sweep()
+
+    async def drain(self, timeout: float | None = None) -> None:
+        """Refuse new sessions and wait for the running ones, at most `timeout` seconds; then for the requests under way."""
+        await self.sessions.drain(self.config.drain_timeout_s if timeout is None else timeout)
+
+    async def close(self) -> None:
+        self._server.close()
+        await self.sessions.close()
+        await self.front.close()
+        self._sweeper.cancel()
+        self._watchdog.close()
+        self._admin.close()
+
+    # --- admin --------------------------------------------------------------------------------------------------------
+
+    def _numbers(self) -> Numbers:
+        s, f = self.sessions, self.front
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        out: Numbers = {
+            "bray_sessions": len(s.sessions),
+            "bray_slots": self.config.actors_per_worker,
+            "bray_slots_free": s.free,
+            "bray_pending": len(s.running),
+            "bray_sessions_started_total": s.started,
+            "bray_sessions_expired_total": s.expired,
+            "bray_actors_made_total": s.actors_made,
+            "bray_connections": len(f.open),
+            "bray_connections_accepted_total": f.accepted,
+            "bray_connections_refused_total": f.refused,
+            "bray_refused_unread_total": f.unknown,
+            "bray_bytes_received_total": f.bytes_in,
+            "bray_bytes_sent_total": f.bytes_out,
+            "bray_loop_blocked_total": self._watchdog.blocked,
+            "bray_process_cpu_seconds_total": usage.ru_utime + usage.ru_stime,
+            "bray_process_resident_bytes": _resident(),
+            "bray_draining": float(s.draining),
+        }
+        for kind, statuses in zip(KIND_NAMES, s.counts, strict=True):
+            for status, n in statuses.items():
+                out[f'bray_requests_total{{kind="{kind}",status="{status}"}}'] = n
+        total = 0
+        for bound, n in zip((*LATENCY_BOUNDS, "+Inf"), s.latency, strict=True):
+            total += n
+            out[f'bray_tick_seconds_bucket{{le="{bound}"}}'] = total
+        out["bray_tick_seconds_sum"] = s.latency_sum
+        out["bray_tick_seconds_count"] = total
+        return out
+
+    def all_numbers(self) -> Numbers:
+        return {name: value for source in self.numbers for name, value in source().items()}
+
+    async def admin(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Answer a request of the admin port: status, content type, body."""
+        path = path.split("?", 1)[0]
+        if method != "GET":
+            return 405, "text/plain", b"expected GET\n"
+        if path == "/healthz":
+            return 200, "text/plain", b"ok\n"
+        if path == "/readyz":
+            return (503, "text/plain", b"draining\n") if self.sessions.draining else (200, "text/plain", b"ready\n")
+        if path == "/version":
+            info = {"bray": __version__, "python": sys.version.split()[0], "pid": os.getpid(), "worker": self.worker}
+            return (
+                200,
+                "application/json",
+                json.dumps(info | {"uptime_s": round(time.time() - self._started, 1)}).encode(),
+            )
+        if path == "/metrics":
+            rows = await self.gather() if self.gather is not None else [self.all_numbers()]
+            return 200, "text/plain; version=0.0.4", prometheus(rows).encode()
+        return 404, "text/plain", b"there are /healthz, /readyz, /metrics and /version\n"
+
+    async def _serve_admin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(10.0):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                first, *lines = head.split("\r\n")
+                method, path, *_ = [*first.split(" "), "", ""]
+                length = next(
+                    (int(v) for k, _, v in (x.partition(":") for x in lines) if k.lower() == "content-length"), 0
+                )
+                if not 0 <= length <= 1 << 20:
+                    raise ValueError("a body that is too large")
+                body = await reader.readexactly(length)
+                status, kind, answer = await self.admin(method, path, body)
+        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError, ConnectionError):
+            status, kind, answer = 400, "text/plain", b"not a request\n"
+        except Exception:
+            logger.exception("admin request failed")
+            status, kind, answer = 500, "text/plain", b"failed; the log has it\n"
+        try:
+            head = f"HTTP/1.1 {status} -\r\nContent-Type: {kind}\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n"
+            writer.write(head.encode() + answer)
+            await asyncio.wait_for(writer.drain(), 10.0)
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            writer.close()
+
+
+def _resident() -> float:
+    with open("/proc/self/statm") as f:
+        return float(int(f.read().split()[1]) * resource.getpagesize())
+
+
+def prometheus(rows: list[Numbers]) -> str:
+    """Numbers of all workers in Prometheus' text format, added up; they say which worker only where a sum would mean nothing."""
+    out: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            out[name] = out.get(name, 0.0) + value
+    out["bray_workers"] = len(rows)
+    lines, last = [], None
+    for name, value in sorted(out.items(), key=lambda item: item[0].split("{")[0]):
+        family = name.split("{")[0]
+        base = (
+            family.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+            if "_seconds_" in family
+            else family
+        )
+        if base != last:
+            kind = "histogram" if base != family else ("counter" if family.endswith("_total") else "gauge")
+            lines.append(f"# TYPE {base} {kind}")
+            last = base
+        lines.append(f"{name} {value:.10g}")
+    return "\n".join(lines) + "\n"
+
+
+class Watchdog:
+    """A thread that notices when the event loop stands still, and says whose code stands there."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, blocked_after_s: float):
+        self._loop, self._limit = loop, blocked_after_s
+        self._thread_id = threading.get_ident()
+        self._beat = time.monotonic()
+        self.blocked = 0
+        self._over = threading.Event()
+        self._pulse()
+        self._thread = threading.Thread(target=self._watch, name="bray-watchdog", daemon=True)
+        self._thread.start()
+
+    def _pulse(self) -> None:
+        self._beat = time.monotonic()
+        self._timer = self._loop.call_later(self._limit / 4, self._pulse)
+
+    def _watch(self) -> None:
+        told = None
+        while not self._over.wait(self._limit / 4):
+            beat = self._beat
+            if time.monotonic() - beat > self._limit and told != beat:
+                told = beat
+                self.blocked += 1
+                frame = sys._current_frames().get(self._thread_id)
+                who, stack = _whose(frame)
+                del frame
+                logger.error(
+                    "the event loop has stood still for %.1f s in %s: every session of this worker waits. It is here:\n%s",
+                    time.monotonic() - beat,
+                    who,
+                    stack,
+                )
+
+    def close(self) -> None:
+        self._over.set()
+        self._timer.cancel()
+        self._thread.join(timeout=1.0)
+
+
+def _whose(frame: Any) -> tuple[str, str]:
+    """The session whose Actor is running, told from the stack of the loop's thread."""
+    stack = "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame is not None else "?"
+    while frame is not None:
+        session = frame.f_locals.get("session") if frame.f_globals.get("__name__") == "bray.serving.sessions" else None
+        if isinstance(session, Session):
+            return f"{type(session.actor).__name__} (session {show(session.name)})", stack
+        frame = frame.f_back
+    return "no Actor", stack

@@ -1,0 +1,481 @@
+"""The session table of one worker: which Actor answers whom, one request of a session at a time, in order, and none forever.
+
+A transport makes a `Request` and calls `Sessions.handle`; sooner or later `request.reply(status, body)` is called, exactly once. The table
+knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import traceback
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from types import CoroutineType
+from typing import Any, Protocol
+
+from bray.errors import Overloaded
+from bray.serving.actor import Actor
+from bray.serving.config import ServiceConfig
+from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
+
+logger = logging.getLogger("bray.serving")
+
+LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Upper bounds of the latency histogram, in seconds; one more bucket holds the rest."""
+_LOGGED_PER_MINUTE = 20  # tracebacks; an Actor that fails at every tick must not fill the disk
+
+
+class Request:
+    """One request, from whatever transport."""
+
+    __slots__ = ("arrived", "body", "key", "kind", "session")
+
+    def __init__(self, kind: int, session: bytes, key: bytes, body: bytes):
+        self.kind, self.session, self.key, self.body = kind, session, key, body
+        self.arrived = perf_counter()
+
+    def reply(self, status: int, body: bytes) -> None:
+        raise NotImplementedError
+
+
+class Gateway(Protocol):
+    """The other workers of this node, where there are any."""
+
+    def place(self, request: Request) -> bool:
+        """Choose the owner of a new session: True = here; else the request is on its way there, or was refused."""
+
+    def forward(self, request: Request) -> bool:
+        """Send a request to the owner of its session; False when nobody owns it."""
+
+    def spill(self, request: Request) -> bool:
+        """Send a stateless request to a worker with a free slot; False when there is none."""
+
+    def release(self, session: bytes) -> None:
+        """A session of this worker is over."""
+
+    def lent(self, actors: int) -> None:
+        """So many of this worker's slots are taken by stateless requests."""
+
+
+class Session:
+    __slots__ = (
+        "actor",
+        "cancelled_at",
+        "finish",
+        "keyed",
+        "last",
+        "name",
+        "request",
+        "start",
+        "task",
+        "tick",
+        "waiting",
+    )
+
+    def __init__(self, name: bytes, actor: Any):
+        self.name, self.actor = name, actor
+        self.start, self.tick = actor.start, actor.tick
+        own_end = getattr(type(actor), "end", None) not in (None, Actor.end)
+        self.finish = actor.end if own_end or not hasattr(actor, "stop") else actor.stop
+        self.request: Request | None = None  # the one that is being answered
+        self.task: asyncio.Task[None] | None = None
+        self.waiting: deque[Request] = deque()
+        self.last = 0.0
+        self.keyed = False
+        self.cancelled_at: float | None = None
+
+
+class Sessions:
+    """The table. `gateway` is set by whoever runs several workers."""
+
+    def __init__(self, make_actor: Callable[[], Any], config: ServiceConfig):
+        self.make_actor, self.config = make_actor, config
+        self.loop = asyncio.get_running_loop()
+        self.gateway: Gateway | None = None
+        self.sessions: dict[bytes, Session] = {}
+        self.running: dict[Request, Session] = {}  # every request that was accepted and not answered, oldest first
+        self.pool: list[Any] = []
+        self.lent = 0  # slots taken by stateless requests
+        self.draining = False
+        self.counts: list[Counter[int]] = [Counter() for _ in KIND_NAMES]  # by kind, then status
+        self.latency = [0] * (len(LATENCY_BOUNDS) + 1)  # of answered ticks
+        self.latency_sum = 0.0
+        self.started = self.expired = self.actors_made = 0
+        self._logged = 0
+        self._stuck: dict[Session, None] = {}
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._every(max(0.01, min(0.25, config.tick_timeout_s / 10)), self._end_late_ticks)
+        self._every(max(0.05, min(5.0, config.idle_timeout_s / 10)), self._end_idle_sessions)
+        self._every(60.0, self._forget_logged)
+
+    # --- a request ----------------------------------------------------------------------------------------------------
+
+    def handle(self, request: Request) -> None:
+        """Answer a request now or later, here or elsewhere."""
+        if len(self.running) >= self.config.max_pending:
+            self.refuse(
+                request, Refusal(503, "overloaded", f"{len(self.running)} requests are being answered: try again later")
+            )
+            return
+        kind = request.kind
+        session = self.sessions.get(request.session)
+        if kind == AUTO:
+            self._begin_auto(request)
+        elif session is None:
+            if kind == START:
+                self._begin(request)
+            elif self.gateway is None or not self.gateway.forward(request):
+                self.refuse(request, no_session(request.session))
+        elif kind == START and not self._ending(session):
+            self.exists(request)
+        elif session.request is None and not session.waiting:
+            self.running[request] = session
+            self._run(session, request)
+        elif len(session.waiting) >= self.config.max_pending_per_session:
+            n = len(session.waiting)
+            self.refuse(
+                request, Refusal(503, "overloaded", f"{n} requests of session {show(session.name)} wait for their turn")
+            )
+        else:
+            self.running[request] = session
+            session.waiting.append(request)
+
+    def refuse(self, request: Request, refusal: Refusal) -> None:
+        self.counts[request.kind][refusal.status] += 1
+        request.reply(refusal.status, refusal.body)
+
+    def exists(self, request: Request) -> None:
+        self.refuse(
+            request, Refusal(409, "session_exists", f"session {show(request.session)} is running: end it first")
+        )
+
+    @staticmethod
+    def _ending(session: Session) -> bool:
+        """Whether an end is under way, so that a start behind it is in order."""
+        now = session.request
+        return (now is not None and now.kind == END) or any(r.kind == END for r in session.waiting)
+
+    def _begin(self, request: Request) -> None:
+        refusal = self._cannot_begin(request)
+        if refusal is not None:
+            self.refuse(request, refusal)
+        elif self.gateway is None or self.gateway.place(request):
+            self.begin_here(request)
+
+    def _cannot_begin(self, request: Request) -> Refusal | None:
+        if self.draining:
+            return Refusal(503, "draining", "this service is shutting down and takes no new sessions")
+        if request.kind == START:
+            if not request.session:
+                return malformed("a start needs a session: any name that is unique among the running games")
+            try:
+                request.session.decode()
+            except UnicodeDecodeError:
+                return malformed(f"expected a session name in UTF-8, got {show(request.session)}")
+        return None
+
+    def begin_here(self, request: Request) -> None:
+        """Start a session in this worker; its place in the table of all workers is taken already."""
+        session = self._new_session(request)
+        if session is not None:
+            self.sessions[request.session] = session
+            self.started += 1
+            self.running[request] = session
+            self._run(session, request)
+        elif self.gateway is not None:
+            self.gateway.release(request.session)
+
+    @property
+    def free(self) -> int:
+        return self.config.actors_per_worker - len(self.sessions) - self.lent
+
+    def _new_session(self, request: Request) -> Session | None:
+        if self.free <= 0:
+            slots = self.config.actors_per_worker * self.config.workers
+            self.refuse(request, Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken"))
+            return None
+        try:
+            if not self.pool:
+                self.pool.append(self.make_actor())
+                self.actors_made += 1
+            return Session(request.session, self.pool.pop())
+        except Exception:
+            self._log_error("making an Actor failed", request)
+            self.refuse(
+                request, Refusal(500, "actor_error", "the Actor could not be made; the service's log has the reason")
+            )
+            return None
+
+    def _run(self, session: Session, request: Request) -> None:
+        session.request = request
+        kind = request.kind
+        try:
+            if request.key or session.keyed:
+                session.actor.key, session.keyed = request.key, True
+            if kind == TICK:
+                reply = session.tick(request.body)
+            elif kind == START:
+                reply = session.start(request.session.decode(), request.body)
+            else:
+                reply = session.finish(request.body)
+        except Exception as e:
+            self._failed(session, request, e)
+            return
+        if type(reply) is bytes:
+            self._finish(session, request, 200, reply)
+        elif type(reply) is CoroutineType or inspect.isawaitable(reply):
+            session.task = self.loop.create_task(self._wait(session, request, reply))
+        else:
+            self._odd_reply(session, request, reply)
+
+    async def _wait(self, session: Session, request: Request, reply: Awaitable[Any]) -> None:
+        try:
+            body = await reply
+        except asyncio.CancelledError:
+            self._finish(session, request, 504, b"")  # whoever cancelled it has answered
+        except Exception as e:
+            self._failed(session, request, e)
+        else:
+            if type(body) is bytes:
+                self._finish(session, request, 200, body)
+            else:
+                self._odd_reply(session, request, body)
+
+    def _odd_reply(self, session: Session, request: Request, reply: Any) -> None:
+        """What is not bytes: nothing at all is fine where no answer is expected."""
+        if isinstance(reply, (bytearray, memoryview)):
+            self._finish(session, request, 200, bytes(reply))
+        elif reply is None and request.kind in (START, END):
+            self._finish(session, request, 200, b"")
+        else:
+            kind = KIND_NAMES[request.kind]
+            self._failed(session, request, TypeError(f"expected {kind} to return bytes, got {type(reply).__name__}"))
+
+    def _failed(self, session: Session, request: Request, error: Exception) -> None:
+        """The client learns that it failed; the traceback is for the log."""
+        if isinstance(error, Refusal):
+            refusal = error
+        elif isinstance(error, Overloaded):
+            refusal = Refusal(503, "overloaded", str(error))
+        else:
+            self._log_error(f"{type(session.actor).__name__}.{KIND_NAMES[request.kind]} failed", request, error)
+            refusal = Refusal(500, "actor_error", "the Actor raised an error; the service's log has it")
+        self._finish(session, request, refusal.status, refusal.body)
+
+    def _finish(self, session: Session, request: Request, status: int, body: bytes) -> None:
+        """Answer, then let the session's next request go on."""
+        kind = request.kind
+        now = perf_counter()
+        if self.running.pop(request, None) is not None:  # else its deadline passed and it has been answered
+            request.reply(status, body)
+            self.counts[kind][status] += 1
+            if kind == TICK:
+                took = now - request.arrived
+                self.latency[bisect_left(LATENCY_BOUNDS, took)] += 1
+                self.latency_sum += took
+        session.request = session.task = None
+        session.last = now
+        if session.cancelled_at is not None:
+            session.cancelled_at = None
+            self._stuck.pop(session, None)
+        if kind == END or (kind == START and status != 200):
+            self._remove(session, reuse=status == 200)
+        elif session.waiting:
+            self.loop.call_soon(self._next, session)
+
+    def _next(self, session: Session) -> None:
+        if session.request is None and session.waiting and self.sessions.get(session.name) is session:
+            self._run(session, session.waiting.popleft())
+
+    def _remove(self, session: Session, reuse: bool) -> None:
+        """A session is over. What still waits for it is looked at anew: a start begins the next one, the rest gets 404."""
+        if self.sessions.get(session.name) is not session:
+            return
+        del self.sessions[session.name]
+        if self.gateway is not None:
+            self.gateway.release(session.name)
+        if reuse:
+            self.pool.append(session.actor)
+        while session.waiting:
+            request = session.waiting.popleft()
+            if self.running.pop(request, None) is not None:
+                self.loop.call_soon(self.handle, request)
+
+    # --- stateless requests -------------------------------------------------------------------------------------------
+
+    def _begin_auto(self, request: Request) -> None:
+        refusal = self._cannot_begin(request)
+        if refusal is not None:
+            self.refuse(request, refusal)
+        elif self.free > 0 or self.gateway is None or not self.gateway.spill(request):
+            self.auto_here(request)
+
+    def auto_here(self, request: Request) -> None:
+        session = self._new_session(request)
+        if session is not None:
+            self._lend(+1)
+            self.running[request] = session
+            session.request = request
+            session.task = self.loop.create_task(self._auto(session, request))
+
+    async def _auto(self, session: Session, request: Request) -> None:
+        """start, tick and end in one; the Actor goes back to the pool."""
+        status, body, reuse = 504, b"", False
+        try:
+            session.actor.key = request.key
+            await _value(session.start(request.session.decode("utf-8", "replace"), b""))
+            answer = await _value(session.tick(request.body))
+            await _value(session.finish(b""))
+            if not isinstance(answer, (bytes, bytearray, memoryview)):
+                raise TypeError(f"expected tick to return bytes, got {type(answer).__name__}")
+            status, body, reuse = 200, bytes(answer), True
+        except asyncio.CancelledError:
+            pass  # its deadline passed, and it has been answered
+        except Refusal as e:
+            status, body = e.status, e.body
+        except Overloaded as e:
+            status, body = 503, Refusal(503, "overloaded", str(e)).body
+        except Exception as e:
+            self._log_error(f"{type(session.actor).__name__} failed", request, e)
+            status, body = 500, Refusal(500, "actor_error", "the Actor raised an error; the service's log has it").body
+        self._lend(-1)
+        if reuse:
+            self.pool.append(session.actor)
+        if self.running.pop(request, None) is not None:
+            request.reply(status, body)
+            self.counts[AUTO][status] += 1
+        self._stuck.pop(session, None)
+
+    def _lend(self, actors: int) -> None:
+        self.lent += actors
+        if self.gateway is not None:
+            self.gateway.lent(self.lent)
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _every(self, seconds: float, what: Callable[[], None]) -> None:
+        def again() -> None:
+            self._timers[what] = self.loop.call_later(seconds, again)
+            what()
+
+        self._timers[what] = self.loop.call_later(seconds, again)
+
+    def _end_late_ticks(self) -> None:
+        now = perf_counter()
+        late = []
+        for request, session in self.running.items():
+            if now - request.arrived < self.config.tick_timeout_s:
+                break
+            late.append((request, session))
+        for request, session in late:
+            self._end_late(request, session, now)
+        for session in [s for s in self._stuck if now - (s.cancelled_at or now) > self.config.tick_timeout_s]:
+            logger.error(
+                "session %s: %s ignored its cancellation; the session is given up",
+                show(session.name),
+                type(session.actor).__name__,
+            )
+            del self._stuck[session]
+            self._remove(session, reuse=False)
+
+    def _end_late(self, request: Request, session: Session, now: float) -> None:
+        if self.running.pop(request, None) is None:
+            return
+        status, body = self._late_reply(request, session)
+        self.counts[request.kind][status] += 1
+        request.reply(status, body)
+        if session.request is not request:
+            with contextlib.suppress(ValueError):
+                session.waiting.remove(request)
+        elif session.task is not None:
+            session.cancelled_at = now
+            self._stuck[session] = None
+            session.task.cancel()
+
+    def _late_reply(self, request: Request, session: Session) -> tuple[int, bytes]:
+        fallback = getattr(session.actor, "fallback", None)
+        if fallback is not None and request.kind in (TICK, AUTO):
+            try:
+                reply = fallback(request.body)
+                if not isinstance(reply, (bytes, bytearray, memoryview)):
+                    raise TypeError(f"expected fallback to return bytes, got {type(reply).__name__}")
+                return 200, bytes(reply)
+            except Exception as e:
+                self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
+        limit = self.config.tick_timeout_s
+        return 504, Refusal(
+            504, "tick_timeout", f"no answer within {limit:g} s; it was cancelled, the session goes on"
+        ).body
+
+    def _end_idle_sessions(self) -> None:
+        before = perf_counter() - self.config.idle_timeout_s
+        for session in [s for s in self.sessions.values() if s.request is None and not s.waiting and s.last < before]:
+            self.expired += 1
+            self.lose(session)
+
+    def lose(self, session: Session) -> None:
+        """End a session that nobody will end."""
+        lost = getattr(session.actor, "lost", None)
+        if lost is not None:
+            try:
+                reply = lost()
+                if inspect.isawaitable(reply):
+                    task = self.loop.create_task(_value(reply))
+                    task.add_done_callback(_log_lost)
+            except Exception:
+                logger.exception("session %s: lost() failed", show(session.name))
+        self._remove(session, reuse=False)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse what is new; return when every session has ended, or the time is over and no request is under way."""
+        self.draining = True
+        until = self.loop.time() + timeout
+        while (self.sessions or self.running) and self.loop.time() < until:
+            await asyncio.sleep(0.02)
+        until = self.loop.time() + self.config.tick_timeout_s
+        while self.running and self.loop.time() < until:
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        self.draining = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for session in list(self.sessions.values()):
+            self.lose(session)
+        tasks = [s.task for s in self.running.values() if s.task is not None]
+        for request in list(self.running):
+            self.running.pop(request)
+            self.refuse(request, Refusal(503, "draining", "this service was shut down"))
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+    # --- the log ------------------------------------------------------------------------------------------------------
+
+    def _log_error(self, what: str, request: Request, error: BaseException | None = None) -> None:
+        self._logged += 1
+        if self._logged <= _LOGGED_PER_MINUTE:
+            text = "".join(traceback.format_exception(error)) if error is not None else traceback.format_exc()
+            logger.error("session %s: %s\n%s", show(request.session), what, text.rstrip())
+
+    def _forget_logged(self) -> None:
+        if self._logged > _LOGGED_PER_MINUTE:
+            logger.error("%d more errors of Actors in the last minute", self._logged - _LOGGED_PER_MINUTE)
+        self._logged = 0
+
+
+async def _value(x: Any) -> Any:
+    return await x if inspect.isawaitable(x) else x
+
+
+def _log_lost(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("lost() failed", exc_info=task.exception())

@@ -1,0 +1,265 @@
+"""The processes of a game service: one, or several that share a port, with a parent that starts, watches and ends them.
+
+The parent does nothing else: it opens no event loop and starts no thread, so that it can fork a new worker at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bray.errors import BrayError, ConfigError
+from bray.serving.affinity import NodeGateway, Table
+from bray.serving.config import ServiceConfig
+from bray.serving.server import Server, listening
+
+logger = logging.getLogger("bray.serving")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before a worker that died is replaced
+_GIVE_UP = 5  # deaths in a row before a worker was ready
+
+Ready = Callable[[int, int], None]
+"""Called once with the port and the admin port when every worker answers."""
+Prepare = Callable[[Server], Any]
+"""Called in each worker before it listens, to give the server more routes and numbers; it may be async."""
+
+
+def serve(
+    make_actor: Callable[[], Any], config: ServiceConfig, on_ready: Ready | None = None, prepare: Prepare | None = None
+) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. A first signal drains (running sessions may go on for
+    `drain_timeout_s`), a second one ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
+    if config.workers == 1:
+        return _run(_work(make_actor, config, None, on_ready, prepare))
+    return _Parent(make_actor, config, on_ready, prepare).run()
+
+
+def _run(main: Any) -> int:
+    try:
+        import uvloop
+    except ImportError:  # slower, and all there is on some systems
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+@dataclass
+class _Place:
+    """Where a worker stands among the others."""
+
+    worker: int
+    table: Table
+    directory: Path
+    parent: int
+    """A pipe that ends with the parent."""
+
+
+def _orphaned(loop: asyncio.AbstractEventLoop, parent: int, ask: Callable[[], None]) -> None:
+    loop.remove_reader(parent)
+    logger.error("the parent of this worker is gone: it ends too")
+    ask()
+
+
+async def _work(
+    make_actor: Callable[[], Any],
+    config: ServiceConfig,
+    place: _Place | None,
+    on_ready: Ready | None,
+    prepare: Prepare | None,
+) -> int:
+    """One worker, from its first socket to its last reply."""
+    loop = asyncio.get_running_loop()
+    worker = place.worker if place is not None else 0
+    server = Server(make_actor, config, worker)
+    asked = asyncio.Event()
+    at_once = asyncio.Event()
+
+    def ask() -> None:
+        (at_once if asked.is_set() else asked).set()
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, ask)
+    if prepare is not None:
+        more = prepare(server)
+        if asyncio.iscoroutine(more):
+            await more
+    await server.start()
+    gateway = None
+    if place is not None:
+        loop.add_reader(place.parent, _orphaned, loop, place.parent, ask)
+        forward = config.use_gateway is not None
+        gateway = NodeGateway(server.sessions, place.table, place.directory, worker, server.all_numbers, forward)
+        server.gather = gateway.gather
+        server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
+        await gateway.start()
+    if on_ready is not None:
+        on_ready(server.port, server.admin_port)
+    await asked.wait()
+    logger.info("worker %d: no new sessions; %d are running", worker, len(server.sessions.sessions))
+    if gateway is not None:
+        gateway.table.open(worker, False)
+    drain = asyncio.ensure_future(server.drain())
+    hurry = asyncio.ensure_future(at_once.wait())
+    await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
+    drain.cancel()
+    hurry.cancel()
+    await server.close()
+    if gateway is not None:
+        gateway.close()
+    return 0
+
+
+class _Parent:
+    """Starts the workers, replaces those that die, passes signals on."""
+
+    def __init__(
+        self, make_actor: Callable[[], Any], config: ServiceConfig, on_ready: Ready | None, prepare: Prepare | None
+    ):
+        if threading.active_count() > 1:
+            logger.warning("workers are forked from a process with %d threads", threading.active_count())
+        self.make_actor, self.on_ready, self.prepare = make_actor, on_ready, prepare
+        # Bound and never listened on: they keep the ports while no worker has them.
+        self._port = listening(config.host, config.port)
+        port = self._port.getsockname()[1]
+        self._admin = listening(config.admin_host, port + 1 if config.admin_port is None else config.admin_port)
+        self.config = replace(config, port=port, admin_port=self._admin.getsockname()[1])
+        self.directory = Path(tempfile.mkdtemp(prefix="bray-"))  # readable by this user alone
+        self.table = Table(self.directory / "sessions", config.workers, config.actors_per_worker, create=True)
+        self.pids: dict[int, int] = {}  # pid -> worker
+        self.ready: set[int] = set()
+        self.deaths = [0] * config.workers  # in a row, before it was ready
+        self.due: dict[int, float] = {}  # worker -> when to start it again
+        self.ending = 0
+
+    def run(self) -> int:
+        # A signal writes a byte here, and the loop below wakes.
+        wake, waker = socket.socketpair()
+        wake.setblocking(False)
+        waker.setblocking(False)
+        old_fd = signal.set_wakeup_fd(waker.fileno())
+        old = {s: signal.signal(s, self._signal) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
+        self._ready_in, self._ready_out = os.pipe()
+        self._parent_in, self._parent_out = os.pipe()  # closed when this process is gone, however it went
+        told = False
+        try:
+            for worker in range(self.config.workers):
+                self._fork(worker)
+            while self.pids or (self.due and not self.ending):
+                pause = min((t - time.monotonic() for t in self.due.values()), default=None)
+                watched = [wake.fileno(), self._ready_in]
+                readable, _, _ = select.select(watched, [], [], None if pause is None else max(0.0, pause))
+                if wake.fileno() in readable:
+                    wake.recv(4096)
+                if self._ready_in in readable:
+                    for worker in os.read(self._ready_in, 4096):
+                        self.ready.add(worker)
+                        self.deaths[worker] = 0
+                    if len(self.ready) == self.config.workers and not told:
+                        told = True
+                        if self.on_ready is not None:
+                            self.on_ready(self.config.port, self.config.admin_port or 0)
+                self._reap()
+                if max(self.deaths) >= _GIVE_UP and not self.ending:
+                    logger.error("a worker died %d times before it could answer: the service ends", _GIVE_UP)
+                    self._pass_on(signal.SIGTERM)
+                    self.ending = 1
+                for worker in [w for w, t in self.due.items() if t <= time.monotonic()]:
+                    del self.due[worker]
+                    if not self.ending:
+                        self._fork(worker)
+            return 1 if max(self.deaths) >= _GIVE_UP else 0
+        finally:
+            signal.set_wakeup_fd(old_fd)
+            for sig, handler in old.items():
+                signal.signal(sig, handler)
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+            for pid in list(self.pids):
+                os.waitpid(pid, 0)
+            self.table.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            for sock in (wake, waker, self._port, self._admin):
+                sock.close()
+            for fd in (self._ready_in, self._ready_out, self._parent_in, self._parent_out):
+                os.close(fd)
+
+    def _signal(self, number: int, frame: Any) -> None:
+        if number != signal.SIGCHLD:
+            self.ending += 1
+            self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+
+    def _reap(self) -> None:
+        while self.pids:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = self.pids.pop(pid, None)
+            if worker is None:
+                continue
+            lost = self.table.clear(worker)
+            if self.ending:
+                continue
+            how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
+            logger.error(
+                "worker %d (pid %d) died by %s with %d sessions; a new one takes its place", worker, pid, how, lost
+            )
+            if worker in self.ready:
+                self.ready.discard(worker)
+                self.deaths[worker] = 0
+            self.deaths[worker] += 1
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (self.deaths[worker] - 1))
+            self.due[worker] = time.monotonic() + pause
+
+    def _fork(self, worker: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            self.pids[pid] = worker
+            return
+        code = 1
+        try:
+            os.setpgid(0, 0)  # Ctrl-C reaches the parent alone, which passes it on
+            os.close(self._parent_out)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for sig in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(sig, signal.SIG_DFL)
+            self._port.close()
+            self._admin.close()
+            table = Table(self.directory / "sessions", self.config.workers, self.config.actors_per_worker)
+
+            def tell(port: int, admin_port: int) -> None:
+                os.write(self._ready_out, bytes([worker]))
+
+            place = _Place(worker, table, self.directory, self._parent_in)
+            code = _run(_work(self.make_actor, self.config, place, tell, self.prepare))
+        except BrayError as e:
+            logger.error("worker %d: %s", worker, e)
+        except BaseException:
+            logger.exception("worker %d failed", worker)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)

@@ -1,0 +1,288 @@
+"""Several worker processes on one port: who owns a session, and what happens when one dies."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from bray.serving.affinity import Table
+from tests.serving_for_tests import Wire, http_request
+
+SERVICE = """
+import logging, os, sys
+from bray.serving.config import ServiceConfig
+from bray.serving.workers import serve
+
+class Who:
+    async def start(self, session, data):
+        self.ticks = 0
+        return b"%d" % os.getpid()
+    async def tick(self, data):
+        if data == b"slow":
+            import asyncio
+            await asyncio.sleep(0.5)
+        self.ticks += 1
+        return b"%d %d" % (os.getpid(), self.ticks)
+    async def end(self, data):
+        return b"bye"
+
+def make():
+    if os.environ.get("FAILS"):
+        raise SystemExit(3)
+    return Who()
+
+def prepare(server):
+    if os.environ.get("FAILS"):
+        raise RuntimeError("cannot be prepared")
+
+logging.basicConfig(level="INFO", stream=sys.stderr)
+config = ServiceConfig(port=0, admin_port=0, use_tcp=True, **eval(sys.argv[1]))
+sys.exit(serve(make, config, on_ready=lambda port, admin: print(port, admin, flush=True), prepare=prepare))
+"""
+
+
+@contextlib.contextmanager
+def service(**config):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVICE, repr({"workers": 2, "actors_per_worker": 10, "drain_timeout_s": 0.2} | config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    )
+    try:
+        line = process.stdout.readline().split()
+        if line:
+            process.port, process.admin = map(int, line)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def connections(port, n=16):
+    return [Wire(port) for _ in range(n)]
+
+
+def start_all(wires, n):
+    """Sessions s0..: their owners' process ids."""
+    owners = {}
+    for i in range(n):
+        status, reply = wires[i % len(wires)].step("start", f"s{i}")
+        assert status == 200, reply
+        owners[f"s{i}"] = int(reply)
+    return owners
+
+
+def ask_again(port, kind, session):
+    """On a connection of its own, again where a dying worker's socket had it."""
+    for _ in range(100):
+        with contextlib.suppress(EOFError, ConnectionError), Wire(port) as wire:
+            return wire.step(kind, session)
+        time.sleep(0.02)
+    raise AssertionError("nobody answers")
+
+
+def metrics(admin):
+    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=5) as reply:
+        return dict(x.rsplit(" ", 1) for x in reply.read().decode().splitlines() if not x.startswith("#"))
+
+
+def test_every_slot_is_used_and_every_request_reaches_its_owner():
+    with service() as s:
+        wires = connections(s.port)
+        owners = start_all(wires, 20)
+        assert sorted(list(owners.values()).count(p) for p in set(owners.values())) == [10, 10]
+        assert wires[0].step("start", "one too many")[0] == 429
+        assert wires[1].step("start", "s3")[0] == 409
+        for k in range(8):
+            for i, (name, owner) in enumerate(owners.items()):
+                assert wires[(i + k) % 16].step("tick", name) == (200, b"%d %d" % (owner, k + 1))
+        with Wire(s.port) as tcp:
+            for name, owner in owners.items():
+                assert tcp.ask(b"tick", name.encode())[1] == b"%d 9" % owner
+        numbers = metrics(s.admin)
+        assert numbers["bray_workers"] == "2"
+        assert numbers["bray_sessions"] == "20"
+        assert numbers['bray_requests_total{kind="tick",status="200"}'] == "180"
+        assert int(numbers["bray_requests_forwarded_total"]) > 0
+        for i, name in enumerate(owners):
+            assert wires[i % 16].step("end", name) == (200, b"bye")
+            assert wires[(i + 1) % 16].step("tick", name)[0] == 404
+        again = start_all(wires, 20)
+        assert len(again) == 20
+        for i, (name, owner) in enumerate(again.items()):  # also where a session's owner was another one before
+            assert wires[(i + 3) % 16].step("tick", name) == (200, b"%d 1" % owner)
+
+
+def test_stateless_requests_find_a_free_slot():
+    with service(actors_per_worker=1) as s:
+        wires = connections(s.port, 8)
+        assert wires[0].step("start", "a")[0] == 200
+        assert [w.step("auto", None)[0] for w in wires] == [200] * 8
+        assert wires[0].step("start", "b")[0] == 200
+        assert [w.step("auto", None)[0] for w in wires] == [429] * 8
+
+
+def test_a_killed_worker_takes_only_its_own_sessions_with_it():
+    with service() as s:
+        wires = connections(s.port)
+        owners = start_all(wires, 20)
+        dead = owners["s0"]
+        waiting = next(n for n, o in owners.items() if o == dead and n != "s0")
+        for wire in wires:  # some of these are at the other worker, which has to answer for the dead one
+            wire.send(http_request("tick", waiting, b"slow"))
+        time.sleep(0.2)
+        os.kill(dead, signal.SIGKILL)
+        answers = []
+        for wire in wires:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                answers.append(wire.response()[0])
+        assert 404 in answers
+        assert set(answers) <= {200, 404}
+        for name, owner in owners.items():
+            assert ask_again(s.port, "tick", name)[0] == (404 if owner == dead else 200)
+        deadline = time.monotonic() + 20
+        lost = [name for name, owner in owners.items() if owner == dead]
+        while lost and time.monotonic() < deadline:  # until the new worker is there its slots are not
+            status, reply = ask_again(s.port, "start", lost[0])
+            assert status in (200, 429, 503), reply
+            if status == 200:
+                assert int(reply) != dead
+                lost.pop(0)
+            else:
+                time.sleep(0.05)
+        assert not lost
+        assert metrics(s.admin)["bray_sessions"] == "20"
+
+
+def test_sigterm_drains_and_a_second_ends_at_once():
+    with service(drain_timeout_s=5) as s:
+        wires = connections(s.port, 4)
+        owners = start_all(wires, 4)
+        wires[0].send(http_request("tick", "s0", b"slow"))
+        time.sleep(0.1)
+        s.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        assert wires[1].step("start", "new")[0] == 503
+        assert wires[0].response()[2] == b"%d 1" % owners["s0"]
+        for i, name in enumerate(owners):
+            assert wires[i % 4].step("end", name)[0] == 200
+        assert s.wait(20) == 0
+    with service(drain_timeout_s=30) as s:
+        with Wire(s.port) as wire:
+            wire.step("start", "never ends")
+            s.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            s.send_signal(signal.SIGTERM)
+            assert s.wait(4) == 0
+
+
+def test_workers_end_with_their_parent():
+    with service() as s:
+        with Wire(s.port) as wire:
+            pid = int(wire.step("start", "g")[1])
+            wire.step("end", "g")
+        s.kill()
+        s.wait()
+        for _ in range(100):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return
+            time.sleep(0.1)
+        pytest.fail("the worker lives on")
+
+
+def test_workers_that_cannot_start(monkeypatch):
+    monkeypatch.setenv("FAILS", "1")
+    with service() as s:
+        assert s.wait(30) == 1
+        assert "cannot be prepared" in s.stderr.read()
+
+
+def test_without_a_gateway_a_session_belongs_to_its_connection():
+    with service(use_gateway=None) as s:
+        wires = connections(s.port)
+        owners = {}
+        for i, wire in enumerate(wires):
+            status, reply = wire.step("start", f"s{i}")
+            if status == 200:
+                owners[i] = int(reply)
+        assert len(set(owners.values())) == 2
+        for i, owner in owners.items():
+            assert wires[i].step("tick", f"s{i}") == (200, b"%d 1" % owner)
+        others = [i for i, owner in owners.items() if owner != owners[0]]
+        assert wires[0].step("tick", f"s{others[0]}")[0] == 404
+
+
+# --- the table -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_against_a_dict(tmp_path):
+    """Ten thousand random operations, compared with a dict after each."""
+    import random
+
+    rng = random.Random(0)
+    table = Table(tmp_path / "t", workers=3, slots=50, create=True)
+    second = Table(tmp_path / "t", workers=3, slots=50)
+    for w in range(3):
+        table.open(w, True)
+    owners: dict[bytes, int] = {}
+    names = [b"session %d" % i for i in range(300)]
+    for n in range(10_000):
+        name = rng.choice(names)
+        t = rng.choice([table, second])
+        action = rng.random()
+        if action < 0.5:
+            me = rng.randrange(3)
+            free = [50 - list(owners.values()).count(w) for w in range(3)]
+            try:
+                owner = t.claim(name, me)
+            except KeyError:
+                assert name in owners
+                continue
+            assert name not in owners
+            if owner is None:
+                assert max(free) == 0
+                continue
+            assert free[owner] > 0
+            assert owner == me or free[owner] == max(free)
+            assert free[owner] >= max(free) - 5
+            owners[name] = owner
+        elif action < 0.95:
+            wrong = rng.random() < 0.1
+            owner = owners.get(name, 0)
+            t.release(name, (owner + 1) % 3 if wrong else owner)
+            if not wrong:
+                owners.pop(name, None)
+        elif n % 50 == 0:
+            dead = rng.randrange(3)
+            assert t.clear(dead) == list(owners.values()).count(dead)
+            owners = {k: v for k, v in owners.items() if v != dead}
+            t.open(dead, True)
+        assert t.find(name) == owners.get(name)
+    assert all(table.find(name) == owners.get(name) for name in names)
+
+
+def test_a_closed_worker_gets_no_sessions(tmp_path):
+    table = Table(tmp_path / "t", workers=2, slots=10, create=True)
+    table.open(0, True)
+    assert [table.claim(b"%d" % i, me=1) for i in range(11)] == [0] * 10 + [None]
+    table.lend(0, 0)
+    table.release(b"3", 0)
+    table.lend(0, 1)
+    assert table.claim(b"new", me=0) is None
+    assert table.roomy(1) is None
+    table.lend(0, 0)
+    assert table.roomy(1) == 0
+    assert json.dumps(table.find(b"3")) == "null"
