@@ -28,8 +28,8 @@ from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv
-from bray.errors import CheckpointError, ConfigError
-from bray.inference.engines import TorchEngine, is_recurrent
+from bray.errors import ConfigError
+from bray.inference.torch_engine import TorchEngine, is_recurrent, load_weights
 from bray.metrics import EpisodeStats
 from bray.schedules import make_schedule
 
@@ -51,7 +51,9 @@ class RunConfig:
     seed: int = 0
     """Seed of everything random in the run."""
     stop: dict[str, float] = field(default_factory=dict)
-    """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}."""
+    """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
+    limit. It ends with the iteration, but for episodes_total: that one is exact (episodes that end in the same step beyond it are not
+    counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
     device: str = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
     threads: Annotated[int, Field(ge=1)] | None = None
@@ -68,8 +70,15 @@ class RunConfig:
     """Iterations between two checkpoints; 0 = only at the end."""
     keep_checkpoints: Annotated[int, Field(ge=1)] | None = 5
     """Newest checkpoints kept, beside the best one; null = all."""
+    checkpoint_score: str | None = None
+    """What the best checkpoint goes by: a key of the result rows, with a '-' before it where lower is better, e.g. episode_return_max,
+    -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
     """Whether checkpoints hold the replay's rows: auto = up to 2 GiB. Without them a resumed run starts with an empty replay."""
+    save_figure: bool = True
+    """Whether the learning curve is drawn to figures/learning_curve.png at the end."""
+    show_figure: bool = False
+    """Whether it is shown in a window at the end; the run ends when that is closed."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -106,6 +115,10 @@ class Rollout:
         self.obs: Any = None
         self.ended: list[tuple[int, float, int]] = []
         """(environment, return, length) of the episodes that the last step ended."""
+        self.most_episodes: int | None = None
+        """Episodes beyond this number are not counted."""
+        self.full = False
+        """Whether that many have been."""
         self.seconds = {"env": 0.0, "forward": 0.0}
 
     def reset(self, seed: int) -> None:
@@ -139,8 +152,10 @@ class Rollout:
         ends = env.dead.tolist()  # a list is searched ten times faster than an array of a few flags
         if True in ends:
             for b in [b for b, end in enumerate(ends) if end]:
-                self.ended.append((b, float(self.returns[b]), int(self.lengths[b])))
-                self.stats.add(self.returns[b], self.lengths[b])
+                if not self.full:
+                    self.ended.append((b, float(self.returns[b]), int(self.lengths[b])))
+                    self.stats.add(self.returns[b], self.lengths[b])
+                    self.full = self.stats.total == self.most_episodes
                 self.returns[b] = 0.0
                 self.lengths[b] = 0
         learned = reward if self.rewards is None else self.rewards(reward, env.dead)
@@ -230,6 +245,7 @@ class Training:
         self.iteration = 0
         self.replay: Replay | None = None
         self._recent: Any = None
+        self._policy_numbers: Callable[[int], Mapping[str, float]] = getattr(self.policy, "numbers", lambda step: {})
         self._due = 0
         if config.on_policy:
             self._later = self._separate_outputs()
@@ -237,13 +253,21 @@ class Training:
         else:
             self._sample_rng = np.random.default_rng([run.seed, 2])
             self._beta = make_schedule(config.priority_beta if config.prioritized else 1.0)
+            self._limits = {name: getattr(config, name, None) for name in ("max_use", "max_staleness")}
+            self._least = config.batch_size if any(self._limits.values()) else 1
+            if self._least > 1 and config.replay_size < 2 * config.batch_size:  # every other row may be a dead one
+                raise ConfigError(
+                    f"with max_use or max_staleness a gradient step waits until batch_size={config.batch_size} transitions can be "
+                    f"drawn, so replay_size is at least {2 * config.batch_size}; got {config.replay_size}"
+                )
             self._iterate = self._off_policy
 
     # --- one iteration ------------------------------------------------------------------------------------------------
 
-    def iterate(self) -> dict[str, Any]:
-        """One iteration; returns its row of numbers."""
+    def iterate(self, most_episodes: int | None = None) -> dict[str, Any]:
+        """One iteration; returns its row of numbers. It ends early when `most_episodes` have been finished since training began."""
         start, steps = time.perf_counter(), self.rollout.env_steps
+        self.rollout.most_episodes, self.rollout.full = most_episodes, False
         self.rollout.seconds = {"env": 0.0, "forward": 0.0}
         self._learn_seconds = 0.0
         losses = self._iterate()
@@ -257,6 +281,8 @@ class Training:
             "learner_steps_total": self.learner.steps,
             **self.rollout.stats.row(),
             **{f"loss/{k}": v for k, v in losses.items()},
+            **self._replay_numbers(),
+            **{f"policy/{k}": v for k, v in self._policy_numbers(self.rollout.env_steps).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
             "env_steps_per_second": (self.rollout.env_steps - steps) / seconds,
             "time_this_iter_s": seconds,
@@ -264,6 +290,8 @@ class Training:
 
     def _on_policy(self) -> dict[str, float]:
         trajectory = self.collect(self.config.rollout_length)
+        if trajectory is None:
+            return {}
         start = time.perf_counter()
         update = self.learner.update(self.policy.samples(trajectory), self.rollout.env_steps)
         metrics = update.metrics
@@ -276,7 +304,7 @@ class Training:
         total: torch.Tensor | None = None
         names: tuple[str, ...] = ()
         count = 0
-        while rollout.env_steps < until:
+        while rollout.env_steps < until and not rollout.full:
             before = rollout.env_steps
             step = rollout.step()
             if self.replay is None:
@@ -285,24 +313,28 @@ class Training:
             action = step.extras["action"]
             self.replay.add(step.obs, action, step.reward, step.terminated, step.truncated, step.valid, **kept)
             self._due += rollout.env_steps - before
-            if rollout.env_steps <= c.learning_starts or len(self.replay) == 0:
+            if rollout.env_steps <= c.learning_starts or len(self.replay) < self._least:
                 self._due = min(self._due, c.train_every)
                 continue
             start = time.perf_counter()
             while self._due >= c.train_every:
                 self._due -= c.train_every
                 for _ in range(c.updates):
+                    if len(self.replay) < self._least:
+                        break  # the rest is used up or stale: wait for new rows
                     batch = self.replay.sample(c.batch_size, self._sample_rng, self._beta(rollout.env_steps))
                     update = self.learner.update(batch, rollout.env_steps)
                     if update.priorities is not None:
                         self.replay.update_priorities(batch["id"], update.priorities)
+                    self.replay.advance(self.learner.steps)
                     total = update.values if total is None else total + update.values
                     names, count = update.names, count + 1
             self._learn_seconds += time.perf_counter() - start
         return {} if total is None else dict(zip(names, (total / count).tolist(), strict=True))
 
-    def collect(self, steps: int) -> Trajectory:
-        """`steps` rows of every environment with the outputs that the Policy's `samples` reads."""
+    def collect(self, steps: int) -> Trajectory | None:
+        """`steps` rows of every environment with the outputs that the Policy's `samples` reads; None when the last episode to be counted
+        ended before: updates have a fixed shape."""
         rollout, keep = self.rollout, self.policy.keep_outputs
         columns: dict[str, Any] | None = None
         for t in range(steps):
@@ -310,6 +342,9 @@ class Training:
             if columns is None:
                 columns = _allocate(step, steps, keep)
             _write(columns, t, step, keep)
+            if rollout.full and t + 1 < steps:
+                self._recent = tree.map(lambda x, rows=t + 1: x[:rows].reshape(-1, *x.shape[2:]), columns["obs"])
+                return None
         assert columns is not None
         tree.map(lambda column, x: column.__setitem__(steps, x), columns["obs"], rollout.obs)
         self._recent = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns["obs"])
@@ -350,13 +385,23 @@ class Training:
             self.rollout.engine = both
         return None
 
+    def _replay_numbers(self) -> dict[str, float]:
+        """What a result row says of the replay and of what was drawn in this iteration."""
+        if self.replay is None:
+            return {}
+        numbers = {"size": len(self.replay), **self.replay.stats()}
+        return {f"replay/{k}": v for k, v in numbers.items()}
+
     def _make_replay(self, step: Step) -> Replay:
         c = self.config
         example = {"obs": tree.index(step.obs, 0), "action": step.extras["action"][0]} | tree.index(_kept(step), 0)
         options: dict[str, Any] = {"gamma": c.gamma, "n_step": c.n_step, "prioritized": c.prioritized}
         if c.prioritized:
             options["alpha"] = c.priority_alpha
-        return Replay(c.replay_size, self.env.num_envs, example, frame_stack=frame_stack(self.spec), **options)
+        options |= {**self._limits, "monitor": True, "frame_stack": frame_stack(self.spec)}
+        replay = Replay(c.replay_size, self.env.num_envs, example, **options)
+        replay.advance(self.learner.steps)
+        return replay
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -425,8 +470,9 @@ class Training:
     def recent_observations(self, rows: int = 1024, most_bytes: int = 8 << 20) -> Any:
         """The newest raw observations, for checking and calibrating exported models; at most `most_bytes` of them."""
         obs = self._recent
-        if self.replay is not None and len(self.replay):
-            obs = self.replay.sample(min(rows, len(self.replay)), np.random.default_rng(0))["obs"]
+        if self.replay is not None:
+            newest = self.replay.newest(rows)["obs"]  # looked at, not drawn: saving must not count as use
+            obs = newest if tree.length(newest) else obs
         if obs is None:
             return None
         rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
@@ -440,17 +486,6 @@ class Training:
 
     def close(self) -> None:
         self.env.close()
-
-
-def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
-    """Weights into a Model, in place; a missing, superfluous or differently shaped one is named."""
-    mine = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    theirs = {k: tuple(np.shape(v)) for k, v in weights.items()}
-    if mine != theirs:
-        wrong = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
-        detail = "; ".join(f"{k}: model {mine.get(k, 'none')}, file {theirs.get(k, 'none')}" for k in wrong[:5])
-        raise CheckpointError(f"the weights do not fit the model in {len(wrong)} of {len(mine)} entries: {detail}")
-    model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in weights.items()})
 
 
 def _threads(space: Any) -> int:
@@ -557,6 +592,27 @@ def play(
             if len(done[b]) < share[b]:
                 done[b].append((return_, length))
     return [result for d in done for result in d]
+
+
+def play_steps(
+    env: VecEnv,
+    engine: TorchEngine,
+    policy: Any,
+    steps: int,
+    seed: int,
+    *,
+    rng: np.random.Generator | None = None,
+    initial_state: Callable[[int], Any] | None = None,
+) -> tuple[list[tuple[float, int]], tuple[float, int]]:
+    """Play exactly `steps` steps in one environment, episode after episode: (return, length) of each whole one, and of the one that was
+    cut (length 0: none was)."""
+    done: list[tuple[float, int]] = []
+    rollout = Rollout(env, engine, policy, rng, None, initial_state)
+    rollout.reset(seed)
+    while rollout.env_steps < steps:
+        rollout.step()
+        done += [(return_, length) for _, return_, length in rollout.ended]
+    return done, (float(rollout.returns[0]), int(rollout.lengths[0]))
 
 
 def summarize(results: list[tuple[float, int]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from bray.rundir import RunDir
 
 ON = {"num_envs": 3, "rollout_length": 8}
 OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700}
+LIMITS = {"train_every": 4, "max_use": 2, "max_staleness": 60}
 NORMALIZED = {"normalize_observations": True, "normalize_rewards": True}
 
 CASES = {
@@ -23,9 +24,11 @@ CASES = {
     "a2c-inprocess": ("A2C", "CartPole-v1", {**ON, "vector": "inprocess"}, 8),
     "a2c-subprocess": ("A2C", "CartPole-v1", {**ON, "vector": "subprocess", "num_processes": 2}, 8),
     "dqn-inprocess": ("DQN", "CartPole-v1", {**OFF, "prioritized": True, "n_step": 3, "dueling": True}, 4),
+    "dqn-limits": ("DQN", "CartPole-v1", {**OFF, **LIMITS, "prioritized": True, "num_envs": 2}, 4),
     "dqn-native": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "native"}, 4),
     "dqn-subprocess": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "tau": 0.01}, 4),
     "sac-inprocess": ("SAC", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16]}, 4),
+    "sac-limits": ("SAC", "Pendulum-v1", {**OFF, **LIMITS, "fcnet_hiddens": [16]}, 4),
     "sac-subprocess": ("SAC", "Pendulum-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "fcnet_hiddens": [16]}, 4),
 }
 

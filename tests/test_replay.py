@@ -257,13 +257,251 @@ def test_rows_retire_after_max_use():
         assert set(replay.sample(4, rng)["id"].tolist()) <= {20, 21}
 
 
-def test_rows_older_than_max_staleness_are_not_sampled():
-    for prioritized in (False, True):
-        replay = plain(100, max_staleness=7, prioritized=prioritized)
-        fill(replay, 50)
-        assert len(replay) == 7
-        ids = replay.sample(300, np.random.default_rng(0))["id"]
-        assert sorted(set(ids.tolist())) == list(range(42, 49))
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_rows_that_came_max_staleness_versions_ago_are_not_sampled(prioritized):
+    """A learner that publishes at its own pace: what can be drawn is what a loop over the history says, at every moment."""
+    stream, rng = Stream(2, seed=4), np.random.default_rng(0)
+    replay = make(stream, 60, max_staleness=5, prioritized=prioritized)
+    came, version, few = [], 0, 0
+    for _ in range(300):
+        came.append(version)
+        replay.add(**stream.next())
+        if rng.random() < 0.4:
+            version += int(rng.choice([1, 1, 1, 2, 9]))
+            replay.advance(version)
+        good = sorted(id for id in stream.sampleable(replay.window) if version - came[id // 2] < 5)
+        few += len(good) < len(stream.sampleable(replay.window))
+        assert replay.ids().tolist() == good
+        assert len(replay) == len(good)
+        if good:
+            batch = replay.sample(400, rng)
+            assert set(batch["id"].tolist()) == set(good)
+            if prioritized:
+                replay.update_priorities(batch["id"], rng.uniform(0.5, 1.0, 400))
+        elif len(stream.rows) > 1:
+            with pytest.raises(DataError, match="max_staleness leave none"):
+                replay.sample(1, rng)
+    assert few > 100
+    if prioritized:
+        before = replay.late_updates
+        replay.update_priorities([min(stream.sampleable(replay.window))], [9.0])
+        assert replay.late_updates == before + 1  # a stale row stays away
+    with pytest.raises(DataError, match="only grow"):
+        replay.advance(version - 1)
+
+
+def test_sequences_leave_out_stale_rows():
+    replay = plain(100, max_staleness=1)
+    fill(replay, 20)
+    replay.advance(1)
+    fill(replay, 8)
+    starts = replay.sample_sequences(200, 4, 0, np.random.default_rng(0))["id"][0]
+    assert sorted(set(starts.tolist())) == [20, 21, 22, 23]
+
+
+def test_the_monitor_says_how_used_how_stale_and_how_important_the_drawn_rows_are():
+    replay = plain(4, prioritized=True, alpha=1.0, eps=0.0, monitor=True)
+    rng = np.random.default_rng(0)
+    assert replay.stats() == {}
+    fill(replay, 3)
+    replay.advance(10)
+    fill(replay, 2)  # rows 0, 1 and 2 came with version 0, row 3 with version 10
+    replay.update_priorities(np.arange(4), [0.0, 0.0, 2.0, 6.0])
+    batch = replay.sample(8, rng)  # stratified: row 2 twice, row 3 six times
+    assert np.bincount(batch["id"]).tolist() == [0, 0, 2, 6]
+    assert replay.stats() == {
+        "use_mean": (2 * 2 + 6 * 6) / 8,
+        "use_max": 6.0,
+        "staleness_mean": 10 * 2 / 8,
+        "staleness_max": 10.0,
+        "priority_mean": (2 * 2.0 + 6 * 6.0) / 8,
+        "priority_max": 6.0,
+    }
+    assert replay.stats() == {}
+    replay.update_priorities(np.arange(4), [0.0, 0.0, 1.0, 0.0])
+    replay.advance(12)
+    replay.sample(3, rng)
+    replay.take([0, 1, 2, 3])  # to look is not to draw
+    assert replay.stats() == {
+        "use_mean": 5.0,
+        "use_max": 5.0,
+        "staleness_mean": 12.0,
+        "staleness_max": 12.0,
+        "priority_mean": 1.0,
+        "priority_max": 1.0,
+    }
+    fill(replay, 6)  # all rows are new
+    replay.sample(1, rng)
+    assert replay.stats()["use_max"] == 1.0
+    with pytest.raises(ConfigError, match="monitor=True"):
+        plain(4).stats()
+
+
+def test_the_monitor_looks_at_one_batch_of_sixteen():
+    replay = plain(50, monitor=True)
+    fill(replay, 51)
+    rng = np.random.default_rng(0)
+    uses, seen = np.zeros(50, int), []
+    for i in range(40):
+        ids = replay.sample(10, rng)["id"]
+        np.add.at(uses, ids, 1)
+        if i in (0, 16, 32):
+            seen.append(uses[ids])
+    stats = replay.stats()
+    assert stats["use_mean"] == pytest.approx(np.mean(seen))
+    assert stats["use_max"] == np.max(seen)
+    assert "priority_mean" not in stats
+
+
+# --- parts of the history ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frames", [None, "mixed"])
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_transitions_are_taken_by_id(n_step, frames):
+    stream = Stream(2, seed=3, frames=frames)
+    replay = make(stream, 40, n_step=n_step, max_use=1, frame_stack=4 if frames else None)
+    for _ in range(60):
+        replay.add(**stream.next())
+    ids = replay.ids()
+    assert ids.tolist() == sorted(stream.sampleable(replay.window))
+    mixed = np.random.default_rng(0).permutation(ids)
+    taken = replay.take(mixed)
+    assert taken["id"].tolist() == mixed.tolist()
+    for i, id in enumerate(mixed):
+        reward, discount, bootstrap = stream.expected(id, n_step)
+        assert taken["reward"][i] == pytest.approx(reward, rel=1e-6, abs=1e-6)
+        assert taken["discount"][i] == pytest.approx(discount, rel=1e-6)
+        np.testing.assert_array_equal(taken["next_obs"][i], bootstrap)
+        np.testing.assert_array_equal(taken["obs"][i], stream.rows[id // 2]["obs"][id % 2])
+    assert len(replay) == len(ids)  # not a draw
+    drawn = replay.sample(8, np.random.default_rng(1))
+    again = replay.take(drawn["id"])
+    assert all((drawn[k] == again[k]).all() for k in drawn)
+    assert replay.newest(1000)["id"].tolist() == ids.tolist()  # used up or not
+    assert replay.newest(7)["id"].tolist() == ids[-7:].tolist()
+    dead = next(t * 2 + b for t in range(45, 59) for b in range(2) if not stream.rows[t]["valid"][b])
+    for wrong in (0, 59 * 2, dead, -1):
+        with pytest.raises(DataError, match=f"transition {wrong} is not in the replay"):
+            replay.take([int(ids[0]), wrong])
+
+
+def test_a_view_draws_from_its_part_of_the_history_and_shares_the_storage():
+    stream, rng = Stream(2, seed=6), np.random.default_rng(0)
+    replay = make(stream, 60)
+    newest, oldest = replay.view(slice(-10, None)), replay.view(slice(0, 5))
+    for _ in range(80):
+        replay.add(**stream.next())
+        rows = len(stream.rows)
+        good = [id for id in sorted(stream.sampleable(replay.window)) if id // 2 >= rows - 1 - 10]
+        assert newest.ids().tolist() == good
+        assert len(newest) == len(good)
+        if good:
+            batch = newest.sample(200, rng)
+            assert set(batch["id"].tolist()) == set(good)
+            i = int(batch["id"].argmax())
+            np.testing.assert_array_equal(batch["next_obs"][i], stream.expected(batch["id"][i], 1)[2])
+    first = len(stream.rows) - 1 - replay.window
+    assert {id // 2 for id in oldest.sample(200, rng)["id"].tolist()} <= set(range(first, first + 5))
+    everything = replay.view(slice(None))
+    a, b = (x.sample(30, np.random.default_rng(1)) for x in (everything, replay))
+    assert all((a[k] == b[k]).all() for k in a)
+    starts = newest.sample_sequences(300, 4, 1, rng)["id"][0] // 2
+    assert (starts.min(), starts.max()) == (
+        69,
+        74,
+    )  # rows 69 to 78, and 79 is the newest: the last one's last observation
+    with pytest.raises(DataError, match="no transition"):
+        replay.view(slice(5, 5)).sample(1, rng)
+    with pytest.raises(ConfigError, match="no step"):
+        replay.view(slice(0, 10, 2))
+
+
+def test_views_of_a_prioritized_replay_draw_by_priority_and_count_use():
+    replay = plain(50, prioritized=True, alpha=0.7, eps=0.01, beta=0.5, max_use=100_000)
+    fill(replay, 71)  # rows 20 to 69, around the end of the ring
+    rng = np.random.default_rng(1)
+    view = replay.view(slice(-30, None))
+    priority = rng.normal(size=30) * 3
+    view.update_priorities(np.arange(40, 70), priority)
+    p = (np.abs(priority) + 0.01) ** 0.7
+    p /= p.sum()
+    ids = np.concatenate([view.sample(1, rng)["id"] for _ in range(10_000)])
+    assert abs(chi_square(np.bincount(ids - 40, minlength=30), p)) < 4
+    batch = view.sample(16, rng)
+    raw = p[batch["id"] - 40] ** -0.5
+    np.testing.assert_allclose(batch["weight"], raw / raw.max(), rtol=1e-6)
+    counted = replay._uses[np.arange(20, 70) % 51]
+    assert counted[:20].tolist() == [0] * 20
+    np.testing.assert_array_equal(counted[20:], np.bincount(np.append(ids, batch["id"]) - 40, minlength=30))
+    replay.update_priorities(np.arange(40, 70), np.zeros(30))
+    assert (view.sample(8, rng)["id"] >= 40).all()
+
+
+@pytest.mark.parametrize("frames", [None, "mixed"])
+def test_groups_are_whole_episodes(frames):
+    stream, rng = Stream(3, seed=8, end=0.15, frames=frames), np.random.default_rng(0)
+    replay = make(stream, 90, frame_stack=4 if frames else None)
+    episode, number = np.zeros(3, int), {}
+    for t in range(100):
+        row = stream.next()
+        replay.add(**row)
+        episode += stream.rows[-1]["first"]
+        number |= {t * 3 + b: (b, int(episode[b])) for b in range(3)}
+    expected: dict = {}
+    for id in sorted(stream.sampleable(replay.window)):
+        expected.setdefault(number[id], []).append(id)
+    seen = set()
+    for _ in range(60):
+        batch = replay.sample_groups(5, rng)
+        assert batch["valid"].shape == batch["reward"].shape == batch["id"].shape
+        assert batch["valid"].sum(0).max() == len(batch["valid"])  # as long as the longest one
+        drawn = [tuple(batch["id"][batch["valid"][:, i], i].tolist()) for i in range(5)]
+        assert all(list(ids) == expected[number[ids[0]]] for ids in drawn)
+        assert len(set(drawn)) == 5
+        seen |= set(drawn)
+        t, i = np.argwhere(batch["valid"])[rng.integers(batch["valid"].sum())]
+        id = int(batch["id"][t, i])
+        np.testing.assert_array_equal(batch["obs"][t, i], stream.rows[id // 3]["obs"][id % 3])
+        np.testing.assert_array_equal(batch["next_obs"][t, i], stream.expected(id, 1)[2])
+        assert (batch["id"][~batch["valid"]] == -1).all()
+        for key in ("obs", "next_obs", "action", "reward", "discount", "logp", "weight"):
+            assert not batch[key][~batch["valid"]].any(), key
+    assert len(seen) == len(expected)
+    with pytest.raises(DataError, match=f"have {len(expected)}, got 1000"):
+        replay.sample_groups(1000, rng)
+
+
+def test_groups_by_an_extra_in_runs_of_a_length():
+    """Rows of four tasks, mixed: a run holds neighbours of one task only, from anywhere in it; short groups are filled up."""
+    example = {"obs": np.zeros(1, np.float32), "action": np.int64(0), "task": np.int64(0), "name": np.zeros(2)}
+    replay = Replay(100, 1, example, max_use=200)
+    no, yes = np.zeros(1, bool), np.ones(1, bool)
+    tasks = [7 if t % 2 else (5 if t % 4 else 9) for t in range(40)] + [3, 3, 0]
+    for t, task in enumerate(tasks):
+        row = (np.full((1, 1), t, np.float32), np.zeros(1, np.int64), np.ones(1), no, no, yes)
+        replay.add(*row, task=np.array([task]), name=np.zeros((1, 2)))
+    groups = {task: [t for t in range(42) if tasks[t] == task] for task in (3, 5, 7, 9)}
+    rng = np.random.default_rng(0)
+    starts = set()
+    for i in range(200):
+        batch = (replay if i % 2 else replay.view(slice(None))).sample_groups(4, rng, by="task", length=6)
+        assert sorted(batch["task"][0].tolist()) == [3, 5, 7, 9]
+        for j in range(4):
+            ids, task = batch["id"][batch["valid"][:, j], j].tolist(), int(batch["task"][0, j])
+            at = groups[task].index(ids[0])
+            assert ids == groups[task][at : at + 6]
+            assert batch["valid"][:, j].tolist() == [k < 2 or task != 3 for k in range(6)]
+            starts.add((task, at))
+    assert starts == {(task, at) for task in groups for at in range(max(1, len(groups[task]) - 5))}
+    assert not {40, 41} & set(replay.ids().tolist())  # drawn 200 times
+    assert {0, 1, 2} <= set(replay.ids().tolist())
+    with pytest.raises(UnknownName, match="Did you mean 'task'"):
+        replay.sample_groups(1, rng, by="taks")
+    with pytest.raises(ConfigError, match="one integer per row"):
+        replay.sample_groups(1, rng, by="name")
+    with pytest.raises(ConfigError, match="length >= 1"):
+        replay.sample_groups(1, rng, length=0)
 
 
 def test_few_good_rows_among_many_are_found():
@@ -529,6 +767,7 @@ def test_wrong_settings_and_priorities_are_refused():
         ({"gamma": 1.5}, "gamma"),
         ({"beta": -1.0}, "beta"),
         ({"max_use": 0}, "max_use"),
+        ({"max_staleness": 0}, "max_staleness"),
         ({"example": {"obs": np.zeros(1)}}, "'action'"),
         ({"example": {**example, "reward": np.zeros(1)}}, "'reward'"),
         ({"example": {"obs": np.array(["a"]), "action": np.int64(0)}}, "numbers"),

@@ -13,7 +13,9 @@ OPTIONS = {
     "uniform": {"n_step": 3},
     "prioritized": {"prioritized": True, "n_step": 2},
     "max_use": {"prioritized": True, "max_use": 3},
-    "uniform_max_use": {"max_use": 3, "max_staleness": 25},
+    "uniform_limits": {"max_use": 3, "max_staleness": 25},
+    "limits": {"prioritized": True, "max_use": 5, "max_staleness": 7, "monitor": True},
+    "monitor": {"monitor": True},
     "frames": {"prioritized": True, "frame_stack": 4},
 }
 
@@ -23,7 +25,7 @@ def stream_for(kind: str, seed: int = 0) -> Stream:
 
 
 def work(replay, stream, rng, steps: int, log: list) -> None:
-    """What training does: add, sample, update."""
+    """What training does: add, sample, update, publish."""
     for _ in range(steps):
         replay.add(**stream.next())
         if len(replay) > 8:
@@ -31,6 +33,9 @@ def work(replay, stream, rng, steps: int, log: list) -> None:
             log.append(tree.map(np.copy, batch))
             if replay._tree is not None:
                 replay.update_priorities(batch["id"], rng.random(4) * 3)
+            replay.advance(replay.version + 1)
+        if replay._monitor is not None:
+            log.append(replay.stats())
 
 
 def same(a: list, b: list) -> bool:
@@ -228,6 +233,32 @@ def test_states_of_other_replays_are_refused(tmp_path):
         other.add(**frames.next())
     with pytest.raises(CheckpointError, match="obs"):
         make(stream, 40).set_state(other.get_state())
+
+
+def test_a_replay_saved_without_numbers_loads_into_one_that_keeps_them(tmp_path):
+    """As of runs that began before there was a monitor; but what limits the draws must be known."""
+    stream, rng = Stream(2, 0), np.random.default_rng(0)
+    replay = make(stream, 40)
+    for _ in range(10):
+        replay.add(**stream.next())
+    state = replay.save(tmp_path)
+    again = make(stream, 40, monitor=True)
+    again.load(tmp_path, state)
+    again.advance(5)
+    for _ in range(10):
+        again.add(**stream.next())
+    again.sample(200, rng)
+    assert again.stats()["staleness_max"] == 5
+    state = again.save(tmp_path)  # old and new rows
+    third = make(stream, 40, monitor=True)
+    third.load(tmp_path, state)
+    a, b = (r.sample(30, np.random.default_rng(1)) for r in (again, third))
+    assert tree.equal(a, b)
+    assert third.stats() == again.stats()
+    with pytest.raises(CheckpointError, match="version"):
+        make(stream, 40, max_staleness=3, monitor=True).load(tmp_path, state)
+    with pytest.raises(CheckpointError, match="max_use 0"):
+        make(stream, 40, max_use=3).load(tmp_path, state)
 
 
 def test_kept_frames_of_rows_outside_the_ring_are_not_loaded(tmp_path):

@@ -48,6 +48,10 @@ class Config:
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
     replay_size: Annotated[int, Field(gt=0)] = 100_000
     """Transitions kept."""
+    max_use: Annotated[int, Field(gt=0)] | None = None
+    """Draws after which a transition retires, looked at after each batch; null = no limit."""
+    max_staleness: Annotated[int, Field(gt=0)] | None = None
+    """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
     batch_size: Annotated[int, Field(gt=0)] = 64
     """Transitions per gradient step."""
     learning_starts: Annotated[int, Field(ge=0)] = 1_000
@@ -82,6 +86,7 @@ class Policy:
     """Beside the environment: epsilon-greedy over the Model's action values."""
 
     act_outputs = ("q",)
+    rule = "q"
 
     def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
         self.layout = spec.layout
@@ -93,6 +98,10 @@ class Policy:
     ) -> tuple[Any, dict[str, Any]]:
         action = act.epsilon_greedy(outputs["q"], self.epsilon(step), rng, self.layout.mask(obs))
         return self.layout.to_env(action), {"action": action}
+
+    def numbers(self, step: int) -> dict[str, float]:
+        """What a result row says of acting at this step."""
+        return {"epsilon": self.epsilon(step)}
 
 
 class Learner:

@@ -52,6 +52,10 @@ class Config:
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
     replay_size: Annotated[int, Field(gt=0)] = 1_000_000
     """Transitions kept."""
+    max_use: Annotated[int, Field(gt=0)] | None = None
+    """Draws after which a transition retires, looked at after each batch; null = no limit."""
+    max_staleness: Annotated[int, Field(gt=0)] | None = None
+    """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
     batch_size: Annotated[int, Field(gt=0)] = 256
     """Transitions per gradient step."""
     learning_starts: Annotated[int, Field(ge=0)] = 1_000
@@ -75,6 +79,7 @@ class Policy:
     """Beside the environment: tanh-squashed Gaussian actions; uniformly random ones before learning starts."""
 
     act_outputs = ("dist",)
+    rule = "squashed"
 
     def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
         self.layout = spec.layout

@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.data import segments
+from bray.data import groups, segments
 from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK, ENDED, FIRST, RETIRED, TERMINATED, TRUNCATED, VALID
+from bray.data.monitor import Monitor
+from bray.data.view import View
 from bray.errors import CheckpointError, ConfigError, DataError, UnknownName
 from bray.tree import NestedArray
 
@@ -38,9 +40,11 @@ _RESERVED = [
     "weight",
     "id",
     "flags",
+    "version",
 ]  # columns and outputs of our own
 _FLAGS = ("terminated", "truncated", "valid")
 _BITS = np.array([TERMINATED, TRUNCATED, VALID, FIRST], np.uint8)
+_ONE = np.uint32(1)  # of the counters' own type: add.at is ten times slower otherwise
 _SEGMENT_BYTES = 64 << 20
 _VERSION = 1
 
@@ -50,9 +54,10 @@ class Replay:
 
     `capacity` counts transitions of all environments. `example` gives shapes and dtypes by ONE environment's row: `obs`, `action`
     and any extras (a recurrent `state`, `logp`, ...). `max_use`: a row retires after it was drawn so often (looked at after
-    each batch; sequences do not count). `max_staleness`: rows more than so many adds old are not sampled. `frame_stack=k`: observations are one array
-    `[k, ...]` of consecutive frames, newest last, and each frame is stored once. `directory`: observations live in memory-mapped
-    files there instead of in memory.
+    each batch; sequences do not count). `max_staleness`: rows that came so many versions of the weights ago, or more, are not
+    sampled; whoever trains calls `advance`. `monitor`: count the draws of each row and keep numbers for `stats`.
+    `frame_stack=k`: observations are one array `[k, ...]` of consecutive frames, newest last, and each frame is stored once.
+    `directory`: observations live in memory-mapped files there instead of in memory.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Replay:
         eps: float = 1e-5,
         max_use: int | None = None,
         max_staleness: int | None = None,
+        monitor: bool = False,
         frame_stack: int | None = None,
         directory: Path | str | None = None,
     ):
@@ -98,10 +104,10 @@ class Replay:
         self.capacity, self.num_envs = capacity, num_envs
         self.gamma, self.n_step = gamma, n_step
         self.alpha, self.beta, self.eps = alpha, beta, eps
-        self.max_use, self.frame_stack = max_use, frame_stack
+        self.max_use, self.max_staleness, self.frame_stack = max_use, max_staleness, frame_stack
         self.rows = -(-capacity // num_envs) + (frame_stack or 1)
         """Stored rows: the sampleable ones, the newest one, and for frame stacks the frames before the oldest one."""
-        self.window = min(-(-capacity // num_envs), max_staleness or capacity)
+        self.window = -(-capacity // num_envs)
         """The oldest sampleable row is so many rows before the newest one."""
         self._size = size = self.rows * num_envs
         self._extras = tuple(k for k in example if k not in ("obs", "action"))
@@ -122,9 +128,9 @@ class Replay:
             self._columns[name] = tree.map(lambda x, make=make: make((size, *np.shape(x)), np.asarray(x).dtype), row)
         self._reward = np.zeros(size, np.float32)
         self._flags = np.zeros(size, np.uint8)
-        self._uses: np.ndarray | None = (
-            np.zeros(size, np.uint16 if max_use is not None and max_use < 1 << 15 else np.uint32) if max_use else None
-        )
+        self._uses = np.zeros(size, np.uint32) if max_use or monitor else None
+        self._versions = np.zeros(self.rows, np.int64) if max_staleness or monitor else None
+        self._monitor = Monitor() if monitor else None
         self._tree = None
         if prioritized:
             from bray.data.prioritized import SumTree
@@ -138,6 +144,9 @@ class Replay:
         """Priorities that came for rows already overwritten (or too old); they were ignored."""
         self.max_priority = 1.0
         """The largest (|priority| + eps)^alpha so far; new rows get it."""
+        self.version = 0
+        """Version of the weights that act now (see `advance`); rows remember the one they came with."""
+        self._fresh = 0  # rows before this one are stale
         self._count = 0
         self._entering = 0  # valid environments of the newest row
         self._stage = np.zeros((4, num_envs), bool)  # the flags of the row being added
@@ -198,8 +207,8 @@ class Replay:
         flags = _BITS.dot(self._stage.view(np.uint8))
 
         slot = (self.steps % self.rows) * n
-        leaving = self.steps - self.window - 1  # the row that is now too old
-        leave = (leaving % self.rows) * n if leaving >= 0 else -1
+        leaving = self.steps - self.window - 1  # the row that is now too old, if it has not left as a stale one
+        leave = (leaving % self.rows) * n if leaving >= self._fresh else -1
         if leave >= 0:
             self._count -= self._eligible(leave, leave + n)
         end = slot + n
@@ -210,6 +219,8 @@ class Replay:
         self._flags[slot:end] = flags
         if self._uses is not None:
             self._uses[slot:end] = 0
+        if self._versions is not None:
+            self._versions[self.steps % self.rows] = self.version
         if self._tree is not None:
             enter = (slot - n) % self._size if self.steps else -1
             self._tree.turn(self._flags, enter, leave, n, self.max_priority)
@@ -220,6 +231,17 @@ class Replay:
         if self._any_ended:
             self._ended = self._stage[1] & self._stage[2]
         self.steps += 1
+        if self.max_staleness is not None:
+            self._expire()
+
+    def advance(self, version: int) -> None:
+        """The weights that act are now of this version (gradient steps, or whatever grows with each publication). Rows added from
+        here on carry it, and rows that came `max_staleness` versions before it or earlier are no longer sampled."""
+        if version < self.version:
+            raise DataError(f"versions of the weights only grow: the replay is at {self.version}, got {version}")
+        self.version = version
+        if self.max_staleness is not None:
+            self._expire()
 
     def cut(self) -> None:
         """The rows that come next do not follow the newest ones: environments were reset or replaced, as by a resume that
@@ -260,7 +282,83 @@ class Replay:
         A window sums m <= n_step rewards: to the end of the episode, or to the newest row if that comes first. Weights are 1
         when uniform, else (N P_i)^-beta divided by the largest one of this batch.
         """
-        ids, slots, weight = self._draw(batch_size, rng, beta)
+        return self._sample(batch_size, rng, beta)
+
+    def sample_sequences(
+        self, batch_size: int, length: int, burn_in: int, rng: np.random.Generator, beta: float | None = None
+    ) -> dict[str, NestedArray]:
+        """`batch_size` runs of T = burn_in + length rows of one environment each, `[T, B, ...]`: obs and first (T + 1 rows),
+        action, reward, terminated, truncated, valid, id, extras, and weight `[B]`. An extra called `state` comes as it was at
+        the first row, `[B, ...]`.
+
+        Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are equally
+        likely. Prioritized: a row is drawn by priority and the sequence is laid so that its learning part starts there (or
+        as near as the stored rows allow); `weight` is that row's.
+        """
+        return self._sequences(batch_size, length, burn_in, rng, beta)
+
+    def sample_groups(
+        self, batch_size: int, rng: np.random.Generator, by: str = "episode", length: int | None = None
+    ) -> dict[str, NestedArray]:
+        """`batch_size` different groups, all equally likely, `[T, B, ...]`: the columns of `sample`, and `valid`. A group is the
+        transitions that can be sampled of one episode, or with one value of the integer extra `by`, oldest first; of an
+        episode that is still running, or partly overwritten, those that are there.
+
+        T is the longest group's length; with `length` it is that, and a longer group gives a run of so many from a random
+        start. What a group lacks are zeros with `valid` False and id -1. Priorities are not looked at; weights are 1. A
+        call looks at all stored rows.
+        """
+        return self._groups(batch_size, rng, by, length, *self._range())
+
+    def take(self, id: np.ndarray) -> dict[str, NestedArray]:
+        """The transitions with these ids, in this order, as `sample` gives them, with weight 1. Not a draw: it is not counted
+        for `max_use`."""
+        ids = np.asarray(id, np.int64).reshape(-1)
+        slots = ids % self._size
+        newest = max(0, self.steps - 1)
+        low, high = max(0, newest - self.window) * self.num_envs, newest * self.num_envs
+        wrong = np.flatnonzero((ids < low) | (ids >= high) | ((self._flags.take(slots) & VALID) == 0))
+        if len(wrong):
+            raise DataError(
+                f"transition {ids[wrong[0]]} is not in the replay: it was overwritten, has no successor yet, or is a dead row. "
+                f"Ids here are {low} to {high - 1}."
+            )
+        return self._batch(ids, slots, np.ones(len(ids), np.float32))
+
+    def newest(self, count: int) -> dict[str, NestedArray]:
+        """The newest `count` transitions (or as many as there are), oldest first, used up and stale ones too; as `take`."""
+        newest = max(0, self.steps - 1)
+        low = max(0, newest - min(self.window, 2 * count))  # at most every other row is a dead one
+        ids = np.arange(low * self.num_envs, newest * self.num_envs)
+        return self.take(ids[(self._flags.take(ids % self._size) & VALID) != 0][-count:])
+
+    def ids(self) -> np.ndarray:
+        """Ids of all transitions that can be sampled, oldest first."""
+        return self._ids(*self._range())
+
+    def view(self, rows: slice) -> View:
+        """A part of the history to sample from: rows are counted from the oldest one that can be sampled, as in a list, so
+        `slice(-1000, None)` is the newest 1000 (of every environment). It shares the storage and moves along with it."""
+        return View(self, rows)
+
+    def stats(self) -> dict[str, float]:
+        """Mean and maximum of use, staleness and (when prioritized) priority of the rows drawn since the last call, measured in
+        one batch of 16; empty when nothing was drawn. Sequences are left out. For `Replay(monitor=True)`."""
+        if self._monitor is None:
+            raise ConfigError("this replay keeps no numbers about its draws: stats needs Replay(monitor=True)")
+        return self._monitor.row()
+
+    def _sample(
+        self, batch_size: int, rng: np.random.Generator, beta: float | None, within: tuple[int, int] | None = None
+    ) -> dict[str, NestedArray]:
+        ids, slots, weight = self._draw(batch_size, rng, beta, within)
+        batch = self._batch(ids, slots, weight)
+        if self._uses is not None:
+            self._use(ids, slots)
+        return batch
+
+    def _batch(self, ids: np.ndarray, slots: np.ndarray, weight: np.ndarray) -> dict[str, NestedArray]:
+        """The transitions at these slots."""
         if self.n_step == 1 and self._tree is None:
             reward = self._reward.take(slots)
             discount = self._discounts.take(self._flags.take(slots) & TERMINATED)
@@ -293,36 +391,32 @@ class Replay:
         }
         for name in self._extras:
             batch[name] = _take(self._columns[name], slots)
-        if self._uses is not None:
-            self._use(slots)
         return batch
 
-    def sample_sequences(
-        self, batch_size: int, length: int, burn_in: int, rng: np.random.Generator, beta: float | None = None
+    def _sequences(
+        self,
+        batch_size: int,
+        length: int,
+        burn_in: int,
+        rng: np.random.Generator,
+        beta: float | None,
+        within: tuple[int, int] | None = None,
     ) -> dict[str, NestedArray]:
-        """`batch_size` runs of T = burn_in + length rows of one environment each, `[T, B, ...]`: obs and first (T + 1 rows),
-        action, reward, terminated, truncated, valid, id, extras, and weight `[B]`. An extra called `state` comes as it was at
-        the first row, `[B, ...]`.
-
-        Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are equally
-        likely. Prioritized: a row is drawn by priority and the sequence is laid so that its learning part starts there (or
-        as near as the stored rows allow); `weight` is that row's.
-        """
         if length < 1 or burn_in < 0:
             raise ConfigError(f"sequences have length >= 1 and burn_in >= 0, got {length} and {burn_in}")
         n, total = self.num_envs, burn_in + length
-        newest = self.steps - 1
-        low, high = max(0, newest - self.window), newest - total  # starts, both included
+        low, stop = (x // n for x in within or self._range())
+        high = stop - total  # the last start
         if high < low:
             raise DataError(
-                f"sequences of {total} rows need {total + 1} rows, the replay has {max(0, newest - low + 1)}. "
+                f"sequences of {total} rows need {total + 1} rows, the replay has {stop - low + 1 if self.steps else 0}. "
                 "Add more, or sample shorter ones."
             )
         if self._tree is None:
             start, env = np.divmod(rng.integers(low * n, (high + 1) * n, batch_size), n)
             weight = np.ones(batch_size, np.float32)
         else:
-            anchor, _, weight = self._draw(batch_size, rng, beta)
+            anchor, _, weight = self._draw(batch_size, rng, beta, within)
             start, env = np.divmod(anchor, n)
             start = np.clip(start - burn_in, low, high)
         ids = (start + np.arange(total + 1)[:, None]) * n + env
@@ -348,19 +442,69 @@ class Replay:
             batch[name] = _take(self._columns[name], slots[0] if name == "state" else flat)
         return batch
 
+    def _groups(
+        self, batch_size: int, rng: np.random.Generator, by: str, length: int | None, low: int, high: int
+    ) -> dict[str, NestedArray]:
+        ids = np.arange(low, high)
+        slots = ids % self._size
+        flags = self._flags.take(slots)
+        if by in self._extras:
+            column = self._columns[by]
+            if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype.kind not in "biu":
+                raise ConfigError(f"groups are made by an extra that is one integer per row; {by!r} is not")
+            keys = column.take(slots)
+        elif by == "episode":
+            starts = ((flags & FIRST) != 0).reshape(-1, self.num_envs)
+            keys = (np.cumsum(starts, 0) * self.num_envs + np.arange(self.num_envs)).reshape(-1)
+        else:
+            raise UnknownName("key of groups", by, ("episode", *self._extras))
+        good = np.flatnonzero((flags & ELIGIBLE_MASK) == ELIGIBLE)
+        picked, valid = groups.choose(keys[good], batch_size, length, rng)
+        ids, slots = (x[good[picked]].reshape(-1) for x in (ids, slots))
+        batch = self._batch(ids, slots, np.ones(len(ids), np.float32))
+        if self._uses is not None:
+            self._use(ids[valid.reshape(-1)], slots[valid.reshape(-1)])
+        batch = tree.map(lambda x: x.reshape(*valid.shape, *x.shape[1:]), batch)
+        tree.map(lambda x: x.__setitem__(~valid, 0), batch)
+        batch["id"][~valid] = -1
+        return {**batch, "valid": valid}
+
     def _range(self) -> tuple[int, int]:
         """Ids that may be sampled: from (included), to (excluded)."""
         newest = max(0, self.steps - 1)
-        return max(0, newest - self.window) * self.num_envs, newest * self.num_envs
+        return max(0, newest - self.window, self._fresh) * self.num_envs, newest * self.num_envs
 
-    def _draw(self, n: int, rng: np.random.Generator, beta: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, slots and weights of n draws."""
+    def _ids(self, low: int, high: int) -> np.ndarray:
+        ids = np.arange(low, high)
+        return ids[(self._flags.take(ids % self._size) & ELIGIBLE_MASK) == ELIGIBLE]
+
+    def _expire(self) -> None:
+        """Rows that are too stale leave. Versions only grow, so these are the oldest ones."""
+        assert self._versions is not None
+        assert self.max_staleness is not None
+        n, newest, least = self.num_envs, self.steps - 1, self.version - self.max_staleness
+        row = self._range()[0] // n
+        while row < newest and self._versions[row % self.rows] <= least:
+            slot = (row % self.rows) * n
+            self._count -= self._eligible(slot, slot + n)
+            if self._tree is not None:
+                self._tree.turn(self._flags, -1, slot, n, 0.0)
+            row += 1
+        self._fresh = row
+
+    def _draw(
+        self, n: int, rng: np.random.Generator, beta: float | None, within: tuple[int, int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, slots and weights of n draws, of the ids from `within[0]` to `within[1]` (excluded) where it is given."""
         if self._count == 0:
+            limits = " and ".join(name for name in ("max_use", "max_staleness") if getattr(self, name))
             raise DataError(
                 f"the replay has no transition to sample: {self.steps} rows were added (a row is sampled when its successor is "
-                f"there){', and all stored ones were used max_use times' if self.max_use and self.steps > 1 else ''}"
+                f"there){f', and {limits} leave none of them' if limits and self.steps > 1 else ''}"
             )
         low, high = self._range()
+        if within is not None and within != (low, high):
+            return self._draw_within(n, rng, self.beta if beta is None else float(beta), *within)
         if self._tree is not None:
             if not self._tree.total > 0.0:
                 raise DataError("all priorities are 0, so nothing can be drawn by priority: keep eps above 0")
@@ -380,19 +524,44 @@ class Replay:
             wrong = wrong[(self._flags.take(slots[wrong]) & ELIGIBLE_MASK) != ELIGIBLE]
         return ids, slots, np.ones(n, np.float32)
 
-    def _use(self, slots: np.ndarray) -> None:
+    def _draw_within(
+        self, n: int, rng: np.random.Generator, beta: float, low: int, high: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `_draw`, from a part of the rows; its cost grows with the part."""
+        ids = self._ids(low, high)
+        if len(ids) == 0:
+            raise DataError("this part of the replay has no transition to sample")
+        if self._tree is None:
+            ids = ids[rng.integers(0, len(ids), n)]
+            return ids, ids % self._size, np.ones(n, np.float32)
+        p = self._tree.leaves.take(ids % self._size)
+        ids, p = ids[p > 0.0], p[p > 0.0]
+        if len(ids) == 0:
+            raise DataError("all priorities in this part of the replay are 0: keep eps above 0")
+        upto = np.cumsum(p)
+        point = (np.arange(n) + rng.random(n)) / n * upto[-1]
+        drawn = np.minimum(np.searchsorted(upto, point, side="right"), len(ids) - 1)  # rounding may reach the total
+        ids, p = ids[drawn], p[drawn]
+        return ids, ids % self._size, ((p / p.min()) ** -beta).astype(np.float32)
+
+    def _use(self, ids: np.ndarray, slots: np.ndarray) -> None:
         """Count a batch's draws and retire what was drawn often enough."""
         assert self._uses is not None
-        assert self.max_use is not None
-        drawn, times = np.unique(slots, return_counts=True)
-        uses = np.minimum(self._uses[drawn].astype(np.int64) + times, self.max_use)
-        self._uses[drawn] = uses
-        gone = drawn[uses == self.max_use]
-        if len(gone):
-            self._flags[gone] |= RETIRED
-            self._count -= len(gone)
-            if self._tree is not None:
-                self._tree.set(gone, 0.0)
+        np.add.at(self._uses, slots, _ONE)
+        if self._monitor is not None and self._monitor.wants():
+            assert self._versions is not None
+            self._monitor.see(
+                self._uses.take(slots),
+                self.version - self._versions.take(ids // self.num_envs % self.rows),
+                None if self._tree is None else self._tree.leaves.take(slots),
+            )
+        if self.max_use is not None:
+            gone = np.unique(slots[self._uses.take(slots) >= self.max_use])
+            if len(gone):
+                self._flags[gone] |= RETIRED
+                self._count -= len(gone)
+                if self._tree is not None:
+                    self._tree.set(gone, 0.0)
 
     def _eligible(self, start: int, end: int) -> int:
         if end - start == 1:
@@ -409,8 +578,8 @@ class Replay:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, trees and counters included."""
-        own = [self._reward, self._flags, self._first, *([] if self._uses is None else [self._uses])]
-        parts = tree.nbytes(self._columns) + sum(x.nbytes for x in own)
+        own = (self._reward, self._flags, self._first, self._uses, self._versions)
+        parts = tree.nbytes(self._columns) + sum(x.nbytes for x in own if x is not None)
         return parts + (self._tree.nbytes if self._tree else 0) + (self._frames.nbytes if self._frames else 0)
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -491,6 +660,7 @@ class Replay:
             "layout": np.array(self._layout(), np.int64),
             "steps": np.int64(self.steps),
             "late_updates": np.int64(self.late_updates),
+            "weights_version": np.int64(self.version),
             "cuts": np.array([t for t in self._cuts if t >= self.steps - self.rows], np.int64),
         }
         if self._uses is not None:
@@ -514,10 +684,12 @@ class Replay:
             raise CheckpointError(f"the checkpoint's replay was made with other settings: {', '.join(different)}")
         filled = min(int(state["steps"]), self.rows) * self.num_envs
         for name, present in (("uses", self._uses is not None), ("priority", self._tree is not None)):
+            if name == "uses" and not self.max_use and name not in state:
+                continue  # only numbers to look at
             if (name in state) != present:
                 raise CheckpointError(
                     f"the checkpoint's replay was made with{'' if name in state else 'out'} "
-                    f"{'max_use' if name == 'uses' else 'priorities'}, this one was not made so"
+                    f"{'max_use or monitor' if name == 'uses' else 'priorities'}, this one was not made so"
                 )
             if present and np.shape(state[name]) != (filled,):
                 raise CheckpointError(
@@ -533,7 +705,7 @@ class Replay:
         self._flags[:] = 0
         self._first[:] = True
         self._any_ended = False
-        self.steps = self.late_updates = self._count = self._entering = self._saved = 0
+        self.steps = self.late_updates = self._count = self._entering = self._saved = self.version = self._fresh = 0
         self.max_priority = 1.0
         self._cuts, self._segments = [], []
         if self._frames is not None:
@@ -553,17 +725,18 @@ class Replay:
         for t in self._cuts:
             slot = (t % self.rows) * n
             self._flags[slot : slot + n] &= np.uint8(~(VALID | ENDED) & 0xFF)
-        if self._uses is not None:
+        if self._uses is not None and "uses" in state:
             self._uses[:filled] = state["uses"]
-            self._flags[self._uses >= (self.max_use or 0)] |= RETIRED
+        if self._uses is not None and self.max_use:
+            self._flags[self._uses >= self.max_use] |= RETIRED
         if self._tree is not None:
             self.max_priority = float(state["max_priority"])
             self._tree.leaves[:filled] = state["priority"]
             self._tree.rebuild()
-        low, high = self._range()
-        self._count = int(
-            np.count_nonzero((self._flags[np.arange(low, high) % self._size] & ELIGIBLE_MASK) == ELIGIBLE)
-        )
+        self._count = len(self.ids())
+        self.version = int(state.get("weights_version", 0))
+        if self.max_staleness is not None:
+            self._expire()
         if self.steps:
             newest = ((self.steps - 1) % self.rows) * n
             flags = self._flags[newest : newest + n]
@@ -586,6 +759,8 @@ class Replay:
         rows = {name: _take(column, slots) for name, column in self._columns.items()}
         if self._frames is not None:
             rows["obs"] = self._frames.export(slots)
+        if self._versions is not None:
+            rows["version"] = self._versions[np.arange(first, end) % self.rows]  # one for all environments
         flags = self._flags[slots] & np.uint8(~RETIRED & 0xFF)  # follows from the use counts
         return {**rows, "reward": self._reward[slots], "flags": flags}
 
@@ -594,6 +769,8 @@ class Replay:
         mine: dict[str, NestedArray] = {**self._columns, "reward": self._reward, "flags": self._flags}
         if self._frames is not None:
             mine["obs"] = {"frames": self._frames.frames, "pad": self._frames.pad, "pads": self._frames.pads}
+        if self._versions is not None and (self.max_staleness is not None or "version" in (rows or ())):
+            mine["version"] = self._versions
         expected = {path: (x.dtype, x.shape[1:]) for path, x in tree.paths(mine)}
         got = {path: (x.dtype, x.shape[1:]) for path, x in tree.paths(rows)} if isinstance(rows, dict) else {}
         if got != expected:
@@ -602,9 +779,17 @@ class Replay:
                 f"replay rows in {where} have other columns than this replay: {', '.join(wrong)} "
                 f"(expected {expected.get(wrong[0])}, got {got.get(wrong[0])})"
             )
-        if any(len(x) != len(slots) for path, x in tree.paths(rows) if not (self._frames and path == "obs/pads")):
+        lengths = {"version": end - first} if "version" in mine else {}
+        if any(
+            len(x) != lengths.get(path, len(slots))
+            for path, x in tree.paths(rows)
+            if not (self._frames and path == "obs/pads")
+        ):
             raise CheckpointError(f"replay rows in {where}: expected {len(slots)} in every column")
-        skip = max(0, self.steps - self.rows - first) * self.num_envs  # rows that have left the ring since
+        left = max(0, self.steps - self.rows - first)  # rows that have left the ring since
+        if self._versions is not None and "version" in mine:
+            self._versions[np.arange(first + left, end) % self.rows] = rows["version"][left:]
+        skip = left * self.num_envs
         slots = slots[skip:]
         for name, column in self._columns.items():
             tree.map(lambda mine, theirs: mine.__setitem__(slots, theirs[skip:]), column, rows[name])

@@ -1,0 +1,57 @@
+"""A part of a replay's history, sampled as the replay is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bray.errors import ConfigError
+from bray.tree import NestedArray
+
+if TYPE_CHECKING:
+    from bray.data.replay import Replay
+
+
+class View:
+    """Some rows of a replay (`Replay.view`). It stores nothing: rows added to the replay show up here, draws count there, and
+    new priorities go there. A draw looks at all rows of the part."""
+
+    def __init__(self, replay: Replay, rows: slice):
+        if rows.step not in (None, 1):
+            raise ConfigError(f"a view is a run of rows, so its slice has no step; got {rows}")
+        self.replay, self.rows = replay, rows
+
+    def __len__(self) -> int:
+        """Transitions that can be sampled."""
+        return len(self.ids())
+
+    def ids(self) -> np.ndarray:
+        """Their ids, oldest first."""
+        return self.replay._ids(*self._range())
+
+    def sample(self, batch_size: int, rng: np.random.Generator, beta: float | None = None) -> dict[str, NestedArray]:
+        """As `Replay.sample`. N-step windows may reach beyond the view."""
+        return self.replay._sample(batch_size, rng, beta, self._range())
+
+    def sample_sequences(
+        self, batch_size: int, length: int, burn_in: int, rng: np.random.Generator, beta: float | None = None
+    ) -> dict[str, NestedArray]:
+        """As `Replay.sample_sequences`; the sequences lie inside the view."""
+        return self.replay._sequences(batch_size, length, burn_in, rng, beta, self._range())
+
+    def sample_groups(
+        self, batch_size: int, rng: np.random.Generator, by: str = "episode", length: int | None = None
+    ) -> dict[str, NestedArray]:
+        """As `Replay.sample_groups`, of the transitions inside the view."""
+        return self.replay._groups(batch_size, rng, by, length, *self._range())
+
+    def update_priorities(self, id: np.ndarray, priority: np.ndarray) -> None:
+        """As `Replay.update_priorities`."""
+        self.replay.update_priorities(id, priority)
+
+    def _range(self) -> tuple[int, int]:
+        n = self.replay.num_envs
+        low, high = self.replay._range()
+        rows = range(low // n, high // n)[self.rows]
+        return rows.start * n, rows.stop * n
