@@ -10,7 +10,9 @@ training); `Experiment.resume(path)` goes on exactly where a run stopped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +31,17 @@ from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, UnknownName
-from bray.inference.engines import TorchEngine, is_recurrent
-from bray.loop import EVAL_SEED, RunConfig, Training, eval_config, load_weights, play, resolve_device, summarize
+from bray.inference.torch_engine import TorchEngine, is_recurrent, load_weights
+from bray.loop import (
+    EVAL_SEED,
+    RunConfig,
+    Training,
+    eval_config,
+    play,
+    play_steps,
+    resolve_device,
+    summarize,
+)
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
@@ -51,6 +62,20 @@ STOP_KEYS = (
     "time_total_s",
     "eval/return_mean",
 )
+STOP_COUNTS = ("episodes_total", "env_steps_total", "learner_steps_total", "training_iteration")
+"""Stop conditions that count; -1 is no limit."""
+ROW_KEYS = (
+    *STOP_KEYS,
+    "episode_return_min",
+    "episodes_this_iter",
+    "env_steps_per_second",
+    "time_this_iter_s",
+    *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes")),
+    *(f"perf/{k}" for k in ("env", "forward", "learn", "idle")),
+)
+"""Keys of the rows of every algorithm."""
+OWN_KEYS = ("loss/", "policy/", "replay/")
+"""Prefixes of the keys that an algorithm brings."""
 VOLATILE = ("time_", "perf/")
 """Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
 
@@ -103,16 +128,29 @@ def preset(algo: str, env: str) -> Source | None:
 
 
 def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
-    """A stop condition with its aliases resolved; unknown names get the nearest one."""
-    out = {}
+    """A stop condition with its aliases resolved, without counts of -1 (no limit); unknown names get the nearest one."""
+    out: dict[str, float] = {}
     for key, value in stop.items():
         name = STOP_ALIASES.get(key, key)
         if name not in STOP_KEYS and not name.startswith(("loss/", "eval/")):
             raise UnknownName("stop name", key, [*STOP_KEYS, *STOP_ALIASES], "run.stop")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"run.stop.{key}: expected a number, got {value!r}")
+        if name in STOP_COUNTS and value == -1:
+            continue
+        if name in STOP_COUNTS and (value <= 0 or value % 1):
+            raise ConfigError(f"run.stop.{key}: expected a whole number > 0, or -1 for no limit, got {value:g}")
         out[name] = value
     return out
+
+
+def check_score(score: str, evaluates: bool) -> None:
+    """Refuse a `checkpoint_score` that no row will hold. `loss/*` and `policy/*` are checked when the first ones are there."""
+    key = score.removeprefix("-")
+    if key not in ROW_KEYS and not key.startswith(OWN_KEYS):
+        raise UnknownName("key of a result row", key, ROW_KEYS, "run.checkpoint_score")
+    if key.startswith("eval/") and not evaluates:
+        raise ConfigError(f"run.checkpoint_score is {score!r}, but nothing is evaluated: set eval_freq (--eval-freq N)")
 
 
 class Experiment:
@@ -154,6 +192,8 @@ class Experiment:
         stop = check_stop(self.config["run"].stop)
         self.config["run"].stop.clear()
         self.config["run"].stop.update(stop)
+        if self.config["run"].checkpoint_score is not None:
+            check_score(self.config["run"].checkpoint_score, evaluates=self.config["run"].eval_freq > 0)
         places = self.config.provenance
         for alias, known in STOP_ALIASES.items():
             if f"run.stop.{alias}" in places:
@@ -205,8 +245,9 @@ class Experiment:
     def _write_specs(self) -> None:
         assert self._dir is not None
         self._dir.write_spec(self.training.spec)
+        policy = self.algo.Policy(self.config["algo"], self.training.spec)
         self._dir.write_policy(
-            {"algorithm": self.config["run"].algorithm, "recurrent": is_recurrent(self.training.model)}
+            {"algorithm": self.config["run"].algorithm} | describe_policy(policy, self.training.model)
         )
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -216,10 +257,13 @@ class Experiment:
         stop: Mapping[str, float] | None = None,
         sinks: Sequence[Sink] = (),
         on_result: Callable[[dict[str, Any]], None] | None = None,
+        show: bool = True,
     ) -> Iterator[dict[str, Any]]:
-        """Train until a stop condition holds (or forever); yields one result per iteration. Saves as configured and at the end."""
+        """Train until a stop condition holds (or forever); yields one result per iteration. Saves as configured and at the end.
+        `show=False` leaves out the window that `run.show_figure` asks for."""
         run = self.config["run"]
         stop = check_stop(stop) if stop is not None else run.stop
+        most_episodes = int(stop["episodes_total"]) if "episodes_total" in stop else None
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         with (
@@ -239,7 +283,7 @@ class Experiment:
             try:
                 while not self._stop_requested and not self._reached(stop):
                     start = time.perf_counter()
-                    row = training.iterate()
+                    row = training.iterate(most_episodes)
                     if run.eval_freq and training.iteration % run.eval_freq == 0:
                         row |= training.evaluate()
                     self._time += time.perf_counter() - start
@@ -253,8 +297,10 @@ class Experiment:
             finally:
                 if training.iteration and self._saved_at != training.iteration:
                     self.save()
-                if self._last_row is not None:
+                if self._last_row is not None and run.save_figure:
                     self._draw(stop)
+        if self._last_row is not None and run.show_figure and show:
+            self.show_figure(stop)
 
     def _reached(self, stop: Mapping[str, float]) -> bool:
         row = self._last_row or {}
@@ -275,14 +321,28 @@ class Experiment:
         """End `train` after the iteration under way (signal handlers call this)."""
         self._stop_requested = True
 
+    @property
+    def _score_key(self) -> str:
+        run = self.config["run"]
+        return run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
+
     def _score(self, row: Mapping[str, Any]) -> float | None:
-        return row.get("eval/return_mean" if self.config["run"].eval_freq else "episode_return_mean")
+        """How good this row is, more is better; None where it does not say."""
+        key = self._score_key
+        value = row.get(key.removeprefix("-"))
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if key.startswith("-") else value
+
+    def _is_better(self, score: float | None) -> bool:
+        return score is not None and (self._best is None or score > self._best)
 
     def _checkpoint_when_due(self, row: Mapping[str, Any]) -> None:
-        run, iteration = self.config["run"], row["training_iteration"]
-        score = self._score(row)
-        better = score is not None and (self._best is None or score > self._best)
-        if (run.checkpoint_freq and iteration % run.checkpoint_freq == 0) or (run.eval_freq and better):
+        run, iteration, key = self.config["run"], row["training_iteration"], self._score_key.removeprefix("-")
+        if key.startswith(OWN_KEYS) and key not in row and any(k.startswith("loss/") for k in row):
+            raise UnknownName("key of a result row", key, row, "run.checkpoint_score")
+        due = run.checkpoint_freq and iteration % run.checkpoint_freq == 0
+        if due or (key.startswith("eval/") and self._is_better(self._score(row))):
             self.save()
 
     def save(self) -> Path:
@@ -290,12 +350,12 @@ class Experiment:
         training, directory, run = self.training, self._run_dir(), self.config["run"]
         row = self._last_row or {}
         score = self._score(row)
-        best = score is not None and (self._best is None or score > self._best)
+        best = self._is_better(score)
         replay_dir = directory.path / "replay"
         state = training.get_state(replay_dir)
         recent = training.recent_observations()
         previous, self._best = self._best, score if best else self._best
-        state["json"] |= {"best": self._best, "time": self._time, "row": row}
+        state["json"] |= {"best": self._best, "best_by": self._score_key, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
         meta = {
             "bray": __version__,
@@ -333,13 +393,21 @@ class Experiment:
     def _draw(self, stop: Mapping[str, float]) -> None:
         assert self._dir is not None
         out = self._dir.folder("figures") / "learning_curve.png"
-        title = f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
         try:
-            figures.learning_curve(self.path, out, title, stop.get("episode_return_mean"))
+            figures.learning_curve(self.path, out, self._title, stop.get("episode_return_mean"))
         except CheckpointError:
             raise
         except Exception as e:  # a picture must not lose a trained agent
             logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
+
+    def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
+        """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
+        threshold = (self.config["run"].stop if stop is None else stop).get("episode_return_mean")
+        show_figure([self.path], self._title, threshold)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -353,10 +421,11 @@ class Experiment:
         exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False)
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
-        exp._loaded_from = checkpoint.path
+        exp._loaded_from, exp._loaded_step = checkpoint.path, checkpoint.step
         return exp
 
     _loaded_from: Path | None = None
+    _loaded_step = -1
 
     @classmethod
     def resume(cls, path: str | Path, sources: Sequence[Source] = (), env: Any = None) -> Experiment:
@@ -373,7 +442,9 @@ class Experiment:
         state = checkpoint.state
         exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
         json = state["json"]
-        exp._best, exp._time, exp._last_row = json["best"], json["time"], json["row"] or None
+        exp._time, exp._last_row = json["time"], json["row"] or None
+        if json.get("best_by", exp._score_key) == exp._score_key:
+            exp._best = json["best"]
         exp._saved_at = training.iteration
         exp._dir = RunDir.create(path, resume=True)
         exp._dir.write_config(exp.config)
@@ -426,23 +497,73 @@ class Experiment:
         on_step: Any = None,
     ) -> list[tuple[float, int]]:
         """Whole episodes with this policy: (return, length) of each."""
+        with self._stage(num_envs or min(episodes, 16), seed, explore) as stage:
+            return play(episodes=episodes, on_step=on_step, **stage)
+
+    def play_steps(
+        self, steps: int, seed: int | None = None, explore: bool = False
+    ) -> tuple[list[tuple[float, int]], tuple[float, int]]:
+        """Exactly `steps` steps with this policy in one environment: (return, length) of each whole episode, and of the one that was cut
+        (length 0: none was)."""
+        with self._stage(1, seed, explore) as stage:
+            return play_steps(steps=steps, **stage)
+
+    @contextlib.contextmanager
+    def _stage(self, num_envs: int, seed: int | None, explore: bool) -> Iterator[dict[str, Any]]:
+        """What `bray.loop` needs to play with this policy."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
-        config = eval_config(self.config["env"], num_envs or min(episodes, 16))
-        rng = np.random.default_rng(seed) if explore else None
-        with make_vec(config, seed=seed) as env:
+        with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
             if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
                 raise CheckpointError("the environment has other spaces than the policy was trained for")
-            policy = _Trained(served.policy)
-            return play(
-                env, served.engine, policy, episodes, seed, rng=rng, initial_state=served.initial_state, on_step=on_step
-            )
+            yield {
+                "env": env,
+                "engine": served.engine,
+                "policy": _Trained(served.policy),
+                "seed": seed,
+                "rng": np.random.default_rng(seed) if explore else None,
+                "initial_state": served.initial_state,
+            }
+
+    def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
+        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `sample=True`). Blocks until a
+        signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
+        from bray.service import Service, configure
+        from bray.serving.background import BackgroundServer
+        from bray.serving.workers import serve
+
+        if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
+            self.save()
+        if self._dir is not None:
+            path, version = self._dir.path, "latest"
+        elif self._loaded_from is not None:
+            path, version = self._loaded_from.parent.parent, str(self._loaded_step)
+        else:
+            raise ConfigError("there is nothing to serve yet: train first, or load a run")
+        given = {"port": port, "versions": {version: 1.0}, **settings}
+        service_config, model_config = configure([Source("python", given)])
+        service = Service({path.resolve().name: path}, model_config, torch_engine=torch_engine)
+        if not block:
+            return BackgroundServer(service.make_actor, service_config, service.prepare)
+        return serve(service.make_actor, service_config, prepare=service.prepare)
 
     def close(self) -> None:
         if self._training is not None:
             self._training.close()
         if self._dir is not None:
             self._dir.close()
+
+
+def show_figure(paths: Sequence[Path], title: str, threshold: float | None) -> None:
+    """The learning curve of runs in a window; a warning where that is not possible."""
+    why = figures.no_window()
+    try:
+        if why is None:
+            figures.show_learning_curve(paths, title, threshold)
+    except Exception as e:  # a picture must not lose a trained agent
+        why = f"{type(e).__name__}: {e}"
+    if why is not None:
+        logger.warning("no window shows the learning curve: %s", why)
 
 
 def _first(given: Any, sources: Sequence[Source], section: str, key: str) -> Any:
@@ -490,6 +611,45 @@ class _Trained:
         self, outputs: dict[str, Any], obs: Any, rng: np.random.Generator | None, step: int
     ) -> tuple[Any, dict[str, Any]]:
         return self.policy.act(outputs, obs, rng, TRAINED)
+
+
+def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
+    """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has a way of its own."""
+    kind = type(policy)
+    owner = {name: next((c for c in kind.__mro__ if name in vars(c)), None) for name in ("act", "rule")}
+    rule = policy.rule if owner["rule"] is not None and owner["rule"] is owner["act"] else None
+    recurrent = is_recurrent(model)
+    initial = model.initial_state(1) if recurrent else None
+    return {
+        "rule": rule,
+        "outputs": list(policy.act_outputs),
+        "epsilon": float(policy.epsilon(TRAINED)) if rule == "q" else 0.0,
+        "recurrent": recurrent,
+        "state": tree.map(lambda x: {"shape": list(x.shape[1:]), "dtype": str(np.asarray(x).dtype)}, initial)
+        if recurrent
+        else None,
+    }
+
+
+def torch_engine(path: Path, step: int) -> tuple[Any, Any]:
+    """A run's Model in torch and its Policy, for a service."""
+    served = Experiment.load(path, step).served
+    return served.engine, served.policy
+
+
+def export_graph(path: str | Path) -> Path:
+    """Write a run's `models/default/graph.onnx`: what a service without torch needs beside the weights."""
+    from bray.inference.export import export_onnx
+
+    run = RunDir.open(path)
+    served = Experiment.load(path, sources=[Source("export", {"run": {"device": "cpu"}})]).served
+    rng = np.random.default_rng(0)
+    obs = tree.map(np.asarray, tree.stack([served.spec.observation.sample(rng) for _ in range(2)]))
+    args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
+    outputs = (*served.policy.act_outputs, *(["state"] if served.recurrent else []))
+    file = run.models / "default" / "graph.onnx"
+    rundir.write_atomic(file, export_onnx(served.model, args, outputs))
+    return file
 
 
 class ServedPolicy:

@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
 
+from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import ERROR_MARK, REPLY_HEAD, pack_request
-from bray.serving.server import Server
 
 
 class Echo:
@@ -89,59 +88,25 @@ class Fallback(Orders):
         return b"fallback for " + data
 
 
-@contextlib.contextmanager
 def running(make_actor=Echo, uvloop=True, **config):
     """A server on free ports in a thread of its own; ends with everything closed."""
     config = ServiceConfig(**({"port": 0, "admin_port": 0, "actors_per_worker": 100} | config))
-    ready = threading.Event()
-    box = {}
+    return Running(make_actor, config, fast=uvloop)
 
-    async def main():
-        try:
-            server = box["server"] = Server(make_actor, config)
-            box["loop"], box["over"] = asyncio.get_running_loop(), asyncio.Event()
-            await server.start()
-        finally:
-            ready.set()
-        await box["over"].wait()
-        await server.close()
 
-    def run():
-        try:
-            if uvloop:
-                import uvloop as fast
-
-                fast.run(main())
-            else:
-                asyncio.run(main())
-        except BaseException as e:
-            box["error"] = e
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    assert ready.wait(20)
-    try:
-        if "error" in box:
-            raise box["error"]
-        yield box["server"]
-    finally:
-        if thread.is_alive():
-            box["loop"].call_soon_threadsafe(box["over"].set)
-        thread.join(20)
-        assert not thread.is_alive()
-    if "error" in box:
-        raise box["error"]
+class Running(BackgroundServer):
+    def __enter__(self):
+        return self.server
 
 
 def on_loop(server, function):
     """Run a function in the server's own thread and give back what it returns."""
-    loop = server.sessions.loop
 
     async def call():
         result = function()
         return await result if asyncio.iscoroutine(result) else result
 
-    return asyncio.run_coroutine_threadsafe(call(), loop).result(20)
+    return asyncio.run_coroutine_threadsafe(call(), server.sessions.loop).result(20)
 
 
 class Wire:

@@ -13,9 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 LAYERS = [
     {"_version", "errors", "tree", "spec", "schedules"},
     {"config", "metrics", "rundir", "capture", "optim", "figures", "video"},
-    {"rl", "nn", "envs", "data", "inference"},
+    {"rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
     {"loop"},
+    {"service", "fake"},
     {"experiment"},
     {"cli"},
     {"__main__"},
@@ -30,7 +31,16 @@ WITHIN = {
     "metrics": {"rundir"},
     "inference": {"capture"},
 }
-ONLY_IN = {"ray": set(), "onnxruntime": {"inference"}, "matplotlib": {"figures"}, "typer": {"cli"}}
+ONLY_IN = {
+    "ray": set(),
+    "onnxruntime": {"inference"},
+    "matplotlib": {"figures"},
+    "typer": {"cli"},
+    "httptools": {"serving"},
+    "uvloop": {"serving"},
+}
+NO_TORCH = {"serving", "client", "service", "fake", "rundir", "spec", "tree", "config", "errors"}
+"""Units that a service without torch is made of."""
 
 
 def files():
@@ -67,6 +77,8 @@ def test_imports_go_down_only(path):
             assert any(other in layer for layer in LAYERS), f"{path.name}:{line}: bray.{other} has no layer"
             allowed = other == mine or level(other) < level(mine) or other in WITHIN.get(mine, ())
             assert allowed, f"{path.relative_to(PACKAGE)}:{line} imports bray.{other}, which is not below bray.{mine}"
+        assert mine != "client" or root != "bray" or rest[:1] == ["client"], f"{path.name}:{line}: the client imports bray"
+        assert mine not in NO_TORCH or root != "torch", f"{path.name}:{line}: bray.{mine} works without torch"
         if root in ONLY_IN:
             assert mine in ONLY_IN[root], (
                 f"{path.relative_to(PACKAGE)}:{line}: {root} is used in {ONLY_IN[root] or 'no layer yet'} only"

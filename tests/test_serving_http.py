@@ -441,3 +441,13 @@ def test_a_port_that_is_taken():
         taken.listen()
         with pytest.raises(Exception, match="cannot listen on"), running(port=taken.getsockname()[1]):
             pass
+
+
+def test_garbage_behind_a_slow_request_waits_for_its_reply():
+    with running(Orders) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        wire.send(http_request("tick", "g", b"sleep 0.2") + b"garbage\r\n\r\n")
+        assert wire.response()[2] == b"1:sleep 0.2"
+        status, headers, _ = wire.response()
+        assert (status, headers["connection"]) == (400, "close")
+        assert wire.closed()

@@ -105,3 +105,12 @@ def test_a_frame_that_does_not_end():
         wire.sock.close()
         time.sleep(0.1)
         assert not on_loop(server, lambda: server.front.open)
+
+
+def test_a_broken_frame_behind_a_slow_request():
+    with running(Orders, use_tcp=True) as server, Wire(server.port) as wire:
+        wire.ask(b"start", b"g")
+        wire.send(pack_request(b"tick", b"g", b"sleep 0.2") + b"\xff" * 48)
+        assert wire.frame()[1]["error"] == "malformed"
+        assert wire.frame()[1] == b"1:sleep 0.2"
+        assert wire.closed()

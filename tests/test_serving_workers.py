@@ -258,6 +258,7 @@ def test_the_table_against_a_dict(tmp_path):
             assert free[owner] > 0
             assert owner == me or free[owner] == max(free)
             assert free[owner] >= max(free) - 5
+            assert t.settle(name, owner)
             owners[name] = owner
         elif action < 0.95:
             wrong = rng.random() < 0.1

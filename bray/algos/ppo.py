@@ -87,6 +87,8 @@ class Policy:
 
     act_outputs = ("dist",)
     """Outputs that `act` reads."""
+    rule = "dist"
+    """How a service acts without this class: one of `rl.act.RULES`."""
     keep_outputs = ("value",)
     """Outputs that `samples` reads for all T+1 rows."""
 

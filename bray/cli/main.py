@@ -16,12 +16,18 @@ import typer
 
 from bray.errors import BrayError, did_you_mean
 
-NOT_YET = ("tune", "launch", "serve", "export", "render", "fake", "new", "gateway", "schema", "dashboard")
+NOT_YET = ("tune", "launch", "render", "new", "schema", "dashboard")
 """Commands that are planned and are not there."""
+
+_EXTRAS = {
+    **dict.fromkeys(("torch", "gymnasium", "tensorboard", "matplotlib", "imageio", "onnxscript"), "train"),
+    **dict.fromkeys(("httptools", "onnxruntime", "onnx", "numba"), "serve"),
+}
+"""Packages that `pip install bray` leaves out, and the extra that brings them."""
 
 app = typer.Typer(
     name="bray",
-    help="Train a game agent, look at it, and collect what it does.",
+    help="Train a game agent, look at it, and serve it to live games.",
     epilog="Start with: bray train --run PPO --env CartPole-v1",
     no_args_is_help=True,
     add_completion=False,
@@ -60,6 +66,10 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run director
 Which = Annotated[str, typer.Option("--checkpoint", metavar="latest|best|STEP", help="Which checkpoint.")]
 Explore = Annotated[bool, typer.Option("--explore", help="Act as in training, with noise, instead of greedily.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than in every evaluation.")]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", metavar="N", min=1, help="Instead: exactly so many env steps, the last episode cut."),
+]
 Keys = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="lr=1e-3 model.layer_norm=true", show_default=False)
 ]
@@ -80,6 +90,9 @@ def train(
     no_preset: Annotated[bool, _opt(_WHAT, "--no-preset", None, "Leave out the settings that ship with Bray.")] = False,
     seeds: Annotated[list[int] | None, _opt(_WHAT, "--seed", "N", "Several times: several runs, one curve.")] = None,
     stop: Annotated[str | None, _opt(_ENDS, "--stop", "JSON", "'{\"episode_return_mean\": 475}': any of them.")] = None,
+    steps: Annotated[
+        int | None, _opt(_ENDS, "--steps", "N", "Env steps: the same as --stop '{\"env_steps_total\": N}'.")
+    ] = None,
     project: Annotated[Path | None, _opt(_ENDS, "--project", "P", "The run directory is P/T.")] = None,
     trial: Annotated[str | None, _opt(_ENDS, "--trial", "T", "The run directory is P/T.")] = None,
     resume: Annotated[Path | None, _opt(_ENDS, "--resume", "RUN_DIR", "Go on exactly where a run stopped.")] = None,
@@ -89,6 +102,9 @@ def train(
     ] = None,
     keep_checkpoints: Annotated[
         int | None, _opt(_ENDS, "--keep-checkpoints", "N", "Newest kept, and the best.")
+    ] = None,
+    checkpoint_score: Annotated[
+        str | None, _opt(_ENDS, "--checkpoint-score", "KEY", "What the best goes by; -KEY: lower is better.")
     ] = None,
     device: Annotated[str | None, _opt(_HOW, "--device", "D", "cpu, cuda, cuda:N or auto")] = None,
     num_workers: Annotated[int | None, _opt(_HOW, "--num-workers", "N", "Rollout processes; 0 = this one.")] = None,
@@ -114,7 +130,8 @@ def train(
 @app.command("eval")
 def evaluate(
     path: RunPath,
-    episodes: Annotated[int, typer.Option("--episodes", min=1)] = 10,
+    episodes: Annotated[int | None, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes [10].")] = None,
+    steps: Steps = None,
     checkpoint: Which = "latest",
     explore: Explore = False,
     render: Annotated[
@@ -128,14 +145,17 @@ def evaluate(
     from bray.cli import evaluate as command
 
     return command.evaluate(
-        path, episodes, checkpoint, explore, "human" if human else "video" if render else None, seed
+        path, episodes, steps, checkpoint, explore, "human" if human else "video" if render else None, seed
     )
 
 
 @app.command()
 def collect(
     path: RunPath,
-    episodes: Annotated[int, typer.Option("--episodes", min=1)] = 100,
+    episodes: Annotated[
+        int | None, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes [100].")
+    ] = None,
+    steps: Steps = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Instead of RUN_DIR/trajectories.")] = None,
     format: Annotated[
         Literal["bray", "pkl"], typer.Option("--format", help="pkl is for other tools; Bray does not read it.")
@@ -149,7 +169,133 @@ def collect(
     """Play whole episodes and save them, for imitation and offline learning."""
     from bray.cli import collect as command
 
-    return command.collect(path, episodes, out, format, checkpoint, explore, seed, per_file)
+    return command.collect(path, episodes, steps, out, format, checkpoint, explore, seed, per_file)
+
+
+_NET, _MODEL = "Where it listens", "What answers"
+
+
+@app.command()
+def serve(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN_DIR...", help="Run directories (NAME=RUN_DIR names one), and KEY=VALUE for any setting."
+        ),
+    ],
+    host: Annotated[str | None, _opt(_NET, "--host", "ADDRESS", "[127.0.0.1]; 0.0.0.0 = every network.")] = None,
+    port: Annotated[int | None, _opt(_NET, "--port", "N", "[8000]")] = None,
+    admin_port: Annotated[
+        int | None, _opt(_NET, "--admin-port", "N", "Metrics, health, versions [--port + 1].")
+    ] = None,
+    tcp: Annotated[bool, _opt(_NET, "--tcp", None, "Answer framed TCP too, on the same port.")] = False,
+    workers: Annotated[int | None, _opt(_NET, "--workers", "N", "Processes that share the port [1].")] = None,
+    sessions: Annotated[int | None, _opt(_NET, "--sessions", "N", "Sessions of one worker at once [1000].")] = None,
+    token: Annotated[
+        list[str] | None, _opt(_NET, "--token", "T", "Required of clients; several times: any of them.")
+    ] = None,
+    tick_timeout: Annotated[float | None, _opt(_NET, "--tick-timeout", "SECONDS", "A tick's deadline [30].")] = None,
+    engine: Annotated[
+        Literal["onnx", "int8", "torch"] | None, _opt(_MODEL, "--engine", None, "What executes the model [onnx].")
+    ] = None,
+    versions: Annotated[
+        list[str] | None,
+        _opt(_MODEL, "--version", "LABEL[=SHARE]", "latest, best or a step; several share the sessions [latest]."),
+    ] = None,
+    sample: Annotated[bool, _opt(_MODEL, "--sample", None, "Draw actions instead of taking the best.")] = False,
+    follow: Annotated[bool, _opt(_MODEL, "--follow", None, "Go on to new checkpoints while games run.")] = False,
+    fallback: Annotated[
+        str | None, _opt(_MODEL, "--fallback", "ACTION", "Sent when a tick is late: last, random or an action as JSON.")
+    ] = None,
+    record: Annotated[Path | None, _opt(_MODEL, "--record", "DIR", "Record every session, for `bray replay`.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Answer live games with trained policies: POST /step with start, tick ..., end. See docs/serving.md."""
+    from bray.cli import serve as command
+
+    flags = {
+        "host": host,
+        "port": port,
+        "admin_port": admin_port,
+        "use_tcp": tcp or None,
+        "workers": workers,
+        "actors_per_worker": sessions,
+        "tokens": tuple(token) if token else None,
+        "tick_timeout_s": tick_timeout,
+        "engine": engine,
+        "versions": command.parse_versions(versions) if versions else None,
+        "sample": sample or None,
+        "follow": follow or None,
+        "fallback": command.parse_fallback(fallback) if fallback is not None else None,
+        "record": str(record) if record is not None else None,
+    }
+    return command.serve(words, flags)
+
+
+@app.command()
+def replay(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings of `bray serve --record`.")],
+    against: Annotated[
+        str, typer.Option("--against", metavar="latest|best|STEP", help="The version to ask.")
+    ] = "latest",
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN_DIR", help="Another run than the recorded one.")
+    ] = None,
+    engine: Annotated[Literal["onnx", "int8", "torch"], typer.Option("--engine", help="What executes it.")] = "onnx",
+    show: Annotated[int, typer.Option("--show", metavar="N", help="Differences to print.")] = 5,
+    debug: Debug = False,
+) -> int:
+    """Play recorded sessions again, byte for byte, and compare the actions tick by tick."""
+    from bray.cli import serve as command
+
+    return command.replay(files, against, run, engine, show)
+
+
+@app.command()
+def gateway(
+    servers: Annotated[list[str], typer.Argument(metavar="HOST:PORT[,ADMIN_PORT]...", help="The services behind it.")],
+    bind: Annotated[str, typer.Option("--bind", metavar="HOST:PORT", help="Where the gateway listens.")] = "*:8000",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Write here instead of stdout.")
+    ] = None,
+    maxconn: Annotated[int, typer.Option("--maxconn", metavar="N", min=1, help="Connections at once.")] = 8000,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Of clients and services.")] = 300.0,
+    debug: Debug = False,
+) -> int:
+    """Write an HAProxy configuration: one address for services on several machines, sessions kept together."""
+    from bray.cli import serve as command
+
+    return command.gateway(servers, bind, config, maxconn, timeout)
+
+
+@app.command()
+def export(
+    path: RunPath,
+    quantize: Annotated[
+        bool, typer.Option("--quantize", help="Also in int8, calibrated on recorded observations.")
+    ] = False,
+    checkpoint: Which = "latest",
+    min_agreement: Annotated[
+        float,
+        typer.Option(
+            "--min-agreement",
+            metavar="PART",
+            min=0.0,
+            max=1.0,
+            help="int8 is refused when fewer greedy actions than this are those of the Model. A continuous action is the same when it "
+            "is off by at most 1 % of its range, on average over its numbers.",
+        ),
+    ] = 0.99,
+    debug: Debug = False,
+) -> int:
+    """Write a checkpoint's Model as ONNX files, check them against torch and time them.
+
+    RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint), model.int8.onnx and
+    samples.tree (inputs and outputs to check a port against).
+    """
+    from bray.cli import export as command
+
+    return command.export(path, quantize, checkpoint, min_agreement)
 
 
 @app.command()
@@ -204,6 +350,73 @@ def doctor(
     return command.doctor(json)
 
 
+fake = typer.Typer(
+    no_args_is_help=True, help="Partners to develop against: a service without an agent, games without a game."
+)
+app.add_typer(fake, name="fake")
+
+
+@fake.command("actor")
+def fake_actor(
+    port: Annotated[int, typer.Option("--port", metavar="N", help="0 = any free one.")] = 8000,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS")] = "127.0.0.1",
+    tcp: Annotated[bool, typer.Option("--tcp", help="Answer framed TCP too, on the same port.")] = False,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", min=1)] = 1,
+    sessions: Annotated[int, typer.Option("--sessions", metavar="N", min=1, help="Of one worker at once.")] = 1000,
+    start: Annotated[str, typer.Option("--start", metavar="TEXT", help="The reply to a start.")] = "",
+    tick: Annotated[
+        str, typer.Option("--tick", metavar="TEXT", help="The reply to a tick.")
+    ] = "fake_actor_tick_return",
+    end: Annotated[str, typer.Option("--end", metavar="TEXT", help="The reply to an end.")] = "fake_actor_end_return",
+    echo: Annotated[bool, typer.Option("--echo", help="Answer a tick with its own body.")] = False,
+    debug: Debug = False,
+) -> int:
+    """A game service with fixed replies, to connect a game before there is an agent."""
+    from bray.cli import fake as command
+    from bray.fake.actor import Replies
+    from bray.serving.config import ServiceConfig
+
+    replies = Replies(start.encode(), tick.encode(), end.encode(), echo)
+    config = ServiceConfig(host=host, port=port, use_tcp=tcp, workers=workers, actors_per_worker=sessions)
+    return command.actor(replies, config)
+
+
+@fake.command("gamecore")
+def fake_gamecore(
+    sessions: Annotated[int, typer.Option("--sessions", metavar="N", min=1, help="Games at once.")] = 8,
+    rate: Annotated[
+        float, typer.Option("--rate", metavar="R", min=0, help="Ticks/s of each; 0 = as fast as it answers.")
+    ] = 0.0,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", min=0.1)] = 5.0,
+    tcp: Annotated[bool, typer.Option("--tcp/--http", help="Which protocol.")] = False,
+    body: Annotated[Path | None, typer.Option("--body", metavar="FILE", help="The body of every tick.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="RUN_DIR", help="Random observations of this run, for `bray serve`.")
+    ] = None,
+    size: Annotated[
+        int, typer.Option("--bytes", metavar="N", min=0, help="The body is N bytes, if nothing else is said.")
+    ] = 1024,
+    connections: Annotated[int, typer.Option("--connections", metavar="N", min=1, help="At most.")] = 32,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N")] = 8000,
+    admin_port: Annotated[
+        int | None,
+        typer.Option("--admin-port", metavar="N", help="Of the service, for its CPU and memory [--port + 1]."),
+    ] = None,
+    token: Annotated[str, typer.Option("--token", metavar="T")] = "",
+    json: Annotated[bool, typer.Option("--json", help="For a machine.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Games that tick at a service, and a table of how fast and how well it answers."""
+    from bray.cli import fake as command
+    from bray.fake.gamecore import Load
+
+    load = Load(
+        host, port, tcp, sessions, rate, seconds, connections, command.bodies(body, run, size), token, admin_port
+    )
+    return command.gamecore(load, json)
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +442,13 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `bray envs | head`
         sys.stdout = None
         return 1
+    except ModuleNotFoundError as e:
+        if _debug or e.name not in _EXTRAS:
+            traceback.print_exception(_without_ours(e))
+            return 1
+        return _complain(
+            f"this command needs {e.name}, which is not installed: pip install 'bray[{_EXTRAS[e.name]}]'", 2
+        )
     except Exception as e:
         if hasattr(e, "format_message"):  # how Typer says that an option is wrong
             return _usage(e)
@@ -259,6 +479,7 @@ def _without_ours(e: Exception) -> Exception:
 def _refuse_unknown_command(argv: list[str]) -> None:
     name = next((a for a in argv if not a.startswith("-")), None)
     known = [c.name or (c.callback.__name__ if c.callback else "") for c in app.registered_commands]
+    known += [g.name for g in app.registered_groups if g.name]
     if name is None or name in known:
         return
     if name in NOT_YET:

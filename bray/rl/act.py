@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numba
 import numpy as np
 
+from bray.errors import UnknownName
 from bray.spec import ActionLayout
 
+RULES = ("dist", "q", "squashed")
+"""How a Policy may turn outputs into actions: draw from the distribution head, epsilon-greedy by action values, a squashed Gaussian."""
 _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 
@@ -42,6 +46,27 @@ def sample(
             action[:, part.action] = mean + np.exp(log_std) * noise
             logp += (-0.5 * noise * noise - log_std - _LOG_SQRT_2PI).sum(-1)
     return action, logp
+
+
+def decide(
+    rule: str,
+    layout: ActionLayout,
+    outputs: dict[str, np.ndarray],
+    rng: np.random.Generator | None,
+    mask: np.ndarray | None = None,
+    epsilon: float = 0.0,
+) -> Any:
+    """A batch of actions as the environment takes them, by one of the RULES: what a Policy does when only the action is wanted. It
+    needs no torch, so that a service can act by a run's `policy.json` alone."""
+    if rule == "dist":
+        action, _ = sample(layout, outputs["dist"], rng, mask)
+    elif rule == "q":
+        action = epsilon_greedy(outputs["q"], epsilon, rng, mask)
+    elif rule == "squashed":
+        action = squashed(outputs["dist"], rng)
+    else:
+        raise UnknownName("acting rule", rule, RULES, "policy.json")
+    return layout.to_env(action)
 
 
 def squashed(dist: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+FAILURES = (Exception, SystemExit, KeyboardInterrupt)
+"""What the code of a game may raise: an error of its own session, never the end of the worker that runs it."""
+
 
 class Actor:
     """One game session. Objects are reused: `start` must put everything back to the beginning.

@@ -28,7 +28,7 @@ logger = logging.getLogger("bray.serving")
 # --- the table ------------------------------------------------------------------------------------------------------------
 
 _WORKER = struct.Struct("<4i")  # open for new sessions, slots, sessions owned, slots lent to stateless requests
-_ENTRY = struct.Struct("<16si12x")  # digest of the session, its owner + 1 (0: nobody)
+_ENTRY = struct.Struct("<16sii8x")  # digest of the session, its owner + 1 (0: nobody), who promised it the session + 1
 _DIGEST = 16
 
 
@@ -68,13 +68,13 @@ class Table:
         at = int.from_bytes(digest[:8], "little")
         for i in range(self.capacity):
             place = (at + i) & (self.capacity - 1)
-            found, owner = _ENTRY.unpack_from(self._map, self._entries + place * _ENTRY.size)
+            found, owner, _ = _ENTRY.unpack_from(self._map, self._entries + place * _ENTRY.size)
             yield place, found, owner - 1
             if not owner:
                 return
 
-    def _set(self, place: int, digest: bytes, owner: int) -> None:
-        _ENTRY.pack_into(self._map, self._entries + place * _ENTRY.size, digest, owner + 1)
+    def _set(self, place: int, digest: bytes, owner: int, promised_by: int = -1) -> None:
+        _ENTRY.pack_into(self._map, self._entries + place * _ENTRY.size, digest, owner + 1, promised_by + 1)
 
     def claim(self, session: bytes, me: int) -> int | None:
         """Choose an owner and write it down: the worker that asks unless another has clearly more room. None: no slot is free
@@ -96,10 +96,20 @@ class Table:
             best = max(free, key=lambda i: free[i])
             if me in free and free[best] - free[me] <= self.slots // 10:
                 best = me
-            self._set(free_place, digest, best)  # the last one of the probe
+            self._set(free_place, digest, best, -1 if best == me else me)  # the last one of the probe
             is_open, slots, owned, lent = self._worker(best)
             self._set_worker(best, is_open, slots, owned + 1, lent)
             return best
+
+    def settle(self, session: bytes, me: int) -> bool:
+        """A session that another worker promised to this one is here; False when this one does not own it."""
+        digest = _digest(session)
+        with self._locked():
+            for place, found, owner in self._probe(digest):
+                if owner == me and found == digest:
+                    self._set(place, digest, me)
+                    return True
+        return False
 
     def find(self, session: bytes) -> int | None:
         digest = _digest(session)
@@ -124,12 +134,12 @@ class Table:
         hole, at = place, place
         while True:
             at = (at + 1) & mask
-            digest, owner = _ENTRY.unpack_from(self._map, self._entries + at * _ENTRY.size)
+            digest, owner, promised_by = _ENTRY.unpack_from(self._map, self._entries + at * _ENTRY.size)
             if not owner:
                 return
             home = int.from_bytes(digest[:8], "little") & mask
             if (at - home) & mask >= (at - hole) & mask:
-                self._set(hole, digest, owner - 1)
+                self._set(hole, digest, owner - 1, promised_by - 1)
                 self._set(at, bytes(_DIGEST), -1)
                 hole = at
 
@@ -145,6 +155,11 @@ class Table:
         best = max(free, key=lambda i: free[i], default=None)
         return best if best is not None and free[best] > 0 else None
 
+    def running(self) -> int:
+        """Sessions of all workers."""
+        with self._locked():
+            return sum(self._worker(i)[2] for i in range(self.workers))
+
     def open(self, worker: int, is_open: bool) -> None:
         """Whether a worker takes new sessions."""
         with self._locked():
@@ -152,26 +167,26 @@ class Table:
             self._set_worker(worker, int(is_open), self.slots, owned, lent)
 
     def clear(self, dead: int) -> int:
-        """Forget everything a worker owned, and count the others anew (it may have died while it counted); returns the number of
-        sessions that are lost."""
+        """Forget everything a worker owned or had promised to others, and count the others anew (it may have died while it counted);
+        returns the number of sessions that are lost."""
         with self._locked():
-            kept: list[tuple[bytes, int]] = []
+            kept: list[tuple[bytes, int, int]] = []
             lost = 0
             blank = bytes(_ENTRY.size)
             for place in range(self.capacity):
                 at = self._entries + place * _ENTRY.size
-                digest, owner = _ENTRY.unpack_from(self._map, at)
+                digest, owner, promised_by = _ENTRY.unpack_from(self._map, at)
                 if owner:
                     if owner - 1 == dead:
                         lost += 1
-                    else:
-                        kept.append((digest, owner - 1))
+                    elif promised_by - 1 != dead:
+                        kept.append((digest, owner - 1, promised_by - 1))
                     self._map[at : at + _ENTRY.size] = blank
             owned = [0] * self.workers
-            for digest, owner in kept:
+            for digest, owner, promised_by in kept:
                 for place, _, taken in self._probe(digest):
                     if taken < 0:
-                        self._set(place, digest, owner)
+                        self._set(place, digest, owner, promised_by)
                 owned[owner] += 1
             for i in range(self.workers):
                 is_open, slots, _, lent = self._worker(i)
@@ -212,15 +227,22 @@ class _Link(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: Any = None
-        self._rest = b""
+        self._parts: list[bytes] = []  # of a frame that is not complete
+        self._missing = 0  # at least so many bytes of it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._rest:
-            data = self._rest + data
+        if self._parts:
+            self._parts.append(data)
+            self._missing -= len(data)
+            if self._missing > 0:
+                return
+            data = b"".join(self._parts)
+            self._parts.clear()
         head, size, at, end = self.head, self.head.size, 0, len(data)
+        whole = size
         while end - at >= size:
             fields = head.unpack_from(data, at)
             whole = size + sum(fields[self.lengths])
@@ -228,7 +250,10 @@ class _Link(asyncio.Protocol):
                 break
             self.frame(fields, data, at + size)
             at += whole
-        self._rest = data[at:]
+            whole = size
+        if at < end:
+            self._parts.append(data[at:])
+            self._missing = whole - (end - at)
 
     def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
         raise NotImplementedError
@@ -283,6 +308,7 @@ class Outbound(_Link):
             self.gateway.answered(request, self.worker, status, data[at : at + size])
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
         self.gateway.lost(self)
 
 
@@ -337,13 +363,23 @@ class NodeGateway:
         for link in self._links.values():
             link.transport.close()
 
+    def idle(self) -> bool:
+        return not any(self._connecting.values()) and not any(link.waiting for link in self._links.values())
+
+    def running(self) -> int:
+        return self.table.running()
+
     # --- what Sessions asks -------------------------------------------------------------------------------------------
 
     def place(self, request: Request) -> bool:
         try:
             owner = self.table.claim(request.session, self.me)
         except KeyError:
-            self.sessions.exists(request)
+            owner = self.table.find(request.session)
+            if owner is None or owner == self.me or isinstance(request, PeerRequest):
+                self.sessions.exists(request)
+            else:  # it knows whether the session is about to end, and nobody answers where it was killed
+                self._send(owner, request)
             return False
         if owner is None:
             total = self.table.workers * self.table.slots
@@ -409,6 +445,8 @@ class NodeGateway:
             path = str(_socket_path(self.directory, owner))
             _, link = await loop.create_unix_connection(lambda: Outbound(self, owner), path)
         except OSError:
+            link = None
+        if link is None or link.transport is None:  # it has died, or did while the two were being connected
             for request in self._connecting.pop(owner):
                 self._lost(request, owner)
             return
@@ -420,8 +458,10 @@ class NodeGateway:
         """A request from another worker."""
         if request.kind == _NUMBERS:
             request.reply(200, json.dumps(self._numbers()).encode())
-        elif request.kind == START:  # its place in the table is taken already
-            if self.sessions.draining:
+        elif request.kind == START and request.session not in self.sessions.sessions:
+            if not self.table.settle(request.session, self.me):  # its place in the table was given back meanwhile
+                self.sessions.handle(request)
+            elif self.sessions.draining:
                 self.release(request.session)
                 self.sessions.handle(request)
             else:
@@ -438,11 +478,11 @@ class NodeGateway:
             return
         self.owners.pop(request.session, None)
         if request not in self._once_more and (now := self.table.find(request.session)) is not None:
-            self._once_more.add(request)
-            self._remember(request.session, now)
             if now == self.me:
                 self.sessions.handle(request)
             else:
+                self._once_more.add(request)
+                self._remember(request.session, now)
                 self._send(now, request)
             return
         self._once_more.discard(request)
@@ -460,6 +500,7 @@ class NodeGateway:
 
     def _lost(self, request: Request, owner: int) -> None:
         self.owners.pop(request.session, None)
+        self._once_more.discard(request)
         if request.kind == START:
             self.table.release(request.session, owner)
         self._refuse_lost(request)

@@ -143,7 +143,10 @@ class Connection(asyncio.Protocol):
             if now - self.receiving_since > config.request_timeout_s:
                 self.too_slow()
         elif not self.outstanding and now - self.idle_since > config.keep_alive_s:
-            self.transport.close()
+            if self.transport.is_closing():  # a client that has not read its last reply in all that time
+                self.transport.abort()
+            else:
+                self.transport.close()
 
     def linger(self) -> None:
         """Say that this was the last reply, and read on for a little: closing on unread bytes would reset the connection, and the

@@ -14,7 +14,7 @@ from bray.serving.sessions import Request
 
 logger = logging.getLogger("bray.serving")
 
-_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _EXPECT = range(7)
+_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN = range(10)
 _HEADERS = {
     b"session": _SESSION,
     b"game_id": _SESSION,  # older clients
@@ -23,17 +23,20 @@ _HEADERS = {
     b"key": _KEY,
     b"token": _TOKEN,
     b"content-length": _LENGTH,
+    b"transfer-encoding": _CODING,
     b"expect": _EXPECT,
+    b"upgrade": _UPGRADE,
 }
 _seen: dict[bytes, int] = dict(_HEADERS)  # as clients spell them: a request's ten headers must not cost ten lower()
+_lookup = _seen.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
 
 
 def _header(name: bytes) -> int:
     found = _HEADERS.get(name.lower(), _OTHER)
-    if len(_seen) < 4096:
-        _seen[bytes(name)] = found
+    if len(_seen) < 4096 and len(name) <= 64:
+        _seen[name] = found
     return found
 
 
@@ -54,14 +57,20 @@ class HttpConnection(Connection):
     """One client. Requests may be pipelined; replies leave in the order of the requests."""
 
     __slots__ = (
+        "_asks",
         "_body",
+        "_chunk_at",
         "_chunks",
         "_closed",
-        "_expects",
+        "_counting",
+        "_fields",
         "_head",
         "_in_head",
         "_key",
         "_kind",
+        "_last",
+        "_length",
+        "_max_header",
         "_old",
         "_queue",
         "_session",
@@ -76,16 +85,18 @@ class HttpConnection(Connection):
         self.parser = httptools.HttpRequestParser(self)
         self._queue: deque[HttpRequest] = deque()  # requests whose replies have not left
         self._closed = False  # no more requests are taken from this connection
+        self._last: HttpRequest | None = None  # refused before it was complete
         self._old: bool | None = None  # whether this client speaks HTTP/1.0, told from its first request
-        self._in_head = False
+        self._in_head = self._counting = False
+        self._max_header = front.config.max_header
+        self._fields: tuple[bytes, bytes, bytes, bytes] | None = None  # of a chunked request, as its head said
         self._begin()
 
     def _begin(self) -> None:
-        self._url = self._session = self._kind = self._key = self._token = b""
+        self._url = self._session = self._kind = self._key = self._token = self._length = b""
         self._body = b""
-        self._chunks: list[bytes] | None = None
-        self._size = self._head = 0
-        self._expects = False
+        self._chunks: bytearray | None = None
+        self._size = self._head = self._asks = 0
 
     # --- what the parser tells ----------------------------------------------------------------------------------------
 
@@ -93,20 +104,48 @@ class HttpConnection(Connection):
         if self._closed:
             return
         self.front.bytes_in += len(data)
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._closed = True  # HTTP/2, websockets: this request is answered, the other protocol is not spoken
-        except httptools.HttpParserCallbackError as e:
-            logger.error("a request could not be handled", exc_info=e.__context__ or e)
-            self.transport.abort()
-        except httptools.HttpParserError as e:
-            if not self._closed:
-                self._refuse(malformed(f"not HTTP: {e.__cause__ or e}"))
+        self._counting = len(data) > self._max_header  # a shorter piece cannot hold headers that are too long
+        rest = data
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as e:
+                rest = self._without_upgrade() + rest[e.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                if rest and not self._closed:
+                    continue
+            except httptools.HttpParserCallbackError as e:
+                logger.error("a request could not be handled", exc_info=e.__context__ or e)
+                self.transport.abort()
+            except httptools.HttpParserError as e:
+                if not self._closed:
+                    self._refuse(malformed(f"not HTTP: {e.__cause__ or e}"))
+            break
         if self._in_head and not self._closed:
-            self._head += len(data)
-            if self._head > self.front.config.max_header:
-                self._too_long()
+            self._count(data)
+
+    def _without_upgrade(self) -> bytes:
+        """HTTP/2 or websockets are offered and not taken. The parser then believes that the body is the other protocol's, so it gets
+        the head once more, without the offer."""
+        if self._asks != _AGAIN:
+            return b""  # CONNECT, which has been refused
+        self._closed = False
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self._url, self.parser.get_http_version().encode())
+        lines = [first, b"session: " + self._session, b"key: " + self._key, b"token: " + self._token]
+        lines.append(b"step_kind: " + self._kind)
+        if self._length:
+            lines.append((b"content-length: " if self._length.isdigit() else b"transfer-encoding: ") + self._length)
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _count(self, data: bytes) -> None:
+        """A head, or the trailer of a chunked body, goes on behind these bytes: is it too long already?"""
+        if self._chunks is None:
+            # of its first piece only what follows the requests before it
+            self._head += len(data) if self._head else len(data) - data.rfind(self._url)
+        elif self._size == self._chunk_at:  # else these are bytes of a chunk, which have their own limit
+            self._head += len(data) if self._head else 1
+        if self._head > self._max_header:
+            self._too_long()
 
     def on_message_begin(self) -> None:
         if not self._closed:
@@ -118,12 +157,14 @@ class HttpConnection(Connection):
         self._url = self._url + url if self._url else url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._size += len(name) + len(value) + 4
-        what = _seen.get(name)
-        if what is None:
-            what = _header(name)
-        if what == _OTHER:
-            return
+        what = _lookup(name)
+        if not what:
+            if what is None:
+                what = _header(name)
+            if self._counting:
+                self._size += len(name) + len(value) + 4
+            if not what:
+                return
         if what == _SESSION:
             self._session = value
         elif what == _KIND:
@@ -133,22 +174,28 @@ class HttpConnection(Connection):
         elif what == _TOKEN:
             self._token = value
         elif what == _LENGTH:
+            self._length = value
             # refused before it is sent, not after
-            if value.isdigit() and len(value) < 20 and int(value) > self.front.config.max_body and not self._closed:
+            if value.isdigit() and len(value) <= 20 and int(value) > self.front.config.max_body and not self._closed:
                 self._too_large(int(value))
-        else:
-            self._expects = value.lower() == b"100-continue"
+        elif what == _CODING:
+            self._length = value
+        elif what == _UPGRADE or value.lower() == b"100-continue":
+            self._asks = max(self._asks, what)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         if self._old is None:
             self._old = self.parser.get_http_version() == "1.0"
-        if self._size + len(self._url) > self.front.config.max_header and not self._closed:
+        if self._size + len(self._url) > self._max_header and not self._closed:
             self._too_long()
         self._size = 0
-        # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
-        if self._expects and not self._closed and not self._queue:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._asks and not self._closed:
+            if self._asks == _UPGRADE and self.parser.should_upgrade():
+                self._closed, self._asks = True, _AGAIN
+            # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
+            elif self._asks == _EXPECT and not self._queue:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
@@ -158,9 +205,25 @@ class HttpConnection(Connection):
         elif not self._body:
             self._body = body
         elif self._chunks is None:
-            self._chunks = [self._body, body]
+            self._chunks = bytearray(body)
         else:
-            self._chunks.append(body)
+            self._chunks += body
+
+    def on_chunk_header(self) -> None:
+        if self._chunks is None:
+            self._chunks = bytearray()
+            self._fields = (self._session, self._kind, self._key, self._token)
+        # The last chunk has no bytes: what follows it is a trailer, and as long as a client likes.
+        self._in_head, self._head, self._chunk_at = True, 0, self._size
+
+    def on_chunk_complete(self) -> None:
+        self._in_head = False
+
+    def _in_pieces(self, chunks: bytearray) -> bytes:
+        """The body of a request that came in several pieces. A trailer changes nothing of what its head said."""
+        if self._fields is not None:
+            (self._session, self._kind, self._key, self._token), self._fields = self._fields, None
+        return self._body + chunks
 
     def on_message_complete(self) -> None:
         self.receiving_since = None
@@ -168,7 +231,7 @@ class HttpConnection(Connection):
             return
         parser = self.parser
         keep = parser.should_keep_alive()
-        body = self._body if self._chunks is None else b"".join(self._chunks)
+        body = self._body if self._chunks is None else self._in_pieces(self._chunks)
         request = HttpRequest(KINDS.get(self._kind, -1), self._session, self._key, body, self, not keep)
         self._queue.append(request)
         self.outstanding += 1
@@ -177,7 +240,7 @@ class HttpConnection(Connection):
         refusal = self._check(request)
         if refusal is not None:
             self.front.unknown += 1
-            self.reply(request, refusal.status, refusal.body)
+            self.reply(request, refusal.status, b"" if parser.get_method() == b"HEAD" else refusal.body)
             return
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
@@ -211,11 +274,10 @@ class HttpConnection(Connection):
         self._closed = True
         self._in_head = False
         self.receiving_since = None
-        request = HttpRequest(0, b"", b"", b"", self, False)
-        self._queue.append(request)
+        self._last = HttpRequest(0, b"", b"", b"", self, True)
+        self._queue.append(self._last)
         self.outstanding += 1
-        self.reply(request, refusal.status, refusal.body)
-        self.linger()
+        self.reply(self._last, refusal.status, refusal.body)
 
     def _too_large(self, size: int) -> None:
         self._refuse(
@@ -257,10 +319,14 @@ class HttpConnection(Connection):
             transport.write(data)
             return
         kind = "application/octet-stream" if status == 200 else "application/json"
-        lines = [f"HTTP/1.1 {status} {REASONS[status]}", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
+        lines = [
+            f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
+            f"Content-Type: {kind}",
+            f"Content-Length: {len(body)}",
+        ]
         if status == 503:
             lines.append("Retry-After: 1")
-        if close or self._closed:
+        if close:
             lines.append("Connection: close")
         elif self._old:
             lines.append("Connection: keep-alive")
@@ -268,5 +334,7 @@ class HttpConnection(Connection):
         self.front.bytes_out += len(head) + len(body)
         transport.write(head)
         transport.write(body)
-        if close:
+        if request is self._last:
+            self.linger()
+        elif close:
             transport.close()

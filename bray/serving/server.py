@@ -30,6 +30,10 @@ Numbers = dict[str, float]
 """One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3, 'bray_requests_total{kind="tick",status="200"}': 9}`."""
 
 
+Route = Callable[[str, str, bytes], Awaitable[tuple[int, str, bytes]]]
+"""Answers (method, path, body) with (status, content type, body)."""
+
+
 def listening(host: str, port: int) -> socket.socket:
     """A socket that shares its port with the other workers."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -56,6 +60,10 @@ class Server:
         """More sources of numbers for /metrics."""
         self.gather: Callable[[], Awaitable[list[Numbers]]] | None = None
         """How to get the numbers of all workers; None = this one is all there is."""
+        self.routes: dict[str, Route] = {}
+        """More paths of the admin port, by their first part: {"models": handler}."""
+        self.closers: list[Callable[[], Awaitable[None]]] = []
+        """What else ends with this worker."""
         self._started = time.time()
 
     async def start(self) -> None:
@@ -89,6 +97,8 @@ class Server:
         self._sweeper.cancel()
         self._watchdog.close()
         self._admin.close()
+        for closer in self.closers:
+            await closer()
 
     # --- admin --------------------------------------------------------------------------------------------------------
 
@@ -131,6 +141,9 @@ class Server:
     async def admin(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Answer a request of the admin port: status, content type, body."""
         path = path.split("?", 1)[0]
+        route = self.routes.get(path.split("/")[1] if path.startswith("/") else "")
+        if route is not None:
+            return await route(method, path, body)
         if method != "GET":
             return 405, "text/plain", b"expected GET\n"
         if path == "/healthz":
@@ -147,7 +160,8 @@ class Server:
         if path == "/metrics":
             rows = await self.gather() if self.gather is not None else [self.all_numbers()]
             return 200, "text/plain; version=0.0.4", prometheus(rows).encode()
-        return 404, "text/plain", b"there are /healthz, /readyz, /metrics and /version\n"
+        known = ["healthz", "readyz", "metrics", "version", *self.routes]
+        return 404, "text/plain", f"there are {', '.join('/' + name for name in known)}\n".encode()
 
     async def _serve_admin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -249,8 +263,11 @@ def _whose(frame: Any) -> tuple[str, str]:
     """The session whose Actor is running, told from the stack of the loop's thread."""
     stack = "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame is not None else "?"
     while frame is not None:
-        session = frame.f_locals.get("session") if frame.f_globals.get("__name__") == "bray.serving.sessions" else None
-        if isinstance(session, Session):
-            return f"{type(session.actor).__name__} (session {show(session.name)})", stack
+        if frame.f_globals.get("__name__") == "bray.serving.sessions":
+            session, request = frame.f_locals.get("session"), frame.f_locals.get("request")
+            if isinstance(session, Session):
+                return f"{type(session.actor).__name__} (session {show(session.name)})", stack
+            if frame.f_code is Sessions._new_session.__code__ and request is not None:
+                return f"the making of an Actor (session {show(request.session)})", stack
         frame = frame.f_back
     return "no Actor", stack

@@ -19,7 +19,7 @@ from types import CoroutineType
 from typing import Any, Protocol
 
 from bray.errors import Overloaded
-from bray.serving.actor import Actor
+from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
 
@@ -60,6 +60,12 @@ class Gateway(Protocol):
 
     def lent(self, actors: int) -> None:
         """So many of this worker's slots are taken by stateless requests."""
+
+    def running(self) -> int:
+        """Sessions of all workers."""
+
+    def idle(self) -> bool:
+        """Whether no request is on its way to another worker."""
 
 
 class Session:
@@ -108,6 +114,8 @@ class Sessions:
         self.started = self.expired = self.actors_made = 0
         self._logged = 0
         self._stuck: dict[Session, None] = {}
+        self._losing: set[asyncio.Task[None]] = set()
+        self._limit = config.max_pending  # 0 once nothing new is taken
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._every(max(0.01, min(0.25, config.tick_timeout_s / 10)), self._end_late_ticks)
         self._every(max(0.05, min(5.0, config.idle_timeout_s / 10)), self._end_idle_sessions)
@@ -117,10 +125,8 @@ class Sessions:
 
     def handle(self, request: Request) -> None:
         """Answer a request now or later, here or elsewhere."""
-        if len(self.running) >= self.config.max_pending:
-            self.refuse(
-                request, Refusal(503, "overloaded", f"{len(self.running)} requests are being answered: try again later")
-            )
+        if len(self.running) >= self._limit:
+            self.refuse(request, self._over_limit())
             return
         kind = request.kind
         session = self.sessions.get(request.session)
@@ -148,6 +154,11 @@ class Sessions:
     def refuse(self, request: Request, refusal: Refusal) -> None:
         self.counts[request.kind][refusal.status] += 1
         request.reply(refusal.status, refusal.body)
+
+    def _over_limit(self) -> Refusal:
+        if not self._limit:
+            return Refusal(503, "draining", "this service is shutting down")
+        return Refusal(503, "overloaded", f"{len(self.running)} requests are being answered: try again later")
 
     def exists(self, request: Request) -> None:
         self.refuse(
@@ -204,8 +215,8 @@ class Sessions:
                 self.pool.append(self.make_actor())
                 self.actors_made += 1
             return Session(request.session, self.pool.pop())
-        except Exception:
-            self._log_error("making an Actor failed", request)
+        except FAILURES as e:
+            self._log_error("making an Actor failed", request, e)
             self.refuse(
                 request, Refusal(500, "actor_error", "the Actor could not be made; the service's log has the reason")
             )
@@ -223,7 +234,7 @@ class Sessions:
                 reply = session.start(request.session.decode(), request.body)
             else:
                 reply = session.finish(request.body)
-        except Exception as e:
+        except (*FAILURES, asyncio.CancelledError) as e:
             self._failed(session, request, e)
             return
         if type(reply) is bytes:
@@ -236,9 +247,12 @@ class Sessions:
     async def _wait(self, session: Session, request: Request, reply: Awaitable[Any]) -> None:
         try:
             body = await reply
-        except asyncio.CancelledError:
-            self._finish(session, request, 504, b"")  # whoever cancelled it has answered
-        except Exception as e:
+        except asyncio.CancelledError as e:
+            if request in self.running:  # what it waited for was cancelled
+                self._failed(session, request, e)
+            else:
+                self._finish(session, request, 504, b"")  # whoever cancelled it has answered
+        except FAILURES as e:
             self._failed(session, request, e)
         else:
             if type(body) is bytes:
@@ -248,7 +262,7 @@ class Sessions:
 
     def _odd_reply(self, session: Session, request: Request, reply: Any) -> None:
         """What is not bytes: nothing at all is fine where no answer is expected."""
-        if isinstance(reply, (bytearray, memoryview)):
+        if isinstance(reply, (bytes, bytearray, memoryview)):
             self._finish(session, request, 200, bytes(reply))
         elif reply is None and request.kind in (START, END):
             self._finish(session, request, 200, b"")
@@ -256,16 +270,18 @@ class Sessions:
             kind = KIND_NAMES[request.kind]
             self._failed(session, request, TypeError(f"expected {kind} to return bytes, got {type(reply).__name__}"))
 
-    def _failed(self, session: Session, request: Request, error: Exception) -> None:
+    def _failed(self, session: Session, request: Request, error: BaseException) -> None:
+        refusal = self._refusal(session, request, error)
+        self._finish(session, request, refusal.status, refusal.body)
+
+    def _refusal(self, session: Session, request: Request, error: BaseException) -> Refusal:
         """The client learns that it failed; the traceback is for the log."""
         if isinstance(error, Refusal):
-            refusal = error
-        elif isinstance(error, Overloaded):
-            refusal = Refusal(503, "overloaded", str(error))
-        else:
-            self._log_error(f"{type(session.actor).__name__}.{KIND_NAMES[request.kind]} failed", request, error)
-            refusal = Refusal(500, "actor_error", "the Actor raised an error; the service's log has it")
-        self._finish(session, request, refusal.status, refusal.body)
+            return error
+        if isinstance(error, Overloaded):
+            return Refusal(503, "overloaded", str(error))
+        self._log_error(f"{type(session.actor).__name__}.{KIND_NAMES[request.kind]} failed", request, error)
+        return Refusal(500, "actor_error", "the Actor raised an error; the service's log has it")
 
     def _finish(self, session: Session, request: Request, status: int, body: bytes) -> None:
         """Answer, then let the session's next request go on."""
@@ -301,10 +317,11 @@ class Sessions:
             self.gateway.release(session.name)
         if reuse:
             self.pool.append(session.actor)
+        # Now and not a little later: what arrives in between must not come before them.
         while session.waiting:
             request = session.waiting.popleft()
             if self.running.pop(request, None) is not None:
-                self.loop.call_soon(self.handle, request)
+                self.handle(request)
 
     # --- stateless requests -------------------------------------------------------------------------------------------
 
@@ -334,16 +351,12 @@ class Sessions:
             if not isinstance(answer, (bytes, bytearray, memoryview)):
                 raise TypeError(f"expected tick to return bytes, got {type(answer).__name__}")
             status, body, reuse = 200, bytes(answer), True
-        except asyncio.CancelledError:
-            pass  # its deadline passed, and it has been answered
-        except Refusal as e:
-            status, body = e.status, e.body
-        except Overloaded as e:
-            status, body = 503, Refusal(503, "overloaded", str(e)).body
-        except Exception as e:
-            self._log_error(f"{type(session.actor).__name__} failed", request, e)
-            status, body = 500, Refusal(500, "actor_error", "the Actor raised an error; the service's log has it").body
-        self._lend(-1)
+        except (*FAILURES, asyncio.CancelledError) as e:
+            if request in self.running:  # else its deadline passed, and it has been answered
+                refusal = self._refusal(session, request, e)
+                status, body = refusal.status, refusal.body
+        if session.request is not None:  # else it was given up
+            self._lend(-1)
         if reuse:
             self.pool.append(session.actor)
         if self.running.pop(request, None) is not None:
@@ -381,7 +394,11 @@ class Sessions:
                 type(session.actor).__name__,
             )
             del self._stuck[session]
-            self._remove(session, reuse=False)
+            if self.sessions.get(session.name) is session:
+                self._remove(session, reuse=False)
+            else:  # a stateless request
+                session.request = None
+                self._lend(-1)
 
     def _end_late(self, request: Request, session: Session, now: float) -> None:
         if self.running.pop(request, None) is None:
@@ -405,12 +422,11 @@ class Sessions:
                 if not isinstance(reply, (bytes, bytearray, memoryview)):
                     raise TypeError(f"expected fallback to return bytes, got {type(reply).__name__}")
                 return 200, bytes(reply)
-            except Exception as e:
+            except FAILURES as e:
                 self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
         limit = self.config.tick_timeout_s
-        return 504, Refusal(
-            504, "tick_timeout", f"no answer within {limit:g} s; it was cancelled, the session goes on"
-        ).body
+        then = "the session goes on" if request.kind == TICK else "the session is over"
+        return 504, Refusal(504, "tick_timeout", f"no answer within {limit:g} s; it was cancelled, {then}").body
 
     def _end_idle_sessions(self) -> None:
         before = perf_counter() - self.config.idle_timeout_s
@@ -420,31 +436,36 @@ class Sessions:
 
     def lose(self, session: Session) -> None:
         """End a session that nobody will end."""
-        lost = getattr(session.actor, "lost", None)
-        if lost is not None:
-            try:
-                reply = lost()
-                if inspect.isawaitable(reply):
-                    task = self.loop.create_task(_value(reply))
-                    task.add_done_callback(_log_lost)
-            except Exception:
-                logger.exception("session %s: lost() failed", show(session.name))
+        if hasattr(session.actor, "lost"):
+            task = self.loop.create_task(self._tell(session))
+            self._losing.add(task)
+            task.add_done_callback(self._losing.discard)
         self._remove(session, reuse=False)
+
+    async def _tell(self, session: Session) -> None:
+        try:
+            await _value(session.actor.lost())
+        except FAILURES:
+            logger.exception("session %s: %s.lost failed", show(session.name), type(session.actor).__name__)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Refuse what is new; return when every session has ended, or the time is over and no request is under way."""
+        """Refuse new sessions until every session has ended or the time is over; then refuse everything, and return when what was
+        accepted is answered."""
         self.draining = True
+        gateway = self.gateway
         until = self.loop.time() + timeout
-        while (self.sessions or self.running) and self.loop.time() < until:
+        # sessions of other workers too: their clients' connections may end here
+        while (self.sessions or (gateway is not None and gateway.running())) and self.loop.time() < until:
             await asyncio.sleep(0.02)
+        self._limit = 0
         until = self.loop.time() + self.config.tick_timeout_s
-        while self.running and self.loop.time() < until:
+        while (self.running or (gateway is not None and not gateway.idle())) and self.loop.time() < until:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        self.draining = True
+        self.draining, self._limit = True, 0
         for timer in self._timers.values():
             timer.cancel()
         for session in list(self.sessions.values()):
@@ -457,6 +478,8 @@ class Sessions:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=1.0)
+        if self._losing:  # Actors that still save what their sessions did
+            await asyncio.wait(self._losing, timeout=self.config.tick_timeout_s)
 
     # --- the log ------------------------------------------------------------------------------------------------------
 
@@ -474,8 +497,3 @@ class Sessions:
 
 async def _value(x: Any) -> Any:
     return await x if inspect.isawaitable(x) else x
-
-
-def _log_lost(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.error("lost() failed", exc_info=task.exception())

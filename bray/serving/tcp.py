@@ -114,7 +114,6 @@ class TcpConnection(Connection):
         self.receiving_since = None
         self.outstanding += 1
         self.reply(b"", time, refusal.status, refusal.body)
-        self.linger()
 
     def too_slow(self) -> None:
         self._break(0, SLOW)
@@ -132,8 +131,11 @@ class TcpConnection(Connection):
         data = REPLY_HEAD.pack(len(session), len(body), time) + session + body
         self.front.bytes_out += len(data)
         self.transport.write(data)
-        if self.front.closing and not self.outstanding:
-            self.transport.close()
+        if not self.outstanding:
+            if self.front.closing:
+                self.transport.close()
+            elif self._broken:
+                self.linger()
 
 
 class FirstByte(Connection):

@@ -6,6 +6,7 @@ The parent does nothing else: it opens no event loop and starts no thread, so th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import BrayError, ConfigError
+from bray.serving.actor import FAILURES
 from bray.serving.affinity import NodeGateway, Table
 from bray.serving.config import ServiceConfig
 from bray.serving.server import Server, listening
@@ -45,16 +47,42 @@ def serve(
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
     if config.workers == 1:
-        return _run(_work(make_actor, config, None, on_ready, prepare))
+        return run_loop(_work(make_actor, config, None, on_ready, prepare))
     return _Parent(make_actor, config, on_ready, prepare).run()
 
 
-def _run(main: Any) -> int:
+def run_loop(main: Any, fast: bool = True) -> Any:
+    """Run a coroutine to its end on uvloop, or on asyncio's own loop where uvloop is not there (or not wanted).
+
+    Not `asyncio.run`: that one ends with the first task of an Actor that calls `sys.exit`, and does not end at all while a task or
+    thread that an Actor left behind goes on.
+    """
+    loop: asyncio.AbstractEventLoop | None = None
+    if fast:
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            loop = uvloop.new_event_loop()
+    loop = loop or asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    task = loop.create_task(main)
     try:
-        import uvloop
-    except ImportError:  # slower, and all there is on some systems
-        return asyncio.run(main)
-    return uvloop.run(main)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except FAILURES:
+                if task.done():
+                    raise
+                logger.exception("a task that an Actor had started ended the loop; it goes on")
+    finally:
+        left = asyncio.all_tasks(loop)
+        for each in left:
+            each.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=1.0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        asyncio.set_event_loop(None)
+        loop.close()
 
 
 @dataclass
@@ -204,7 +232,8 @@ class _Parent:
 
     def _pass_on(self, number: int) -> None:
         for pid in self.pids:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just been reaped
+                os.kill(pid, number)
 
     def _reap(self) -> None:
         while self.pids:
@@ -234,9 +263,13 @@ class _Parent:
     def _fork(self, worker: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        # A signal waits until the parent knows this worker, and until the worker no longer has the parent's handlers.
+        signals = {signal.SIGTERM, signal.SIGINT}
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         pid = os.fork()
         if pid:
             self.pids[pid] = worker
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             return
         code = 1
         try:
@@ -244,8 +277,9 @@ class _Parent:
             os.close(self._parent_out)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for sig in (signal.SIGTERM, signal.SIGINT):
+            for sig in signals:
                 signal.signal(sig, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             self._port.close()
             self._admin.close()
             table = Table(self.directory / "sessions", self.config.workers, self.config.actors_per_worker)
@@ -254,7 +288,7 @@ class _Parent:
                 os.write(self._ready_out, bytes([worker]))
 
             place = _Place(worker, table, self.directory, self._parent_in)
-            code = _run(_work(self.make_actor, self.config, place, tell, self.prepare))
+            code = run_loop(_work(self.make_actor, self.config, place, tell, self.prepare))
         except BrayError as e:
             logger.error("worker %d: %s", worker, e)
         except BaseException:

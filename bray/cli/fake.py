@@ -1,0 +1,87 @@
+"""`bray fake actor | gamecore`: partners to develop against, and a load table."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray.cli.show import log_shown, make_console, plain_table, say
+from bray.errors import ConfigError
+from bray.fake.actor import FakeActor, Replies
+from bray.fake.gamecore import FakeGamecore, Load
+from bray.rundir import RunDir
+from bray.serving.config import ServiceConfig
+from bray.serving.values import plain
+from bray.serving.workers import serve
+from bray.spec import EnvSpec
+
+
+@log_shown("info")
+def actor(replies: Replies, config: ServiceConfig) -> int:
+    """Serve fixed replies until a signal."""
+    console = make_console()
+
+    def ready(port: int, admin_port: int) -> None:
+        kinds = "HTTP and TCP" if config.use_tcp else "HTTP"
+        say(
+            console,
+            f"a fake actor answers {kinds} on {config.host}:{port} (admin {admin_port}); Ctrl-C ends it",
+            "bold",
+        )
+        say(console, f"try: bray fake gamecore --port {port} --sessions 8 --seconds 5", "dim")
+
+    return serve(partial(FakeActor, replies), config, on_ready=ready)
+
+
+@log_shown()
+def gamecore(load: Load, as_json: bool) -> int:
+    """Play, then the table; 0 when every session could be started and every tick was answered."""
+    result = FakeGamecore(load).play()
+    numbers = result.to_json()
+    if as_json:
+        print(json.dumps(numbers))
+        return 0 if result.requests and not result.errors else 1
+    console = make_console()
+    table = plain_table(
+        ">sessions", ">requests/s", ">p50 ms", ">p90 ms", ">p99 ms", ">max ms", ">server CPU", ">us/request", ">RSS MB"
+    )
+    cpu = numbers.get("server_cpu")
+    table.add_row(
+        f"{result.started:,}",
+        f"{numbers['per_second'] or 0:,.0f}",
+        *[_short(numbers[f"{q}_ms"]) for q in ("p50", "p90", "p99", "max")],
+        "–" if cpu is None else f"{100 * cpu:.0f} %",
+        _short(numbers.get("server_cpu_us_per_request")),
+        _short(numbers.get("server_rss_mb")),
+    )
+    console.print(table)
+    if result.errors:
+        for name, n in result.errors.most_common():
+            say(console, f"{n:,} x {name}", "yellow")
+    else:
+        say(console, f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
+    return 0 if result.requests and not result.errors else 1
+
+
+def _short(x: Any) -> str:
+    return "–" if x is None else f"{x:.3g}" if x < 100 else f"{x:,.0f}"
+
+
+def bodies(file: Path | None, run: Path | None, size: int) -> tuple[bytes, ...]:
+    """What the ticks say: a file's bytes, random observations of a run's spec as JSON, or so many bytes."""
+    if file is not None and run is not None:
+        raise ConfigError("give either --body FILE or --run RUN_DIR, not both")
+    if file is not None:
+        try:
+            return (file.read_bytes(),)
+        except OSError as e:
+            raise ConfigError(f"--body: {file} cannot be read ({e.strerror})") from None
+    if run is not None:
+        spec = EnvSpec.from_json(RunDir.open(run).read_json("spec.json"))
+        rng = np.random.default_rng(0)
+        return tuple(json.dumps({"obs": plain(spec.observation.sample(rng))}).encode() for _ in range(64))
+    return (b"x" * size,)

@@ -1,0 +1,320 @@
+"""Agents: the decision makers inside an Actor. They share a State per tick, and see the States of an episode together.
+
+A tick: the game's bytes become `state.input`; `on_tick` of all agents runs concurrently; `state.output` is the reply.
+An episode: every `episode_length` ticks, and at the end of the session, `on_episode` of all agents gets the States, in
+the background, while the game goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+from collections.abc import Awaitable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bray.errors import ConfigError, WaitError
+from bray.serving.actor import Actor
+from bray.serving.episodes import pack_state, write_episode
+from bray.serving.messages import make_codec
+from bray.serving.state import State, parse_session, running_agent
+
+__all__ = ["Agent", "AgentActor", "State"]
+
+logger = logging.getLogger("bray.serving")
+
+MAX_BACKLOG = 2
+"""Episodes of an actor that may wait for `on_episode`. With more, a tick's reply waits too: memory stays bounded."""
+
+# Compresses and writes the files of all actors. Its thread starts when it is first used.
+_writer = ThreadPoolExecutor(1, "bray-episodes")
+
+_numbers = itertools.count()  # of actors
+_free: list[int] = []  # numbers of actors that are gone
+
+
+class Agent:
+    """A decision maker. One is made for every session, at its start. Its methods may be `async` or plain.
+
+    `state` is there before the first tick: it has `session`, `game`, `agent`, `actor`, and as `input` the bytes of the
+    start.
+    """
+
+    def __init__(self, name: str, config: Any, state: State):
+        self.name, self.config = name, config
+
+    async def on_tick(self, state: State) -> None:
+        """Decide: read `state.input` (and what other agents set, with `await state.wait(field)`), fill `state.output`,
+        and set as fields of the state whatever other agents or the episode need."""
+        raise NotImplementedError(f"{type(self).__name__} has no method on_tick(state)")
+
+    async def on_episode(self, episode: list[State], done: bool) -> None:
+        """Learn from the States of the last ticks, at most `episode_length` of them. `done`: the session is over, and
+        the list may be empty. The game goes on meanwhile; the episodes of a session come one after the other."""
+
+
+class AgentActor(Actor):
+    """An Actor made of agents.
+
+    A tick is answered when all agents are done with it. If an agent raises, the others still finish, the client gets
+    the error, and the session goes on; that tick's State is in no episode. An error in `on_episode` is logged and stops
+    nothing.
+    """
+
+    _number: int | None = None  # to be given back when this actor is gone
+    _agents: list[tuple[str, Any]]
+    _learners: list[tuple[str, Any]]  # those with an on_episode of their own
+    _states: list[State]  # of the episode so far
+
+    def __init__(
+        self,
+        agents: Mapping[str, type],
+        config: Any = None,
+        episode_length: int | None = 128,
+        episode_save_interval: int | None = None,
+        serialize: str | None = None,
+        tick_input_proto: Any = None,
+        tick_output_proto: Any = None,
+        save_dir: Path | str | None = None,
+        keep: int = 100,
+        actor: int | None = None,
+    ):
+        """
+        Args:
+            agents: the class of each agent, by name.
+            config: handed to the agents; `config[name]` is an agent's own section.
+            episode_length: ticks of an episode; None = as long as the session.
+            episode_save_interval: save the first episode of this actor and every so many after it; None = save none.
+            serialize: "json", "proto" or None (bytes).
+            tick_input_proto, tick_output_proto: the messages of "proto", as "module:Message" or a class.
+            save_dir: the run directory; files go to its `episodes/`.
+            keep: how many episode files of this actor are kept, the newest ones.
+            actor: the number of this slot; None = the smallest that no other AgentActor of this process has.
+        """
+        if not agents:
+            raise ConfigError("an AgentActor needs agents: expected {name: AgentClass}, got none")
+        for name, cls in agents.items():
+            if not callable(getattr(cls, "on_tick", None)):
+                raise ConfigError(f"agent {name!r}: expected a class with a method on_tick(state), got {cls!r}")
+        _check_count("keep", keep)
+        if episode_length is not None:
+            _check_count("episode_length", episode_length)
+        if episode_save_interval is not None:
+            _check_count("episode_save_interval", episode_save_interval)
+            if save_dir is None:
+                raise ConfigError("episode_save_interval is set: say where to save the episodes (save_dir)")
+        if actor is None:
+            actor = self._number = heapq.heappop(_free) if _free else next(_numbers)
+        self.actor = actor
+        self._classes, self._config = agents, config
+        self._codec = make_codec(serialize, tick_input_proto, tick_output_proto)
+        self._episode_length, self._save_interval, self._keep = episode_length, episode_save_interval, keep
+        self._directory = None if save_dir is None else Path(save_dir) / "episodes"
+        self._episodes = 0  # of this actor, in all its sessions
+        self._background: dict[asyncio.Task[None], None] = {}  # episodes that are being handled, in order
+        self._session = self._game = self._agent = ""
+        self._ticks, self._collects = 0, False
+        self._forget()
+
+    def __del__(self) -> None:
+        if self._number is not None:
+            heapq.heappush(_free, self._number)
+
+    # --- a session ----------------------------------------------------------------------------------------------------
+
+    async def start(self, session: str, data: bytes) -> None:
+        self._forget()
+        self._session = session
+        self._game, self._agent = parse_session(session)
+        self._ticks = 0
+        state = State(session, self.actor, 0, data)
+        for name, cls in self._classes.items():
+            try:
+                self._agents.append((name, cls(name, self._config, state)))
+            except Exception as e:
+                e.add_note(f"agent {name!r} could not be made: {cls.__qualname__}(name, config, state) raised")
+                raise
+        self._learners = [(name, agent) for name, agent in self._agents if _learns(agent)]
+        self._collects = bool(self._learners) or self._save_interval is not None
+
+    def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
+        codec = self._codec
+        state = State(self._session, self.actor, self._ticks, codec.decode(data), self._game, self._agent)
+        output = codec.new_output()
+        if output is not None:
+            state.output = output
+        self._ticks += 1
+        if len(self._agents) > 1:
+            return self._tick_together(state)
+        name, agent = self._agents[0]
+        try:
+            running = agent.on_tick(state)
+        except Exception as e:
+            e.add_note(f"raised by agent {name!r}")
+            raise
+        if hasattr(running, "__await__"):
+            return self._tick_alone(name, running, state)
+        return self._answer(state)  # a plain method: neither we nor the server need a task
+
+    async def end(self, data: bytes) -> None:
+        """When this returns, the last episode has been handled, and saved if it was due."""
+        learners, states = self._learners, self._states
+        self._forget()
+        previous = next(reversed(self._background), None)
+        await self._handle(self._session, learners, states, True, previous, self._due(states))
+
+    async def lost(self) -> None:
+        """The game went away without an end. To the agents the session is over all the same."""
+        await self.end(b"")
+
+    def _forget(self) -> None:
+        self._agents, self._learners, self._states = [], [], []
+
+    # --- a tick -------------------------------------------------------------------------------------------------------
+
+    async def _tick_alone(self, name: str, running: Awaitable[Any], state: State) -> bytes:
+        try:
+            await _finish(name, running)
+        except Exception as e:
+            e.add_note(f"raised by agent {name!r}")
+            raise
+        reply = self._answer(state)
+        return reply if isinstance(reply, bytes) else await reply
+
+    async def _tick_together(self, state: State) -> bytes:
+        errors: list[Exception] = []
+        (first, agent), *others = self._agents
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(_run(name, other, state, errors)) for name, other in others]
+        try:
+            await _run(first, agent, state, errors)  # here, before the tasks: the others mostly wait for the first one
+            for task in tasks:
+                await task
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)  # no agent goes on with this tick while the next one runs
+            raise
+        if errors:
+            for error in errors[1:]:
+                if not (isinstance(error, WaitError) and error.__cause__ is errors[0]):
+                    logger.error("session %r: another agent failed too", state.session, exc_info=error)
+            raise errors[0]
+        reply = self._answer(state)
+        return reply if isinstance(reply, bytes) else await reply
+
+    def _answer(self, state: State) -> bytes | Awaitable[bytes]:
+        """The reply. The State joins the episode, and an episode that is full is handed over."""
+        if "output" not in vars(state):
+            names = ", ".join(name for name, _ in self._agents)
+            raise TypeError(f"expected an agent to set state.output to bytes (serialize is null), none of {names} did")
+        reply = self._codec.encode(state.output)
+        if self._collects:
+            self._states.append(state)
+            if len(self._states) == self._episode_length:
+                states, self._states = self._states, []
+                previous = next(reversed(self._background), None)
+                handling = self._handle(self._session, self._learners, states, False, previous, self._due(states))
+                task = asyncio.get_running_loop().create_task(handling)
+                self._background[task] = None
+                task.add_done_callback(self._background.pop)
+                if len(self._background) > MAX_BACKLOG:
+                    return self._hold(reply)
+        return reply
+
+    async def _hold(self, reply: bytes) -> bytes:
+        await asyncio.wait(self._background, return_when=asyncio.FIRST_COMPLETED)
+        return reply
+
+    # --- an episode ---------------------------------------------------------------------------------------------------
+
+    def _due(self, states: list[State]) -> bool:
+        """Count an episode; whether it is to be saved."""
+        if not states:
+            return False
+        number = self._episodes
+        self._episodes += 1
+        return self._save_interval is not None and number % self._save_interval == 0
+
+    async def _handle(
+        self,
+        session: str,
+        learners: list[tuple[str, Any]],
+        states: list[State],
+        done: bool,
+        previous: asyncio.Task[None] | None,
+        save: bool,
+    ) -> None:
+        """Hand an episode to the agents, after the one before it, and save it if it is due."""
+        try:
+            if previous is not None:
+                await asyncio.wait({previous})
+            if len(learners) == 1:
+                await _learn(*learners[0], states, done, session)
+            elif learners:
+                await asyncio.gather(*(_learn(name, agent, states, done, session) for name, agent in learners))
+            if save:
+                await self._save(states, session)
+        except asyncio.CancelledError:  # an end that took too long: nothing of its session goes on
+            if previous is not None:
+                previous.cancel()
+            raise
+
+    async def _save(self, states: list[State], session: str) -> None:
+        """Save an episode. Errors are logged: the game goes on."""
+        assert self._directory is not None
+        try:
+            packed = []
+            for state in states:  # here and not in the thread, where an agent could change the State at the same moment
+                packed.append(pack_state(state))
+                await asyncio.sleep(0)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(_writer, write_episode, self._directory, session, self.actor, packed, self._keep)
+        except Exception:
+            logger.exception("session %r: an episode could not be saved", session)
+
+
+async def _run(name: str, agent: Any, state: State, errors: list[Exception]) -> None:
+    """One of several agents in one tick: its error is told to the agents that wait for it, and kept."""
+    try:
+        running = agent.on_tick(state)
+        if hasattr(running, "__await__"):
+            await _finish(name, running)
+    except Exception as e:
+        e.add_note(f"raised by agent {name!r}")  # the error keeps its type, which decides what the client is told
+        errors.append(e)
+        state._fail(name, e)
+
+
+async def _learn(name: str, agent: Any, states: list[State], done: bool, session: str) -> None:
+    try:
+        running = agent.on_episode(list(states), done)  # a list of its own: what one takes out the others still have
+        if hasattr(running, "__await__"):
+            await _finish(name, running)
+    except Exception:
+        logger.exception("session %r: on_episode of agent %r failed", session, name)
+
+
+async def _finish(agent: str, running: Awaitable[Any]) -> None:
+    """Let an agent's method run to its end."""
+    running_agent.set(agent)
+    try:
+        await running
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # nobody cancelled the agent: to the server it would look like a tick that ran out of time
+        raise RuntimeError(f"agent {agent!r} awaited something that was cancelled") from None
+
+
+def _learns(agent: Any) -> bool:
+    return getattr(type(agent), "on_episode", None) not in (None, Agent.on_episode)
+
+
+def _check_count(key: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{key}: expected a whole number from 1, got {value!r}")
