@@ -1,4 +1,4 @@
-"""python -m benchmarks training|replay|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
+"""python -m benchmarks training|replay|inference|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
 
 `bash benchmarks/install_peers.sh` makes the peers' own environment first; without it only our side is measured. One JSON line per
 measurement, then one per case with the ratio of our median to the fastest peer's. Results go into RESULTS.md by hand, with the date,
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ours
+from benchmarks import inference, ours
 
 HERE = Path(__file__).parent
 PEER_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -99,6 +99,20 @@ def compare(
         print(json.dumps(summary), flush=True)
 
 
+def engines(names: list[str], repeat: int, seconds: float) -> None:
+    """Our engines against torch eager, microseconds of one forward; and against each other."""
+    for case in names or inference.CASES:
+        command = [sys.executable, "-m", "benchmarks.inference", case, "--seconds", str(seconds)]
+        runs = [r["us"] for r in (call(command, case) for _ in range(repeat)) if r is not None]
+        if not runs:
+            continue
+        us = {name: {b: statistics.median(r[name][b] for r in runs) for b in times} for name, times in runs[0].items()}
+        pairs = {"onnx against torch eager": ("torch eager", "onnx"), "int8 against onnx": ("onnx", "int8")}
+        ratios = {k: {b: round(us[slow][b] / us[fast][b], 2) for b in us[slow]} for k, (slow, fast) in pairs.items()}
+        summary = {"case": case, "median_us": us, "times_faster": ratios, "repeat": repeat}
+        print(json.dumps(summary | {"machine": platform.machine()}), flush=True)
+
+
 def startup(repeat: int) -> None:
     """Seconds from the command line to the first learner update (`bray train` with the CartPole preset)."""
     bray = Path(sys.executable).with_name("bray")
@@ -139,16 +153,19 @@ def startup(repeat: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["training", "replay", "startup"])
+    parser.add_argument("what", choices=["training", "replay", "inference", "startup"])
     parser.add_argument(
-        "cases", nargs="*", help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; none: all"
+        "cases",
+        nargs="*",
+        help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; inference: {', '.join(inference.CASES)}; none: all",
     )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0)
     args = parser.parse_args()
-    known = {
+    known: dict[str, Any] = {
         "training": {**TRAINING, **{c: [] for c in ours.CASES if c not in TRAINING}},
         "replay": REPLAY,
+        "inference": inference.CASES,
         "startup": {},
     }[args.what]
     for case in args.cases:
@@ -156,6 +173,8 @@ def main() -> None:
             parser.error(f"unknown case {case!r}; known: {', '.join(known)}")
     if args.what == "startup":
         startup(args.repeat)
+    elif args.what == "inference":
+        engines(args.cases, args.repeat, args.seconds)
     elif args.what == "training":
         compare(
             known,

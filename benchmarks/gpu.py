@@ -15,7 +15,7 @@ import torch
 
 from bray.algos import ppo
 from bray.algos.base import to_torch
-from bray.inference.engines import TorchEngine
+from bray.inference.torch_engine import TorchEngine
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
 

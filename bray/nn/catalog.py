@@ -97,14 +97,14 @@ def _natural(n: Any) -> bool:
     return isinstance(n, int) and not isinstance(n, bool) and n > 0
 
 
-def register_model(name: str, cls: type) -> None:
+def register_model(name: str, cls: type, replace: bool = False) -> None:
     """Let configs say `custom_model: name`."""
-    register("model", name, cls)
+    register("model", name, cls, replace)
 
 
-def register_preprocessor(name: str, cls: type) -> None:
+def register_preprocessor(name: str, cls: type, replace: bool = False) -> None:
     """Let configs say `custom_preprocessor: name`."""
-    register("preprocessor", name, cls)
+    register("preprocessor", name, cls, replace)
 
 
 _KINDS: dict[str, type[nn.Module]] = {

@@ -430,10 +430,17 @@ def make_encoder(space: Space, config: ModelConfig) -> Encoder:
 _REGISTERED: dict[str, dict[str, type]] = {"model": {}, "preprocessor": {}}
 
 
-def register(kind: str, name: str, cls: type) -> None:
-    """Give a class a short name for the keys `custom_model` (kind "model") and `custom_preprocessor` ("preprocessor")."""
+def register(kind: str, name: str, cls: type, replace: bool = False) -> None:
+    """Give a class a short name for the keys `custom_model` (kind "model") and `custom_preprocessor` ("preprocessor"). A name that is
+    another class already is refused unless `replace`."""
     if kind not in _REGISTERED:
         raise UnknownName("kind of custom class", kind, _REGISTERED)
+    taken = _REGISTERED[kind].get(name, cls)
+    if taken is not cls and not replace:
+        raise ConfigError(
+            f"register_{kind}: {name!r} is {taken.__module__}:{taken.__qualname__} already and would become "
+            f"{cls.__module__}:{cls.__qualname__}; choose another name, or say replace=True"
+        )
     _REGISTERED[kind][name] = cls
 
 

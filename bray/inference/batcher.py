@@ -1,0 +1,502 @@
+"""The batcher: single samples in, batches through the model, one future per sample.
+
+There is no timer. An idle batcher starts at once with everything that was submitted in the same turn of the loop; while a batch runs,
+samples accumulate, and the next batch takes all of them (up to `max_batch_size`). Quick forwards run inline in the loop, slower ones
+in one thread of the batcher's own. Never two forwards at once; answers come in the order of the calls.
+
+Whatever happens, nobody waits forever: an engine that raises, returns too few rows or ends its thread, a sample that does not fit,
+a full queue and a closed batcher all end in an error for the callers concerned, and only for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from asyncio.events import _get_running_loop  # asked for each sample; the public one raises where there is no loop
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bray import tree
+from bray.errors import BrayError, ConfigError, DataError, Overloaded
+from bray.inference.rows import MISFITS, Template, as_arrays, check, difference, length, signature, split
+
+_SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
+_WATCH_S = 1.0  # how often we look whether the thread of a running batch is alive
+_MOST_TEMPLATES = 16
+_CLOSED = "the batcher is closed and takes no more samples"
+
+# What waits in the queue: a future, the arguments, whether the step is wanted, and the rows of a batch of its own (0: one sample).
+_Item = tuple["asyncio.Future[Any]", tuple[Any, ...], bool, int]
+
+
+class _Outcome(NamedTuple):
+    """What a batch came to: a value for each item, or an error for some of them."""
+
+    values: Sequence[Any]
+    errors: dict[int, BaseException]
+    step: int | None = None
+
+    @staticmethod
+    def failed(items: list[_Item], error: BaseException) -> _Outcome:
+        return _Outcome([None] * len(items), dict.fromkeys(range(len(items)), error))
+
+
+class Batcher:
+    """Runs `fn(*args) -> tree` on batches made of single samples.
+
+    `fn` takes trees of arrays `[B, ...]` and returns a tree of arrays `[B, ...]`. A batcher belongs to the event loop of its first
+    `submit`; only `call` may come from any thread.
+
+    max_batch_size  rows of the largest batch
+    max_wait        seconds that an idle batcher may wait for a fuller batch; 0: it never waits
+    max_queue       callers that may wait; one more gets Overloaded
+    pad_to          batch sizes that `fn` is called with: a batch is filled up to the next one by repeating its last row
+    inline_below    forwards that take fewer seconds (in the running mean) run in the loop, others in the thread
+    template        one sample that shows what fits; without it, what `fn` has answered most often is expected
+    lock            held during a forward; while somebody else holds it a batch waits in the thread, never in the loop
+    step            asked after a forward, under the lock, for callers who want to know the version (`with_step`)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        max_batch_size: int = 32,
+        max_wait: float = 0.0,
+        max_queue: int = 1024,
+        pad_to: Sequence[int] = (),
+        inline_below: float = 2e-4,
+        *,
+        template: tuple[Any, ...] | None = None,
+        lock: threading.Lock | None = None,
+        step: Callable[[], int] | None = None,
+    ):
+        if max_batch_size < 1 or max_queue < 1 or max_wait < 0:
+            raise ConfigError(
+                "a batcher needs max_batch_size >= 1, max_queue >= 1 and max_wait >= 0, got "
+                f"max_batch_size={max_batch_size}, max_queue={max_queue}, max_wait={max_wait}"
+            )
+        if pad_to and not (min(pad_to) >= 1 and max(pad_to) >= max_batch_size):
+            raise ConfigError(
+                f"pad_to={tuple(pad_to)} has no size for a batch of max_batch_size={max_batch_size}: "
+                f"add {max_batch_size} to pad_to, or set max_batch_size={max(pad_to)}"
+            )
+        self.max_batch_size = max_batch_size
+        self.max_wait = max_wait
+        self.max_queue = max_queue
+        self.pad_to = tuple(sorted(pad_to))
+        self.inline_below = inline_below
+        self.lock = lock or threading.Lock()
+        self._fn = fn
+        self._step = step
+
+        self._declared = None if template is None else Template(as_arrays(template))
+        self._template = self._declared  # the kind of the last batch
+        self._templates: dict[Any, Template] = {}  # kinds that were answered, by signature
+
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: list[_Item] = []
+        self._whole = 0  # how many of them are batches of their own
+        self._asleep = True  # no batch runs or is about to start: whoever submits next sees to it
+        self._timer: asyncio.TimerHandle | None = None  # of max_wait
+        self._running: list[_Item] | None = None  # the batch in the thread
+        self._thread: _Thread | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._ended: asyncio.Future[None] | None = None  # close() waits for it
+
+        self._batches = self._samples = 0
+        self._forward_s: float | None = None
+        self._mean_s: float | None = None
+
+    # --- callers --------------------------------------------------------------------------------------------------
+
+    def submit(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
+        """One sample (trees without batch dimension) -> a future of its row of the outputs; of `(row, step)` if `with_step`.
+
+        The arrays must not change until the answer is there. A row is a view of the outputs of its whole batch: copy what you keep for
+        long. Raises Overloaded when the queue is full. Whoever cancels the future leaves the queue.
+        """
+        loop = self._loop
+        if loop is None or loop is not _get_running_loop() or self._closed:
+            loop = self._bind()
+        if len(self._queue) >= self.max_queue:
+            self._make_room()
+        future = loop.create_future()
+        self._queue.append((future, args, with_step, 0))
+        if self._asleep:
+            self._wake()
+        return future
+
+    def submit_batch(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
+        """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It waits for its turn and runs alone, `max_batch_size` rows at a time
+        with nobody in between, so one version answers all of it. Raises DataError when the arrays have no common B."""
+        loop = self._bind()
+        args = as_arrays(args)
+        rows = length(args)
+        if len(self._queue) >= self.max_queue:
+            self._make_room()
+        future = loop.create_future()
+        self._queue.append((future, args, with_step, rows))
+        self._whole += 1
+        if self._asleep:
+            self._wake()
+        return future
+
+    def call(self, *args: Any, batch: bool = False, with_step: bool = False) -> Any:
+        """`submit` or `submit_batch` without a loop: runs in the calling thread, after the forward that may be running."""
+        if self._closed:
+            raise BrayError(_CLOSED)
+        args = as_arrays(args)
+        rows = length(args) if batch else 0
+        with self.lock:
+            errors: dict[int, BaseException] = {}
+            value = self._run_whole(args, rows) if batch else self._run_samples([args], errors)[0]
+            if errors:
+                raise errors[0]
+            return (value, None if self._step is None else self._step()) if with_step else value
+
+    async def close(self, timeout: float = 5.0) -> None:
+        """Fail those who wait; let the running batch end, or fail its callers too after `timeout` seconds; end the thread."""
+        self._closed = True
+        waiting, self._queue, self._whole = self._queue, [], 0
+        _fail(waiting, "the batcher was closed while this caller waited; nothing was computed for it")
+        for handle in (self._timer, self._watch):
+            if handle is not None:
+                handle.cancel()
+        if self._running and self._loop is _get_running_loop():
+            self._ended = self._ended or asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._ended], timeout=timeout)
+        if self._running:
+            running, self._running = self._running, None
+            _fail(running, f"the batcher was closed, and the running forward did not end within {timeout} s")
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The event loop of this batcher, once there is one."""
+        return self._loop
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start, callers that wait now, seconds of the last forward (None before the first one)."""
+        return {
+            "batches": self._batches,
+            "samples": self._samples,
+            "mean_batch_size": self._samples / self._batches if self._batches else 0.0,
+            "queue": len(self._queue),
+            "forward_s": self._forward_s,
+            "inline": self._is_quick(1),
+        }
+
+    # --- in the loop ----------------------------------------------------------------------------------------------
+
+    def _bind(self) -> asyncio.AbstractEventLoop:
+        """The loop of this batcher, which is the one of the first call."""
+        if self._closed:
+            raise BrayError(_CLOSED)
+        running = _get_running_loop()
+        if self._loop is None:
+            self._loop = running
+        if running is None or running is not self._loop:
+            where = "a thread without a loop" if running is None else "another loop"
+            raise BrayError(
+                f"submit() belongs in one event loop, and this call came from {where}; call() works anywhere"
+            )
+        return running
+
+    def _make_room(self) -> None:
+        """Forget the cancelled; if the queue is full all the same, refuse."""
+        self._forget_cancelled()
+        if len(self._queue) >= self.max_queue:
+            raise Overloaded(
+                f"{len(self._queue)} callers wait for the model already, and max_queue is {self.max_queue}: more samples come in than it "
+                "can answer. Try again later, send fewer, add workers, or raise max_queue if a longer wait will do"
+            )
+
+    def _forget_cancelled(self) -> None:
+        self._queue = [item for item in self._queue if not item[0].done()]
+        self._whole = sum(1 for item in self._queue if item[3])
+
+    def _wake(self) -> None:
+        """See to it that a batch starts: after this turn of the loop, or once it is full or `max_wait` has passed."""
+        assert self._loop is not None
+        if not self.max_wait or self._whole or len(self._queue) >= self.max_batch_size:
+            self._asleep = False
+            self._loop.call_soon(self._flush)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self.max_wait, self._flush)
+
+    def _flush(self) -> None:
+        """Start the next batch, unless one runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running is not None:
+            return
+        items = self._take()
+        if not items:
+            self._go_on()
+            return
+        forwards = -(-items[0][3] // self.max_batch_size) or 1
+        if not (self._is_quick(forwards) and self.lock.acquire(blocking=False)):
+            self._start(items)
+            return
+        self._asleep = False
+        try:
+            outcome = self._compute(items)
+        except BaseException as e:  # Ctrl-C or sys.exit() is for the process, but the callers shall not wait for it
+            outcome = _Outcome.failed(items, e)
+            raise
+        finally:
+            self.lock.release()
+            self._answer(items, outcome)
+            self._go_on()
+
+    def _take(self) -> list[_Item]:
+        """What the next batch is made of: all that wait, up to `max_batch_size`, or the next batch of somebody's own."""
+        waiting = self._queue
+        if not self._whole and len(waiting) <= self.max_batch_size:
+            self._queue = []
+            return [item for item in waiting if not item[0].done()]
+        self._forget_cancelled()
+        waiting = self._queue
+        end = min(len(waiting), self.max_batch_size)
+        if self._whole:
+            end = next((i for i, item in enumerate(waiting[:end]) if item[3]), end)
+            if end == 0:
+                end = 1
+                self._whole -= 1
+        self._queue = waiting[end:]
+        return waiting[:end]
+
+    def _go_on(self) -> None:
+        """After a batch. The next one starts through the loop, so that sockets are served in between."""
+        self._asleep = not self._queue
+        if self._queue:
+            assert self._loop is not None
+            self._loop.call_soon(self._flush)
+
+    def _is_quick(self, forwards: int) -> bool:
+        return self._mean_s is not None and self._mean_s * forwards < self.inline_below
+
+    def _start(self, items: list[_Item]) -> None:
+        """Run a batch in the thread."""
+        assert self._loop is not None
+        self._asleep = False
+        try:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = _Thread(self, self._loop)
+        except RuntimeError as e:  # the system has no more threads, or the interpreter is shutting down
+            self._answer(items, _Outcome.failed(items, e))
+            self._go_on()
+            return
+        self._running = items
+        self._thread.run(self, items)
+        if self._watch is None:
+            self._watch = self._loop.call_later(_WATCH_S, self._look)
+
+    def _finish(self, items: list[_Item], outcome: _Outcome) -> None:
+        """The thread is through with a batch: give it the next one, then answer."""
+        if self._running is not items:  # close() or _look() gave it up
+            return
+        self._running = None
+        if self._queue and not self._is_quick(1) and (following := self._take()):
+            self._start(following)
+        self._answer(items, outcome)
+        if self._running is None:
+            self._go_on()
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _look(self) -> None:
+        """Every second of a running batch: is its thread alive?"""
+        assert self._loop is not None
+        self._watch = None
+        if self._running is None:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            self._watch = self._loop.call_later(_WATCH_S, self._look)
+            return
+        running, self._running = self._running, None
+        _fail(running, "the thread that ran the forward has died; the next call starts a new one")
+        self._go_on()
+
+    def _answer(self, items: list[_Item], outcome: _Outcome) -> None:
+        values, errors, step = outcome
+        for i, error in errors.items():
+            _set_error(items[i][0], _own(error))
+        for (future, _, with_step, _), value in zip(items, values, strict=True):
+            if not future.done():  # it may have been cancelled, or has its error
+                future.set_result((value, step) if with_step else value)
+
+    # --- in the loop or in a thread; the lock is held -------------------------------------------------------------
+
+    def _compute(self, items: list[_Item]) -> _Outcome:
+        """Run a batch. Exceptions end up in the outcome."""
+        try:
+            errors: dict[int, BaseException] = {}
+            _, args, _, rows = items[0]
+            values = [self._run_whole(args, rows)] if rows else self._run_samples([item[1] for item in items], errors)
+            return _Outcome(values, errors, None if self._step is None else self._step())
+        except Exception as e:
+            return _Outcome.failed(items, e)
+
+    def _run_samples(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
+        """A value per sample. Samples that do not fit get an entry in `errors` instead; an error of all of them is raised."""
+        template = self._template
+        if template is not None:
+            try:
+                batch = template.stack(self._fill(samples))
+            except MISFITS:
+                pass
+            else:
+                return self._forward(template, batch, len(samples))
+        return self._sort_out(samples, errors)
+
+    def _sort_out(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
+        """Samples of several kinds, or of a new one: run those of the expected kind, and tell the others what was expected.
+
+        Expected is the declared kind, else the one that was answered most often, else the most frequent. As long as nothing was ever
+        answered, a kind that the engine refuses gives way to the next, so that the majority cannot be wrong about the shape.
+        """
+        arrays: list[Any] = [None] * len(samples)
+        kinds: dict[Any, list[int]] = {}
+        for i, sample in enumerate(samples):
+            try:
+                arrays[i] = as_arrays(sample)
+                kinds.setdefault(signature(arrays[i]), []).append(i)
+            except Exception as e:
+                errors[i] = e if isinstance(e, DataError) else DataError(f"this sample is no tree of arrays: {e!r}")
+        templates = [self._templates.get(kind) or Template(arrays[members[0]]) for kind, members in kinds.items()]
+        templates.sort(key=lambda t: (-t.answered, -len(kinds[t.signature])))
+        expected = self._declared
+        values: list[Any] = [None] * len(samples)
+        for template in templates:
+            members = kinds[template.signature]
+            if expected is not None and template.signature != expected.signature:
+                for i in members:
+                    errors[i] = DataError(
+                        f"this sample is not of the kind that the model takes: {difference(expected.sample, arrays[i])}. "
+                        "Paths start with the number of the argument"
+                    )
+                continue
+            try:
+                batch = template.stack(self._fill([arrays[i] for i in members]))
+                rows = self._forward(template, batch, len(members))
+            except Exception as e:
+                errors.update(dict.fromkeys(members, e))
+                expected = template if template.answered else expected
+            else:
+                expected = template
+                for i, row in zip(members, rows, strict=True):
+                    values[i] = row
+        return values
+
+    def _forward(self, template: Template, batch: list[Any], rows: int) -> list[Any]:
+        """Run stacked samples; their rows of the outputs."""
+        size = self._padded(rows) if self.pad_to else rows
+        values = split(self._timed(batch, rows), size, rows)
+        template.answered += rows
+        if template is not self._template and self._declared is None:
+            self._template = template
+            if template.signature not in self._templates:
+                if len(self._templates) == _MOST_TEMPLATES:
+                    del self._templates[min(self._templates.values(), key=lambda t: t.answered).signature]
+                self._templates[template.signature] = template
+        return values
+
+    def _run_whole(self, args: tuple[Any, ...], rows: int) -> Any:
+        """Run a batch of somebody's own, in parts if it is large."""
+        parts = []
+        for start in range(0, rows, self.max_batch_size):
+            count = min(self.max_batch_size, rows - start)
+            size = self._padded(count)
+            index: Any = slice(start, start + count)
+            if size > count:
+                index = np.minimum(np.arange(start, start + size), start + count - 1)
+            out = self._timed(tree.index(args, index), count)
+            check(out, size)
+            parts.append(out if size == count else tree.index(out, slice(count)))
+        return parts[0] if len(parts) == 1 else tree.concat(parts)
+
+    def _padded(self, rows: int) -> int:
+        return next(size for size in self.pad_to if size >= rows) if self.pad_to else rows
+
+    def _fill(self, samples: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        return samples + [samples[-1]] * (self._padded(len(samples)) - len(samples)) if self.pad_to else samples
+
+    def _timed(self, batch: Sequence[Any], rows: int) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._fn(*batch)
+        finally:
+            last, self._forward_s = self._forward_s, time.perf_counter() - start
+            seconds = self._forward_s if last is None else min(last, self._forward_s)
+            self._mean_s = seconds if self._mean_s is None else self._mean_s + _SMOOTHING * (seconds - self._mean_s)
+            self._batches += 1
+            self._samples += rows
+
+
+class _Thread:
+    """Runs batches, one after the other. It ends with its batcher, and never keeps the process from ending."""
+
+    def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop):
+        self._jobs: queue.SimpleQueue[tuple[Batcher, list[_Item]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs, loop), name="bray-batcher", daemon=True)
+        self._thread.start()
+        self.end = weakref.finalize(batcher, self._jobs.put, None)
+
+    def run(self, batcher: Batcher, items: list[_Item]) -> None:
+        self._jobs.put((batcher, items))
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Batcher, list[_Item]] | None], loop: asyncio.AbstractEventLoop) -> None:
+    while (job := jobs.get()) is not None:
+        batcher, items = job
+        try:
+            with batcher.lock:
+                outcome = batcher._compute(items)
+        except BaseException as e:  # sys.exit() in an engine must not end the thread
+            outcome = _Outcome.failed(items, e)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could wait
+            loop.call_soon_threadsafe(batcher._finish, items, outcome)
+        del job, batcher, items, outcome  # an idle thread keeps nothing alive
+
+
+def _fail(items: list[_Item], message: str) -> None:
+    for future, *_ in items:
+        _set_error(future, BrayError(message))
+
+
+def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody is left who could wait
+            future.set_exception(error)
+
+
+def _own(error: BaseException) -> BaseException:
+    """A caller's own copy of an error, so that no two tasks write tracebacks and notes into the same object."""
+    if not isinstance(error, Exception) or isinstance(error, StopIteration):
+        # the first kind would end the loop, the second is refused by futures
+        wrapped = BrayError(f"the engine raised {error!r}")
+        wrapped.__cause__ = error
+        return wrapped
+    kind = type(error)
+    own = kind.__new__(kind, *error.args)  # not kind(...), which may want other arguments
+    own.__dict__.update(error.__dict__)
+    if str(own) != str(error):  # it keeps its text elsewhere, as UnicodeDecodeError does, and cannot be copied
+        return error
+    own.__cause__, own.__context__ = error.__cause__, error.__context__
+    own.__suppress_context__ = error.__suppress_context__
+    return own.with_traceback(error.__traceback__)

@@ -1,0 +1,102 @@
+"""The Model itself as an engine, on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bray import tree
+from bray.capture import capture
+from bray.errors import CheckpointError
+from bray.inference.engine import gather
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether a Model takes and returns a state."""
+    return bool(getattr(model, "recurrent", False))
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
+    """Weights into a Model, in place; a missing, superfluous or differently shaped one is named."""
+    mine = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    theirs = {k: tuple(np.shape(v)) for k, v in weights.items()}
+    if mine != theirs:
+        wrong = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        detail = "; ".join(f"{k}: model {mine.get(k, 'none')}, file {theirs.get(k, 'none')}" for k in wrong[:5])
+        raise CheckpointError(f"the weights do not fit the model in {len(wrong)} of {len(mine)} entries: {detail}")
+    model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in weights.items()})
+
+
+class TorchEngine:
+    """The Model itself, recorded (`bray.capture`) per batch size. It reads the Model's own parameters, so a learner's in-place
+    updates are seen at once."""
+
+    def __init__(self, model: nn.Module, outputs: tuple[str, ...] | None = None, record: bool = True):
+        self.model = model
+        self.outputs = outputs
+        self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
+        self._on_cpu = self.device.type == "cpu"
+        self._captured = capture(self._forward, enabled=record)
+        self._structure: Any = None
+        self._programs: dict[int, Any] = {}
+
+    def _forward(self, *args: Any) -> Any:
+        with torch.no_grad():
+            out = self.model(*args)
+        return out if self.outputs is None else {k: out[k] for k in self.outputs}
+
+    def forward(self, *args: Any) -> Any:
+        """A batch of what the Model takes (observations; and recurrent states) -> its outputs, all numpy."""
+        if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
+            flat = [torch.from_numpy(args[0])]
+        else:
+            if self._structure is None:
+                self._structure = tree.map(lambda _: "", args)
+            leaves: list[Any] = []
+            gather(self._structure, args, leaves)
+            flat = [torch.from_numpy(x) for x in leaves]
+        batch = flat[0].shape[0]
+        if not self._on_cpu:
+            flat = [x.to(self.device, non_blocking=True) for x in flat]
+        if batch not in self._programs:
+            structure = pytree.tree_structure(args if self._structure is None else self._structure)
+            program = self._captured.program(flat, structure) if self._captured.enabled else None
+            self._programs[batch] = (program, structure, _names(program))
+        program, structure, names = self._programs[batch]
+        if program is None:
+            out = self._forward(*pytree.tree_unflatten(flat, structure))
+            return tree.map(_numpy, out)
+        values = program.run(flat)
+        if names is not None:
+            if self._on_cpu:
+                return {k: x.numpy() for k, x in zip(names, values, strict=True)}
+            return {k: _numpy(x) for k, x in zip(names, values, strict=True)}
+        return tree.map(_numpy, pytree.tree_unflatten(values, program.out_structure))
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Weights into the Model, in place."""
+        load_weights(self.model, weights)
+
+    def parameters_read(self, *args: Any) -> int | None:
+        """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be recorded."""
+        self.forward(*args)
+        program = self._programs[len(tree.leaves(args)[0])][0]
+        return None if program is None else sum(x.numel() for x in program.tape.held.values())
+
+
+def _names(program: Any) -> list[str] | None:
+    """The names of a flat dict of outputs, None for other trees."""
+    if program is None or program.out_structure.type is not dict:
+        return None
+    if any(not s.is_leaf() for s in program.out_structure.children()):
+        return None
+    return list(program.out_structure.context)
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.numpy(force=True)
