@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,16 +59,12 @@ def series(rows: Sequence[Mapping[str, Any]], key: str, x: str = ENV_STEPS) -> t
 
 
 def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Curves of several seeds on one x axis, over the steps that all of them have: x, mean, standard deviation.
-
-    When the seeds share no step (one ended before another began) the range is what any of them has."""
+    """Curves of several seeds on one x axis, over the steps that all of them have (perhaps none): x, mean, standard deviation."""
     curves = [c for c in curves if len(c[0])]
     if len(curves) == 1:
         return curves[0][0], curves[0][1], np.zeros_like(curves[0][1])
     low, high = max(c[0][0] for c in curves), min(c[0][-1] for c in curves)
-    if low >= high:
-        low, high = min(c[0][0] for c in curves), max(c[0][-1] for c in curves)
-    grid = np.linspace(low, high, _POINTS)
+    grid = np.linspace(low, high, _POINTS if low < high else 1 if low == high else 0)
     ys = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid, ys.mean(0), ys.std(0)
 
@@ -88,26 +86,50 @@ def learning_curve(
     title: str = "",
     threshold: float | None = None,
 ) -> Path:
-    """Return against environment steps: one run with its evaluations, or the mean of several seeds with a band of one standard
-    deviation. `threshold` draws a line at the return to reach."""
+    """Return against environment steps: one run with its evaluations, or several seeds, each a thin line to its own end, and their mean
+    with a band of one standard deviation as far as all of them go. `threshold` draws a line at the return to reach."""
+    with _figure(Path(out), title or "Learning curve", threshold) as axes:
+        _learning_curve(axes, run_dirs)
+    return Path(out)
+
+
+def show_learning_curve(
+    run_dirs: PathLike | Sequence[PathLike], title: str = "", threshold: float | None = None
+) -> None:
+    """The same picture in a window; returns when it is closed. Ask `no_window` first."""
+    with _figure(None, title or "Learning curve", threshold) as axes:
+        _learning_curve(axes, run_dirs)
+
+
+def no_window() -> str | None:
+    """Why no window can be opened here; None where one can."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+    from matplotlib.backends import BackendFilter, backend_registry
+
+    try:
+        plt.switch_backend(matplotlib.get_backend())
+    except ImportError as e:
+        return str(e)
+    if matplotlib.get_backend().lower() not in backend_registry.list_builtin(BackendFilter.NON_INTERACTIVE):
+        return None
+    if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return "there is no display (neither DISPLAY nor WAYLAND_DISPLAY is set)"
+    return f"matplotlib draws with {matplotlib.get_backend()!r}, which has no windows: install tkinter or PyQt6, or set MPLBACKEND"
+
+
+def _learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> None:
     dirs = [run_dirs] if isinstance(run_dirs, (str, Path)) else list(run_dirs)
     results = [read_results(d) for d in dirs]
-    with _figure(out, title or "Learning curve", threshold) as axes:
-        label = "training" if len(dirs) == 1 else f"training, mean ± std of {len(dirs)} seeds"
-        _draw(axes, results, _COLORS[0], label, [str(d) for d in dirs])
-        evaluations = [e for e in map(_evaluations, results) if len(e[0])]
-        if len(dirs) == 1 and evaluations:
-            x, mean, half = evaluations[0]
-            axes.plot(x, mean, "o-", color=_COLORS[1], ms=4, lw=1.4, label="evaluation, greedy")
-            if half.any():
-                axes.fill_between(
-                    x, mean - half, mean + half, color=_COLORS[1], alpha=0.2, lw=0, label="95 % confidence"
-                )
-        elif evaluations:
-            x, mean, std = mean_and_std([e[:2] for e in evaluations])
-            axes.plot(x, mean, color=_COLORS[1], lw=1.6, label=f"evaluation, mean ± std of {len(evaluations)} seeds")
-            axes.fill_between(x, mean - std, mean + std, color=_COLORS[1], alpha=0.2, lw=0)
-    return Path(out)
+    _draw(axes, [series(rows, TRAIN) for rows in results], _COLORS[0], "training", [str(d) for d in dirs])
+    evaluations = [e for e in map(_evaluations, results) if len(e[0])]
+    if len(dirs) > 1 and evaluations:
+        _draw(axes, [e[:2] for e in evaluations], _COLORS[1], "evaluation", [str(d) for d in dirs])
+    elif evaluations:
+        x, mean, half = evaluations[0]
+        axes.plot(x, mean, "o-", color=_COLORS[1], ms=4, lw=1.4, label="evaluation, greedy")
+        if half.any():
+            axes.fill_between(x, mean - half, mean + half, color=_COLORS[1], alpha=0.2, lw=0, label="95 % confidence")
 
 
 def overlay(
@@ -119,45 +141,73 @@ def overlay(
     """Several curves in one figure: {label: run directories (seeds)}."""
     if not runs:
         raise DataError("a figure needs at least one run, got none")
-    with _figure(out, title or "Learning curves", threshold) as axes:
+    with _figure(Path(out), title or "Learning curves", threshold) as axes:
         for i, (label, dirs) in enumerate(runs.items()):
             dirs = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
-            seeds = f" ({len(dirs)} seeds)" if len(dirs) > 1 else ""
-            _draw(
-                axes, [read_results(d) for d in dirs], _COLORS[i % len(_COLORS)], label + seeds, [str(d) for d in dirs]
-            )
+            curves = [series(read_results(d), TRAIN) for d in dirs]
+            _draw(axes, curves, _COLORS[i % len(_COLORS)], label, [str(d) for d in dirs])
     return Path(out)
 
 
-def _draw(axes: Any, results: list[list[dict[str, Any]]], color: str, label: str, names: Sequence[str]) -> None:
-    curves = [series(rows, TRAIN) for rows in results]
-    if not any(len(x) for x, _ in curves):
+def _draw(
+    axes: Any, curves: Sequence[tuple[np.ndarray, np.ndarray]], color: str, label: str, names: Sequence[str]
+) -> None:
+    """A curve, or thin ones with their mean and its band."""
+    curves = [c for c in curves if len(c[0])]
+    if not curves:
         raise DataError(f"{', '.join(names) or 'no run'}: no finished episode with {TRAIN} and {ENV_STEPS} to draw")
     x, mean, std = mean_and_std(curves)
-    dot = "o" if len(x) == 1 else ""
-    axes.plot(x, mean, color=color, lw=1.8, marker=dot, label=label)
     if len(curves) > 1:
+        label = f"{label}, {len(curves)} seeds, mean ± std"
         axes.fill_between(x, mean - std, mean + std, color=color, alpha=0.18, lw=0)
+        for seed in curves:
+            axes.plot(*seed, color=color, lw=0.8, alpha=0.55, marker=_dot(seed[0]), ms=4)
+    axes.plot(x, mean, color=color, lw=2.2 if len(curves) > 1 else 1.8, marker=_dot(x), label=label)
+
+
+def _dot(x: np.ndarray) -> str:
+    """A curve of one point is a dot: it has no line."""
+    return "o" if len(x) == 1 else ""
 
 
 class _figure:
-    """A figure in our style, saved when the block ends well."""
+    """A figure in our style, when the block ends well saved to `out`, or shown in a window (None)."""
 
-    def __init__(self, out: PathLike, title: str, threshold: float | None):
-        self.out, self.title, self.threshold = Path(out), title, threshold
+    def __init__(self, out: Path | None, title: str, threshold: float | None):
+        self.out, self.title, self.threshold = out, title, threshold
 
     def __enter__(self) -> Any:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        if self.out is None:
+            import matplotlib.pyplot as plt
 
-        self.figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no global state, no window
-        FigureCanvasAgg(self.figure)
+            self.figure: Any = plt.figure(figsize=(8, 4.8), layout="constrained")
+        else:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+
+            self.figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no global state
+            FigureCanvasAgg(self.figure)
         self.axes = self.figure.add_subplot()
         return self.axes
 
     def __exit__(self, error: object, *exc: object) -> None:
         if error is not None:
             return
+        self._style()
+        if self.out is None:
+            import matplotlib.pyplot as plt
+
+            plt.show()
+            plt.close(self.figure)
+            return
+        kind, known = self.out.suffix.lstrip(".").lower(), self.figure.canvas.get_supported_filetypes()
+        if kind not in known:
+            raise ConfigError(f"{self.out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
+        picture = io.BytesIO()
+        self.figure.savefig(picture, format=kind)
+        write_atomic(self.out, picture.getvalue())
+
+    def _style(self) -> None:
         from matplotlib.ticker import FuncFormatter, MaxNLocator
 
         axes = self.axes
@@ -176,12 +226,6 @@ class _figure:
         axes.margins(x=0.01)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(frameon=False, fontsize=9, loc="best")
-        kind, known = self.out.suffix.lstrip(".").lower(), self.figure.canvas.get_supported_filetypes()
-        if kind not in known:
-            raise ConfigError(f"{self.out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
-        picture = io.BytesIO()
-        self.figure.savefig(picture, format=kind)
-        write_atomic(self.out, picture.getvalue())
 
 
 def _thousands(x: float, _: Any = None) -> str:

@@ -323,6 +323,9 @@ class RunDir:
         if not any((path / m).exists() for m in _MARKS):
             inside = [p.name for p in sorted(path.iterdir()) if p.is_dir() and any((p / m).exists() for m in _MARKS)]
             hint = f" There are runs in it: {', '.join(inside[:6])}." if inside else ""
+            run = Path(os.path.normpath(path / "../.."))  # without following `latest`
+            if (path / _META).exists() and (run / "checkpoints" / path.name).exists():
+                hint = f" It is a checkpoint of the run {run}: give that, and --checkpoint {path.name}."
             raise CheckpointError(f"{path} is not a run directory: expected config.yaml or checkpoints/ in it.{hint}")
         return cls(path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -12,9 +14,14 @@ import numpy as np
 
 from bray.errors import ConfigError, DataError
 
+_GIF_FPS = 50  # viewers slow a frame of less than 1/50 s down to 1/10 s
+
 
 def write_video(frames: np.ndarray | Sequence[np.ndarray], path: str | Path, fps: float = 30) -> Path:
-    """Write frames (uint8 `[T, H, W, 3]`, or a list of `[H, W, 3]`) as .mp4 or .gif. The file appears when it is complete."""
+    """Write frames (uint8 `[T, H, W, 3]`, or a list of `[H, W, 3]`) as .mp4 or .gif. The file appears when it is complete.
+
+    A GIF lasts as long as the frames do: pictures that do not change become one that is shown longer, and above 50 frames/s (more is not
+    played) every n-th frame is kept."""
     import imageio.v2 as imageio
 
     path = Path(path)
@@ -40,7 +47,9 @@ def write_video(frames: np.ndarray | Sequence[np.ndarray], path: str | Path, fps
         options = {"fps": fps, "codec": "libx264", "macro_block_size": 1, "pixelformat": "yuv420p", "quality": 8}
         pad = [(0, shape[0] % 2), (0, shape[1] % 2), (0, 0)]
     else:
-        options = {"duration": 1000 / fps, "loop": 0}  # milliseconds per frame
+        every = math.ceil(fps / _GIF_FPS)
+        frames = frames[::every]
+        options = {"duration": _gif_times(len(frames), fps / every), "loop": 0}
         pad = [(0, 0)] * 3
     try:
         writer: Any
@@ -51,3 +60,10 @@ def write_video(frames: np.ndarray | Sequence[np.ndarray], path: str | Path, fps
     finally:
         temp.unlink(missing_ok=True)
     return path
+
+
+def _gif_times(frames: int, fps: float) -> list[int]:
+    """Milliseconds of each frame. A GIF counts hundredths of a second: rounding the moments instead of the differences keeps the whole
+    right, e.g. 30, 40, 30 at 30 frames/s."""
+    moments = [round(100 * i / fps) for i in range(frames + 1)]
+    return [10 * (b - a) for a, b in itertools.pairwise(moments)]

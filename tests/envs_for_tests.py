@@ -202,6 +202,40 @@ class Slow(Scripted):
         return super().step(action)
 
 
+class Sleepy(Scripted):
+    """Its steps, and with `slow_reset` the starts of its episodes, take `seconds`."""
+
+    def __init__(self, seconds: float = 0.0, slow_reset: bool = False, **kw: Any):
+        super().__init__(**kw)
+        self.seconds, self.slow_reset = seconds, slow_reset
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        time.sleep(self.seconds if self.slow_reset else 0.0)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+class Gated(Scripted):
+    """A step lasts until the file `gate` is there; without one it lasts no time."""
+
+    render_mode = "rgb_array"
+
+    def __init__(self, gate: str | None = None, **kw: Any):
+        super().__init__(**kw)
+        self.gate = gate
+
+    def step(self, action: Any) -> Any:
+        while self.gate is not None and not os.path.exists(self.gate):
+            time.sleep(0.002)
+        return super().step(action)
+
+    def render(self) -> Any:
+        return np.full((2, 2, 3), self.t, np.uint8)
+
+
 class MainProcessOnly(Scripted):
     """Cannot be made in a worker."""
 

@@ -12,11 +12,16 @@ import pytest
 from envs_for_tests import Scripted
 
 import bray
+from bray import algos, nn
+from bray.algos import a2c, ppo
 from bray.cli import collect, doctor, listing
 from bray.cli.main import NOT_YET, main
+from bray.envs import EnvConfig, registry
 from bray.envs.make import make_env
 from bray.envs.vector import episode_seed
+from bray.errors import ConfigError
 from bray.experiment import Experiment
+from bray.nn import encoders
 
 TINY = ["--quiet", "rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
 
@@ -73,7 +78,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
     ("argv", "said"),
     [
         (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
-        (["srve"], "unknown command 'srve'; `bray serve` is not there yet either."),
+        (["tunes"], "unknown command 'tunes'; `bray tune` is not there yet either."),
         (["train", "--sed", "3"], "unknown option '--sed'. Did you mean '--seed'?"),
         (["train", "--lr", "3"], "Config keys are written without dashes: lr=VALUE."),
         (["train", "--seed", "x"], "invalid value for '--seed'"),
@@ -89,6 +94,11 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--config", '{"lr":'], "--config: not JSON"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episode_retrun_mean": 3}'], "unknown stop name 'episode_retrun_mean' (run.stop). Did you mean 'episode_return_mean'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"env_steps_total": "x"}'], "run.stop.env_steps_total (--stop): input should be a valid number, got 'x'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episodes_total": 2.5}'], "run.stop.episodes_total: expected a whole number > 0, or -1 for no limit, got 2.5"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--steps", "0"], "run.stop.env_steps_total: expected a whole number > 0, or -1 for no limit, got 0"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--steps", "9", "--stop", '{"timesteps_total": 9}'], "--steps 9 and --stop both say how many env steps"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "-episode_retrun_max"], "unknown key of a result row 'episode_retrun_max' (run.checkpoint_score). Did you mean 'episode_return_max'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "eval/return_min"], "nothing is evaluated: set eval_freq (--eval-freq N)"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--num-workers", "2"], "num_workers=2: rollouts in other processes (Ray) are not there yet"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "word"], "expected key=value on the command line, got 'word'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--seed", "1", "--seed", "1"], "expected different seeds, got [1, 1]"),
@@ -168,6 +178,53 @@ def test_check_env(capsys):
     assert "all good" in capsys.readouterr().out
 
 
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_given_once(monkeypatch):
+    monkeypatch.setattr(registry, "_CREATORS", {})
+    bray.register_env("twice", Scripted)
+    bray.register_env("twice", Scripted)  # a module that is imported again
+    with pytest.raises(
+        ConfigError, match=r"'twice' is envs_for_tests:Scripted already and would become test_cli:Drawn"
+    ):
+        bray.register_env("twice", Drawn)
+    assert registry._CREATORS["twice"] is Scripted
+    bray.register_env("twice", Drawn, replace=True)
+    assert isinstance(make_env(EnvConfig(id="twice")).unwrapped, Drawn)
+
+    monkeypatch.setattr(algos, "ALGORITHMS", dict(algos.ALGORITHMS))
+    bray.register_algo("PPO", "bray.algos.ppo")
+    bray.register_algo("ppo", ppo)  # the same module
+    with pytest.raises(ConfigError, match=r"'ppo' is bray.algos.ppo: already and would become bray.algos.a2c:; choose"):
+        bray.register_algo("Ppo", a2c)
+    assert algos.get_algo("PPO") is ppo
+    bray.register_algo("Ppo", a2c, replace=True)
+    assert algos.get_algo("PPO") is a2c
+    assert "ppo" not in algos.ALGORITHMS
+
+    monkeypatch.setattr(encoders, "_REGISTERED", {"model": {}, "preprocessor": {}})
+    for register in (nn.register_model, nn.register_preprocessor):
+        register("mine", nn.ActorCritic)
+        with pytest.raises(
+            ConfigError, match=r"'mine' is bray.nn.heads:ActorCritic already .* bray.nn.heads:QNetwork;"
+        ):
+            register("mine", nn.QNetwork)
+        register("mine", nn.QNetwork, replace=True)
+    assert encoders.find_class("model", "mine") is nn.QNetwork
+
+
+def test_an_algorithm_says_where_it_is_written(capsys, tmp_path, monkeypatch):
+    assert main(["algos", "PPO"]) == 0
+    assert f"\n{ppo.__file__}:1\n" in capsys.readouterr().out
+    (tmp_path / "my_algo.py").write_text(
+        "from bray.algos import ppo\n\n\nclass Mine:\n" + "".join(f"    {n} = ppo.{n}\n" for n in algos.NAMES)
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["algos", "my_algo:Mine"]) == 0
+    assert f"\n{tmp_path / 'my_algo.py'}:4\n" in capsys.readouterr().out
+
+
 # --- eval -------------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +251,37 @@ def test_eval_options(cartpole, capsys):
     assert " – " in row  # one episode has no interval
     assert main(["eval", str(cartpole), "--checkpoint", "99"]) == 2
     assert "unknown checkpoint '99'" in capsys.readouterr().err
+
+
+def test_eval_of_exactly_so_many_steps(drawn, capsys, monkeypatch):
+    seen = []
+    real = Drawn.step
+    monkeypatch.setattr(Drawn, "step", lambda self, action: seen.append(self.t) or real(self, action))
+    assert main(["eval", str(drawn), "--steps", "13"]) == 0
+    assert seen == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1, 2]
+    _, _, row, played = capsys.readouterr().out.splitlines()
+    assert row.split()[:3] == ["2", "greedy", "15"]
+    assert played == "played 13 steps: 2 whole episodes, 3 of one that was cut, return 6 so far"
+    assert main(["eval", str(drawn), "--steps", "10"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "played 10 steps: 2 whole episodes"
+    assert main(["eval", str(drawn), "--steps", "1"]) == 0
+    _, played = capsys.readouterr().out.splitlines()  # no table of no episodes
+    assert played == "played 1 step: 0 whole episodes, 1 of one that was cut, return 1 so far"
+    for command in ("eval", "collect"):
+        assert main([command, str(drawn), "--steps", "10", "--episodes", "2"]) == 2
+        assert "give either --episodes or --steps, not both" in capsys.readouterr().err
+
+
+def test_a_checkpoint_in_the_place_of_its_run(cartpole, capsys, monkeypatch):
+    for name in ("latest", "3"):
+        assert main(["eval", str(cartpole / "checkpoints" / name)]) == 2
+        assert (
+            f"It is a checkpoint of the run {cartpole}: give that, and --checkpoint {name}." in capsys.readouterr().err
+        )
+    monkeypatch.chdir(cartpole / "checkpoints")
+    assert main(["collect", "best"]) == 2
+    assert "It is a checkpoint of the run ..: give that, and --checkpoint best." in capsys.readouterr().err
+    assert main(["eval", "..", "--checkpoint", "best", "--episodes", "1"]) == 0
 
 
 def test_render_writes_a_frame_per_step_and_one(drawn, capsys):
@@ -265,6 +353,20 @@ def test_collected_returns_are_those_of_play(cartpole, tmp_path):
         == 0
     )
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["trajs_0.pkl", "trajs_1.pkl"]
+
+
+def test_exactly_so_many_steps_are_collected(tmp_path, capsys):
+    path = trained(tmp_path, "envs_for_tests:Scripted")
+    assert main(["collect", str(path), "--steps", "13"]) == 0
+    assert "3 episodes, 13 steps" in capsys.readouterr().out
+    reader = bray.EpisodeReader(path / "trajectories")
+    assert reader.steps.tolist() == [5, 5, 3]
+    ends = [(e["terminated"].tolist(), e["truncated"].tolist()) for e in reader]
+    assert ends[:2] == [([False] * 4 + [True], [False] * 5)] * 2
+    assert ends[2] == ([False] * 3, [False, False, True])  # it was cut, it did not end
+    assert reader[2]["obs"][:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert main(["collect", str(path), "--steps", "10", "--out", str(tmp_path / "even")]) == 0
+    assert bray.EpisodeReader(tmp_path / "even").steps.tolist() == [5, 5]
 
 
 def test_a_collected_episode_can_be_played_again(tmp_path):

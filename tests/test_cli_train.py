@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from envs_for_tests import Scripted
 
 from bray.cli.main import main
 from bray.config import load_yaml
+from bray.experiment import OWN_KEYS, ROW_KEYS, Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
 
@@ -170,6 +172,73 @@ def test_stop_conditions(tmp_path, capsys, stop, key, least):
     assert f"reached {key} " in capsys.readouterr().out
 
 
+def test_steps_are_a_stop_condition(tmp_path, capsys):
+    argv = ["train", "--run", "PPO", "--env", "envs_for_tests:Scripted", *TINY, *place(tmp_path)]
+    assert main([*argv, "--steps", "50"]) == 0
+    assert [row["env_steps_total"] >= 50 for row in read_results(tmp_path / "t")] == [False, True]
+    assert "reached env_steps_total " in capsys.readouterr().out
+    assert main(["train", "--resume", str(tmp_path / "t"), "--steps", "90", "--stop", '{"training_iteration": 3}']) == 0
+    assert iterations(tmp_path / "t") == [1, 2, 3]
+    assert load_yaml(tmp_path / "t" / "config.yaml").values["run"]["stop"] == {
+        "training_iteration": 3,
+        "env_steps_total": 90,
+    }
+
+
+def episodes_of(tmp_path, trial, count, algo="A2C", *more):
+    """The rows of a run of exactly so many episodes of 5 steps (and a dead row each)."""
+    argv = ["train", "--run", algo, "--env", "envs_for_tests:Scripted", *place(tmp_path, trial), "--quiet", *more]
+    assert main([*argv, "--stop", f'{{"episodes_total": {count}}}']) == 0
+    return read_results(tmp_path / trial)
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 7, 8])
+def test_a_run_of_exactly_so_many_episodes(tmp_path, count):
+    # three environments end together in rows 5, 11, 17, 23, ...: rollouts of 8 hold 3, 3, 3, 3, 0, ... episodes
+    rows = episodes_of(tmp_path, "t", count, "A2C", "num_envs=3", "rollout_length=8")
+    assert rows[-1]["episodes_total"] == count
+    assert sum(row["episodes_this_iter"] for row in rows) == count
+    assert rows[-1]["env_steps_total"] == 3 * 5 * -(-count // 3)  # it ends with the step that ends the last one
+    assert rows[-1]["episode_return_mean"] == 15.0
+    # a rollout that was cut is not learned from, those before it are
+    learned = {1: [False], 4: [True, False], 6: [True, False], 7: [True, True, False], 8: [True, True, False]}
+    assert ["loss/entropy" in row for row in rows] == learned[count]
+    assert rows[-1]["learner_steps_total"] == sum(learned[count])
+    assert RunDir.open(tmp_path / "t").load_checkpoint().meta["training_iteration"] == len(rows)
+
+
+def test_a_rollout_that_ends_with_the_last_episode_is_learned_from(tmp_path):
+    rows = episodes_of(tmp_path, "t", 2, "A2C", "rollout_length=11", "num_envs=1")
+    assert [row["learner_steps_total"] for row in rows] == [1]
+
+
+def test_the_number_of_episodes_changes_nothing_before_the_end(tmp_path):
+    """... and an off-policy run that goes on from it is the run that was never stopped."""
+    config = ["learning_starts=50", "batch_size=8", "train_every=5", "num_envs=1"]
+    first = episodes_of(tmp_path, "parts", 150, "DQN", *config)
+    assert [row["episodes_total"] for row in first] == [150]
+    assert main(["train", "--resume", str(tmp_path / "parts"), "--stop", '{"episodes_total": 250}', "--quiet"]) == 0
+    assert [row["episodes_total"] for row in read_results(tmp_path / "parts")] == [150, 200, 250]
+    whole = episodes_of(tmp_path, "whole", 250, "DQN", *config)
+    assert [row["episodes_total"] for row in whole] == [200, 250]
+    a, b = (RunDir.open(tmp_path / n).load_checkpoint() for n in ("parts", "whole"))
+    assert a.step == b.step == 241  # (1250 - 50) / 5, and the one that was due after the first 50
+    for name in a.weights:
+        np.testing.assert_array_equal(a.weights[name], b.weights[name], err_msg=name)
+
+
+def test_minus_one_is_no_limit(tmp_path, capsys):
+    argv = ["train", "--run", "PPO", "--env", "envs_for_tests:Scripted", *TINY]
+    assert main([*argv, "--stop", '{"episodes_total": -1}', "--print-config"]) == 0
+    assert table(capsys.readouterr().out)["run.stop"][0] == "{}"
+    stop = '{"episodes_total": -1, "env_steps_total": -1, "training_iteration": 3}'
+    assert main([*argv, *place(tmp_path), "--stop", stop]) == 0
+    assert "stops      at training_iteration 3\n" in capsys.readouterr().out
+    assert iterations(tmp_path / "t") == [1, 2, 3]
+    assert main([*argv, "--stop", '{"episode_return_mean": -1}', "--print-config"]) == 0
+    assert table(capsys.readouterr().out)["run.stop.episode_return_mean"][0] == "-1.0"  # a return of -1 is a return
+
+
 def test_quiet_says_one_line(tmp_path, capsys):
     assert main([*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 1}', "--quiet"]) == 0
     assert capsys.readouterr().out == f"run directory: {tmp_path / 't'}\n"
@@ -181,6 +250,151 @@ def test_checkpoints_when_due_and_kept(tmp_path):
     run = RunDir.open(tmp_path / "t")
     assert run.pointer("latest") == 6
     assert {5, 6} <= set(run.steps()) <= {5, 6, run.pointer("best")}
+
+
+@pytest.mark.parametrize("score", ["episode_return_max", "-loss/entropy", "env_steps_total", "-env_steps_total", None])
+def test_what_the_best_checkpoint_goes_by(tmp_path, score):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 6}', "--checkpoint-freq", "1"]
+    assert main([*argv, "--keep-checkpoints", "9", *(["--checkpoint-score", score] if score else [])]) == 0
+    key, sign = (score or "episode_return_mean").lstrip("-"), -1 if score and score[0] == "-" else 1
+    rows = [row for row in read_results(tmp_path / "t") if row[key] is not None]
+    best = max(rows, key=lambda row: sign * row[key])  # the first of equal ones
+    assert RunDir.open(tmp_path / "t").pointer("best") == best["learner_steps_total"]
+    assert len({row[key] for row in rows}) > 1
+
+
+def test_another_score_begins_anew(tmp_path):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 2}']
+    assert main([*argv, "--checkpoint-freq", "1", "--checkpoint-score", "env_steps_total"]) == 0
+    run = RunDir.open(tmp_path / "t")
+    assert run.pointer("best") == 2
+    more = ["train", "--resume", str(tmp_path / "t"), "--quiet", "--stop", '{"training_iteration": 4}']
+    assert main([*more, "--checkpoint-score", "-env_steps_total"]) == 0
+    assert run.pointer("best") == 3  # the first since then; by the old score it would be 4
+
+
+def test_a_loss_that_no_row_holds_is_no_score(tmp_path, capsys):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--checkpoint-score", "-loss/value_los"]
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert "unknown key of a result row 'loss/value_los' (run.checkpoint_score). Did you mean 'loss/value_loss'" in err
+    assert iterations(tmp_path / "t") == [1]  # known as soon as there is a loss
+
+
+def test_better_evaluations_are_saved_and_better_returns_are_not(tmp_path):
+    """Returns in training may rise in every iteration."""
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 4}', "--eval-freq", "1"]
+    assert main([*argv, "--eval-episodes", "1", "--checkpoint-score", "env_steps_total"]) == 0
+    run = RunDir.open(tmp_path / "t")
+    assert run.steps() == [run.pointer("best")] == [4]
+    assert main([*argv, "--eval-episodes", "1", "--checkpoint-score", "eval/episodes", *place(tmp_path, "u")]) == 0
+    run = RunDir.open(tmp_path / "u")
+    assert (run.steps(), run.pointer("best")) == ([1, 4], 1)
+
+
+def test_rows_hold_the_keys_that_can_be_scores(tmp_path):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 1}', "--eval-freq", "1"]
+    assert main(argv) == 0
+    (row,) = read_results(tmp_path / "t")
+    assert {k for k in row if not k.startswith(OWN_KEYS)} == set(ROW_KEYS)
+
+
+def test_the_epsilon_of_acting_is_in_the_rows(tmp_path):
+    argv = [
+        "train",
+        "--run",
+        "DQN",
+        "--env",
+        "CartPole-v1",
+        "--no-preset",
+        *place(tmp_path),
+        "--quiet",
+        "--steps",
+        "3000",
+    ]
+    assert main([*argv, "epsilon={kind: linear, start: 1.0, end: 0.1, steps: 2000}", "train_every=100"]) == 0
+    rows = read_results(tmp_path / "t")
+    assert [row["env_steps_total"] for row in rows] == [1000, 2000, 3000]
+    assert [row["policy/epsilon"] for row in rows] == pytest.approx([0.55, 0.1, 0.1])
+
+
+# --- the curve --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def windows():
+    """A matplotlib that shows windows to nobody; the list of titles and curves shown."""
+    import matplotlib
+    import matplotlib.pyplot as plt
+    from matplotlib.backend_bases import FigureManagerBase
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    shown = []
+
+    class Manager(FigureManagerBase):
+        @classmethod
+        def pyplot_show(cls, *, block=None):
+            axes = plt.gcf().axes[0]
+            shown.append((axes.get_title(loc="left"), len(axes.lines)))
+
+    class Canvas(FigureCanvasAgg):
+        manager_class = Manager
+
+    module = types.ModuleType("windows_for_tests")
+    module.FigureCanvas, module.FigureManager = Canvas, Manager
+    sys.modules["windows_for_tests"] = module
+    before = matplotlib.get_backend()
+    plt.switch_backend("module://windows_for_tests")
+    yield shown
+    assert plt.get_fignums() == []  # closed again
+    plt.switch_backend(before)
+    del sys.modules["windows_for_tests"]
+
+
+def test_the_curve_is_saved_unless_not(tmp_path, capsys):
+    argv = [*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 4}', "save_figure=false"]
+    assert main(argv) == 0
+    assert not (tmp_path / "t" / "figures").exists()
+    assert "learning_curve" not in capsys.readouterr().out
+    assert main([*argv[:-1], *place(tmp_path, "u"), "--seed", "1", "--seed", "2", "run.save_figure=false"]) == 0
+    assert list((tmp_path / "u").rglob("*.png")) == []
+    assert "learning_curve" not in capsys.readouterr().out
+
+
+def test_the_curve_is_shown_where_that_is_asked(tmp_path, capsys, windows):
+    argv = [*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 4}', "--quiet"]
+    assert main(argv) == 0
+    assert windows == []
+    assert (
+        main(["train", "--resume", str(tmp_path / "t"), "show_figure=true", "--stop", '{"training_iteration": 5}']) == 0
+    )
+    assert windows == [("PPO on CartPole-v1, seed 0", 1)]
+    windows.clear()
+    argv = [*argv, *place(tmp_path, "u"), "show_figure=true", "save_figure=false", "--seed", "1", "--seed", "2"]
+    assert main(argv) == 0  # one window for both, not one that keeps the second seed waiting
+    assert windows == [("PPO on CartPole-v1", 3)]
+    assert list((tmp_path / "u").rglob("*.png")) == []
+    windows.clear()
+    exp = Experiment.resume(tmp_path / "u" / "seed-1")
+    list(exp.train(stop={"training_iteration": 5}))  # Python shows it too
+    exp.close()
+    assert windows == [("PPO on CartPole-v1, seed 1", 1)]
+
+
+def test_without_a_display_one_line_says_so(tmp_path, capsys, monkeypatch):
+    import matplotlib
+
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    matplotlib.use("agg")
+    argv = [*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 4}', "show_figure=true"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == f"run directory: {tmp_path / 't'}"
+    assert err == (
+        "warning: no window shows the learning curve: there is no display (neither DISPLAY nor WAYLAND_DISPLAY is set)\n"
+    )
+    assert (tmp_path / "t" / "figures" / "learning_curve.png").exists()
 
 
 def test_several_seeds_and_one_curve(tmp_path, capsys):

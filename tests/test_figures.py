@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bray.errors import ConfigError, DataError
-from bray.figures import _thousands, learning_curve, mean_and_std, overlay, read_results, series
+from bray.figures import _learning_curve, _thousands, learning_curve, mean_and_std, overlay, read_results, series
 from bray.video import write_video
 
 
@@ -53,8 +53,30 @@ def test_mean_and_std_over_the_steps_all_seeds_have():
     np.testing.assert_allclose(std, 1.0)
     x, mean, std = mean_and_std([a])
     assert (mean.tolist(), std.tolist()) == ([0.0, 10.0], [0.0, 0.0])
-    x, _, _ = mean_and_std([a, (np.array([50.0]), np.array([1.0]))])
-    assert (x[0], x[-1]) == (0.0, 50.0)
+    x, mean, std = mean_and_std([a, (np.array([50.0]), np.array([1.0]))])
+    assert len(x) == len(mean) == len(std) == 0  # no step that both have
+    x, mean, std = mean_and_std([a, (np.array([10.0, 50.0]), np.array([4.0, 5.0]))])
+    assert (x.tolist(), mean.tolist(), std.tolist()) == ([10.0], [7.0], [3.0])
+
+
+def test_seeds_are_drawn_to_their_own_ends_and_the_mean_as_far_as_all_go(tmp_path):
+    from matplotlib.figure import Figure
+
+    runs = [make_run(tmp_path / f"s{n}", n, n, evaluate=True) for n in (20, 12)]
+    empty = make_run(tmp_path / "empty", iterations=2)
+    axes = Figure().add_subplot()
+    _learning_curve(axes, [*runs, empty])
+    ends = [(line.get_label(), line.get_xdata()[-1], line.get_linewidth() > 1) for line in axes.lines]
+    thin = "_child"
+    assert [(thin if label.startswith("_") else label, x, thick) for label, x, thick in ends] == [
+        (thin, 20_000, False),
+        (thin, 12_000, False),
+        ("training, 2 seeds, mean ± std", 12_000, True),
+        (thin, 20_000, False),
+        (thin, 10_000, False),
+        ("evaluation, 2 seeds, mean ± std", 10_000, True),
+    ]
+    assert [band.get_paths()[0].vertices[:, 0].max() for band in axes.collections] == [12_000, 10_000]
 
 
 def read_picture(path):
@@ -124,6 +146,24 @@ def test_videos_read_back(tmp_path, suffix):
     meta = imageio.get_reader(path).get_meta_data()
     assert meta["fps"] == 20 if suffix == ".mp4" else meta["duration"] == 50
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("fps", "shown"),
+    [
+        (20, [(0, 100), (40, 50), (80, 150), (120, 50)]),  # pictures 0, 0, 1, 2, 2, 2, 3
+        (30, [(0, 70), (40, 30), (80, 100), (120, 30)]),  # 2 1/3 tenths of a second, whatever is merged
+        (100, [(0, 20), (40, 20), (80, 20), (120, 20)]),  # every second one
+        (0.5, [(0, 4000), (40, 2000), (80, 6000), (120, 2000)]),
+    ],
+)
+def test_a_gif_lasts_as_long_as_its_frames(tmp_path, fps, shown):
+    from PIL import Image, ImageSequence
+
+    data = [np.full((8, 8, 3), 40 * i, np.uint8) for i in (0, 0, 1, 2, 2, 2, 3)]
+    with Image.open(write_video(data, tmp_path / "a.gif", fps)) as image:
+        got = [(np.asarray(f.convert("RGB")).max(), f.info["duration"]) for f in ImageSequence.Iterator(image)]
+    assert got == shown
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ def slow_gae(value, reward, terminated, truncated, valid, gamma, lam):
                 continue
             scale, k = 1.0, t
             while True:
+                if not valid[k, b]:  # a row that waits is no step: the next one holds the same observation
+                    k += 1
+                    if k == steps:
+                        break
+                    continue
                 v_next = 0.0 if terminated[k, b] else float(value[k + 1, b])
                 out[t, b] += scale * (float(reward[k, b]) + gamma * v_next - float(value[k, b]))
                 if terminated[k, b] or truncated[k, b] or k + 1 == steps:
@@ -81,6 +86,45 @@ def test_gae_two_episodes_in_one_trace_equal_two_traces():
     first = returns.gae(value[:5], reward[:4], no[:4], truncated[:4], valid[:4], 0.9, 0.8)
     second = returns.gae(value[5:], reward[5:], no[5:], no[5:], valid[5:], 0.9, 0.8)
     np.testing.assert_allclose(whole, np.concatenate([first, [[0.0]], second]), rtol=1e-6)
+
+
+def waiting_rows(rng, column, most=3):
+    """Where each row of one environment comes from when up to `most` waiting rows are put before each (and before the last value)."""
+    return np.concatenate([np.full(1 + rng.integers(0, most + 1), t) for t in range(column)])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gae_sees_through_rows_that_wait(seed):
+    """An environment that is waited for gives the advantages that it gives when nobody waits: also where its next episode is waited
+    for (several dead rows), where it ends while others wait, and where the last rows of the rollout wait."""
+    rng = np.random.default_rng(seed)
+    steps = 30
+    value, reward = rng.normal(size=(steps + 1, 1)).astype(np.float32), rng.normal(size=(steps, 1)).astype(np.float32)
+    ends = np.array([[i in (4, 9, 17, 26)] for i in range(steps)])  # each is followed by a dead row
+    cut = rng.random((steps, 1)) < 0.5
+    terminated, truncated, valid = ends & ~cut, ends & cut, np.ones((steps, 1), bool)
+    valid[1:] = ~ends[:-1]
+    plain = returns.gae(value, reward, terminated, truncated, valid, 0.97, 0.9)
+
+    at = waiting_rows(rng, steps + 1)
+    at = at[: np.flatnonzero(at == steps)[-1] + 1]  # value rows; those of the rest are one fewer
+    assert len(at) > 1.5 * steps
+    rows = at[:-1]
+    here = np.append(rows[:-1] != rows[1:], rows[-1] != steps)  # the result comes in the last of equal rows
+    here &= rows < steps
+    rows = np.minimum(rows, steps - 1)
+    there = here[:, None]
+    inserted = (
+        value[at],
+        np.where(there, reward[rows], 0.0).astype(np.float32),
+        terminated[rows] & there,
+        truncated[rows] & there,
+        valid[rows] & there,
+    )
+    got = returns.gae(*inserted, 0.97, 0.9)
+    np.testing.assert_array_equal(got[here], plain)
+    assert (got[~here] == 0.0).all()
+    np.testing.assert_allclose(got, slow_gae(*inserted, 0.97, 0.9), rtol=1e-4, atol=1e-5)
 
 
 def test_gae_needs_one_more_value():

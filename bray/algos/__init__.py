@@ -20,8 +20,16 @@ ALGORITHMS: dict[str, Any] = {
 NAMES = ("Config", "make_model", "Policy", "Learner")
 
 
-def register_algo(name: str, algo: Any) -> None:
-    """Make `--run NAME` mean this module, class or import path."""
+def register_algo(name: str, algo: Any, replace: bool = False) -> None:
+    """Make `--run NAME` mean this module, class or import path. A name (case does not matter) that means another one already is refused
+    unless `replace`."""
+    known = algo_name(name)
+    if known in ALGORITHMS and ALGORITHMS[known] != algo and algo_name(algo) != known and not replace:
+        raise ConfigError(
+            f"register_algo: {known!r} is {_path(ALGORITHMS[known])} already and would become {_path(algo)}; "
+            "choose another name, or say replace=True"
+        )
+    ALGORITHMS.pop(known, None)
     ALGORITHMS[name] = algo
 
 
@@ -52,6 +60,13 @@ def algo_name(algo: Any) -> str:
     for name, known_algo in ALGORITHMS.items():
         if known_algo is algo or known_algo == getattr(algo, "__name__", None):
             return name
+    return _path(algo)
+
+
+def _path(algo: Any) -> str:
+    """`module:Name` of a class or object, `module:` of a module."""
+    if isinstance(algo, str):
+        return algo
     module, name = getattr(algo, "__module__", ""), getattr(algo, "__qualname__", getattr(algo, "__name__", str(algo)))
     return f"{module}:{name}" if module else f"{name}:"
 

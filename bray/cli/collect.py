@@ -13,7 +13,7 @@ from bray import tree
 from bray.cli.show import facts, log_shown, make_console, say
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
-from bray.errors import CheckpointError
+from bray.errors import CheckpointError, ConfigError
 from bray.experiment import TRAINED, Experiment
 from bray.loop import EVAL_SEED, Rollout, eval_config
 from bray.metrics import short
@@ -32,12 +32,16 @@ class _Acting:
 
 
 def episodes(
-    exp: Experiment, count: int, seed: int, explore: bool = False, num_envs: int | None = None
+    exp: Experiment, count: int, seed: int, explore: bool = False, num_envs: int | None = None, steps: int | None = None
 ) -> Iterator[Episode]:
     """`count` whole episodes in the order they end, each environment its share of them, as columns: obs `[T + 1, ...]`,
-    action (in the environment's units), reward (raw), terminated, truncated `[T]`."""
+    action (in the environment's units), reward (raw), terminated, truncated `[T]`.
+
+    With `steps` it is exactly that many in one environment instead; an episode that is cut by that is truncated."""
     served = exp.served
     policy = _Acting(served.policy)
+    if steps is not None:
+        count, num_envs = steps, 1  # no episode is shorter than a step
     config = eval_config(exp.config["env"], num_envs or min(count, 16))
     rng = np.random.default_rng(seed) if explore else None
     with make_vec(config, seed=seed) as env:
@@ -64,6 +68,11 @@ def episodes(
                     left[b] -= 1
                     yield _episode(rows[b], tree.map(lambda x, b=b: np.array(x[b]), rollout.obs))
                     rows[b] = []
+            if rollout.env_steps == steps:
+                if rows[0]:
+                    rows[0][-1]["truncated"] = np.array(True)
+                    yield _episode(rows[0], tree.map(lambda x: np.array(x[0]), rollout.obs))
+                return
 
 
 def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
@@ -74,7 +83,8 @@ def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
 @log_shown()
 def collect(
     path: Path,
-    count: int,
+    count: int | None,
+    steps: int | None,
     out: Path | None,
     format: Literal["bray", "pkl"],
     checkpoint: str,
@@ -83,25 +93,30 @@ def collect(
     per_file: int,
 ) -> int:
     """Load, play, write; returns the exit code."""
+    if count is not None and steps is not None:
+        raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint)
     console = make_console()
     out = out or path / "trajectories"
     returns: list[float] = []
-    steps = 0
+    done = 0
 
     def played() -> Iterator[Episode]:
-        nonlocal steps
+        nonlocal done
         with console.status("") as status:
-            for episode in episodes(exp, count, EVAL_SEED if seed is None else seed, explore):
+            for episode in episodes(exp, count or 100, EVAL_SEED if seed is None else seed, explore, steps=steps):
                 returns.append(float(np.sum(episode["reward"], dtype=np.float64)))
-                steps += len(episode["reward"])
+                done += len(episode["reward"])
                 if console.is_terminal:
-                    status.update(f"{len(returns):,} of {count:,} episodes, {steps:,} steps")
+                    of = f" of {count or 100:,} episodes, {done:,} steps"
+                    status.update(
+                        f"{len(returns):,}" + (of if steps is None else f" episodes, {done:,} of {steps:,} steps")
+                    )
                 yield episode
 
     paths = _write(played(), out, per_file) if format == "bray" else _write_pickles(played(), out, per_file)
     exp.close()
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {steps:,} steps", "bold")
+    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(
         console,
         [

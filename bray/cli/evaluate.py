@@ -26,12 +26,23 @@ _GIF_SIDE = 320  # pixels: choosing the colours of a large picture takes longer 
 
 
 @log_shown()
-def evaluate(path: Path, episodes: int, checkpoint: str, explore: bool, render: Render | None, seed: int | None) -> int:
+def evaluate(
+    path: Path,
+    episodes: int | None,
+    steps: int | None,
+    checkpoint: str,
+    explore: bool,
+    render: Render | None,
+    seed: int | None,
+) -> int:
     """Load, play, say; returns the exit code."""
+    if episodes is not None and steps is not None:
+        raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint)
     console = make_console()
-    step = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
-    videos = judge(exp, console, episodes, render, out=path, explore=explore, seed=seed, note=f", checkpoint {step}")
+    number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
+    how: dict[str, Any] = {"out": path, "explore": explore, "seed": seed, "note": f", checkpoint {number}"}
+    videos = judge(exp, console, episodes or 10, render, steps=steps, **how)
     facts(console, [("video", video) for video in videos])
     exp.close()
     return 0
@@ -44,18 +55,27 @@ def judge(
     render: Render | None = None,
     *,
     out: Path,
+    steps: int | None = None,
     explore: bool = False,
     seed: int | None = None,
     quiet: bool = False,
     note: str = "",
 ) -> list[Path]:
-    """Evaluate, print the table, and draw one more episode where asked; returns the videos."""
-    result = summarize(exp.play(episodes, seed=seed, explore=explore))
+    """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked; returns the videos."""
+    cut = (0.0, 0)
+    if steps is None:
+        results = exp.play(episodes, seed=seed, explore=explore)
+    else:
+        results, cut = exp.play_steps(steps, seed=seed, explore=explore)
     if not quiet:
-        _table(exp, console, result, explore, note)
+        say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
+        if results:
+            _table(console, summarize(results), explore)
+        if steps is not None:
+            say(console, _played(steps, len(results), *cut))
     if render is None:
         return []
-    frames, return_, steps, fps = film(exp, render, explore=explore, seed=seed)
+    frames, return_, length, fps = film(exp, render, explore=explore, seed=seed)
     videos = []
     if render == "video":
         videos.append(write_video(frames, out / "videos" / "eval.mp4", fps))
@@ -64,13 +84,18 @@ def judge(
             videos.append(write_video([f[::every, ::every] for f in frames], out / "videos" / "eval.gif", fps))
     if not quiet:
         what = "filmed" if render == "video" else "showed"
-        say(console, f"{what} one episode of {steps:,} steps, return {short(return_)}", "dim")
+        say(console, f"{what} one episode of {length:,} steps, return {short(return_)}", "dim")
     return videos
 
 
-def _table(exp: Experiment, console: Console, result: dict[str, Any], explore: bool, note: str) -> None:
+def _played(steps: int, episodes: int, return_: float, length: int) -> str:
+    """What became of the steps that were asked for."""
+    said = f"played {steps:,} step{'s' if steps > 1 else ''}: {episodes:,} whole episode{'s' if episodes != 1 else ''}"
+    return said + (f", {length:,} of one that was cut, return {short(return_)} so far" if length else "")
+
+
+def _table(console: Console, result: dict[str, Any], explore: bool) -> None:
     how = "with exploration" if explore else "greedy"
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
     table = plain_table("episodes", ">mean return", ">95 % interval", ">min", ">max", ">mean length")
     half = result["eval/return_ci95"]
     mean = result["eval/return_mean"]

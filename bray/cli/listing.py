@@ -73,6 +73,8 @@ def _keys(console: Any, name: str, algo: Any) -> None:
         "bold",
     )
     say(console, inspect.getdoc(algo) or "", "dim")
+    source = algo if inspect.ismodule(algo) or inspect.isclass(algo) else type(algo)
+    say(console, f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
     console.print()
     table = plain_table("key", "default", "what it does")
     docs, defaults = field_docs(algo.Config), to_plain(algo.Config())

@@ -21,7 +21,7 @@ from bray.algos import algo_name
 from bray.cli.show import facts, log_shown, make_console, say
 from bray.config import Source, parse_assignments, parse_json
 from bray.errors import BrayError, ConfigError
-from bray.experiment import Experiment, load_run_file, preset
+from bray.experiment import Experiment, load_run_file, preset, show_figure
 from bray.metrics import TerminalSink, duration, short
 
 _FLAGS = {  # what a flag sets
@@ -32,6 +32,7 @@ _FLAGS = {  # what a flag sets
     "num_envs": ("--num-envs-per-worker", "env", "num_envs"),
     "checkpoint_freq": ("--checkpoint-freq", "run", "checkpoint_freq"),
     "keep_checkpoints": ("--keep-checkpoints", "run", "keep_checkpoints"),
+    "checkpoint_score": ("--checkpoint-score", "run", "checkpoint_score"),
     "eval_freq": ("--eval-freq", "run", "eval_freq"),
     "eval_episodes": ("--eval-episodes", "run", "eval_episodes"),
 }
@@ -51,12 +52,14 @@ class Options:
     no_preset: bool = False
     seeds: Sequence[int] | None = None
     stop: str | None = None
+    steps: int | None = None
     project: Path | None = None
     trial: str | None = None
     resume: Path | None = None
     init_from: Path | None = None
     checkpoint_freq: int | None = None
     keep_checkpoints: int | None = None
+    checkpoint_score: str | None = None
     device: str | None = None
     num_workers: int | None = None
     num_envs: int | None = None
@@ -74,8 +77,8 @@ class Options:
             out.append(_one_experiment(load_run_file(self.file)))
         if self.config is not None:
             out.append(parse_json(self.config))
-        if self.stop is not None:
-            out.append(Source("--stop", {"run": {"stop": parse_json(self.stop, "--stop").values}}))
+        if self.stop is not None or self.steps is not None:
+            out.append(self._stop())
         if self.keys:
             out.append(parse_assignments(self.keys))
         values: dict[str, Any] = {}
@@ -91,6 +94,16 @@ class Options:
         if values:
             out.append(Source("command line", values, texts=texts))
         return out
+
+    def _stop(self) -> Source:
+        """`--steps N` is one more condition of --stop."""
+        stop = parse_json(self.stop, "--stop").values if self.stop is not None else {}
+        if self.steps is None:
+            return Source("--stop", {"run": {"stop": stop}})
+        if {"env_steps_total", "timesteps_total"} & stop.keys():
+            raise ConfigError(f"--steps {self.steps} and --stop both say how many env steps: leave out one of them")
+        name = "--steps" if self.stop is None else "--stop, --steps"
+        return Source(name, {"run": {"stop": {**stop, "env_steps_total": self.steps}}})
 
 
 def _one_experiment(source: Source) -> Source:
@@ -164,6 +177,8 @@ def train(options: Options) -> int:
         with _closing(exp):
             code = _run(exp, options, console, signals)
             _last_line(console, exp.path)
+        if exp.config["run"].show_figure and signals.number != signal.SIGTERM:
+            exp.show_figure()  # after the last words: it waits for somebody
         return code
 
 
@@ -203,7 +218,7 @@ def _run(exp: Experiment, options: Options, console: Console, signals: Signals) 
     title = f"{run.algorithm} on {exp.env_id}"
     sinks = [] if options.quiet else [TerminalSink(title, run.stop, console)]
     went_on = False
-    for _ in exp.train(sinks=sinks, on_result=signals.passed_on):
+    for _ in exp.train(sinks=sinks, on_result=signals.passed_on, show=False):
         went_on = True
     signals.experiment = None  # from here on a signal ends at once: all is saved
     reached = exp.reached
@@ -323,25 +338,21 @@ def _several(options: Options, console: Console, signals: Signals) -> int:
             break
         if not options.quiet:
             console.print()
-    _together(done, root, options, console)
+    run, paths = done[0].config["run"], [e.path for e in done]
+    title, threshold = f"{run.algorithm} on {done[0].env_id}", run.stop.get("episode_return_mean")
+    out = root / "figures" / "learning_curve.png"
+    if run.save_figure:
+        figures.learning_curve(paths, out, title, threshold)
+    if not options.quiet:
+        rows = [_of_seed(exp) for exp in done]
+        facts(console, [*rows, ("curve", out)] if run.save_figure else rows)
     _last_line(console, root)
+    if run.show_figure and signals.number != signal.SIGTERM:
+        show_figure(paths, title, threshold)
     return code
 
 
-def _together(done: list[Experiment], root: Path, options: Options, console: Console) -> None:
-    run = done[0].config["run"]
-    out = root / "figures" / "learning_curve.png"
-    title = f"{run.algorithm} on {done[0].env_id}"
-    figures.learning_curve([e.path for e in done], out, title, run.stop.get("episode_return_mean"))
-    if options.quiet:
-        return
-    rows: list[tuple[str, Any]] = []
-    for exp in done:
-        row = exp._last_row or {}
-        rows.append(
-            (
-                f"seed {exp.config['run'].seed}",
-                f"return {short(row.get('episode_return_mean'))} after {short(row.get('env_steps_total'))} steps",
-            )
-        )
-    facts(console, [*rows, ("curve", out)])
+def _of_seed(exp: Experiment) -> tuple[str, str]:
+    row = exp._last_row or {}
+    said = f"return {short(row.get('episode_return_mean'))} after {short(row.get('env_steps_total'))} steps"
+    return f"seed {exp.config['run'].seed}", said

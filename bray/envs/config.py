@@ -60,7 +60,7 @@ class EnvConfig:
     per_env: list[dict[str, Any]] = field(default_factory=list)
     """`env_config` of environment i, merged over the common one."""
     num_processes: int | None = None
-    """Processes of the subprocess form; null = one per core, at most one per environment."""
+    """Processes of the subprocess form; null = one per core, at most one per environment (with `wait_num`: one per environment)."""
     max_episode_steps: int | None = None
     """Steps after which an episode is truncated. null = the environment's own limit, -1 = none."""
     wrappers: list[Any] = field(default_factory=list)
@@ -81,6 +81,11 @@ class EnvConfig:
     """How often environments that raise, die or hang are rebuilt before the run stops."""
     step_timeout: float | None = None
     """Seconds after which a step counts as hung (subprocess form)."""
+    wait_num: int | None = None
+    """A step returns as soon as this many environments are ready, so that slow ones do not hold up the others (vector=subprocess); the
+    others are waited for in later steps. Environments of one process are ready together. Runs then depend on timing. null = all."""
+    step_wait_timeout: float = 0.0
+    """Seconds to wait further for the other environments once `wait_num` are ready."""
 
     def __post_init__(self) -> None:
         if self.vector not in VECTOR_FORMS:
@@ -99,6 +104,18 @@ class EnvConfig:
             raise ConfigError("env.frame_stack and env.max_restarts must not be negative")
         if self.step_timeout is not None and self.step_timeout <= 0:
             raise ConfigError(f"env.step_timeout is seconds and positive, got {self.step_timeout}")
+        if self.wait_num is not None and self.vector != "subprocess":
+            raise ConfigError(
+                f"env.wait_num={self.wait_num} is for env.vector=subprocess, where environments run beside each other; got "
+                f"env.vector={self.vector}. Set env.vector=subprocess, or leave env.wait_num out."
+            )
+        if self.wait_num is not None and not 1 <= self.wait_num <= self.num_envs:
+            raise ConfigError(f"env.wait_num is between 1 and num_envs={self.num_envs}, got {self.wait_num}")
+        if self.step_wait_timeout < 0 or (self.step_wait_timeout > 0 and self.wait_num is None):
+            raise ConfigError(
+                f"env.step_wait_timeout is seconds, 0 or more, after env.wait_num environments are ready; got "
+                f"{self.step_wait_timeout} with env.wait_num={self.wait_num}"
+            )
 
     def arguments(self, index: int) -> dict[str, Any]:
         """`env_config` of environment `index`."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from bray.errors import DataError
+from bray.video import write_video
 
 
 def one_hot(v: Any, num: int) -> np.ndarray:
@@ -92,8 +93,4 @@ def affine_transform(data: Any, low: Any, high: Any, clip: bool = True) -> np.nd
 
 def save_frames_as_gif(frames: Sequence[np.ndarray], path: str | Path, fps: int = 30) -> None:
     """Pictures [H, W, 3] uint8 as a moving picture."""
-    if not frames:
-        raise DataError("save_frames_as_gif: no frames were given")
-    import imageio.v3 as imageio
-
-    imageio.imwrite(path, np.stack(list(frames)), extension=".gif", duration=1000 / fps, loop=0)
+    write_video(frames, Path(path).with_suffix(".gif"), fps)

@@ -32,11 +32,18 @@ class EnvContext(dict):
         self.worker_index, self.vector_index, self.remote = worker_index, vector_index, remote
 
 
-def register_env(name: str, creator: Callable[..., Any]) -> None:
-    """Make `name` an environment: `creator(env_config)` returns one. A class, or a function of a module, also reaches workers."""
+def register_env(name: str, creator: Callable[..., Any], replace: bool = False) -> None:
+    """Make `name` an environment: `creator(env_config)` returns one. A class, or a function of a module, also reaches workers.
+    A name that has another creator already is refused unless `replace`."""
     if not callable(creator):
         raise ConfigError(
             f"register_env({name!r}, ...) takes a class or a function that makes an environment, got {creator!r}"
+        )
+    taken = _CREATORS.get(name, creator)
+    if taken is not creator and not replace:
+        raise ConfigError(
+            f"register_env: {name!r} is {env_name(taken)} already and would become {env_name(creator)}; "
+            "choose another name, or say replace=True"
         )
     _CREATORS[name] = creator
 

@@ -34,20 +34,21 @@ class RewardTransform:
         """Deviation of the discounted return so far; 1 before two numbers have been seen."""
         return float(np.sqrt(self.m2 / self.count + self.epsilon)) if self.count > 1 else 1.0
 
-    def __call__(self, reward: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    def __call__(self, reward: np.ndarray, ended: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
         """`ended` is `env.dead` after the step: these rewards are their episodes' last. The row that follows is no
-        transition and is left out of the statistics."""
+        transition and is left out of the statistics; so are those that are not `valid`, where that is given."""
         if self.normalize:
-            reward = self._normalized(reward, ended)
+            reward = self._normalized(reward, ended, valid)
         if self.sign:
             return np.sign(reward).astype(np.float32)
         if self.low is not None:
             return np.clip(reward, self.low, self.high).astype(np.float32)
         return reward.astype(np.float32, copy=False)
 
-    def _normalized(self, reward: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        self.returns = self.returns * self.gamma + reward
-        seen = self.returns[~self.ended]
+    def _normalized(self, reward: np.ndarray, ended: np.ndarray, valid: np.ndarray | None) -> np.ndarray:
+        returns = self.returns * self.gamma + reward
+        self.returns = returns if valid is None else np.where(valid, returns, self.returns)
+        seen = self.returns[~self.ended if valid is None else valid]
         if seen.size:  # Chan's update of count, mean and sum of squares by a batch
             n, mean = seen.size, float(seen.mean())
             m2 = float(((seen - mean) ** 2).sum())

@@ -2,6 +2,8 @@
 
 A step is one byte to each worker and one short message back. A worker runs `InProcessVecEnv` on its share, so that both
 forms give the same trajectories. A worker that dies or hangs is killed and replaced; its environments' episodes end as truncated.
+With `wait_num` a step returns when enough workers have answered. The others keep their actions and the shared memory of their
+rows; what they answer is returned by a later step.
 Workers end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can (Linux).
 """
 
@@ -12,6 +14,7 @@ import faulthandler
 import importlib
 import itertools
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -20,6 +23,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Iterator
@@ -338,7 +342,10 @@ class SubprocessVecEnv(VecEnv):
             "render_mode": render_mode,
             "seed": seed,
         }
-        processes = min(config.num_envs, config.num_processes or os.cpu_count() or 1)
+        self.waits = config.wait_num is not None
+        processes = min(
+            config.num_envs, config.num_processes or (config.num_envs if self.waits else os.cpu_count() or 1)
+        )
         edges = np.linspace(0, config.num_envs, processes + 1).round().astype(int).tolist()
         self._shares = list(itertools.pairwise(edges))
         shared = Shared(spec, config.num_envs)
@@ -351,6 +358,9 @@ class SubprocessVecEnv(VecEnv):
         self._alloc = allocator(spec.observation, self.num_envs)
         self._check = BatchCheck(spec.observation, self.num_envs) if config.check else None
         self.dead = np.zeros(self.num_envs, bool)
+        self._waiting = np.zeros(self.num_envs, bool)
+        self._sent: dict[int, float] = {}  # workers with a step under way, and since when (only where `waits`)
+        self._answers: dict[int, bytes | _Lost] = {}  # what has come of these, until a step returns it
         self._last: NestedArray = None
         self._workers: list[_Process] = []
         self._finalizer = weakref.finalize(self, _close_all, self._workers)
@@ -378,7 +388,12 @@ class SubprocessVecEnv(VecEnv):
 
     # --- stepping -----------------------------------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> np.ndarray:
+        return self._waiting
+
     def reset(self, seed: int | None = None) -> NestedArray:
+        self._settle()
         if seed is not None:
             self._given["seed"] = seed
         self._ask("reset", [seed] * len(self._workers))
@@ -391,6 +406,8 @@ class SubprocessVecEnv(VecEnv):
     def step(self, actions: NestedArray) -> StepResult:
         if self._last is None:
             raise EnvError(f"{self.name}: reset comes before the first step")
+        if self.waits:
+            return self._step_ready(actions)
         for to, given in zip(self._action_leaves, tree.leaves(self._cast(actions)), strict=True):
             to[...] = given
         lost: dict[int, _Lost] = {}
@@ -408,11 +425,7 @@ class SubprocessVecEnv(VecEnv):
             except _Lost as e:
                 lost[w] = e
                 continue
-            if answer != b"k":
-                some = self._unpack(answer)
-                if some is not None:
-                    infos = infos or [{} for _ in range(self.num_envs)]
-                    infos[self._shares[w][0] : self._shares[w][1]] = some
+            infos = self._infos(infos, w, answer)
         for w, why in lost.items():
             self._replace(w, why)
         view = self._view
@@ -422,6 +435,94 @@ class SubprocessVecEnv(VecEnv):
             self._checked(obs, reward)
         self._last = obs
         return obs, reward, view["terminated"].copy(), view["truncated"].copy(), infos
+
+    def _infos(self, infos: Infos, w: int, answer: bytes) -> Infos:
+        """With those of worker w."""
+        some = None if answer == b"k" else self._unpack(answer)
+        if some is not None:
+            infos = infos or [{} for _ in range(self.num_envs)]
+            infos[self._shares[w][0] : self._shares[w][1]] = some
+        return infos
+
+    def _step_ready(self, actions: NestedArray) -> StepResult:
+        """A step that returns when `wait_num` environments are ready. Of a worker that has not answered nothing is read or written
+        in the shared memory: it is at work there."""
+        assert self._config.wait_num is not None
+        batch = tree.leaves(self._cast(actions))
+        now = time.monotonic()
+        for w, (low, high) in enumerate(self._shares):
+            if w in self._sent:
+                continue  # its last action is still under way
+            for to, given in zip(self._action_leaves, batch, strict=True):
+                to[low:high] = given[low:high]
+            self._sent[w] = now
+            try:
+                self._workers[w].send(b"s")
+            except _Lost as e:
+                self._answers[w] = e
+        self._gather(self._config.wait_num, self._config.step_wait_timeout)
+        view, n = self._view, self.num_envs
+        obs, dead, waiting = tree.map(np.copy, self._last), self.dead.copy(), np.ones(n, bool)
+        reward, terminated, truncated = np.zeros(n, np.float32), np.zeros(n, bool), np.zeros(n, bool)
+        columns = [(reward, view["reward"]), (terminated, view["terminated"]), (truncated, view["truncated"])]
+        columns += [(dead, view["dead"]), *zip(tree.leaves(obs), self._obs_leaves, strict=True)]
+        infos: Infos = None
+        for w, answer in self._answers.items():
+            if isinstance(answer, _Lost):
+                self._replace(w, answer)
+            else:
+                infos = self._infos(infos, w, answer)
+            rows = slice(*self._shares[w])
+            for to, given in columns:
+                to[rows] = given[rows]
+            waiting[rows] = False
+            del self._sent[w]
+        self._answers.clear()
+        self.dead, self._waiting = dead, waiting
+        self._checked(obs, reward)
+        self._last = obs
+        return obs, reward, terminated, truncated, infos
+
+    def _gather(self, least: int, further: float = 0.0) -> None:
+        """Take in answers of the steps under way until `least` environments are ready, and those that come `further` seconds later.
+        Who is slower than `step_timeout`, counted from its own action, is lost."""
+        limit = math.inf if self._timeout is None else self._timeout
+        until = math.inf
+        while asked := [w for w in self._sent if w not in self._answers]:
+            now = time.monotonic()
+            if (
+                until == math.inf
+                and sum(high - low for low, high in map(self._shares.__getitem__, self._answers)) >= least
+            ):
+                until = now + further
+            left = min(until, min(self._sent[w] for w in asked) + limit) - now
+            came = wait([self._workers[w].conn for w in asked], None if left == math.inf else max(0.0, left))
+            now = time.monotonic()
+            for w in asked:
+                worker = self._workers[w]
+                try:
+                    if worker.conn in came:
+                        self._answers[w] = worker.receive(None)
+                    elif now - self._sent[w] >= limit:
+                        self._answers[w] = _Lost(f"did not answer within {limit:g} s")
+                except _Lost as e:
+                    self._answers[w] = e
+            if now >= until:
+                return
+
+    def _settle(self) -> None:
+        """Wait for the steps under way and forget what comes of them."""
+        if not self._sent:
+            return
+        self._gather(self.num_envs)
+        for w, answer in self._answers.items():
+            if isinstance(answer, _Lost):
+                self._replace(w, answer)
+            else:
+                self._infos(None, w, answer)
+        self._sent.clear()
+        self._answers.clear()
+        self._waiting = np.zeros(self.num_envs, bool)
 
     def _read_obs(self) -> NestedArray:
         obs = self._alloc()
@@ -501,14 +602,25 @@ class SubprocessVecEnv(VecEnv):
         return self._unpack(self._workers[w].receive(None))
 
     def get_state(self) -> dict[str, Any]:
+        if self.waits:
+            return self._ended_state()
         states = self._ask("get_state", [None] * len(self._workers))
         envs = [e for s in states for e in s["arrays"]["envs"]]
         rows = [r for s in states for r in s["json"]["envs"]]
         json = {"form": FORM, "num_envs": self.num_envs, "seed": states[0]["json"]["seed"], "restarts": self.restarts}
         return {"arrays": {"envs": envs}, "json": {**json, "envs": rows}}
 
+    def _ended_state(self) -> dict[str, Any]:
+        """A state from which all environments go on with their next episodes: steps that are under way cannot be saved."""
+        self.exact = False
+        envs = [{"obs": tree.map(lambda x, i=i: np.array(x[i]), self._last)} for i in range(self.num_envs)]
+        rows = [{"episode": k, "steps": 0, "dead": True, "lost": False} for k in self._view["episode"].tolist()]
+        json = {"form": FORM, "num_envs": self.num_envs, "seed": self._given["seed"], "restarts": self.restarts}
+        return {"arrays": {"envs": envs}, "json": {**json, "envs": rows}}
+
     def set_state(self, state: dict[str, Any]) -> NestedArray:
         arrays, json = check_state(state, FORM, self.num_envs)
+        self._settle()
         shares = [
             {
                 "arrays": {"envs": arrays["envs"][low:high]},
@@ -516,14 +628,15 @@ class SubprocessVecEnv(VecEnv):
             }
             for low, high in self._shares
         ]
-        self.exact = all(self._ask("set_state", shares))
+        self.exact = all(self._ask("set_state", shares)) and not self.waits
         self.restarts, self._given["seed"] = int(json["restarts"]), int(json["seed"])
         self.dead = self._view["dead"].copy()
         self._last = obs = self._read_obs()
         return tree.map(np.copy, obs)
 
     def render(self) -> np.ndarray | None:
-        return self._one(0, "render", None)
+        self._gather(self.num_envs)  # a worker answers one question at a time; the next step returns what comes here
+        return None if isinstance(self._answers.get(0), _Lost) else self._one(0, "render", None)
 
     def close(self) -> None:
         self._finalizer()

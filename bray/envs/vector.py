@@ -44,6 +44,10 @@ class VecEnv(ABC):
     After a step with terminated or truncated (a lost life aside) `dead` is True: the observation just returned is the episode's
     last, the next action of that environment is ignored, and that next step returns the first observation of a new
     episode with reward 0.
+
+    Where `waits`, a step may return before every environment is ready. The result of one that is `waiting` has not come: its row
+    repeats its last observation with reward 0 and no flags, and its next action is ignored, for the last one is still under
+    way. The step in which the result comes returns it. An environment whose next episode has not begun yet stays `dead`.
     """
 
     num_envs: int
@@ -54,6 +58,13 @@ class VecEnv(ABC):
     """Whether the last `set_state` restored everything (before one: whether it can)."""
     restarts: int = 0
     """Environments rebuilt because they raised, died or hung."""
+    waits: bool = False
+    """Whether `waiting` may ever be True."""
+
+    @property
+    def waiting(self) -> np.ndarray:
+        """bool[B]: the result of the last action has not come. A new array after each step."""
+        return np.zeros(self.num_envs, bool)
 
     @abstractmethod
     def reset(self, seed: int | None = None) -> NestedArray:
