@@ -45,6 +45,7 @@ from bray.loop import (
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
+from bray.serving.values import reader
 from bray.spec import EnvSpec
 
 logger = logging.getLogger("bray")
@@ -215,7 +216,8 @@ class Experiment:
         self._replay_states: dict[int, Any] = {}
         self._last_row: dict[str, Any] | None = None
         self._stop_requested = False
-        self.exact = True
+        self.exact = self.config["env"].wait_num is None
+        """Whether another run of this seed, or a resumed one, is the same run."""
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
@@ -280,6 +282,12 @@ class Experiment:
             if training.iteration:
                 out.truncate_after(training.iteration, training.rollout.env_steps)
             logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
+            if training.env.waits:
+                logger.warning(
+                    "env.wait_num=%d: what is learned depends on timing, another run of this seed will differ "
+                    "(exact: false in meta.json)",
+                    self.config["env"].wait_num,
+                )
             try:
                 while not self._stop_requested and not self._reached(stop):
                     start = time.perf_counter()
@@ -662,9 +670,10 @@ class ServedPolicy:
         self.initial_state = (lambda n: tree.map(np.asarray, initial(n))) if initial else None
         self.engine = TorchEngine(model, None if self.recurrent else policy.act_outputs)
         self.rng = np.random.default_rng()
+        self._read = reader(spec.observation)
 
     def __call__(self, obs: Any, state: Any = None, explore: bool = False) -> Any:
-        batch = _batch_of_one(self.spec.observation, obs)
+        batch = tree.map(lambda x: x[None], self._read(obs))
         args = []
         if self.initial_state is not None:
             args = [self.initial_state(1) if state is None else state]
@@ -673,18 +682,3 @@ class ServedPolicy:
         action, _ = self.policy.act(outputs, batch, self.rng if explore else None, TRAINED)
         action = tree.index(action, 0)
         return (action, after) if self.recurrent else action
-
-
-def _batch_of_one(space: Any, obs: Any) -> Any:
-    """One observation as a batch, cast to the space's types; a wrong shape is named."""
-    if space.kind == "dict":
-        if not isinstance(obs, Mapping) or set(obs) != set(space.names):
-            got = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
-            raise ConfigError(f"expected an observation with the keys {sorted(space.names)}, got {got}")
-        return {k: _batch_of_one(s, obs[k]) for k, s in space.items}
-    if space.kind == "tuple":
-        return tuple(_batch_of_one(s, o) for s, o in zip(space.parts, obs, strict=True))
-    x = np.asarray(obs)
-    if x.shape != tuple(space.shape):
-        raise ConfigError(f"expected one observation of shape {tuple(space.shape)}, got {x.shape}")
-    return x.astype(np.int64 if space.kind in ("discrete", "multi_discrete") else space.dtype)[None]

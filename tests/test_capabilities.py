@@ -26,7 +26,7 @@ from bray.cli.main import app, main
 from bray.config import field_docs, load_yaml, to_plain
 from bray.data.replay import Replay
 from bray.envs import EnvConfig, env_spec, make_env
-from bray.errors import ConfigError, EnvError, UnknownName
+from bray.errors import ConfigError, DataError, EnvError, UnknownName
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.loop import RunConfig, Training, resolve_device
@@ -556,7 +556,7 @@ def test_the_policy_predicts_or_samples(done):
         logits = exp.served.model(torch.tensor([obs]))["dist"]
     assert greedy == {int(logits.argmax())}
     assert {int(exp.policy(obs, explore=True)) for _ in range(100)} == {0, 1}
-    with pytest.raises(ConfigError, match=r"expected one observation of shape \(4,\), got \(3,\)"):
+    with pytest.raises(DataError, match=r"obs: expected shape \[4\], got \[3\]"):
         exp.policy(obs[:3])
 
 

@@ -50,5 +50,5 @@ def test_gif_holds_the_frames(tmp_path):
     back = imageio.imread(tmp_path / "x.gif")
     assert len(back) == 3
     assert [int(x.mean()) for x in back[..., :3]] == [0, 80, 160]
-    with pytest.raises(DataError, match="no frames"):
+    with pytest.raises(DataError, match="at least one frame"):
         f.save_frames_as_gif([], tmp_path / "y.gif")

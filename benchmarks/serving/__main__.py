@@ -1,6 +1,6 @@
 """python -m benchmarks.serving [echo|affinity|model|cnn ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
 
-`bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0 and the load generator (load.cpp,
+`bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0 (BENCH_CORES) and the load generator (load.cpp,
 compiled with g++ when first needed) on core 1. One JSON line per measurement, one per case with medians and ratios. `cpu_us` is
 CPU time of all the server's processes per request: what counts where the two cores are shared with others.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import platform
@@ -25,8 +26,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PEERS = ROOT / ".venv-serving-peers" / "bin"
+PEERS = Path(os.environ.get("BENCH_PEERS", ROOT / ".venv-serving-peers" / "bin"))
 LOAD = Path(tempfile.gettempdir()) / "bray-load"
+CORES = os.environ.get("BENCH_CORES", "0,1").split(",")
+"""The server's core and the load generator's."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -64,13 +67,23 @@ def cpu_seconds(pids: list[int]) -> float:
     return total / _TICKS
 
 
+def answers(port: int) -> bool:
+    """Whether a stateless request is answered with 200 (HAProxy has no server of its own: anything will do)."""
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("POST", "/step", b"x" * 28224)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
 @contextlib.contextmanager
 def server(command: list[str], port: int, env: dict[str, str] | None = None, wait: float = 60.0) -> Iterator[int]:
     """A server on core 0; yields its process id once the port answers."""
     base = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     base |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        ["taskset", "-c", "0", *command],
+        ["taskset", "-c", CORES[0], *command],
         env=base | (env or {}),
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
@@ -79,7 +92,7 @@ def server(command: list[str], port: int, env: dict[str, str] | None = None, wai
     try:
         until = time.monotonic() + wait
         while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            if answers(port):
                 break
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"did not start: {' '.join(command)}")
@@ -98,7 +111,7 @@ def server(command: list[str], port: int, env: dict[str, str] | None = None, wai
 
 
 def load(port: int, pids: list[int], seconds: float, *options: str) -> dict[str, Any]:
-    command = ["taskset", "-c", "1", str(LOAD), "--port", str(port), "--seconds", str(seconds), *options]
+    command = ["taskset", "-c", CORES[1], str(LOAD), "--port", str(port), "--seconds", str(seconds), *options]
     before = cpu_seconds(pids)
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -6,7 +6,9 @@ do not ask their model). Sessions, limits, metrics and the watchdog are on, as a
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,18 +56,26 @@ class Asks(Echo):
 
 
 def model(kind: str) -> tuple[bytes, tuple[int, ...], str]:
-    """An exported Model with fresh weights: a 64x64 MLP of 4 numbers, or a Nature CNN of 4x84x84 bytes."""
+    """An exported Model with fresh weights: a 64x64 MLP of 4 numbers, or a Nature CNN of 4x84x84 bytes. The file is kept in BENCH_MODELS,
+    where that is set: a machine without torch can use it."""
+    shape, dtype = ((4,), "float32") if kind == "mlp" else ((4, 84, 84), "uint8")
+    kept = Path(os.environ["BENCH_MODELS"], f"{kind}.onnx") if "BENCH_MODELS" in os.environ else None
+    if kept is not None and kept.exists():
+        return kept.read_bytes(), shape, dtype
     from bray.inference.export import export_onnx
     from bray.inference.graph import with_constant_weights
     from bray.nn.catalog import ModelConfig, make_model
     from bray.spec import EnvSpec, Space
 
-    space = Space("box", (4,), "float32") if kind == "mlp" else Space("box", (4, 84, 84), "uint8", 0, 255)
+    space = Space("box", shape, dtype) if kind == "mlp" else Space("box", shape, dtype, 0, 255)
     spec = EnvSpec(kind, space, Space("discrete", (), "int64", n=(4,), start=(0,)))
     net = make_model("actor_critic", spec, ModelConfig())
     graph = export_onnx(net, (np.zeros((2, *space.shape), space.dtype),), ("dist",))
     weights = {k: v.numpy() for k, v in net.state_dict().items()}
-    return with_constant_weights(graph, weights), space.shape, space.dtype
+    file = with_constant_weights(graph, weights)
+    if kept is not None:
+        kept.write_bytes(file)
+    return file, shape, dtype
 
 
 def main() -> None:

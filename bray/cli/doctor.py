@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import getpass
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import re
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -149,26 +151,40 @@ def _memory() -> list[Check]:
 # --- the installation -------------------------------------------------------------------------------------------------
 
 
+HALVES = {"train": "torch", "serve": "httptools"}
+"""The two halves of an installation, and the package that tells whether one was wanted."""
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
 def _packages() -> list[Check]:
     """Every dependency against what Bray asks for; in a checkout, the versions it was tested with are named beside others."""
     tested = _tested_versions()
-    out = []
+    out: dict[str, Check] = {}
+    extras = ["", *[half for half, package in HALVES.items() if _has(package)]]
     for line in importlib.metadata.requires("bray") or []:
         requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        name = requirement.name
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            out.append(Check(name, "not installed", False, f"pip install '{requirement.name}{requirement.specifier}'"))
-            continue
-        fits = requirement.specifier.contains(version, prereleases=True)
-        pin = tested.get(_canonical(name))
-        other = pin is not None and not pin.specifier.contains(version, prereleases=True)
-        value = f"{version}" + (f" (tested with {str(pin.specifier).lstrip('=')})" if pin is not None and other else "")
-        out.append(Check(name, value, fits, f"{version} is too old: pip install '{name}{requirement.specifier}'"))
-    return out
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            out.setdefault(requirement.name, _package(requirement, tested))
+    for half in HALVES:
+        if half not in extras:
+            out[half] = Check(half, f"not installed: pip install 'bray[{half}]' brings it")
+    return list(out.values())
+
+
+def _package(requirement: Requirement, tested: dict[str, Requirement]) -> Check:
+    name = requirement.name
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "not installed", False, f"pip install '{requirement.name}{requirement.specifier}'")
+    fits = requirement.specifier.contains(version, prereleases=True)
+    pin = tested.get(_canonical(name))
+    other = pin is not None and not pin.specifier.contains(version, prereleases=True)
+    value = f"{version}" + (f" (tested with {str(pin.specifier).lstrip('=')})" if pin is not None and other else "")
+    return Check(name, value, fits, f"{version} is too old: pip install '{name}{requirement.specifier}'")
 
 
 def _canonical(name: str) -> str:
@@ -188,6 +204,8 @@ def _tested_versions() -> dict[str, Requirement]:
 
 
 def _torch() -> list[Check]:
+    if not _has("torch"):
+        return []
     import torch
 
     gpus = (
@@ -199,6 +217,8 @@ def _torch() -> list[Check]:
 
 
 def _numba() -> list[Check]:
+    if not _has("numba"):
+        return []
     import numba
 
     @numba.njit
@@ -216,6 +236,8 @@ def _numba() -> list[Check]:
 
 
 def _ffmpeg() -> list[Check]:
+    if not _has("torch"):
+        return []
     from bray.video import write_video
 
     frames = np.zeros((3, 32, 32, 3), np.uint8)
@@ -248,6 +270,8 @@ def _disk() -> list[Check]:
 
 def _training() -> list[Check]:
     """PPO on CartPole for two seconds: everything a run needs, and a first number."""
+    if not _has("torch"):
+        return []
     from bray.experiment import Experiment
 
     with tempfile.TemporaryDirectory() as folder:
@@ -262,4 +286,25 @@ def _training() -> list[Check]:
     ]
 
 
-CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training)
+def _serving() -> list[Check]:
+    """A game against a service without an agent: sockets, the protocol, the client."""
+    if not _has("httptools"):
+        return []
+    from bray.client import Client
+    from bray.fake.actor import FakeActor
+    from bray.serving.background import BackgroundServer
+    from bray.serving.config import ServiceConfig
+
+    with BackgroundServer(FakeActor, ServiceConfig(port=0, admin_port=0)) as server:
+        with Client(port=server.port, timeout=10) as client:
+            client.start()
+            times = []
+            for _ in range(200):
+                began = time.perf_counter()
+                client.tick(b"x")
+                times.append(time.perf_counter() - began)
+            client.end()
+    return [Check("serves", f"a tick over HTTP takes {1e6 * float(np.median(times)):,.0f} us", True)]
+
+
+CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training, _serving)

@@ -506,8 +506,10 @@ class NodeGateway:
         self._refuse_lost(request)
 
     def _refuse_lost(self, request: Request) -> None:
-        if request.kind in (START, AUTO):
+        if request.kind == START:
             refusal = Refusal(503, "overloaded", "the worker that was to answer has just ended: try again")
+        elif request.kind == AUTO:  # it may have run
+            refusal = Refusal(504, "tick_timeout", "the worker that was to answer has just ended")
         else:
             refusal = no_session(request.session)
         if request.kind == _NUMBERS:

@@ -473,7 +473,8 @@ class Sessions:
         tasks = [s.task for s in self.running.values() if s.task is not None]
         for request in list(self.running):
             self.running.pop(request)
-            self.refuse(request, Refusal(503, "draining", "this service was shut down"))
+            # not 503, which says that nothing was done: this one may have been, in part
+            self.refuse(request, Refusal(504, "tick_timeout", "this service was shut down before the answer was there"))
         for task in tasks:
             task.cancel()
         if tasks:
