@@ -1,4 +1,4 @@
-"""python -m benchmarks training|replay|inference|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
+"""python -m benchmarks training|replay|inference|batcher|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
 
 `bash benchmarks/install_peers.sh` makes the peers' own environment first; without it only our side is measured. One JSON line per
 measurement, then one per case with the ratio of our median to the fastest peer's. Results go into RESULTS.md by hand, with the date,
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import inference, ours
+from benchmarks import batcher, inference, ours
 
 HERE = Path(__file__).parent
 PEER_PYTHON = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -113,6 +113,25 @@ def engines(names: list[str], repeat: int, seconds: float) -> None:
         print(json.dumps(summary | {"machine": platform.machine()}), flush=True)
 
 
+def batching(names: list[str], repeat: int, seconds: float) -> None:
+    """Our batcher against one forward per caller and against a timer, by the number of callers."""
+    for case in names or batcher.CASES:
+        command = [sys.executable, "-m", "benchmarks.batcher", case, "--seconds", str(seconds)]
+        runs = [r for r in (call(command, case) for _ in range(repeat)) if r is not None]
+        if not runs:
+            continue
+        summary: dict[str, Any] = {"case": case}
+        for key in ("forwards_per_s", "cpu_us", "p50_us", "p99_us"):
+            summary[key] = {
+                n: {way: statistics.median(r[key][n][way] for r in runs) for way in ways}
+                for n, ways in runs[0][key].items()
+            }
+        rates = summary["forwards_per_s"]
+        ratios = {n: {way: round(x["bray"] / x[way], 2) for way in x if way != "bray"} for n, x in rates.items()}
+        summary |= {"ratio": ratios, "repeat": repeat, "machine": platform.machine()}
+        print(json.dumps(summary), flush=True)
+
+
 def startup(repeat: int) -> None:
     """Seconds from the command line to the first learner update (`bray train` with the CartPole preset)."""
     bray = Path(sys.executable).with_name("bray")
@@ -153,11 +172,11 @@ def startup(repeat: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["training", "replay", "inference", "startup"])
+    parser.add_argument("what", choices=["training", "replay", "inference", "batcher", "startup"])
     parser.add_argument(
         "cases",
         nargs="*",
-        help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; inference: {', '.join(inference.CASES)}; none: all",
+        help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; inference, batcher: {', '.join(inference.CASES)}; none: all",
     )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -166,6 +185,7 @@ def main() -> None:
         "training": {**TRAINING, **{c: [] for c in ours.CASES if c not in TRAINING}},
         "replay": REPLAY,
         "inference": inference.CASES,
+        "batcher": batcher.CASES,
         "startup": {},
     }[args.what]
     for case in args.cases:
@@ -175,6 +195,8 @@ def main() -> None:
         startup(args.repeat)
     elif args.what == "inference":
         engines(args.cases, args.repeat, args.seconds)
+    elif args.what == "batcher":
+        batching(args.cases, args.repeat, args.seconds)
     elif args.what == "training":
         compare(
             known,

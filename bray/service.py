@@ -153,6 +153,7 @@ class ServedModel:
             max_batch_size=c.max_batch_size,
             max_wait=c.max_wait_s,
             max_queue=c.max_queue,
+            template=self.sample(),
         )
         self.host(
             *tree.map(lambda x: x[None], self.sample()), batch=True
@@ -454,7 +455,7 @@ class PolicyActor(Actor):
             out = await model.host.forward(*asked, step=step)
         else:
             out = await model.host.forward(*asked, self.state, step=step)
-            self.state = out["state"]
+            self.state = tree.map(np.copy, out["state"])  # a row of the batch would keep the whole batch alive
         action = out["action"]
         self.last = action
         if type(action) is np.int64:

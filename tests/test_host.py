@@ -462,6 +462,61 @@ def test_close_ends_every_version_and_publishing(run):
     run(main)
 
 
+# --- over ONNX Runtime ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["weights are inputs", "weights are constants"])
+def test_over_an_onnx_engine(run, way):
+    import torch
+
+    from bray.inference.export import export_onnx
+    from bray.inference.onnx_engine import OnnxEngine
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 16), torch.nn.Linear(16, 3)
+
+        def forward(self, obs):
+            return {"dist": self.second(torch.tanh(self.first(obs["x"]))), "value": obs["x"].sum(-1)}
+
+    obs = {"x": np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)}
+    nets = [Net(), Net()]
+    states = [{k: v.detach().numpy() for k, v in net.state_dict().items()} for net in nets]
+    expected = [net({"x": torch.from_numpy(obs["x"])})["dist"].detach().numpy() for net in nets]
+    graph = OnnxEngine(export_onnx(nets[0], [obs]))
+    if way == "weights are inputs":
+        graph.set_weights(states[0])
+        host = ModelHost("m", graph, weights=states[0], max_batch_size=16)
+    else:
+        host = ModelHost("m", graph.with_weights(states[0]), weights=states[0], make_engine=graph.with_weights)
+
+    async def ask():
+        rows = await asyncio.gather(*[host.forward({"x": x}) for x in obs["x"]])
+        whole = await host.forward(obs, batch=True)
+        np.testing.assert_allclose(whole["value"], obs["x"].sum(-1), atol=1e-5)
+        np.testing.assert_allclose([row["dist"] for row in rows], whole["dist"], atol=1e-6)
+        return whole["dist"]
+
+    async def main():
+        np.testing.assert_allclose(await ask(), expected[0], atol=1e-5)
+        with pytest.raises(CheckpointError, match=r"second.bias: expected \[3\], got none"):
+            host.publish_weights({k: v for k, v in states[1].items() if k != "second.bias"})
+        np.testing.assert_allclose(await ask(), expected[0], atol=1e-5)
+        await host.publish_weights(states[1])
+        np.testing.assert_allclose(await ask(), expected[1], atol=1e-5)
+        bad = await asyncio.gather(
+            host.forward({"x": np.zeros(5, np.float32)}), host.forward({"x": obs["x"][0]}), return_exceptions=True
+        )
+        assert isinstance(bad[0], DataError)
+        np.testing.assert_allclose(bad[1]["dist"], expected[1][0], atol=1e-5)
+        with pytest.raises(DataError, match="expected float32"):
+            await host.forward({"x": np.zeros(5, np.float32)})  # alone: the engine says it
+        await host.close()
+
+    run(main)
+
+
 # --- FakeModel --------------------------------------------------------------------------------------------------------
 
 OUTPUTS = {

@@ -11,6 +11,7 @@ a full queue and a closed batcher all end in an error for the callers concerned,
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import queue
 import threading
@@ -18,7 +19,7 @@ import time
 import weakref
 from asyncio.events import _get_running_loop  # asked for each sample; the public one raises where there is no loop
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from bray.inference.rows import MISFITS, Template, as_arrays, check, difference,
 
 _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
 _WATCH_S = 1.0  # how often we look whether the thread of a running batch is alive
+_EXIT_S = 2.0  # how long the process waits for running forwards when it ends
 _MOST_TEMPLATES = 16
 _CLOSED = "the batcher is closed and takes no more samples"
 
@@ -35,16 +37,8 @@ _CLOSED = "the batcher is closed and takes no more samples"
 _Item = tuple["asyncio.Future[Any]", tuple[Any, ...], bool, int]
 
 
-class _Outcome(NamedTuple):
-    """What a batch came to: a value for each item, or an error for some of them."""
-
-    values: Sequence[Any]
-    errors: dict[int, BaseException]
-    step: int | None = None
-
-    @staticmethod
-    def failed(items: list[_Item], error: BaseException) -> _Outcome:
-        return _Outcome([None] * len(items), dict.fromkeys(range(len(items)), error))
+# What a batch came to: a value for each item, errors for some of them, and the step. (Plain tuples: a NamedTuple costs half a microsecond.)
+_Outcome = tuple[Sequence[Any], dict[int, BaseException], int | None]
 
 
 class Batcher:
@@ -253,7 +247,7 @@ class Batcher:
         try:
             outcome = self._compute(items)
         except BaseException as e:  # Ctrl-C or sys.exit() is for the process, but the callers shall not wait for it
-            outcome = _Outcome.failed(items, e)
+            outcome = _failed(items, e)
             raise
         finally:
             self.lock.release()
@@ -295,7 +289,7 @@ class Batcher:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = _Thread(self, self._loop)
         except RuntimeError as e:  # the system has no more threads, or the interpreter is shutting down
-            self._answer(items, _Outcome.failed(items, e))
+            self._answer(items, _failed(items, e))
             self._go_on()
             return
         self._running = items
@@ -345,9 +339,9 @@ class Batcher:
             errors: dict[int, BaseException] = {}
             _, args, _, rows = items[0]
             values = [self._run_whole(args, rows)] if rows else self._run_samples([item[1] for item in items], errors)
-            return _Outcome(values, errors, None if self._step is None else self._step())
+            return values, errors, None if self._step is None else self._step()
         except Exception as e:
-            return _Outcome.failed(items, e)
+            return _failed(items, e)
 
     def _run_samples(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
         """A value per sample. Samples that do not fit get an entry in `errors` instead; an error of all of them is raised."""
@@ -445,13 +439,18 @@ class Batcher:
             self._samples += rows
 
 
+_Jobs = queue.SimpleQueue[tuple[Batcher, list[_Item]] | None]
+_threads: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDictionary()
+
+
 class _Thread:
-    """Runs batches, one after the other. It ends with its batcher, and never keeps the process from ending."""
+    """Runs batches, one after the other. It ends with its batcher, and a forward that hangs does not keep the process from ending."""
 
     def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop):
-        self._jobs: queue.SimpleQueue[tuple[Batcher, list[_Item]] | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs, loop), name="bray-batcher", daemon=True)
         self._thread.start()
+        _threads[self._thread] = self._jobs
         self.end = weakref.finalize(batcher, self._jobs.put, None)
 
     def run(self, batcher: Batcher, items: list[_Item]) -> None:
@@ -461,17 +460,31 @@ class _Thread:
         return self._thread.is_alive()
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Batcher, list[_Item]] | None], loop: asyncio.AbstractEventLoop) -> None:
+@atexit.register
+def _end_all() -> None:
+    """Let running forwards end before the interpreter does: a thread that is still in an engine's C++ then aborts the process."""
+    end = time.monotonic() + _EXIT_S
+    for jobs in _threads.values():
+        jobs.put(None)
+    for thread in list(_threads):
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _work(jobs: _Jobs, loop: asyncio.AbstractEventLoop) -> None:
     while (job := jobs.get()) is not None:
         batcher, items = job
         try:
             with batcher.lock:
                 outcome = batcher._compute(items)
         except BaseException as e:  # sys.exit() in an engine must not end the thread
-            outcome = _Outcome.failed(items, e)
+            outcome = _failed(items, e)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left who could wait
             loop.call_soon_threadsafe(batcher._finish, items, outcome)
         del job, batcher, items, outcome  # an idle thread keeps nothing alive
+
+
+def _failed(items: list[_Item], error: BaseException) -> _Outcome:
+    return [None] * len(items), dict.fromkeys(range(len(items)), error), None
 
 
 def _fail(items: list[_Item], message: str) -> None:
