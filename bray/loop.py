@@ -111,6 +111,7 @@ class Rollout:
         self.lengths = np.zeros(env.num_envs, np.int64)
         self.first = np.ones(env.num_envs, bool)
         self.state = initial_state(env.num_envs) if initial_state else None
+        self._under_way: dict[str, Any] | None = None  # the extras of the last row, where environments are waited for
         self.env_steps = 0
         self.obs: Any = None
         self.ended: list[tuple[int, float, int]] = []
@@ -127,7 +128,7 @@ class Rollout:
     def step(self) -> Step:
         """One decision in every environment."""
         obs, first, state, env = self.obs, self.first, self.state, self.env
-        dead = env.dead
+        dead, waits = env.dead, env.waits
         valid = ~dead
         t0 = time.perf_counter()
         if state is None:
@@ -138,18 +139,26 @@ class Rollout:
             outputs = self.engine.forward(obs, state)
             self.state = outputs.pop("state")
         actions, extras = self.policy.act(outputs, obs, self.rng, self.env_steps)
+        if waits:
+            extras = self._under_way = self._taken(extras)
         t1 = time.perf_counter()
         self.obs, reward, terminated, truncated, _ = env.step(actions)
         t2 = time.perf_counter()
         self.seconds["forward"] += t1 - t0
         self.seconds["env"] += t2 - t1
+        ended = env.dead
         self.first = dead  # the row after a dead one is the first of an episode
+        if waits:
+            here = ~env.waiting
+            valid &= here
+            ended = ended & valid  # it stays dead while its next episode is waited for, but ended once
+            self.first = dead & here
         self.returns += reward
         self.lengths += valid
         self.env_steps += int(np.count_nonzero(valid))
         if self.ended:
             self.ended = []
-        ends = env.dead.tolist()  # a list is searched ten times faster than an array of a few flags
+        ends = ended.tolist()  # a list is searched ten times faster than an array of a few flags
         if True in ends:
             for b in [b for b, end in enumerate(ends) if end]:
                 if not self.full:
@@ -158,8 +167,22 @@ class Rollout:
                     self.full = self.stats.total == self.most_episodes
                 self.returns[b] = 0.0
                 self.lengths[b] = 0
-        learned = reward if self.rewards is None else self.rewards(reward, env.dead)
+        learned = reward
+        if self.rewards is not None:
+            learned = self.rewards(reward, env.dead, valid if waits else None)
         return Step(obs, valid, first, state, outputs, extras, learned, terminated, truncated)
+
+    def _taken(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """The extras of the actions that are carried out in this row: the last ones where they are still under way. The row in which a
+        result comes so holds the action that it came from."""
+        waiting = self.env.waiting
+        if self._under_way is None or not waiting.any():
+            return extras
+
+        def choose(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+            return np.where(waiting.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+        return tree.map(choose, extras, self._under_way)
 
     def get_state(self) -> dict[str, Any]:
         """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}."""
@@ -232,6 +255,8 @@ class Training:
         torch.manual_seed(run.seed)
         self.policy = algo.Policy(config, self.spec, getattr(model, "max_seq_len", None))
         self.model: nn.Module = algo.make_model(config, self.spec, model).to(self.device)
+        if env.wait_num is not None:
+            self._refuse_waiting()
         self.learner = algo.Learner(config, self.spec, self.model, model, seed=run.seed, record=run.record)
         rewards = (
             RewardTransform(env, env.num_envs, config.gamma) if env.clip_rewards or env.normalize_rewards else None
@@ -255,12 +280,30 @@ class Training:
             self._beta = make_schedule(config.priority_beta if config.prioritized else 1.0)
             self._limits = {name: getattr(config, name, None) for name in ("max_use", "max_staleness")}
             self._least = config.batch_size if any(self._limits.values()) else 1
-            if self._least > 1 and config.replay_size < 2 * config.batch_size:  # every other row may be a dead one
+            ready = env.wait_num or env.num_envs  # of a row; and every other row may be a dead one
+            size = -(-2 * config.batch_size * env.num_envs // ready)
+            if self._least > 1 and config.replay_size < size:
                 raise ConfigError(
                     f"with max_use or max_staleness a gradient step waits until batch_size={config.batch_size} transitions can be "
-                    f"drawn, so replay_size is at least {2 * config.batch_size}; got {config.replay_size}"
+                    f"drawn, so replay_size is at least {size}; got {config.replay_size}"
                 )
             self._iterate = self._off_policy
+
+    def _refuse_waiting(self) -> None:
+        """`env.wait_num` is for algorithms that learn from single transitions and sums over them."""
+        n_step = getattr(self.config, "n_step", 1)
+        if n_step > 1:
+            what, instead = f"n_step={n_step}", "n_step=1"
+        elif is_recurrent(self.model):
+            what, instead = "a model with memory", "use_lstm=false"
+        else:
+            return
+        self.env.close()
+        raise ConfigError(
+            f"env.wait_num={self.env_config.wait_num} does not go with {what}: between two steps of an environment that is waited for lie "
+            f"rows in which nothing happened to it, and {what} takes neighbouring rows for neighbouring steps. Set {instead}, or leave "
+            "env.wait_num out."
+        )
 
     # --- one iteration ------------------------------------------------------------------------------------------------
 
@@ -554,7 +597,8 @@ def _write(columns: dict[str, Any], t: int, step: Step, keep: tuple[str, ...]) -
 
 
 def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
-    """The environment as it is judged: whole episodes, raw rewards. An environment given as an object is there only once."""
+    """The environment as it is judged: whole episodes, raw rewards, all waited for. An environment given as an object is there only
+    once."""
     if not isinstance(config.id, (str, type)) and hasattr(config.id, "step"):
         num_envs = 1
     atari = dataclasses.replace(config.atari, episodic_life=False)
@@ -565,6 +609,8 @@ def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
         atari=atari,
         clip_rewards=None,
         normalize_rewards=False,
+        wait_num=None,
+        step_wait_timeout=0.0,
     )
 
 

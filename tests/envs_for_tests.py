@@ -218,6 +218,17 @@ class Sleepy(Scripted):
         return super().step(action)
 
 
+class Choice(Sleepy):
+    """Ten steps; reward 1 for action 2."""
+
+    def __init__(self, **kw: Any):
+        super().__init__(terminate_at=10, **kw)
+
+    def step(self, action: Any) -> Any:
+        obs, _, *rest = super().step(action)
+        return obs / np.float32(1000), float(action == 2), *rest
+
+
 class Gated(Scripted):
     """A step lasts until the file `gate` is there; without one it lasts no time."""
 

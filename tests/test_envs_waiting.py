@@ -20,7 +20,7 @@ from bray.loop import eval_config
 from bray.nn import distributions
 from bray.rundir import RunDir
 
-PACES = [{"terminate_at": 7}, {"terminate_at": None, "truncate_at": 4}, {"seconds": 0.003}, {"seconds": 0.02}]
+PACES = [{"terminate_at": 7}, {"terminate_at": None, "truncate_at": 4}, {"seconds": 0.003}, {"seconds": 0.01}]
 PACES[2] |= {"slow_reset": True, "terminate_at": 3}
 
 
@@ -50,13 +50,13 @@ def test_a_slow_environment_does_not_hold_up_the_others():
             v.step([1] * 4)
             came += ~v.waiting
             assert v.waiting.sum() <= 1
-    assert (came[:3] >= 290).all()  # one more may be missing in a step in which the slow one was among the three
-    assert came[3] < came[:3].min() / 5
+    assert (came[:3] >= 300 - came[3]).all()  # where the slow one was among the three, another may have been the fourth
+    assert came[3] < 50
 
 
 def test_what_a_row_holds_while_it_waits(tmp_path):
     gate = tmp_path / "gate"
-    with vec(e.Gated, n=2, wait_num=1, per_env=[{}, {"gate": str(gate)}], env_config={"terminate_at": None}) as v:
+    with vec(e.Gated, n=2, wait_num=1, per_env=[{}, {"gate": str(gate)}], env_config={"terminate_at": 900}) as v:
         first = v.reset()
         assert not v.waiting.any()
         obs, reward, terminated, truncated, _ = v.step([3, 3])
@@ -103,7 +103,7 @@ def test_waiting_for_all_gives_the_trajectories_of_the_plain_form():
     for kw in ({}, {"wait_num": 3, "num_processes": 2}):
         with make_vec(EnvConfig("CartPole-v1", num_envs=3, vector="subprocess", **kw), seed=11) as v:
             assert not v.waiting.any()
-            rows.append([v.reset()] + [list(v.step(a)[:4]) + [v.dead] for a in acts])
+            rows.append([v.reset()] + [[*v.step(a)[:4], v.dead] for a in acts])
             assert not v.waiting.any()
     assert all(tree.equal(a, b) for a, b in zip(*rows, strict=True))
     assert sum(r[2].sum() for r in rows[0][1:]) > 5
@@ -143,8 +143,8 @@ def test_reset_and_render_while_a_step_is_under_way(tmp_path):
     ],
 )
 def test_an_environment_that_fails_behind_the_others_is_restarted_up_to_the_limit(fault, timeout, says, caplog):
-    slow = {"seconds": 0.01, "fault": fault, "terminate_at": None}
-    with vec(n=2, wait_num=1, per_env=[{"terminate_at": None}, slow], max_restarts=1, step_timeout=timeout) as v:
+    slow = {"seconds": 0.1, "fault": fault, "terminate_at": None}
+    with vec(n=2, wait_num=1, per_env=[{"terminate_at": 900}, slow], max_restarts=1, step_timeout=timeout) as v:
         v.reset()
         until(v, lambda r: r[0][1, 0] == 2)
         with caplog.at_level(logging.WARNING):
@@ -161,7 +161,7 @@ def test_an_environment_that_fails_behind_the_others_is_restarted_up_to_the_limi
 
 
 def test_a_value_outside_its_space_is_told_when_it_comes():
-    per_env = [{"terminate_at": None}, {"seconds": 0.02, "fault": "outside"}]
+    per_env = [{"terminate_at": 900}, {"seconds": 0.02, "fault": "outside"}]
     with vec(n=2, wait_num=1, per_env=per_env) as v:
         v.reset()
         with pytest.raises(EnvError, match=r"environment 1, episode 0, step 3: observation\[2\] is 2000"):
@@ -218,10 +218,9 @@ def test_every_row_of_a_rollout_is_a_true_transition_or_not_valid():
                 assert dead
                 episode, dead = episode + 1, False
                 assert obs[t + 1, b].tolist() == [0, episode_seed(0, b, episode) % 1000, 0]
-    assert waited > 200
+    assert waited > 100
     assert ends > 40
-    assert valid.sum(0)[3] < valid.sum(0)[0] / 2  # the slow one took fewer
-    assert valid.sum(0)[3] > 0
+    assert 0 < valid.sum(0)[3] < 0.7 * valid.sum(0)[0]  # the slow one took fewer
     # the log-probability is that of the action that was taken, where it was chosen
     logp = np.concatenate([p.extras["logp"] for p in parts])
     with torch.no_grad():
@@ -232,7 +231,9 @@ def test_every_row_of_a_rollout_is_a_true_transition_or_not_valid():
     rollout = training.rollout
     assert rollout.env_steps == valid.sum()
     assert rollout.stats.total == ends
-    assert set(rollout.stats.returns if hasattr(rollout.stats, "returns") else []) <= {28.0, 10.0, 6.0, 15.0}
+    stats = rollout.stats.get_state()
+    seen = {(n, r) for n, r in zip(stats["lengths"], stats["returns"], strict=True)}
+    assert {(7, 28), (4, 10)} <= seen <= {(7, 28), (4, 10), (3, 6), (5, 15)}
     exp.close()
 
 
@@ -248,7 +249,7 @@ def test_dqn_draws_true_transitions_only(options):
     replay = training.replay
     ids = replay.ids()
     assert row["env_steps_total"] - 4 <= len(ids) == len(replay) <= row["env_steps_total"]
-    assert len(ids) < 0.9 * 4 * (replay.steps - 1)  # there were rows that waited
+    assert (ids % 4 == 3).sum() < 0.7 * (ids % 4 == 0).sum()  # there were rows that waited
     batch = replay.take(ids)
     drawn = replay.sample(2000, np.random.default_rng(0))
     assert np.isin(drawn["id"], ids).all()
@@ -270,26 +271,15 @@ def test_on_policy_algorithms_learn_with_it(algo):
     config = {"per_env": [{}, {}, {}, {"seconds": 0.01}], "rollout_length": 64, "lr": 0.01}
     exp = Experiment(
         algo,
-        Choice,
+        e.Choice,
         use_preset=False,
         config={**config, "vector": "subprocess", "num_envs": 4, "wait_num": 3, "fcnet_hiddens": [16]},
     )
-    rows = [exp.training.iterate() for _ in range(25)]
+    rows = [exp.training.iterate() for _ in range(40)]
     assert rows[0]["episode_return_mean"] < 7
-    assert exp.evaluate(4)["eval/return_mean"] == 10.0
+    assert exp.evaluate(4)["eval/return_mean"] >= 9.0
     assert all(np.isfinite(v) for k, v in rows[-1].items() if k.startswith("loss/"))
     exp.close()
-
-
-class Choice(e.Sleepy):
-    """Ten steps; reward 1 for action 2."""
-
-    def __init__(self, **kw):
-        super().__init__(terminate_at=10, **kw)
-
-    def step(self, action):
-        obs, _, *rest = super().step(action)
-        return obs / np.float32(1000), float(action == 2), *rest
 
 
 def test_rows_that_wait_do_not_count_in_the_deviation_of_returns():

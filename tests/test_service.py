@@ -4,8 +4,10 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -52,7 +54,8 @@ def cartpole(tmp_path_factory):
 @pytest.fixture
 def run(cartpole, tmp_path):
     """A copy that a test may change."""
-    return Path(shutil.copytree(cartpole, tmp_path / "run", symlinks=True))
+    ours = shutil.ignore_patterns("*.keep")  # marks of services that run meanwhile
+    return Path(shutil.copytree(cartpole, tmp_path / "run", symlinks=True, ignore=ours))
 
 
 @contextlib.contextmanager
@@ -236,6 +239,31 @@ def test_other_spaces(tmp_path):
         read({"image": good["image"]})
 
 
+def test_base64_is_checked_as_lists_are():
+    from bray.serving.values import reader
+
+    def sent(array, dtype):
+        return {"base64": base64.b64encode(np.array(array, dtype).tobytes()).decode(), "dtype": dtype}
+
+    image, level = (
+        reader(Space("box", (2,), "uint8", 0, 255)),
+        reader(Space("discrete", (), "int64", n=(5,), start=(0,))),
+    )
+    assert image(sent([1, 255], "int64")).tolist() == [1, 255]
+    assert image(sent([1, 255], "float32")).tolist() == [1, 255]
+    for read, value in [
+        (image, sent([1, 300], "int64")),  # not 44
+        (image, sent([1.7, 2.0], "float64")),
+        (image, sent([np.nan, 2.0], "float64")),
+        (level, sent(1.5, "float64")),
+        (image, {**sent([1, 2], "uint8"), "dtype": "(2,"}),
+        (image, {**sent([1, 2], "uint8"), "dtype": None}),
+        (image, {**sent([1, 2], "uint8"), "dtype": "S1"}),
+    ]:
+        with pytest.raises(bray.errors.DataError, match="obs: expected"):
+            read(value)
+
+
 # --- other policies ---------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +310,62 @@ def test_continuous_actions_and_normalised_observations(tmp_path):
                 np.testing.assert_allclose(
                     client.tick({"obs": x.tolist()})["action"], policy.policy(x), rtol=1e-4, atol=1e-5
                 )
+
+
+def test_a_memory_and_continuous_actions(tmp_path):
+    """No choices, so no mask lies between the observation and the state."""
+    path = train(tmp_path / "r", run="PPO", env="Pendulum-v1", use_lstm=True, lstm_cell_size=8, fcnet_hiddens=[16])
+    export_graph(path)
+    exp, state = Experiment.load(path), None
+    with serving({"m": path}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        for x in np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32):
+            action, state = exp.policy(x, state)
+            np.testing.assert_allclose(client.tick({"obs": x.tolist()})["action"], action, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_in_the_parts_of_a_composite_action(tmp_path):
+    (tmp_path / "composite_game.py").write_text(COMPOSITE)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        path = train(tmp_path / "r", run="PPO", env="composite_game:Game")
+    finally:
+        sys.path.remove(str(tmp_path))
+    export_graph(path)
+    kind, units = [0, 0, 1], [1, 0, 0, 1, 0]
+    flat = kind + units
+    raw = {"base64": base64.b64encode(np.array(flat, np.uint8).tobytes()).decode(), "dtype": "uint8"}
+    with serving({"m": path}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        # what an object means does not depend on the order of its keys
+        for mask in (flat, raw, {"kind": kind, "units": units}, {"units": units, "kind": kind}):
+            action = client.tick({"obs": [0.0, 0.0], "action_mask": mask})["action"]
+            assert (action["kind"], action["units"]) == (2, [0, 1]), mask
+            assert len(action["move"]) == 2
+        for mask in ({"kind": kind}, {"kind": units, "units": kind}, flat[:-1], [0] * 8, 1, [kind, units], "x" * 8):
+            with pytest.raises(ClientError, match="action_mask") as e:
+                client.tick({"obs": [0.0, 0.0], "action_mask": mask})
+            assert e.value.status == 400
+
+
+COMPOSITE = """
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+class Game(gym.Env):
+    observation_space = spaces.Box(-1, 1, (2,), np.float32)
+    action_space = spaces.Dict(
+        kind=spaces.Discrete(3), move=spaces.Box(-2, 2, (2,), np.float32), units=spaces.MultiDiscrete([2, 3])
+    )
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, True, False, {}
+"""
 
 
 def test_rules_equal_the_policies():
@@ -355,6 +439,71 @@ def test_versions_share_the_sessions(run):
         with bray.Client(port=server.port, session="s0") as client:
             assert client.start(data={"version": first})["version"] == first
             assert client.tick({"obs": OBS})["version"] == first
+
+
+def test_only_the_versions_that_were_asked_for_are_served(run):
+    from bray.cli.serve import parse_versions, settings
+
+    first = steps_of(run)[0]
+    assert settings([str(run)], {"versions": parse_versions([str(first)])})[2].versions == {str(first): 1.0}
+    with serving({"m": run}, versions={str(first): 1.0}) as server:
+        assert [v["label"] for v in admin(server, "/models")[0]["versions"]] == [str(first)]
+        for i in range(10):
+            with bray.Client(port=server.port, session=f"s{i}") as client:
+                assert client.start(data={})["version"] == first
+
+
+def test_rolling_back_twice_goes_further_back(run):
+    first, second, last = steps_of(run)
+    with serving({"m": run}) as server:
+        steps = [admin(server, "/models/m", {"rollback": True})[0]["pinned"] for _ in range(2)]
+        assert steps == [second, first]
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            admin(server, "/models/m", {"rollback": True})
+        assert admin(server, "/models/m", {"pin": None})[0]["versions"][0]["step"] == last
+
+
+def point(run, step):
+    (run / "checkpoints" / "latest").unlink()
+    (run / "checkpoints" / "latest").symlink_to(str(step))
+
+
+def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert condition()
+
+
+def test_the_version_before_stays_for_rolling_back(run):
+    first, second, last = steps_of(run)
+    point(run, first)
+    with serving({"m": run}, follow=True, follow_every_s=0.02) as server:
+
+        def loaded():
+            return admin(server, "/models")[0]["loaded"]
+
+        for step, held in ((second, [first, second]), (last, [second, last])):
+            point(run, step)
+            until(lambda held=held: loaded() == held)
+        marks = {int(p.stem) for p in (run / "models" / "default").glob("*.keep")}
+        assert marks == {second, last}
+        assert admin(server, "/models/m", {"rollback": True})[0]["pinned"] == second
+    assert not list((run / "models" / "default").glob("*.keep"))
+
+
+def test_a_broken_run_does_not_hold_up_the_others(run, tmp_path):
+    first, *_, last = steps_of(run)
+    other = Path(shutil.copytree(run, tmp_path / "other", symlinks=True))
+    for path in (run, other):
+        point(path, first)
+    with serving({"broken": run, "good": other}, follow=True, follow_every_s=0.02) as server:
+        (run / "checkpoints" / "latest").unlink()
+        (run / "checkpoints" / "latest").symlink_to("no number")
+        time.sleep(0.1)
+        point(other, last)
+        until(lambda: admin(server, "/models")[1]["versions"][0]["step"] == last)
+        assert admin(server, "/models")[0]["versions"][0]["step"] == first
 
 
 def test_pin_and_roll_back_while_a_session_runs(run):
@@ -489,6 +638,31 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
         assert e.value.status == 504
 
 
+def test_a_fallback_at_random_is_legal(cartpole):
+    service = Service({"m": cartpole}, ModelService(fallback="random"))
+    actor = service.make_actor()
+    actor.start("s", b"")
+    for legal in (0, 1):
+        mask = [int(i == legal) for i in (0, 1)]
+        body = json.dumps({"obs": OBS, "action_mask": mask}).encode()
+        assert {json.loads(actor.fallback(body))["action"] for _ in range(20)} == {legal}
+    assert {json.loads(actor.fallback(b"nonsense"))["action"] for _ in range(60)} == {0, 1}
+
+
+@pytest.mark.parametrize("fallback", [2, [0], "left", 0.5])
+def test_a_fallback_that_is_no_action_is_refused(cartpole, fallback):
+    with pytest.raises(ConfigError, match="fallback: expected"):
+        Service({"m": cartpole}, ModelService(fallback=fallback))
+
+
+def test_stateless_requests_are_not_recorded(cartpole, tmp_path):
+    with serving({"m": cartpole}, record=str(tmp_path / "rec")) as server, bray.Client(port=server.port) as client:
+        assert client.step({"obs": OBS})["action"] in (0, 1)
+        client.start("game")
+        client.end()
+    assert len(recordings(tmp_path / "rec")) == 1
+
+
 def test_record_and_replay(run, tmp_path, capsys):
     *_, before, last = steps_of(run)
     with serving({"m": run}, record=str(tmp_path / "rec")) as server, bray.Client(port=server.port) as client:
@@ -621,6 +795,72 @@ def test_bray_serve_without_torch_in_two_workers(run):
             client.end()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+
+
+def workers_of(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_a_worker_that_comes_back_serves_what_the_others_serve(run):
+    """Not followed: a newer checkpoint changes nothing, also for a worker that was killed. Marks go with the service."""
+    first, second, last = steps_of(run)
+    point(run, second)
+    with serve_process(run, "--port", "0", "admin_port=0", "--workers", "2", "follow_every_s=0.1") as process:
+
+        def served():
+            return {(m["versions"][0]["step"], m["pinned"]) for _ in range(12) for m in admin(process, "/models")}
+
+        def metrics():
+            with urllib.request.urlopen(f"http://127.0.0.1:{process.admin_port}/metrics", timeout=10) as reply:
+                return dict(x.rsplit(" ", 1) for x in reply.read().decode().splitlines() if x[0] != "#")
+
+        def replaced():
+            now = workers_of(process)
+            return len(now) == 2 and victim not in now and metrics()["bray_workers"] == "2"
+
+        assert served() == {(second, None)}
+        for worker in (0, 1):
+            assert metrics()[f'bray_model_step{{model="run",worker="{worker}"}}'] == str(second)
+        point(run, last)
+        for step, pinned in ((second, None), (first, first)):
+            if pinned is not None:
+                admin(process, "/models/run", {"pin": pinned})
+                until(lambda: served() == {(first, first)})
+            victim = workers_of(process)[0]
+            os.kill(victim, signal.SIGKILL)
+            until(replaced)
+            assert served() == {(step, pinned)}
+        assert admin(process, "/models/run", {"pin": None})[0]["versions"][0]["step"] == last
+        until(lambda: served() == {(last, None)})
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert not list((run / "models" / "default").glob("*.keep"))
+
+
+def test_mistakes_are_told_once_before_there_are_workers(run, capsys):
+    for words, message in [
+        (["no/such/run"], "no such run directory"),
+        ([str(run), "--version", "7"], "step 7 are missing"),
+        ([str(run), "--fallback", "5"], "fallback: expected"),
+    ]:
+        assert main(["serve", *words, "--workers", "2", "--port", "0"]) == 2
+        assert capsys.readouterr().err.count(message) == 1
+    (run / "policy.json").write_text('{"algorithm": "PPO"}')
+    assert main(["serve", str(run)]) == 2
+    assert "older Bray" in capsys.readouterr().err
+
+
+def test_a_taken_port_leaves_nothing_behind(run):
+    with serving({"m": run}) as server, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        other = Path(
+            shutil.copytree(run, run.with_name("other"), symlinks=True, ignore=shutil.ignore_patterns("*.keep"))
+        )
+        with pytest.raises(ConfigError, match="cannot listen"), serving({"m": other}, port=taken.getsockname()[1]):
+            pass
+        assert not list((other / "models" / "default").glob("*.keep"))
+        assert server.port
 
 
 def test_commands_that_need_torch_say_so():

@@ -64,11 +64,12 @@ def test_malformed_messages_at_two_workers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("use_tcp", "count"), [(False, 60_000), (True, 40_000)], ids=["http", "tcp"])
-def test_a_hundred_thousand_malformed_messages(use_tcp, count):
-    result = fuzz(count, seed=0, use_tcp=use_tcp)
+@pytest.mark.parametrize("use_tcp", [False, True], ids=["http", "tcp"])
+def test_a_hundred_thousand_malformed_messages(use_tcp):
+    result = fuzz(100_000, seed=0, use_tcp=use_tcp)
     print(result.table())
-    assert result.messages >= count
+    assert result.messages >= 100_000
+    assert sum(result.replies.values(), Counter())["ok"] < 50_000  # the others were refused, or were no requests at all
 
 
 def test_the_head_of_a_pipelined_request_may_be_split():
@@ -152,7 +153,7 @@ def test_an_upgrade_that_is_not_taken_costs_nothing(chunked):
 def test_head_gets_no_body():
     with running() as server, Wire(server.port) as wire:
         wire.send(b"HEAD /step HTTP/1.1\r\n\r\nHEAD / HTTP/1.1\r\n\r\n" + http_request("start", "g"))
-        assert [wire.response()[0] for _ in range(3)] == [405, 404, 200]
+        assert [wire.response()[::2] for _ in range(3)] == [(405, b""), (404, b""), (200, b"started g")]
 
 
 def test_a_length_of_twenty_digits_is_refused_before_the_body():
@@ -173,13 +174,14 @@ def test_a_start_behind_an_end_comes_before_what_arrives_later():
 
     class Slow(Echo):
         async def end(self, data):
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+            time.sleep(0.02)  # so that the tick is there in the very moment in which the end is done
 
     with running(Slow, use_tcp=True) as server, Wire(server.port) as wire:
         wire.ask(b"start", b"g")
-        for i in range(200):
+        for _ in range(10):
             wire.send(pack_request(b"end", b"g", time=1) + pack_request(b"start", b"g", time=2))
-            time.sleep(0.0001 * (i % 20))
+            time.sleep(0.01)
             wire.send(pack_request(b"tick", b"g", b"new", time=3))
             assert [wire.frame()[1:] for _ in range(3)] == [(b"", 1), (b"started g", 2), (b"new", 3)]
 
@@ -220,6 +222,23 @@ def test_a_client_that_never_reads_is_let_go():
                 time.sleep(0.002)
             assert on_loop(server, unread) < 256 << 10
             until(lambda: not on_loop(server, lambda: server.front.open))
+
+
+def test_a_service_whose_admin_port_is_taken_leaves_its_other_port_free():
+    with socket.socket() as taken, socket.socket() as free:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        with pytest.raises(Exception, match="cannot listen on"):
+            running(port=port, admin_port=taken.getsockname()[1])
+        with running(port=port) as server, Wire(server.port) as wire:
+            assert wire.step("start", "g")[0] == 200
+        with socket.socket() as again:
+            again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            again.bind(("127.0.0.1", port))
+            again.listen()
 
 
 # --- Actors ----------------------------------------------------------------------------------------------------------------
@@ -383,6 +402,9 @@ def test_an_actor_that_shuts_the_executor_and_leaves_tasks_behind(either, caplog
                 self.tasks = [loop.create_task(asyncio.sleep(3600)) for _ in range(1000)]
                 self.tasks += [loop.create_task(super(Untidy, self).tick(b"stubborn 3600")) for _ in range(10)]
                 self.tasks.append(loop.create_task(self.exit()))
+                self.tasks[-1].add_done_callback(lambda task: task.exception())
+                for task in self.tasks:
+                    task._log_destroy_pending = False  # that they are left is what this is about
             return b"done"
 
         async def exit(self):
@@ -401,12 +423,22 @@ def test_an_actor_that_shuts_the_executor_and_leaves_tasks_behind(either, caplog
 
 
 def test_a_stateless_request_that_ignores_its_cancellation_gives_its_slot_back(caplog):
-    with running(Orders, tick_timeout_s=0.2, actors_per_worker=1) as server, Wire(server.port) as wire:
-        assert wire.step("auto", None, b"stubborn 1.5")[0] == 504
+    over = threading.Event()
+
+    class Stubborn(Echo):
+        async def tick(self, data):
+            while data == b"stubborn" and not over.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.01)
+            return data
+
+    with running(Stubborn, tick_timeout_s=0.2, actors_per_worker=1) as server, Wire(server.port) as wire:
+        assert wire.step("auto", None, b"stubborn")[0] == 504
         assert wire.step("auto", None, b"x")[0] == 429
         until(lambda: wire.step("auto", None, b"x")[0] == 200)
         assert "ignored its cancellation" in caplog.text
-        time.sleep(1.5)  # it ends now, and must not give back a second slot
+        over.set()  # it ends now, and must not give back a second slot
+        time.sleep(0.2)
         assert on_loop(server, lambda: [server.sessions.lent, server.sessions.free]) == [0, 1]
 
 
@@ -590,12 +622,12 @@ with BackgroundServer(Hoards, ServiceConfig(port=0, admin_port=0), fast=sys.argv
 """
 
 
-def test_without_files_a_worker_survives_and_serves_again(either):
+def test_without_files_a_worker_survives_and_serves_again(either, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", FEW_FILES, str(either)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=(tmp_path / "log").open("w"),  # asyncio's own loop has much to say
         text=True,
         cwd=ROOT,
     )
@@ -626,7 +658,7 @@ def test_without_files_a_worker_survives_and_serves_again(either):
             until(lambda: connections() == "1", 20)
         process.stdin.close()
         assert process.wait(10) == 0
-        assert "it takes 75 connections" in process.stderr.read()
+        assert "it takes 75 connections" in (tmp_path / "log").read_text()
     finally:
         process.kill()
         process.wait()
@@ -635,7 +667,7 @@ def test_without_files_a_worker_survives_and_serves_again(either):
 # --- several workers -------------------------------------------------------------------------------------------------------
 
 SERVICE = """
-import asyncio, logging, os, sys
+import asyncio, logging, os, sys, time
 from bray.serving.config import ServiceConfig
 from bray.serving.workers import serve
 
@@ -648,6 +680,9 @@ class Who:
     async def tick(self, data):
         if data[:1] == b"s":
             await asyncio.sleep(0.01)
+        if data == b"forever":
+            while True:
+                time.sleep(1.0)
         self.ticks += 1
         os.write(done, f"{self.session} {self.ticks}\\n".encode())
         return b"%d %d " % (os.getpid(), self.ticks) + data[:1] + b"%d" % len(data)
@@ -797,6 +832,20 @@ def test_sigterm_under_load_loses_no_tick(tmp_path):
         assert all(status in (200, 503) for p in players for _, status, _ in p.statuses)
 
 
+def test_a_worker_that_does_not_hear_the_signal_is_killed(tmp_path):
+    with two_workers(tmp_path, actors_per_worker=10) as service:
+        with Wire(service.port) as wire:
+            wire.step("start", "g")
+            wire.send(http_request("tick", "g", b"forever"))
+            time.sleep(0.2)
+            service.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            assert service.poll() is None
+            service.send_signal(signal.SIGTERM)
+            assert service.wait(20) == 0
+            assert "1 workers have not ended in time: they are killed" in (tmp_path / "log").read_text()
+
+
 def test_a_slow_tick_outlives_the_worker_that_passed_it_on(tmp_path):
     """One worker has no session and could go; a client of the other's session is connected to it."""
     with two_workers(tmp_path, actors_per_worker=10, drain_timeout_s=8.0) as service:
@@ -853,8 +902,8 @@ def test_a_session_that_was_promised_is_free_again_when_its_promiser_dies(tmp_pa
 def test_ten_thousand_idle_sessions_and_a_million_ticks():
     from benchmarks.serving import soak
 
-    idle = soak.idle_sessions(10_000)
-    assert idle["mb"] < 40
+    for own_connections in (False, True):
+        assert soak.idle_sessions(10_000, own_connections)["mb"] < 40
     rows = list(soak.ticks(1_000_000))
     assert rows[-1]["ticks"] >= 1_000_000
     assert rows[-1]["rss_mb"] - rows[2]["rss_mb"] < 4  # flat after the first 200,000

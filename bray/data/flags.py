@@ -3,7 +3,7 @@
 TERMINATED = 1
 TRUNCATED = 2
 VALID = 4
-"""Not a dead row: its action did something and its successor is the next row."""
+"""Neither a dead row nor one that waits: its action did something and its successor is the next row."""
 FIRST = 8
 """First row of an episode."""
 RETIRED = 16

@@ -31,7 +31,7 @@ class Trajectory:
     truncated: np.ndarray
     """`[T, B]` bool: the episode was cut and its future is not seen."""
     valid: np.ndarray
-    """`[T, B]` bool: False for dead rows, which have no weight anywhere."""
+    """`[T, B]` bool: False for dead rows and for rows that wait, which have no weight anywhere."""
     first: np.ndarray
     """`[T + 1, B]` bool: an episode starts here; recurrent state is zeroed before it."""
     outputs: NestedArray = field(default_factory=dict)

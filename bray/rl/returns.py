@@ -21,7 +21,8 @@ def gae(
         A_t     = delta_t + gamma lambda (1 - terminated_t - truncated_t) A_{t+1}
 
     `value [T+1, B]`, the rest `[T, B]`. The row after an episode's end holds its final observation (docs/architecture.md), so V_{t+1}
-    is the bootstrap there too: 0 where terminated, V(final) where truncated. Rows that are not valid get 0.
+    is the bootstrap there too: 0 where terminated, V(final) where truncated. Rows that are not valid get 0, and the sum goes on behind
+    them as if they were not there: rows of an environment that is waited for repeat the observation, and so V, of its next step.
     """
     if value.shape[0] != reward.shape[0] + 1:
         raise ValueError(f"value needs one row more than reward, got {value.shape[0]} and {reward.shape[0]}")
@@ -42,10 +43,10 @@ def _gae(value, reward, terminated, truncated, valid, gamma, lambda_):  # pragma
     for t in range(steps - 1, -1, -1):
         for b in range(batch):
             if not valid[t, b]:
-                carry[b] = 0.0
                 continue
+            if terminated[t, b] or truncated[t, b]:
+                carry[b] = 0.0  # what follows is another episode
             bootstrap = 0.0 if terminated[t, b] else gamma * value[t + 1, b]
-            trace = 0.0 if terminated[t, b] or truncated[t, b] else gamma * lambda_
-            carry[b] = reward[t, b] + bootstrap - value[t, b] + trace * carry[b]
+            carry[b] = reward[t, b] + bootstrap - value[t, b] + gamma * lambda_ * carry[b]
             advantage[t, b] = carry[b]
     return advantage
