@@ -801,11 +801,11 @@ def _yaml_flow(value: Any) -> str:
     return json.dumps(value)
 
 
-_PLAIN_TEXT = re.compile(r"^[A-Za-z_./][\w./+-]*(?::[A-Za-z_][\w.]*)?$", re.ASCII)
+_PLAIN_TEXT = re.compile(r"[A-Za-z_./][\w./+-]*(?::[A-Za-z_][\w.]*)?", re.ASCII)
 
 
 def _yaml_scalar(text: str) -> str:
-    if _PLAIN_TEXT.match(text) and not any(p.match(text) for _, p, _ in _SCALARS):
+    if _PLAIN_TEXT.fullmatch(text) and not any(p.match(text) for _, p, _ in _SCALARS):
         return text
     quoted = json.dumps(text, ensure_ascii=False)
     # line breaks of YAML that JSON leaves alone, and what a YAML reader refuses unescaped

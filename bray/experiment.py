@@ -536,9 +536,8 @@ class Experiment:
     def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
         """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `sample=True`). Blocks until a
         signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
-        from bray.service import Service, configure
+        from bray.service import Service, configure, serve
         from bray.serving.background import BackgroundServer
-        from bray.serving.workers import serve
 
         if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
             self.save()
@@ -550,10 +549,11 @@ class Experiment:
             raise ConfigError("there is nothing to serve yet: train first, or load a run")
         given = {"port": port, "versions": {version: 1.0}, **settings}
         service_config, model_config = configure([Source("python", given)])
-        service = Service({path.resolve().name: path}, model_config, torch_engine=torch_engine)
-        if not block:
-            return BackgroundServer(service.make_actor, service_config, service.prepare)
-        return serve(service.make_actor, service_config, prepare=service.prepare)
+        runs = {path.resolve().name: path}
+        if block:
+            return serve(runs, service_config, model_config, torch_engine)
+        service = Service(runs, model_config, torch_engine=torch_engine)
+        return BackgroundServer(service.make_actor, service_config, service.prepare)
 
     def close(self) -> None:
         if self._training is not None:

@@ -12,8 +12,10 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +37,8 @@ from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
 from bray.serving.server import Numbers, Server
 from bray.serving.values import plain, reader
-from bray.spec import ACTION_MASK, EnvSpec
+from bray.serving.workers import Ready, serve as serve_workers
+from bray.spec import ACTION_MASK, EnvSpec, Space
 
 logger = logging.getLogger("bray.serving")
 
@@ -52,8 +55,10 @@ class ModelService:
 
     engine: EngineName = "onnx"
     """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch = PyTorch."""
-    versions: dict[str, float] = field(default_factory=lambda: {"latest": 1.0})
-    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step."""
+    versions: dict[str, float] = field(
+        default_factory=dict
+    )  # not {"latest": 1}: what is given is merged into a default
+    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
     sample: bool = False
     """Draw actions from the policy's distribution instead of taking the best one."""
     follow: bool = False
@@ -90,10 +95,18 @@ def configure(sources: Sequence[Source]) -> tuple[ServiceConfig, ModelService]:
 class ActingEngine:
     """An engine whose outputs are actions: the Model's forward, then the choice of actions for the whole batch."""
 
-    def __init__(self, engine: Any, choose: Callable[[dict[str, Any], Any, np.ndarray | None], Any], recurrent: bool):
-        self.engine, self.choose, self.recurrent = engine, choose, recurrent
+    def __init__(
+        self,
+        engine: Any,
+        choose: Callable[[dict[str, Any], Any, np.ndarray | None], Any],
+        masked: bool,
+        recurrent: bool,
+    ):
+        self.engine, self.choose, self.masked, self.recurrent = engine, choose, masked, recurrent
 
-    def forward(self, obs: Any, mask: np.ndarray | None = None, *state: Any) -> dict[str, Any]:
+    def forward(self, obs: Any, *rest: Any) -> dict[str, Any]:
+        """rest: a mask where there are choices, then a state where the Model remembers."""
+        mask, state = (rest[0], rest[1:]) if self.masked else (None, rest)
         outputs = self.engine.forward(obs, *state)
         out = {"action": self.choose(outputs, obs, mask)}
         if self.recurrent:
@@ -114,37 +127,84 @@ class Arm:
 class ServedModel:
     """One run directory being served."""
 
-    def __init__(self, name: str, path: str | Path, config: ModelService, torch_engine: TorchEngine | None = None):
+    def __init__(
+        self,
+        name: str,
+        path: str | Path,
+        config: ModelService,
+        torch_engine: TorchEngine | None = None,
+        marks: Marks | None = None,
+    ):
         self.name, self.config, self.torch_engine = name, config, torch_engine
         self.run = RunDir.open(path)
         self.spec = EnvSpec.from_json(self.run.read_json("spec.json"))
         self.policy = self.run.read_json("policy.json")
         self.layout = self.spec.layout
         self.recurrent = bool(self.policy.get("recurrent"))
-        self.arms = [Arm(str(label), float(share)) for label, share in config.versions.items()]
-        if not self.arms or min(a.share for a in self.arms) < 0 or sum(a.share for a in self.arms) <= 0:
-            raise ConfigError(f"versions: expected shares above 0, got {dict(config.versions)}")
+        self.arms: list[Arm] = []
         self.pinned: int | None = None
         self.served: list[int] = []  # steps that were the newest one, in order, for rolling back
-        self._kept: set[int] = set()
+        self._marks = marks or Marks()
         self.host: ModelHost
         self._engines = _Engines(self)
         self._rng = np.random.default_rng()
         self._read_obs = reader(self.spec.observation)
         self._in_obs = self.spec.observation.kind == "dict" and ACTION_MASK in self.spec.observation.names
         self._all_legal = np.ones(self.layout.num_logits, np.bool_)
+        self.masked = bool(len(self._all_legal))
+        self._read_flat_mask = reader(Space("multi_binary", self._all_legal.shape, "int8"), ACTION_MASK)
+        parts = _choices(self.spec.action)
+        self._read_parts = None if parts is None or parts.kind == "multi_binary" else reader(parts, ACTION_MASK)
         ends = np.cumsum([p.n for p in self.layout.parts if p.kind == "categorical"]).tolist()
         self._choices = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]  # of each part, in a mask
         self._initial = None
         if self.recurrent:
             self._initial = _zeros(self.policy.get("state"), self.run.path)
+        if config.fallback is not None and config.fallback not in ("last", "random"):
+            try:
+                reader(self.spec.action, "fallback")(config.fallback)
+            except DataError as e:
+                raise ConfigError(f"{name}: {e}") from None
 
     # versions
 
-    def open(self) -> None:
+    def wish(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What is to be served, with the steps that `latest` and `best` mean now, so that all workers serve the same ones.
+        `{"pin": STEP}`, `{"pin": null}` (back to the versions of the start), `{"rollback": true}` or `{"versions": {LABEL: SHARE}}`."""
+        what, value = next(iter(asked.items())) if len(asked) == 1 else (None, None)
+        pin = None
+        if what == "rollback" and value is True:
+            pin = self.previous()
+        elif what == "pin" and type(value) is int:
+            pin = value
+        elif not (what == "pin" and value is None) and not (what == "versions" and isinstance(value, dict)):
+            raise ConfigError(
+                'expected {"pin": STEP}, {"pin": null}, {"rollback": true} or {"versions": {"latest": 0.9, "best": 0.1}}'
+            )
+        versions = {str(pin): 1.0} if pin is not None else (self.config.versions or {"latest": 1.0})
+        if isinstance(value, dict):
+            versions = {str(k): v for k, v in value.items()}
+        shares = list(versions.values())
+        if not all(type(x) in (int, float) and 0 <= x < math.inf for x in shares) or not sum(shares):
+            raise ConfigError(f"versions: expected shares above 0, got {versions}")
+        steps = {label: self._step_of(label) for label in versions}
+        for step in steps.values():
+            if self.config.engine == "onnx" and not self.run.weights_path(step, MODEL).exists():
+                there = ", ".join(map(str, self.run.versions(MODEL)[-8:])) or "none"
+                raise CheckpointError(f"{self.run.path}: the weights of step {step} are missing. There are: {there}.")
+        return {"versions": versions, "steps": steps, "pinned": pin}
+
+    def _steps(self, wish: Mapping[str, Any]) -> dict[str, int]:
+        """Steps by label; where the training is followed its newest ones, for those of the wish may be gone."""
+        if wish["pinned"] is not None or not self.config.follow:
+            return dict(wish["steps"])
+        return {k: self._step_of(k) if k in ("latest", "best") else step for k, step in wish["steps"].items()}
+
+    def open(self, wish: Mapping[str, Any] | None = None) -> None:
         """Load the first versions; fails with what is wrong with the run."""
-        steps = {arm.label: self._step_of(arm.label) for arm in self.arms}
-        first = steps[self.arms[0].label]
+        wish = wish or self.wish({"pin": None})
+        steps = self._steps(wish)
+        first = next(iter(steps.values()))
         c = self.config
         self.host = ModelHost(
             self.name,
@@ -158,13 +218,14 @@ class ServedModel:
         self.host(
             *tree.map(lambda x: x[None], self.sample()), batch=True
         )  # what is wrong shows now, not at the first tick
-        for arm in self.arms:
-            self._use(arm, steps[arm.label])
+        for label, share in wish["versions"].items():
+            self.arms.append(self._use(Arm(label, share), steps[label]))
+        self.pinned = wish["pinned"]
 
     def sample(self) -> tuple[Any, ...]:
         """What one tick may ask the model."""
         obs = tree.map(np.asarray, self.spec.observation.sample(np.random.default_rng(0)))
-        mask = self._all_legal if len(self._all_legal) else None
+        mask = self._all_legal if self.masked else None
         return tuple(x for x in (obs, mask, self._initial) if x is not None)
 
     def _step_of(self, label: str) -> int:
@@ -179,35 +240,27 @@ class ServedModel:
 
     def _acting(self, step: int) -> ActingEngine:
         engine = self._engines.make(step)
-        return ActingEngine(engine, self._engines.choose, self.recurrent)
+        return ActingEngine(engine, self._engines.choose, self.masked, self.recurrent)
 
-    def _use(self, arm: Arm, step: int, engine: ActingEngine | None = None) -> None:
+    def _use(self, arm: Arm, step: int, engine: ActingEngine | None = None) -> Arm:
         if step not in self.host.steps:
             self.host.add_version(step, engine or self._acting(step))
         arm.step = step
-        self._keep(step)
+        self._marks.set(self.run, step)
         if arm.label == "latest" and (not self.served or self.served[-1] != step):
             self.served.append(step)
-
-    def _keep(self, step: int) -> None:
-        """Ask the training not to delete this version while it is served."""
-        try:
-            if step not in self._kept and not self.run.is_protected(step, MODEL):
-                self.run.protect(step, MODEL)
-                self._kept.add(step)
-        except (BrayError, OSError) as e:  # a run that can only be read is served all the same
-            logger.debug("%s: %s", self.name, e)
+        return arm
 
     def let_go(self, steps: Iterable[int]) -> None:
         """These versions are not served any more."""
-        for step in set(steps) & self._kept:
-            self._kept.discard(step)
-            with contextlib.suppress(OSError):
-                self.run.protect(step, MODEL, on=False)
+        for step in steps:
+            self._marks.remove(self.run, step)
 
     def unused(self) -> list[int]:
-        """Versions in memory that no session is given any more."""
+        """Versions in memory that no session is given any more; the one before the newest stays, for rolling back."""
         wanted = {arm.step for arm in self.arms}
+        if self.served[-1:] and self.served[-1] in wanted:
+            wanted.update(self.served[-2:-1])
         return [step for step in self.host.steps if step not in wanted]
 
     def pick(self, u: float) -> int:
@@ -236,26 +289,20 @@ class ServedModel:
                     logger.info("%s: now serving %s = step %d", self.name, arm.label, step)
 
     async def change(self, wish: Mapping[str, Any]) -> None:
-        """`{"pin": STEP}`, `{"pin": null}` (back to the versions of the start) or `{"versions": {LABEL: SHARE}}`."""
-        loop = asyncio.get_running_loop()
-        if wish.get("pin") is not None:
-            labels = {str(wish["pin"]): 1.0}
-        else:
-            labels = {str(k): float(v) for k, v in wish.get("versions", self.config.versions).items()}
-        if not labels or min(labels.values()) < 0 or sum(labels.values()) <= 0:
-            raise ConfigError(f"expected versions with shares above 0, got {labels}")
+        """Serve what `wish` made."""
         arms = []
-        for label, share in labels.items():
-            arm, step = Arm(label, share), self._step_of(label)
-            engine = None if step in self.host.steps else await loop.run_in_executor(None, self._acting, step)
-            self._use(arm, step, engine)
-            arms.append(arm)
-        self.arms, self.pinned = arms, wish.get("pin")
+        for label, step in self._steps(wish).items():
+            engine = None
+            if step not in self.host.steps:
+                engine = await asyncio.get_running_loop().run_in_executor(None, self._acting, step)
+            arms.append(self._use(Arm(label, wish["versions"][label]), step, engine))
+        self.arms, self.pinned = arms, wish["pinned"]
 
     def previous(self) -> int:
         """The version before the one that is served."""
         now = self.arms[0].step
-        before = [s for s in self.served if s != now] or [s for s in self.run.versions(MODEL) if s < now]
+        before = self.served[: self.served.index(now)] if now in self.served else []
+        before = before or [s for s in self.run.versions(MODEL) if s < now]
         if not before:
             raise ConfigError(f"{self.name}: there is no version before step {now}")
         return before[-1]
@@ -268,35 +315,81 @@ class ServedModel:
         if self._in_obs and mask is not None and isinstance(obs, dict):
             obs = {**obs, ACTION_MASK: mask}
         x = self._read_obs(obs)
-        if not len(self._all_legal):
+        if not self.masked:
             return (x,)
         if self._in_obs:
-            return x, self._flat_mask(x[ACTION_MASK])
+            return x, self._legal(self.layout.mask(tree.map(lambda leaf: leaf[None], x))[0])  # type: ignore[index]
         return x, self._all_legal if mask is None else self._mask(mask)
 
-    def _flat_mask(self, value: Any) -> np.ndarray:
-        """A mask as it was sent (flat, or in the parts of a composite action) -> one bool per choice."""
-        mask = self.layout.mask({ACTION_MASK: tree.map(lambda x: np.asarray(x)[None], value)})
-        assert mask is not None
-        if mask.shape[1] == len(self._all_legal) and not all(mask[0, part].any() for part in self._choices):
-            raise DataError("action_mask: expected at least one legal action for every choice, got none")
-        return mask[0]
-
     def _mask(self, value: Any) -> np.ndarray:
-        try:
-            mask = self._flat_mask(value)
-        except (ValueError, TypeError, IndexError):
-            mask = np.empty(0)
-        if mask.shape != self._all_legal.shape:
-            raise DataError(f"action_mask: expected {len(self._all_legal)} numbers 0 or 1, got {str(value)[:60]}")
+        """A mask as it was sent (flat, or in the parts of a composite action) -> one bool per choice."""
+        parts = isinstance(value, dict) and "base64" not in value
+        if isinstance(value, list) and value and self._read_parts is not None:
+            parts = isinstance(value[0], (list, dict))
+        if parts and self._read_parts is not None:
+            leaves = tree.leaves(self._read_parts(value))
+            return self._legal(np.concatenate([leaf.ravel() for leaf in leaves]) > 0)
+        return self._legal(self._read_flat_mask(value) > 0)
+
+    def _legal(self, mask: np.ndarray) -> np.ndarray:
+        if len(mask) == len(self._all_legal) and not all(mask[part].any() for part in self._choices):
+            raise DataError(f"{ACTION_MASK}: expected at least one legal action for every choice, got none")
         return mask
+
+    def graph(self) -> Path:
+        return self._engines.graph()
 
     def zero_state(self) -> Any:
         return self._initial
 
-    def random_action(self) -> Any:
+    def random_action(self, mask: np.ndarray | None = None) -> Any:
         outputs = self._engines.noise(1)
-        return plain(tree.index(self._engines.choose(outputs, None, None, self._rng), 0))
+        masks = None if mask is None else mask[None]
+        return plain(tree.index(self._engines.choose(outputs, None, masks, self._rng), 0))
+
+
+def _choices(action: Space) -> Space | None:
+    """The space of an action's mask in parts: 0 or 1 for every choice, in the shape of the action; None where there are none."""
+    if action.kind in ("dict", "tuple"):
+        found = {name: part for name, space in action.items if (part := _choices(space)) is not None}
+        names = tuple(found) if action.kind == "dict" else ()
+        return Space(action.kind, names=names, parts=tuple(found.values())) if found else None
+    if action.kind == "box":
+        return None
+    n = sum(action.n) if action.n else 2 * int(np.prod(action.shape, dtype=int))
+    return Space("multi_binary", (n,), "int8")
+
+
+class Marks:
+    """Asks trainings not to delete the versions that are served. The marks that the workers of one service set are written down in a file
+    of theirs, so that whoever ends last removes them, and none that somebody else has set."""
+
+    def __init__(self, ledger: Path | None = None):
+        self._ledger = ledger
+        self._ours: set[tuple[str, int]] = set()
+        if ledger is not None and ledger.exists():
+            self._ours = {(run, step) for run, step in map(json.loads, ledger.read_text().splitlines())}
+
+    def set(self, run: RunDir, step: int) -> None:
+        try:
+            if (str(run.path), step) in self._ours or not run.is_protected(step, MODEL):
+                run.protect(step, MODEL)
+                self._ours.add((str(run.path), step))
+                if self._ledger is not None:
+                    with self._ledger.open("a") as f:
+                        f.write(json.dumps([str(run.path), step]) + "\n")
+        except (BrayError, OSError) as e:  # a run that can only be read is served all the same
+            logger.debug("%s: %s", run.path, e)
+
+    def remove(self, run: RunDir, step: int) -> None:
+        if (str(run.path), step) in self._ours:
+            self._ours.discard((str(run.path), step))
+            with contextlib.suppress(OSError):
+                run.protect(step, MODEL, on=False)
+
+    def remove_all(self) -> None:
+        for run, step in list(self._ours):
+            self.remove(RunDir(run), step)
 
 
 class _Engines:
@@ -310,9 +403,10 @@ class _Engines:
         self.epsilon = float(policy.get("epsilon", 0.0))
         self._own: Any = None  # the algorithm's own Policy, where it has no rule
         if self.rule is None and self.config.engine != "torch":
-            raise ConfigError(
-                f"{model.run.path}: the Policy of {policy.get('algorithm')} acts in a way of its own, which needs its code: serve it with --engine torch"
-            )
+            why = f"the Policy of {policy.get('algorithm')} acts in a way of its own, which needs its code"
+            if "rule" not in policy:
+                why = "its policy.json is of an older Bray and does not say how actions are chosen"
+            raise ConfigError(f"{model.run.path}: {why}: serve it with --engine torch")
 
     def make(self, step: int) -> Any:
         run, name = self.model.run, self.config.engine
@@ -328,11 +422,15 @@ class _Engines:
                 )
             return engine
         if self._graph is None:
-            path = run.models / MODEL / "graph.onnx"
-            if not path.exists():
-                export_graph(run.path)
-            self._graph = OnnxEngine(path, self.config.threads)
+            self._graph = OnnxEngine(self.graph(), self.config.threads)
         return self._graph.with_weights(run.load_weights(step, MODEL), step)
+
+    def graph(self) -> Path:
+        """The run's graph.onnx, exported if it is not there yet."""
+        path = self.model.run.models / MODEL / "graph.onnx"
+        if not path.exists():
+            export_graph(self.model.run.path)
+        return path
 
     def _torch(self, step: int) -> Any:
         if self.model.torch_engine is None:
@@ -430,7 +528,7 @@ class PolicyActor(Actor):
         self.state = self.model.zero_state()
         self.last: Any = None
         reply = _write({"model": self.model.name, "version": self._step()})
-        if self.service.config.record is not None:
+        if self.service.config.record is not None and session:  # else a stateless request
             about = {"run": str(self.model.run.path.resolve()), "model": self.model.name, "version": self._step()}
             self.recording = Recording(Path(self.service.config.record), session, about)
             self.recording.add(START, data, reply)
@@ -480,7 +578,10 @@ class PolicyActor(Actor):
         wish = self.service.config.fallback
         action = wish
         if wish == "random" or (wish == "last" and self.last is None):
-            action = self.model.random_action()
+            mask = None
+            with contextlib.suppress(msgspec.DecodeError, DataError):
+                mask = self.model.read(_read_tick(data))[1] if self.model.masked else None
+            action = self.model.random_action(mask)
         elif wish == "last":
             action = self.last
         return _write({"action": action, "version": self._step(), "fallback": True})
@@ -500,15 +601,20 @@ class Service:
         self,
         runs: Mapping[str, str | Path],
         config: ModelService,
-        control: Path | None = None,
+        shared: Path | None = None,
         torch_engine: TorchEngine | None = None,
     ):
-        self.config, self.control = config, control
-        self.models = {name: ServedModel(name, path, config, torch_engine) for name, path in runs.items()}
-        self._wishes: dict[str, Any] = {}
-        self._seen = -1
-        for model in self.models.values():
-            model.open()
+        """`shared`: a directory of the workers of one service, as `serve` prepares it."""
+        self.config = config
+        self._file = None if shared is None else shared / _WISHES
+        marks = Marks(None if shared is None else shared / _MARKS)
+        self.models = {name: ServedModel(name, path, config, torch_engine, marks) for name, path in runs.items()}
+        self._wishes = self._read_wishes()
+        self._said: dict[str, str] = {}  # the last mistake of each model
+        self._unused: dict[tuple[str, int], int] = {}  # how often a version was seen unused in a row
+        self._changing = asyncio.Lock()  # one change of what is served at a time
+        for name, model in self.models.items():
+            model.open(self._wishes.get(name))
 
     def model(self, name: str | None) -> ServedModel:
         if name is None:
@@ -523,8 +629,7 @@ class Service:
     async def prepare(self, server: Server) -> None:
         """Join a worker: its admin routes, its numbers, its life."""
         server.routes["models"] = self.admin
-        server.numbers.append(self.numbers)
-        await self._read_control()
+        server.numbers.append(lambda: self.numbers(server.worker))
         task = asyncio.get_running_loop().create_task(self._follow())
 
         async def close() -> None:
@@ -535,48 +640,51 @@ class Service:
 
         server.closers.append(close)
 
-    def numbers(self) -> Numbers:
+    def numbers(self, worker: int = 0) -> Numbers:
         out: Numbers = {}
         for model in self.models.values():
+            name = model.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
             for key, value in model.host.numbers().items():
-                out[f'bray_model_{key}{{model="{model.name}"}}'] = value
+                # the workers' numbers are added up: those whose sum means nothing say whose they are
+                own = f',worker="{worker}"' if key in ("step", "versions", "forward_seconds") else ""
+                out[f'bray_model_{key}{{model="{name}"{own}}}'] = value
         return out
 
     async def _follow(self) -> None:
         """Look for new checkpoints and new wishes; a mistake is logged once and what was served goes on."""
-        said = ""
-        idle: dict[tuple[str, int], int] = {}
         while True:
             await asyncio.sleep(self.config.follow_every_s)
-            try:
-                await self._read_control()
-                for model in self.models.values():
-                    await model.look()
-                    for step in model.unused():  # sessions may be in the middle of a tick with it
-                        key = (model.name, step)
-                        idle[key] = idle.get(key, 0) + 1
-                        if idle[key] > 5:
-                            del idle[key]
-                            await model.host.drop_version(step)
-                            model.let_go([step])
-                said = ""
-            except (BrayError, OSError) as e:
-                if str(e) != said:
-                    said = str(e)
-                    logger.error("what is served stays as it is: %s", e)
+            for model in self.models.values():
+                try:
+                    async with self._changing:
+                        await self._tend(model)
+                    self._said.pop(model.name, None)
+                except Exception as e:  # whatever it is, the next checkpoint may be a good one
+                    if str(e) != self._said.get(model.name):
+                        self._said[model.name] = str(e)
+                        logger.error("%s: what is served stays as it is: %s", model.name, e)
 
-    async def _read_control(self) -> None:
-        """Wishes that another worker (or this one) wrote down."""
-        if self.control is None or not self.control.exists():
-            return
-        stamp = self.control.stat().st_mtime_ns
-        if stamp != self._seen:
-            self._seen = stamp
-            wishes = json.loads(self.control.read_bytes())
-            for name, wish in wishes.items():
-                if wish != self._wishes.get(name):
-                    await self.models[name].change(wish)
-            self._wishes = wishes
+    async def _tend(self, model: ServedModel) -> None:
+        wish = self._read_wishes().get(model.name)
+        if wish is not None and wish != self._wishes.get(model.name):
+            await model.change(wish)
+            self._wishes[model.name] = wish
+        await model.look()
+        unused = [(model.name, step) for step in model.unused()]
+        for key in [k for k in self._unused if k[0] == model.name and k not in unused]:
+            del self._unused[key]
+        for key in unused:  # sessions may be in the middle of a tick with it
+            self._unused[key] = self._unused.get(key, 0) + 1
+            if self._unused[key] > 5:
+                del self._unused[key]
+                await model.host.drop_version(key[1])
+                model.let_go([key[1]])
+
+    def _read_wishes(self) -> dict[str, Any]:
+        """What the workers were told last, whichever of them was."""
+        if self._file is None or not self._file.exists():
+            return {}
+        return json.loads(self._file.read_bytes())
 
     async def admin(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
         """GET /models; POST /models/NAME with {"pin": STEP | null}, {"rollback": true} or {"versions": {LABEL: SHARE}}."""
@@ -584,25 +692,16 @@ class Service:
         try:
             if method == "POST":
                 model = self.model(name or None)
-                wish = json.loads(body)
-                if (
-                    not isinstance(wish, dict)
-                    or len(wish) != 1
-                    or next(iter(wish)) not in ("pin", "rollback", "versions")
-                ):
-                    raise ConfigError(
-                        'expected {"pin": STEP}, {"rollback": true} or {"versions": {"latest": 0.9, "best": 0.1}}'
-                    )
-                if "rollback" in wish:
-                    wish = {"pin": model.previous()}
-                await model.change(wish)
-                self._wishes = {**self._wishes, model.name: wish}
-                if self.control is not None:
-                    write_atomic(self.control, json.dumps(self._wishes))
-                    self._seen = self.control.stat().st_mtime_ns
+                asked = json.loads(body)
+                async with self._changing:
+                    wish = model.wish(asked if isinstance(asked, dict) else {})
+                    await model.change(wish)
+                    self._wishes[model.name] = wish
+                    if self._file is not None:
+                        write_atomic(self._file, json.dumps({**self._read_wishes(), model.name: wish}))
             elif method != "GET":
                 return 405, "text/plain", b"expected GET or POST\n"
-        except (BrayError, ValueError, TypeError, AttributeError) as e:
+        except (BrayError, ValueError) as e:
             return 400, "application/json", json.dumps({"error": "malformed", "message": str(e)}).encode()
         return 200, "application/json", json.dumps([self._about(m) for m in self.models.values()]).encode()
 
@@ -617,6 +716,44 @@ class Service:
             "pinned": model.pinned,
             "loaded": sorted(model.host.steps),
         }
+
+
+_WISHES, _MARKS = "wishes.json", "marks"
+
+
+def serve(
+    runs: Mapping[str, str | Path],
+    service: ServiceConfig,
+    model: ModelService,
+    torch_engine: TorchEngine | None = None,
+    on_ready: Ready | None = None,
+) -> int:
+    """Serve runs until a signal; returns the exit code. Every worker makes its own `Service`, after it was forked."""
+    boxes: dict[str, Service] = {}
+
+    def make_actor() -> PolicyActor:
+        return boxes["here"].make_actor()
+
+    async def prepare(server: Server) -> None:
+        boxes["here"] = Service(runs, model, shared, torch_engine)
+        await boxes["here"].prepare(server)
+
+    with tempfile.TemporaryDirectory(prefix="bray-serve-") as directory:
+        shared = Path(directory)
+        try:
+            # What is wrong is said once, before there are workers; and all begin with the same versions, also one that comes later.
+            models = {name: ServedModel(name, path, model, torch_engine) for name, path in runs.items()}
+            wishes = {name: each.wish({"pin": None}) for name, each in models.items()}
+            write_atomic(shared / _WISHES, json.dumps(wishes))
+            marks = Marks(shared / _MARKS)
+            for name, each in models.items():
+                for step in wishes[name]["steps"].values() if not model.follow else ():
+                    marks.set(each.run, step)
+                if model.engine == "onnx":
+                    each.graph()
+            return serve_workers(make_actor, service, on_ready=on_ready, prepare=prepare)
+        finally:
+            Marks(shared / _MARKS).remove_all()
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

@@ -935,6 +935,8 @@ class Fuzz:
     """Slow writers that are connected."""
 
     async def run(self) -> Fuzz:
+        global _serial
+        _serial = 0  # the same names for the same seed
         records = _Records()
         logging.getLogger().addHandler(records)
         self.games: list[Game] = []

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pydantic import Field
 
 from bray import config
@@ -458,6 +458,7 @@ plain = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), plain, max_size=3))
+@example({"A\n": None, "b": "c\n"})
 def test_any_env_config_survives_config_yaml(values):
     r = resolved(Source("python", {"env": {"env_config": values}}))
     data, _ = config._read_yaml(r.to_yaml(), "config.yaml")

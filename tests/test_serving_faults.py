@@ -623,14 +623,15 @@ with BackgroundServer(Hoards, ServiceConfig(port=0, admin_port=0), fast=sys.argv
 
 
 def test_without_files_a_worker_survives_and_serves_again(either, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", FEW_FILES, str(either)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "log").open("w"),  # asyncio's own loop has much to say
-        text=True,
-        cwd=ROOT,
-    )
+    with (tmp_path / "log").open("w") as log:  # not a pipe: asyncio's own loop has much to say
+        process = subprocess.Popen(
+            [sys.executable, "-c", FEW_FILES, str(either)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+        )
     try:
         port, admin = map(int, process.stdout.readline().split())
 
@@ -662,6 +663,7 @@ def test_without_files_a_worker_survives_and_serves_again(either, tmp_path):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
 
 
 # --- several workers -------------------------------------------------------------------------------------------------------
@@ -697,19 +699,27 @@ sys.exit(serve(Who, config, on_ready=lambda port, admin: print(port, admin, flus
 
 @contextlib.contextmanager
 def two_workers(tmp_path, **config):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVICE, repr(config), str(tmp_path / "done")],
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "log").open("w"),
-        text=True,
-        cwd=ROOT,
-    )
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, repr(config), str(tmp_path / "done")],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+        )
     try:
         process.port, process.admin = map(int, process.stdout.readline().split())
         yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def wires_to(service, n):
+    """Connections, some of them to either worker."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(Wire(service.port, timeout=30)) for _ in range(n)]
 
 
 class Player:
@@ -722,6 +732,11 @@ class Player:
         self.answered = self.reconnected = self.restarted = 0
         self.over = False
         self.reader = self.writer = None
+
+    def close(self):
+        if self.writer is not None:
+            self.writer.close()
+        self.writer = None
 
     async def ask(self, kind, body=b""):
         if self.writer is None:
@@ -740,7 +755,7 @@ class Player:
             try:
                 status, reply = await asyncio.wait_for(self.ask(kind, body if kind == "tick" else b""), 20)
             except (OSError, asyncio.IncompleteReadError):
-                self.writer = None
+                self.close()
                 self.reconnected += 1
                 if "lost" in give_up:
                     return
@@ -753,6 +768,7 @@ class Player:
                 assert int(reply.split()[0]) == self.owner
                 await asyncio.sleep(0.005)
             elif code(reply) in give_up:
+                self.close()
                 return
             elif status == 404:
                 kind = "start"
@@ -762,7 +778,7 @@ class Player:
                 if status == 409:  # its start was answered by a worker that died before it could say so
                     kind = "tick"
                 await asyncio.sleep(0.05)
-        self.writer.close()
+        self.close()
 
 
 def test_kill_9_under_load(tmp_path):
@@ -848,8 +864,7 @@ def test_a_worker_that_does_not_hear_the_signal_is_killed(tmp_path):
 
 def test_a_slow_tick_outlives_the_worker_that_passed_it_on(tmp_path):
     """One worker has no session and could go; a client of the other's session is connected to it."""
-    with two_workers(tmp_path, actors_per_worker=10, drain_timeout_s=8.0) as service:
-        wires = [Wire(service.port, timeout=15) for _ in range(12)]
+    with two_workers(tmp_path, actors_per_worker=10, drain_timeout_s=8.0) as service, wires_to(service, 12) as wires:
         owner = int(wires[0].step("start", "g")[1])
         assert all(int(w.step("tick", "g", b"x")[1].split()[0]) == owner for w in wires)
         service.send_signal(signal.SIGTERM)
@@ -861,8 +876,7 @@ def test_a_slow_tick_outlives_the_worker_that_passed_it_on(tmp_path):
 
 
 def test_large_bodies_pass_between_workers(tmp_path):
-    with two_workers(tmp_path, actors_per_worker=10) as service:
-        wires = [Wire(service.port, timeout=30) for _ in range(8)]
+    with two_workers(tmp_path, actors_per_worker=10) as service, wires_to(service, 8) as wires:
         wires[0].step("start", "g")
         for i, wire in enumerate(wires):
             size = 1 + i * 2_000_000

@@ -17,6 +17,7 @@ from tests.serving_for_tests import Wire, http_request
 
 SERVICE = """
 import logging, os, sys
+from bray.errors import ConfigError
 from bray.serving.config import ServiceConfig
 from bray.serving.workers import serve
 
@@ -39,11 +40,13 @@ def make():
     return Who()
 
 def prepare(server):
-    if os.environ.get("FAILS"):
+    if os.environ.get("FAILS") == "mistake":
+        raise ConfigError("told wrongly")
+    if os.environ.get("FAILS") or os.path.exists(os.environ.get("FAILS_WHEN", "/nowhere")):
         raise RuntimeError("cannot be prepared")
 
 logging.basicConfig(level="INFO", stream=sys.stderr)
-config = ServiceConfig(port=0, admin_port=0, use_tcp=True, **eval(sys.argv[1]))
+config = ServiceConfig(**({"port": 0, "admin_port": 0, "use_tcp": True} | eval(sys.argv[1])))
 sys.exit(serve(make, config, on_ready=lambda port, admin: print(port, admin, flush=True), prepare=prepare))
 """
 
@@ -287,3 +290,42 @@ def test_a_closed_worker_gets_no_sessions(tmp_path):
     table.lend(0, 0)
     assert table.roomy(1) == 0
     assert json.dumps(table.find(b"3")) == "null"
+
+
+def test_two_services_do_not_share_a_port():
+    """Workers of one service share it; another service is refused, whatever its number of workers."""
+    with service() as first:
+        for workers in (1, 2):
+            with service(workers=workers, port=first.port) as second:
+                assert second.wait(20) in (1, 2)
+                assert f"cannot listen on 127.0.0.1:{first.port}" in second.stderr.read()
+        assert Wire(first.port).step("start", "g")[0] == 200
+
+
+def test_a_mistake_in_the_workers_ends_the_service_at_once(monkeypatch):
+    monkeypatch.setenv("FAILS", "mistake")
+    with service() as s:
+        assert s.wait(20) == 2
+        assert "told wrongly" in s.stderr.read()
+
+
+def test_one_worker_that_cannot_come_back_does_not_end_the_others(monkeypatch, tmp_path):
+    flag = tmp_path / "flag"
+    monkeypatch.setenv("FAILS_WHEN", str(flag))
+    with service() as s:
+        owners = {}
+        while len(set(owners.values())) < 2:
+            name = f"s{len(owners)}"
+            owners[name] = int(ask_again(s.port, "start", name)[1])
+        flag.write_text("")
+        dead, *_ = owners.values()
+        os.kill(dead, signal.SIGKILL)
+        time.sleep(4.0)  # five deaths in a row take a second and a half
+        alive = next(name for name, owner in owners.items() if owner != dead)
+        assert ask_again(s.port, "tick", alive)[0] == 200
+        assert s.poll() is None
+        flag.unlink()
+        deadline = time.monotonic() + 20
+        while metrics(s.admin)["bray_workers"] != "2" and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert metrics(s.admin)["bray_workers"] == "2"

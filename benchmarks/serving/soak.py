@@ -1,7 +1,9 @@
-"""python -m benchmarks.serving.soak [idle|http|tcp|churn ...] [--ticks 1000000]: what a game service's memory does in the long run.
+"""python -m benchmarks.serving.soak [idle|http|tcp|workers|churn ...] [--ticks 1000000]: what a game service's memory does in the long run.
 
-idle: resident memory of one worker with 10,000 sessions that do nothing, beyond the empty one. http, tcp: a sample every 100,000 ticks of
-64 sessions. churn: the same for sessions and connections that come and go. One JSON line per sample.
+idle: resident memory of one worker with 10,000 sessions that do nothing, beyond the empty one: over 100 connections of framed TCP, then
+each with an HTTP connection of its own. http, tcp: a sample every 100,000 ticks of
+64 sessions. workers: the same for two workers that pass requests on to each other, their memory added up. churn: the same for sessions
+and connections that come and go. One JSON line per sample.
 """
 
 from __future__ import annotations
@@ -37,17 +39,23 @@ class Echo(Actor):
     async def end(self, data):
         return b""
 
-config = ServiceConfig(port=0, admin_port=0, use_tcp=True, actors_per_worker=20_000, drain_timeout_s=0)
+workers = int(sys.argv[1])
+config = ServiceConfig(port=0, admin_port=0, use_tcp=True, workers=workers, actors_per_worker=20_000,
+                       max_connections=12_000, drain_timeout_s=0)
 sys.exit(serve(Echo, config, on_ready=lambda port, admin: print(port, admin, flush=True)))
 """
 TICK = 'bray_requests_total{kind="tick",status="200"}'
 
 
 class Service:
-    """One worker in a process of its own."""
+    """A service in processes of its own."""
+
+    def __init__(self, workers: int = 1):
+        self.workers = workers
 
     def __enter__(self) -> Service:
-        self._process = subprocess.Popen([sys.executable, "-c", SERVICE], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        command = [sys.executable, "-c", SERVICE, str(self.workers)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert self._process.stdout is not None
         self.port, self._admin = map(int, self._process.stdout.readline().split())
         return self
@@ -81,16 +89,29 @@ async def _ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reque
                 raise RuntimeError(f"a request failed: {reply!r}")
 
 
-def idle_sessions(count: int = 10_000) -> dict[str, Any]:
-    """Memory of sessions that have started, ticked once and wait, over 100 connections that stay open."""
+async def _post(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kind: bytes, session: bytes) -> None:
+    head = b"POST /step HTTP/1.1\r\nsession: %b\r\nstep_kind: %b\r\nContent-Length: 100\r\n\r\n" % (session, kind)
+    writer.write(head + b"x" * 100)
+    reply = await reader.readuntil(b"\r\n\r\n")
+    if not reply.startswith(b"HTTP/1.1 200 "):
+        raise RuntimeError(f"a request failed: {reply!r}")
+    await reader.readexactly(int(reply.split(b"Content-Length: ")[1].split(b"\r\n")[0]))
 
-    async def fill(port: int, first: int, n: int) -> list[asyncio.StreamWriter]:
+
+def idle_sessions(count: int = 10_000, own_connections: bool = False) -> dict[str, Any]:
+    """Memory of sessions that have started, ticked once and wait, over connections that stay open."""
+
+    async def fill(port: int, n: int) -> list[asyncio.StreamWriter]:
         writers = []
         for c in range(n):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            names = [b"session-%08d" % i for i in range(first + c, first + count, n)]
-            await _ask(reader, writer, [pack_request(b"start", name) for name in names])
-            await _ask(reader, writer, [pack_request(b"tick", name, b"x" * 100) for name in names])
+            names = [b"session-%08d" % i for i in range(c, count, n)]
+            if own_connections:
+                await _post(reader, writer, b"start", *names)
+                await _post(reader, writer, b"tick", *names)
+            else:
+                await _ask(reader, writer, [pack_request(b"start", name) for name in names])
+                await _ask(reader, writer, [pack_request(b"tick", name, b"x" * 100) for name in names])
             writers.append(writer)
         return writers
 
@@ -99,7 +120,7 @@ def idle_sessions(count: int = 10_000) -> dict[str, Any]:
         await _ask(reader, writer, [pack_request(k, b"warm") for k in (b"start", b"tick", b"end")])
         await asyncio.sleep(0.5)
         empty = megabytes(service.numbers())
-        connections = await fill(service.port, 0, 100)
+        connections = await fill(service.port, count if own_connections else 100)
         await asyncio.sleep(0.5)
         numbers = service.numbers()
         full = megabytes(numbers)
@@ -118,12 +139,14 @@ def idle_sessions(count: int = 10_000) -> dict[str, Any]:
         return asyncio.run(measure(service))
 
 
-def ticks(count: int = 1_000_000, every: int = 100_000, use_tcp: bool = False) -> Iterator[dict[str, Any]]:
+def ticks(
+    count: int = 1_000_000, every: int = 100_000, use_tcp: bool = False, workers: int = 1
+) -> Iterator[dict[str, Any]]:
     """Ticks as fast as they are answered, with a sample of the memory at every so many."""
     build_load()
-    with Service() as service:
+    with Service(workers) as service:
         options = ["--port", str(service.port), "--connections", "32", "--sessions", "64", "--seconds", "100000"]
-        command = [str(LOAD), *options, *(["--tcp"] if use_tcp else [])]
+        command = [str(LOAD), *options, *(["--tcp"] if use_tcp else []), *(["--elsewhere"] if workers > 1 else [])]
         load = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             began, due = time.monotonic(), 0
@@ -135,8 +158,9 @@ def ticks(count: int = 1_000_000, every: int = 100_000, use_tcp: bool = False) -
                 if done >= due:
                     errors = sum(v for k, v in numbers.items() if re.match(r'bray_requests_total.*status="[^2]', k))
                     yield {
-                        "case": "tcp" if use_tcp else "http",
+                        "case": "workers" if workers > 1 else "tcp" if use_tcp else "http",
                         "ticks": done,
+                        "forwarded": int(numbers.get("bray_requests_forwarded_total", 0)),
                         "rss_mb": megabytes(numbers),
                         "errors": int(errors),
                         "seconds": round(time.monotonic() - began, 1),
@@ -175,18 +199,18 @@ def churn(games: int = 50_000, every: int = 5_000) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    cases = {"idle": None, "http": False, "tcp": True, "churn": None}
+    cases = ("idle", "http", "tcp", "workers", "churn")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[*cases, []], default=[])
     parser.add_argument("--ticks", type=int, default=1_000_000)
     args = parser.parse_args()
     for case in args.cases or cases:
         if case == "idle":
-            rows: Any = [idle_sessions()]
+            rows: Any = (idle_sessions(own_connections=own) for own in (False, True))
         elif case == "churn":
             rows = churn()
         else:
-            rows = ticks(args.ticks, use_tcp=case == "tcp")
+            rows = ticks(args.ticks, use_tcp=case == "tcp", workers=2 if case == "workers" else 1)
         for row in rows:
             print(json.dumps(row), flush=True)
 

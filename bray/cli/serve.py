@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -17,12 +15,10 @@ import msgspec
 from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.config import Source, parse_assignments
 from bray.errors import ConfigError, DataError
-from bray.service import SECTIONS, ModelService, PolicyActor, Service, configure, name_runs
+from bray.service import SECTIONS, ModelService, Service, configure, name_runs, serve as serve_runs
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import TICK
 from bray.serving.record import read_recording
-from bray.serving.server import Server
-from bray.serving.workers import serve as serve_workers
 
 _KEYS = {f.name for section in SECTIONS.values() for f in fields(section)}
 
@@ -38,16 +34,7 @@ def serve(words: Sequence[str], flags: dict[str, Any]) -> int:
     """Serve until a signal; returns the exit code."""
     runs, service, model = settings(words, flags)
     logging.captureWarnings(True)
-    directory = Path(tempfile.mkdtemp(prefix="bray-serve-"))
     console = make_console()
-    boxes: dict[str, Any] = {}
-
-    def make_actor() -> PolicyActor:
-        return boxes["service"].make_actor()
-
-    async def prepare(server: Server) -> None:
-        boxes["service"] = Service(runs, model, directory / "wishes.json", _torch_engine)
-        await boxes["service"].prepare(server)
 
     def ready(port: int, admin_port: int) -> None:
         rows = [(name, str(path)) for name, path in runs.items()]
@@ -63,10 +50,7 @@ def serve(words: Sequence[str], flags: dict[str, Any]) -> int:
             "dim",
         )
 
-    try:
-        return serve_workers(make_actor, service, on_ready=ready, prepare=prepare)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    return serve_runs(runs, service, model, _torch_engine, ready)
 
 
 def settings(words: Sequence[str], flags: dict[str, Any]) -> tuple[dict[str, Path], ServiceConfig, ModelService]:
@@ -122,13 +106,8 @@ def replay(files: Sequence[Path], against: str, run: Path | None, engine: str, s
     table = plain_table("recording", ">ticks", ">same action", "version then", "version now")
     differences: list[tuple[str, int, Any, Any]] = []
     total = same = 0
-    for file in files:
-        about, steps = read_recording(file)
-        path = run or Path(about.get("run", ""))
-        config = ModelService(engine=engine, versions={against: 1.0})  # type: ignore[arg-type]
-        pairs = asyncio.run(
-            _again(Service({str(about.get("model")): path}, config, torch_engine=_torch_engine), about, steps)
-        )
+    config = ModelService(engine=engine, versions={against: 1.0})  # type: ignore[arg-type]
+    for file, about, pairs in asyncio.run(_all_again(files, run, config)):
         for i, (then, now) in enumerate(pairs):
             if then != now:
                 differences.append((file.name, i, then, now))
@@ -145,7 +124,32 @@ def replay(files: Sequence[Path], against: str, run: Path | None, engine: str, s
     return 0
 
 
-async def _again(service: Service, about: dict[str, Any], steps: Sequence[Any]) -> list[tuple[Any, Any]]:
+Pairs = list[tuple[Any, Any]]
+"""The action of each tick: then, now."""
+
+
+async def _all_again(
+    files: Sequence[Path], run: Path | None, config: ModelService
+) -> list[tuple[Path, dict[str, Any], Pairs]]:
+    """Every recording against its run (or another one); a run is loaded once."""
+    services: dict[Path, Service] = {}
+    out = []
+    try:
+        for file in files:
+            about, steps = read_recording(file)
+            path = run or Path(str(about.get("run")))
+            if path not in services:
+                services[path] = Service({str(about.get("model")): path}, config, torch_engine=_torch_engine)
+            out.append((file, about, await _again(services[path], about, steps)))
+    finally:
+        for service in services.values():
+            for model in service.models.values():
+                await model.host.close()
+                model.let_go(model.host.steps)
+    return out
+
+
+async def _again(service: Service, about: dict[str, Any], steps: Sequence[Any]) -> Pairs:
     actor = service.make_actor()
     actor.start(str(about.get("session", "")), b"")
     pairs = []
@@ -156,9 +160,6 @@ async def _again(service: Service, about: dict[str, Any], steps: Sequence[Any]) 
             except (msgspec.DecodeError, KeyError, TypeError):
                 raise DataError(f"a recorded reply is not an action: {step.reply[:60]!r}") from None
             pairs.append((then, msgspec.json.decode(await actor.tick(step.body))["action"]))
-    for model in service.models.values():
-        await model.host.close()
-        model.let_go(model.host.steps)
     return pairs
 
 

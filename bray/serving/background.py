@@ -50,7 +50,12 @@ class BackgroundServer:
             more = self._prepare(self.server)
             if asyncio.iscoroutine(more):
                 await more
-        await self.server.start()
+        try:
+            await self.server.start()
+        except BaseException:
+            for closer in self.server.closers:  # what was prepared ends with it
+                await closer()
+            raise
         self._ready.set()
         await self._over.wait()
         await self.server.close()

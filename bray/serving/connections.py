@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
+import resource
 from time import perf_counter
 from typing import Any
 
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import Refusal
 from bray.serving.sessions import Sessions
+
+logger = logging.getLogger("bray.serving")
 
 HIGH_WATER = 256 << 10
 """Bytes of replies that a client has not read; above that its requests are not read either."""
@@ -29,6 +33,16 @@ class Front:
         self.unknown = 0  # requests refused before they could be told apart: malformed, too large, wrong token
         self._tokens = [t.encode() for t in config.tokens]
         self.closing = False
+        # Clients must not take the last files: Actors, the other workers and the admin port need some.
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.max_open = config.max_connections if files < 0 else min(config.max_connections, files * 3 // 4)
+        if self.max_open < config.max_connections:
+            logger.info(
+                "this process may open %d files: it takes %d connections, not %d; `ulimit -n` allows more",
+                files,
+                self.max_open,
+                config.max_connections,
+            )
 
     def allowed(self, token: bytes) -> bool:
         """Whether a token is one of ours, in a time that says nothing of how near it is."""
@@ -87,7 +101,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
-        if len(self.front.open) >= self.front.config.max_connections or self.front.closing:
+        if len(self.front.open) >= self.front.max_open or self.front.closing:
             self.front.refused += 1
             self.transport.abort()
             return

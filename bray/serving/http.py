@@ -64,6 +64,7 @@ class HttpConnection(Connection):
         "_closed",
         "_counting",
         "_fields",
+        "_first",
         "_head",
         "_in_head",
         "_key",
@@ -83,7 +84,8 @@ class HttpConnection(Connection):
     def __init__(self, front: Front):
         super().__init__(front)
         self.parser = httptools.HttpRequestParser(self)
-        self._queue: deque[HttpRequest] = deque()  # requests whose replies have not left
+        self._first: HttpRequest | None = None  # the oldest request whose reply has not left
+        self._queue: deque[HttpRequest] | None = None  # those behind it; an empty one is a third of an idle connection
         self._closed = False  # no more requests are taken from this connection
         self._last: HttpRequest | None = None  # refused before it was complete
         self._old: bool | None = None  # whether this client speaks HTTP/1.0, told from its first request
@@ -194,7 +196,7 @@ class HttpConnection(Connection):
             if self._asks == _UPGRADE and self.parser.should_upgrade():
                 self._closed, self._asks = True, _AGAIN
             # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
-            elif self._asks == _EXPECT and not self._queue:
+            elif self._asks == _EXPECT and self._first is None:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
@@ -233,7 +235,10 @@ class HttpConnection(Connection):
         keep = parser.should_keep_alive()
         body = self._body if self._chunks is None else self._in_pieces(self._chunks)
         request = HttpRequest(KINDS.get(self._kind, -1), self._session, self._key, body, self, not keep)
-        self._queue.append(request)
+        if self._first is None:
+            self._first = request
+        else:
+            self._line_up(request)
         self.outstanding += 1
         if not keep:
             self._closed = True
@@ -245,6 +250,13 @@ class HttpConnection(Connection):
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
+
+    def _line_up(self, request: HttpRequest) -> None:
+        if self._first is None:
+            self._first = request
+        else:
+            self._queue = self._queue or deque()
+            self._queue.append(request)
 
     def _check(self, request: HttpRequest) -> Refusal | None:
         url = self._url
@@ -275,7 +287,7 @@ class HttpConnection(Connection):
         self._in_head = False
         self.receiving_since = None
         self._last = HttpRequest(0, b"", b"", b"", self, True)
-        self._queue.append(self._last)
+        self._line_up(self._last)
         self.outstanding += 1
         self.reply(self._last, refusal.status, refusal.body)
 
@@ -297,15 +309,14 @@ class HttpConnection(Connection):
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def reply(self, request: HttpRequest, status: int, body: bytes) -> None:
-        queue = self._queue
-        if queue and queue[0] is request and len(queue) == 1:
-            queue.popleft()
+        if request is self._first and not self._queue:
+            self._first = None
             self._write(request, status, body)
         else:
             request.response = (status, body)
-            while queue and queue[0].response is not None:
-                first = queue.popleft()
-                self._write(first, *first.response)  # type: ignore[misc]
+            while (first := self._first) is not None and first.response is not None:
+                self._first = self._queue.popleft() if self._queue else None
+                self._write(first, *first.response)
 
     def _write(self, request: HttpRequest, status: int, body: bytes) -> None:
         transport = self.transport

@@ -34,13 +34,14 @@ Route = Callable[[str, str, bytes], Awaitable[tuple[int, str, bytes]]]
 """Answers (method, path, body) with (status, content type, body)."""
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that shares its port with the other workers."""
+def listening(host: str, port: int, shared: bool) -> socket.socket:
+    """A socket for a port; `shared`: with the other workers, and then with anybody who asks for the same."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
     except OSError as e:
         sock.close()
@@ -48,6 +49,13 @@ def listening(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}:{port} ({e.strerror or e}): choose another --port or --host"
         ) from None
     return sock
+
+
+def admin_of(config: ServiceConfig, port: int) -> int:
+    """The admin port that goes with a port: the next one, or any where any was asked for."""
+    if config.admin_port is not None:
+        return config.admin_port
+    return port + 1 if config.port else 0
 
 
 class Server:
@@ -67,16 +75,20 @@ class Server:
         self._started = time.time()
 
     async def start(self) -> None:
+        shared = self.config.workers > 1
+        sock = listening(self.config.host, self.config.port, shared)
+        self.port = sock.getsockname()[1]
+        try:
+            admin_sock = listening(self.config.admin_host, admin_of(self.config, self.port), shared)
+        except ConfigError:
+            sock.close()
+            raise
+        self.admin_port = admin_sock.getsockname()[1]
         self.sessions = Sessions(self.make_actor, self.config)
         self.front = Front(self.sessions, self.config)
         loop = asyncio.get_running_loop()
         make: Any = FirstByte if self.config.use_tcp else HttpConnection
-        sock = listening(self.config.host, self.config.port)
-        self.port = sock.getsockname()[1]
         self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024)
-        admin = self.config.admin_port
-        admin_sock = listening(self.config.admin_host, self.port + 1 if admin is None else admin)
-        self.admin_port = admin_sock.getsockname()[1]
         self._admin = await asyncio.start_server(self._serve_admin, sock=admin_sock)
         self._sweeper = asyncio.create_task(self._sweep())
         self._watchdog = Watchdog(loop, self.config.blocked_after_s)
@@ -165,25 +177,31 @@ class Server:
 
     async def _serve_admin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(10.0):  # for what the client sends; what it asks for may take longer
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 first, *lines = head.split("\r\n")
                 method, path, *_ = [*first.split(" "), "", ""]
-                length = next(
-                    (int(v) for k, _, v in (x.partition(":") for x in lines) if k.lower() == "content-length"), 0
-                )
+                fields = (line.partition(":") for line in lines)
+                length = next((int(v) for k, _, v in fields if k.lower() == "content-length"), 0)
                 if not 0 <= length <= 1 << 20:
                     raise ValueError("a body that is too large")
                 body = await reader.readexactly(length)
-                status, kind, answer = await self.admin(method, path, body)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError, ConnectionError):
-            status, kind, answer = 400, "text/plain", b"not a request\n"
+            await self._answer_admin(writer, 400, "text/plain", b"not a request\n")
+            return
+        try:
+            answer = await self.admin(method, path, body)
         except Exception:
             logger.exception("admin request failed")
-            status, kind, answer = 500, "text/plain", b"failed; the log has it\n"
+            answer = (500, "text/plain", b"failed; the log has it\n")
+        await self._answer_admin(writer, *answer)
+
+    async def _answer_admin(self, writer: asyncio.StreamWriter, status: int, kind: str, body: bytes) -> None:
+        head = (
+            f"HTTP/1.1 {status} -\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
         try:
-            head = f"HTTP/1.1 {status} -\r\nContent-Type: {kind}\r\nContent-Length: {len(answer)}\r\nConnection: close\r\n\r\n"
-            writer.write(head.encode() + answer)
+            writer.write(head.encode() + body)
             await asyncio.wait_for(writer.drain(), 10.0)
         except (ConnectionError, TimeoutError):
             pass

@@ -90,7 +90,9 @@ class Session:
         self.finish = actor.end if own_end or not hasattr(actor, "stop") else actor.stop
         self.request: Request | None = None  # the one that is being answered
         self.task: asyncio.Task[None] | None = None
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] | None = (
+            None  # made when it is needed: an empty one is more than the rest of a session
+        )
         self.last = 0.0
         self.keyed = False
         self.cancelled_at: float | None = None
@@ -142,8 +144,14 @@ class Sessions:
         elif session.request is None and not session.waiting:
             self.running[request] = session
             self._run(session, request)
-        elif len(session.waiting) >= self.config.max_pending_per_session:
-            n = len(session.waiting)
+        else:
+            self._wait_for_turn(session, request)
+
+    def _wait_for_turn(self, session: Session, request: Request) -> None:
+        if session.waiting is None:
+            session.waiting = deque()
+        n = len(session.waiting)
+        if n >= self.config.max_pending_per_session:
             self.refuse(
                 request, Refusal(503, "overloaded", f"{n} requests of session {show(session.name)} wait for their turn")
             )
@@ -169,7 +177,7 @@ class Sessions:
     def _ending(session: Session) -> bool:
         """Whether an end is under way, so that a start behind it is in order."""
         now = session.request
-        return (now is not None and now.kind == END) or any(r.kind == END for r in session.waiting)
+        return (now is not None and now.kind == END) or any(r.kind == END for r in session.waiting or ())
 
     def _begin(self, request: Request) -> None:
         refusal = self._cannot_begin(request)
@@ -306,7 +314,9 @@ class Sessions:
 
     def _next(self, session: Session) -> None:
         if session.request is None and session.waiting and self.sessions.get(session.name) is session:
-            self._run(session, session.waiting.popleft())
+            request = session.waiting.popleft()
+            session.waiting = session.waiting or None
+            self._run(session, request)
 
     def _remove(self, session: Session, reuse: bool) -> None:
         """A session is over. What still waits for it is looked at anew: a start begins the next one, the rest gets 404."""
@@ -407,8 +417,9 @@ class Sessions:
         self.counts[request.kind][status] += 1
         request.reply(status, body)
         if session.request is not request:
-            with contextlib.suppress(ValueError):
-                session.waiting.remove(request)
+            if session.waiting is not None:
+                with contextlib.suppress(ValueError):
+                    session.waiting.remove(request)
         elif session.task is not None:
             session.cancelled_at = now
             self._stuck[session] = None

@@ -54,7 +54,7 @@ def _array_reader(space: Space, where: str) -> Reader:
         if type(value) is dict:
             value = _from_base64(value, dtype, shape, where)
         try:
-            x = np.array(value, dtype if floats or type(value) is np.ndarray else None)
+            x = np.array(value, dtype if floats else None)
         except (ValueError, TypeError, OverflowError):
             raise DataError(f"{where}: expected numbers of shape {list(shape)}, got {_kind(value)}") from None
         if x.shape != shape:
@@ -85,12 +85,12 @@ def _from_base64(value: dict[str, Any], dtype: np.dtype, shape: tuple[int, ...],
     sent = value.get("dtype", dtype.name)
     try:
         raw = base64.b64decode(text, validate=True)
+        if not isinstance(sent, str) or not sent.isalnum():  # numpy reads more into a text than a name
+            raise TypeError("no such dtype")
         kind = np.dtype(sent)
         if kind.kind not in "biuf":
-            raise TypeError(sent)
-        x = np.frombuffer(raw, kind.newbyteorder("<"))
-        x = x.reshape(value.get("shape", shape))
-        return x.astype(dtype) if x.dtype != dtype and (dtype.kind == "f" or kind.kind in "biu") else x
+            raise TypeError("no numbers")
+        return np.frombuffer(raw, kind.newbyteorder("<")).reshape(value.get("shape", shape))
     except (binascii.Error, ValueError, TypeError) as e:
         raise DataError(f"{where}: expected base64 of {sent} numbers of shape {list(shape)} ({e})") from None
 
@@ -104,6 +104,8 @@ def _range(low: np.ndarray, high: np.ndarray) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "a list that is not one array of numbers"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} numbers that are not"
     return (
         "nothing"
         if value is None

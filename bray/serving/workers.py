@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import select
 import shutil
 import signal
@@ -26,12 +27,14 @@ from bray.errors import BrayError, ConfigError
 from bray.serving.actor import FAILURES
 from bray.serving.affinity import NodeGateway, Table
 from bray.serving.config import ServiceConfig
-from bray.serving.server import Server, listening
+from bray.serving.server import Server, admin_of, listening
 
 logger = logging.getLogger("bray.serving")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before a worker that died is replaced
+_MISTAKE = 2  # exit code of a worker that cannot work as it was told to
 _GIVE_UP = 5  # deaths in a row before a worker was ready
+_PATIENCE = 5.0  # seconds for a worker to end once it may
 
 Ready = Callable[[int, int], None]
 """Called once with the port and the admin port when every worker answers."""
@@ -46,9 +49,18 @@ def serve(
     `drain_timeout_s`), a second one ends at once."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
+    _allow_files(2 * config.max_connections)
     if config.workers == 1:
         return run_loop(_work(make_actor, config, None, on_ready, prepare))
     return _Parent(make_actor, config, on_ready, prepare).run()
+
+
+def _allow_files(n: int) -> None:
+    """Raise the number of files (and connections) that this process may open, as far as the system allows; -1 is no limit."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n = n if most < 0 else min(n, most)
+    if 0 <= now < n:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n, most))
 
 
 def run_loop(main: Any, fast: bool = True) -> Any:
@@ -160,10 +172,13 @@ class _Parent:
         if threading.active_count() > 1:
             logger.warning("workers are forked from a process with %d threads", threading.active_count())
         self.make_actor, self.on_ready, self.prepare = make_actor, on_ready, prepare
-        # Bound and never listened on: they keep the ports while no worker has them.
-        self._port = listening(config.host, config.port)
+        # Bound and never listened on: they keep the ports while no worker has them. A shared port can be taken by two services
+        # at once, so each is first asked for alone.
+        listening(config.host, config.port, shared=False).close()
+        self._port = listening(config.host, config.port, shared=True)
         port = self._port.getsockname()[1]
-        self._admin = listening(config.admin_host, port + 1 if config.admin_port is None else config.admin_port)
+        listening(config.admin_host, admin_of(config, port), shared=False).close()
+        self._admin = listening(config.admin_host, admin_of(config, port), shared=True)
         self.config = replace(config, port=port, admin_port=self._admin.getsockname()[1])
         self.directory = Path(tempfile.mkdtemp(prefix="bray-"))  # readable by this user alone
         self.table = Table(self.directory / "sessions", config.workers, config.actors_per_worker, create=True)
@@ -171,7 +186,10 @@ class _Parent:
         self.ready: set[int] = set()
         self.deaths = [0] * config.workers  # in a row, before it was ready
         self.due: dict[int, float] = {}  # worker -> when to start it again
-        self.ending = 0
+        self.ending = 0  # signals that asked for it
+        self.kill_at = float("inf")
+        self.code = 0
+        self.told = False  # that the service answers
 
     def run(self) -> int:
         # A signal writes a byte here, and the loop below wakes.
@@ -182,34 +200,37 @@ class _Parent:
         old = {s: signal.signal(s, self._signal) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)}
         self._ready_in, self._ready_out = os.pipe()
         self._parent_in, self._parent_out = os.pipe()  # closed when this process is gone, however it went
-        told = False
         try:
             for worker in range(self.config.workers):
                 self._fork(worker)
             while self.pids or (self.due and not self.ending):
-                pause = min((t - time.monotonic() for t in self.due.values()), default=None)
-                watched = [wake.fileno(), self._ready_in]
-                readable, _, _ = select.select(watched, [], [], None if pause is None else max(0.0, pause))
+                next_time = min([*self.due.values(), self.kill_at])
+                pause = max(0.0, min(3600.0, next_time - time.monotonic()))
+                readable, _, _ = select.select([wake.fileno(), self._ready_in], [], [], pause)
                 if wake.fileno() in readable:
                     wake.recv(4096)
                 if self._ready_in in readable:
                     for worker in os.read(self._ready_in, 4096):
                         self.ready.add(worker)
                         self.deaths[worker] = 0
-                    if len(self.ready) == self.config.workers and not told:
-                        told = True
+                    if len(self.ready) == self.config.workers and not self.told:
+                        self.told = True
                         if self.on_ready is not None:
                             self.on_ready(self.config.port, self.config.admin_port or 0)
                 self._reap()
-                if max(self.deaths) >= _GIVE_UP and not self.ending:
+                if max(self.deaths) >= _GIVE_UP and not self.ready and not self.ending:
+                    self.code = 1
                     logger.error("a worker died %d times before it could answer: the service ends", _GIVE_UP)
-                    self._pass_on(signal.SIGTERM)
-                    self.ending = 1
+                    self._signal(signal.SIGTERM, None)
+                if time.monotonic() >= self.kill_at:
+                    logger.error("%d workers have not ended in time: they are killed", len(self.pids))
+                    self._pass_on(signal.SIGKILL)
+                    self.kill_at = float("inf")
                 for worker in [w for w, t in self.due.items() if t <= time.monotonic()]:
                     del self.due[worker]
                     if not self.ending:
                         self._fork(worker)
-            return 1 if max(self.deaths) >= _GIVE_UP else 0
+            return self.code
         finally:
             signal.set_wakeup_fd(old_fd)
             for sig, handler in old.items():
@@ -228,6 +249,9 @@ class _Parent:
     def _signal(self, number: int, frame: Any) -> None:
         if number != signal.SIGCHLD:
             self.ending += 1
+            # an Actor that never gives the event loop back does not hear the signal
+            wait = self.config.drain_timeout_s + 2 * self.config.tick_timeout_s if self.ending == 1 else 0.0
+            self.kill_at = time.monotonic() + wait + _PATIENCE
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -248,6 +272,10 @@ class _Parent:
                 continue
             lost = self.table.clear(worker)
             if self.ending:
+                continue
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _MISTAKE and not self.told:
+                self.code = _MISTAKE  # it would be the same again
+                self._signal(signal.SIGTERM, None)
                 continue
             how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit code {os.WEXITSTATUS(status)}"
             logger.error(
@@ -290,6 +318,7 @@ class _Parent:
             place = _Place(worker, table, self.directory, self._parent_in)
             code = run_loop(_work(self.make_actor, self.config, place, tell, self.prepare))
         except BrayError as e:
+            code = _MISTAKE
             logger.error("worker %d: %s", worker, e)
         except BaseException:
             logger.exception("worker %d failed", worker)
