@@ -835,8 +835,10 @@ class Elsewhere:
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-        self._log.seek(0)
-        log = self._log.read()
+        self._process.stdout.close()
+        with self._log:
+            self._log.seek(0)
+            log = self._log.read()
         if exc[0] is None and (log or code):
             raise Wrong(f"the service ended with {code} and logged:\n{log[:2000]}")
 

@@ -4,7 +4,8 @@
 //        [--no-start] [--path /step]
 //
 // Each session's ticks go over one connection (session s over connection s mod C), one at a time per connection with HTTP; with
-// --elsewhere its start goes over another one, so that workers have to find a session's owner. --rate is requests/s in all, sent on time
+// --elsewhere its start goes over another one, and a connection's sessions start on many, so that about half the ticks of two workers
+// have to find their session's owner. --rate is requests/s in all, sent on time
 // whatever the server does; latency then counts from the time a request was due. Prints one JSON object.
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -195,7 +196,7 @@ int main(int argc, char** argv) {
     long refused = 0;
     for (size_t s = 0; s < sessions; ++s) {
         all[s % connections].sessions.push_back(int(s));
-        if (start && ask(all[elsewhere ? (s * 7 + 3) % connections : s % connections], "start", int(s)) != "200") ++refused;
+        if (start && ask(all[elsewhere ? (s * 7 + s / connections * 5 + 3) % connections : s % connections], "start", int(s)) != "200") ++refused;
     }
     poll_fd = epoll_create1(0);
     for (size_t i = 0; i < connections; ++i) {

@@ -78,13 +78,13 @@ class Table:
 
     def claim(self, session: bytes, me: int) -> int | None:
         """Choose an owner and write it down: the worker that asks unless another has clearly more room. None: no slot is free
-        anywhere. KeyError: the session is running."""
+        anywhere. KeyError, with its owner: the session is running."""
         digest = _digest(session)
         with self._locked():
             free_place = -1
             for place, found, owner in self._probe(digest):
                 if owner >= 0 and found == digest:
-                    raise KeyError(session)
+                    raise KeyError(owner)
                 free_place = place
             free = {}
             for i in range(self.workers):
@@ -374,9 +374,9 @@ class NodeGateway:
     def place(self, request: Request) -> bool:
         try:
             owner = self.table.claim(request.session, self.me)
-        except KeyError:
-            owner = self.table.find(request.session)
-            if owner is None or owner == self.me or isinstance(request, PeerRequest):
+        except KeyError as e:
+            (owner,) = e.args
+            if owner == self.me or isinstance(request, PeerRequest):
                 self.sessions.exists(request)
             else:  # it knows whether the session is about to end, and nobody answers where it was killed
                 self._send(owner, request)
