@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from bray.serving.protocol import AUTO, START, Refusal, no_session
+from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
 from bray.serving.sessions import Request, Sessions
 
 logger = logging.getLogger("bray.serving")
@@ -212,7 +213,8 @@ class PeerRequest(Request):
     __slots__ = ("link", "number")
 
     def __init__(self, kind: int, session: bytes, key: bytes, body: bytes, link: Inbound, number: int):
-        super().__init__(kind, session, key, body)
+        self.kind, self.session, self.key, self.body = kind, session, key, body
+        self.arrived = perf_counter()
         self.link, self.number = link, number
 
     def reply(self, status: int, body: bytes) -> None:
@@ -220,18 +222,28 @@ class PeerRequest(Request):
 
 
 class _Link(asyncio.Protocol):
-    """Frames over a unix socket."""
-
-    head: struct.Struct
-    lengths: slice
+    """Frames over a unix socket. What is written in one turn of the loop leaves in one piece."""
 
     def __init__(self) -> None:
         self.transport: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._out: list[bytes] = []
         self._parts: list[bytes] = []  # of a frame that is not complete
         self._missing = 0  # at least so many bytes of it
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
+
+    def send(self, *pieces: bytes) -> None:
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out += pieces
+
+    def _flush(self) -> None:
+        data = b"".join(self._out)
+        self._out.clear()
+        if self.transport is not None:
+            self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
         if self._parts:
@@ -241,43 +253,40 @@ class _Link(asyncio.Protocol):
                 return
             data = b"".join(self._parts)
             self._parts.clear()
-        head, size, at, end = self.head, self.head.size, 0, len(data)
-        whole = size
-        while end - at >= size:
-            fields = head.unpack_from(data, at)
-            whole = size + sum(fields[self.lengths])
-            if end - at < whole:
-                break
-            self.frame(fields, data, at + size)
-            at += whole
-            whole = size
-        if at < end:
+        at, whole = self.frames(data)
+        if at < len(data):
             self._parts.append(data[at:])
-            self._missing = whole - (end - at)
+            self._missing = whole - (len(data) - at)
 
-    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
+    def frames(self, data: bytes) -> tuple[int, int]:
+        """Handle the complete frames; returns where the rest begins, and how long the frame there is at least."""
         raise NotImplementedError
 
 
 class Inbound(_Link):
     """From another worker: its clients' requests for our sessions."""
 
-    head, lengths = _ASK, slice(2, 5)
-
     def __init__(self, gateway: NodeGateway):
         super().__init__()
         self.gateway = gateway
 
-    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
-        number, kind, session, key, body = fields
-        b = at + session
-        c = b + key
-        request = PeerRequest(kind, data[at:b], data[b:c], data[c : c + body], self, number)
-        self.gateway.arrived(request)
+    def frames(self, data: bytes) -> tuple[int, int]:
+        arrived, size, at, end = self.gateway.arrived, _ASK.size, 0, len(data)
+        while end - at >= size:
+            number, kind, session, key, body = _ASK.unpack_from(data, at)
+            a = at + size
+            b = a + session
+            c = b + key
+            d = c + body
+            if d > end:
+                return at, d - at
+            at = d
+            arrived(PeerRequest(kind, data[a:b], data[b:c], data[c:d], self, number))
+        return at, size
 
     def answer(self, number: int, status: int, body: bytes) -> None:
         if self.transport is not None:
-            self.transport.write(_ANSWER.pack(number, status, len(body)) + body)
+            self.send(_ANSWER.pack(number, status, len(body)), body)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -285,8 +294,6 @@ class Inbound(_Link):
 
 class Outbound(_Link):
     """To another worker: requests for its sessions, and their answers back."""
-
-    head, lengths = _ANSWER, slice(2, 3)
 
     def __init__(self, gateway: NodeGateway, worker: int):
         super().__init__()
@@ -298,14 +305,21 @@ class Outbound(_Link):
         number = next(self._numbers) & 0xFFFFFFFF
         self.waiting[number] = request
         session, key, body = request.session, request.key, request.body
-        head = _ASK.pack(number, request.kind, len(session), len(key), len(body))
-        self.transport.write(b"".join((head, session, key, body)))
+        self.send(_ASK.pack(number, request.kind, len(session), len(key), len(body)), session, key, body)
 
-    def frame(self, fields: tuple[int, ...], data: bytes, at: int) -> None:
-        number, status, size = fields
-        request = self.waiting.pop(number, None)
-        if request is not None:
-            self.gateway.answered(request, self.worker, status, data[at : at + size])
+    def frames(self, data: bytes) -> tuple[int, int]:
+        waiting, answered, size, at, end = self.waiting, self.gateway.answered, _ANSWER.size, 0, len(data)
+        while end - at >= size:
+            number, status, body = _ANSWER.unpack_from(data, at)
+            b = at + size
+            c = b + body
+            if c > end:
+                return at, c - at
+            at = c
+            request = waiting.pop(number, None)
+            if request is not None:
+                answered(request, self.worker, status, data[b:c])
+        return at, size
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -456,7 +470,9 @@ class NodeGateway:
 
     def arrived(self, request: PeerRequest) -> None:
         """A request from another worker."""
-        if request.kind == _NUMBERS:
+        if request.kind == TICK:
+            self.sessions.handle(request)
+        elif request.kind == _NUMBERS:
             request.reply(200, json.dumps(self._numbers()).encode())
         elif request.kind == START and request.session not in self.sessions.sessions:
             if not self.table.settle(request.session, self.me):  # its place in the table was given back meanwhile
@@ -470,6 +486,9 @@ class NodeGateway:
             self.sessions.handle(request)
 
     def answered(self, request: Request, owner: int, status: int, body: bytes) -> None:
+        if status == 200 and not self._once_more:  # nearly always
+            request.reply(status, body)
+            return
         if status != _NOT_HERE:
             if request.kind not in (AUTO, START) and status == 404:
                 self.owners.pop(request.session, None)
