@@ -196,11 +196,17 @@ def serve(
     ] = None,
     tick_timeout: Annotated[float | None, _opt(_NET, "--tick-timeout", "SECONDS", "A tick's deadline [30].")] = None,
     engine: Annotated[
-        Literal["onnx", "int8", "torch"] | None, _opt(_MODEL, "--engine", None, "What executes the model [onnx].")
+        Literal["onnx", "int8", "torch"] | None,
+        _opt(_MODEL, "--engine", None, "What executes the model; onnx if nothing is said."),
     ] = None,
     versions: Annotated[
         list[str] | None,
-        _opt(_MODEL, "--version", "LABEL[=SHARE]", "latest, best or a step; several share the sessions [latest]."),
+        _opt(
+            _MODEL,
+            "--version",
+            "LABEL[=SHARE]",
+            "latest (if nothing is said), best or a step; several share the sessions.",
+        ),
     ] = None,
     sample: Annotated[bool, _opt(_MODEL, "--sample", None, "Draw actions instead of taking the best.")] = False,
     follow: Annotated[bool, _opt(_MODEL, "--follow", None, "Go on to new checkpoints while games run.")] = False,
