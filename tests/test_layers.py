@@ -77,7 +77,9 @@ def test_imports_go_down_only(path):
             assert any(other in layer for layer in LAYERS), f"{path.name}:{line}: bray.{other} has no layer"
             allowed = other == mine or level(other) < level(mine) or other in WITHIN.get(mine, ())
             assert allowed, f"{path.relative_to(PACKAGE)}:{line} imports bray.{other}, which is not below bray.{mine}"
-        assert mine != "client" or root != "bray" or rest[:1] == ["client"], f"{path.name}:{line}: the client imports bray"
+        assert mine != "client" or root != "bray" or rest[:1] == ["client"], (
+            f"{path.name}:{line}: the client imports bray"
+        )
         assert mine not in NO_TORCH or root != "torch", f"{path.name}:{line}: bray.{mine} works without torch"
         if root in ONLY_IN:
             assert mine in ONLY_IN[root], (
