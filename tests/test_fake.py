@@ -83,6 +83,14 @@ def test_errors_are_counted_by_kind():
         assert result.cpu_s is None or result.cpu_s >= 0  # nobody, or another service, at the next port
 
 
+def test_without_a_session_nothing_is_said_of_the_server():
+    with running(Echo, tokens=("t",)) as server:
+        load = Load(port=server.port, sessions=2, seconds=0.2, admin_port=server.admin_port)
+        result = FakeGamecore(load).play()
+        assert result.errors["401 bad_token"] == 2
+        assert (result.requests, result.cpu_s, result.resident) == (0, None, None)
+
+
 def test_the_load_table(tmp_path, capsys):
     body = tmp_path / "body"
     body.write_bytes(b"hello")
@@ -98,6 +106,13 @@ def test_the_load_table(tmp_path, capsys):
     assert "no service answers" in capsys.readouterr().err
     assert main(["fake", "gamecore", "--body", str(tmp_path / "none")]) == 2
     assert main(["fake", "gamecor"]) == 2
+    assert "Did you mean 'gamecore', 'actor'? `bray fake --help` lists" in capsys.readouterr().err
+    with running(Echo, use_tcp=False) as server:
+        assert (
+            main(["fake", "gamecore", "--port", str(server.port), "--admin-port", "0", "--tcp", "--seconds", "0.2"])
+            == 1
+        )
+        assert "does this service answer framed TCP?" in capsys.readouterr().out
 
 
 # --- the gateway ------------------------------------------------------------------------------------------------------------

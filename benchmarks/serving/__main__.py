@@ -1,4 +1,4 @@
-"""python -m benchmarks.serving [echo|affinity|model|cnn ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
+"""python -m benchmarks.serving [echo|tcp|affinity|model|cnn ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
 
 `bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0 (BENCH_CORES) and the load generator (load.cpp,
 compiled with g++ when first needed) on core 1. One JSON line per measurement, one per case with medians and ratios. `cpu_us` is
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,39 +184,50 @@ def measure(case: str, sides: dict[str, Any], repeat: int) -> dict[str, list[dic
     return rows
 
 
+def echo_side(
+    command: Any, seconds: float, *options: str, env: dict[str, str] | None = None
+) -> Callable[[], dict[str, Any]]:
+    """Start `command(port)`, load it, end it."""
+
+    def side() -> dict[str, Any]:
+        port = free_port()
+        with server(command(port), port, env) as pid:
+            return load(port, family(pid), seconds, *options)
+
+    return side
+
+
+def ours_http(seconds: float) -> Any:
+    return echo_side(lambda p: bray("echo", p), seconds)
+
+
+def ours_tcp(seconds: float) -> Any:
+    return echo_side(lambda p: bray("echo", p, "use_tcp=true"), seconds, "--tcp")
+
+
 def echo(repeat: int, seconds: float) -> None:
     """An echo Actor, 1 KiB body, 32 keep-alive connections, one worker."""
-
-    def run(command: Any, *options: str, env: dict[str, str] | None = None, start: bool = True) -> Any:
-        def side() -> dict[str, Any]:
-            port = free_port()
-            with server(command(port), port, env) as pid:
-                more = options if start else (*options, "--no-start")
-                return load(port, family(pid), seconds, *more)
-
-        return side
-
     sides = {
-        "bray": run(lambda p: bray("echo", p)),
-        "bray, plain Actor": run(lambda p: bray("plain", p)),
-        "bray, TCP": run(lambda p: bray("echo", p, "use_tcp=true"), "--tcp"),
+        "bray": ours_http(seconds),
+        "bray, plain Actor": echo_side(lambda p: bray("plain", p), seconds),
+        "bray, TCP": ours_tcp(seconds),
     }
     if (PEERS / "uvicorn").exists():
-        sides["uvicorn"] = run(lambda p: uvicorn("asgi:app", p), start=False)
-        sides["fastapi"] = run(lambda p: uvicorn("fast:app", p), start=False)
+        sides["uvicorn"] = echo_side(lambda p: uvicorn("asgi:app", p), seconds, "--no-start")
+        sides["fastapi"] = echo_side(lambda p: uvicorn("fast:app", p), seconds, "--no-start")
         ray = [str(PEERS / "python"), str(HERE / "peers" / "ray_serve.py")]
-        sides["ray serve, HAProxy"] = run(
-            lambda p: [*ray, str(p)],
-            env={
-                "RAY_SERVE_ENABLE_HA_PROXY": "1",
-                "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-                "RAY_USAGE_STATS_ENABLED": "0",
-            },
-            start=False,
-        )
+        settings = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+        env = settings | {"RAY_USAGE_STATS_ENABLED": "0"}
+        sides["ray serve, HAProxy"] = echo_side(lambda p: [*ray, str(p)], seconds, "--no-start", env=env)
     rows = measure("echo", sides, repeat)
     summary("echo", rows, "bray", ["uvicorn", "fastapi", "ray serve, HAProxy"])
     summary("echo over TCP", rows, "bray, TCP", ["bray"])
+
+
+def tcp(repeat: int, seconds: float) -> None:
+    """The echo Actor over our two protocols, nothing else between."""
+    rows = measure("tcp", {"bray": ours_http(seconds), "bray, TCP": ours_tcp(seconds)}, repeat)
+    summary("tcp", rows, "bray, TCP", ["bray"])
 
 
 HAPROXY = """
@@ -304,6 +315,7 @@ def with_model(case: str, kind: str, size: int, repeat: int, seconds: float) -> 
 def main() -> None:
     cases = {
         "echo": echo,
+        "tcp": tcp,
         "affinity": affinity,
         "model": lambda r, s: with_model("model", "mlp", 1024, r, s),
         "cnn": lambda r, s: with_model("cnn", "cnn", 4 * 84 * 84, r, s),

@@ -62,6 +62,8 @@ def gamecore(load: Load, as_json: bool) -> int:
     if result.errors:
         for name, n in result.errors.most_common():
             say(console, f"{n:,} x {name}", "yellow")
+        if load.tcp and not result.started and "connection lost" in result.errors:
+            say(console, "does this service answer framed TCP? `bray serve --tcp` does", "dim")
     else:
         say(console, f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
     return 0 if result.requests and not result.errors else 1

@@ -523,7 +523,8 @@ def _usage(e: Any) -> int:
         if command == "bray train" and not near:
             message += f" Config keys are written without dashes: {option.lstrip('-').replace('-', '_')}=VALUE."
     else:
-        message = str(e.format_message()).rstrip(".") + "."
+        message = str(e.format_message()).rstrip(".")
+        message += "" if message.endswith("?") else "."
         message = message[:1].lower() + message[1:]
     return _complain(f"{message} `{command} --help` lists all options.", 2)
 

@@ -43,10 +43,11 @@ def serve(words: Sequence[str], flags: dict[str, Any]) -> int:
         )
         kinds = "HTTP and TCP" if service.use_tcp else "HTTP"
         slots = service.workers * service.actors_per_worker
+        token = " --token TOKEN" if service.tokens else ""  # not the secret itself: this goes into logs
         say(console, f"serving {kinds} on {service.host}:{port}, {slots} sessions at once; Ctrl-C ends it", "bold")
         say(
             console,
-            f"try: bray fake gamecore --port {port} --run {next(iter(runs.values()))} --sessions 8 --seconds 5",
+            f"try: bray fake gamecore --port {port} --run {next(iter(runs.values()))} --sessions 8 --seconds 5{token}",
             "dim",
         )
 

@@ -206,7 +206,7 @@ class FakeGamecore:
         await asyncio.gather(*[self._game(name, c, begin) for name, c in games])
         self.result.seconds = perf_counter() - begin
         after = await loop.run_in_executor(None, self._service)
-        if before and after:
+        if before and after and games:  # else there was no time in which games ran
             self.result.cpu_s, self.result.resident = after[0] - before[0], after[1]
         await asyncio.gather(*[self._count(c.ask("end", name, b"")) for name, c in games])
         for c in connections:
