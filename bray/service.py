@@ -79,6 +79,7 @@ class ModelService:
     """Threads of one forward."""
 
 
+_REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
 SECTIONS = {"service": ServiceConfig, "model": ModelService}
 
 
@@ -249,6 +250,7 @@ class ServedModel:
         self._marks.set(self.run, step)
         if arm.label == "latest" and (not self.served or self.served[-1] != step):
             self.served.append(step)
+            del self.served[:-_REMEMBERED]
         return arm
 
     def let_go(self, steps: Iterable[int]) -> None:

@@ -27,7 +27,7 @@ from bray.rl import act
 from bray.service import ModelService, PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
-from bray.serving.record import read_recording, recordings
+from bray.serving.record import read_recording
 from bray.spec import EnvSpec, Space
 
 ROOT = Path(__file__).parent.parent
@@ -660,7 +660,7 @@ def test_stateless_requests_are_not_recorded(cartpole, tmp_path):
         assert client.step({"obs": OBS})["action"] in (0, 1)
         client.start("game")
         client.end()
-    assert len(recordings(tmp_path / "rec")) == 1
+    assert len(sorted((tmp_path / "rec").glob("*.rec"))) == 1
 
 
 def test_record_and_replay(run, tmp_path, capsys):
@@ -673,7 +673,7 @@ def test_record_and_replay(run, tmp_path, capsys):
             with contextlib.suppress(ClientError):
                 client.tick(b"nonsense")  # refused, and not part of the recording
             client.end()
-    files = recordings(tmp_path / "rec")
+    files = sorted((tmp_path / "rec").glob("*.rec"))
     assert len(files) == 2
     about, steps = read_recording(files[0])
     assert (about["model"], about["version"], len(steps)) == ("m", last, 42)

@@ -81,7 +81,3 @@ def pack_request(
 ) -> bytes:
     head = REQUEST_HEAD.pack(len(session), len(kind), len(key), len(token), len(body), time)
     return b"".join((head, session, kind, key, token, body))
-
-
-def pack_reply(session: bytes, body: bytes, time: int = 0) -> bytes:
-    return b"".join((REPLY_HEAD.pack(len(session), len(body), time), session, body))

@@ -6,7 +6,6 @@ A file is a magic, then frames: four bytes of length and a msgpack array. The fi
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -105,8 +104,3 @@ def _frames(view: memoryview) -> Iterator[memoryview]:
             return
         yield view[at + 4 : at + 4 + size]
         at += 4 + size
-
-
-def recordings(directory: Path) -> list[Path]:
-    """The recordings in a directory, oldest first."""
-    return sorted(directory.glob("*.rec"), key=os.path.getmtime)
