@@ -17,7 +17,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,serve,atari,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[train,serve,remote,atari,dev]'
 	@touch $@
 
 # Debian packages that tests need, where there is root; none is needed to train.

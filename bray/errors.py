@@ -8,7 +8,12 @@ BrayError
 ├── DataError          bytes or files that are not what they claim to be
 ├── ExportError        a Model that cannot become an ONNX file, or whose file answers otherwise than the Model
 ├── Overloaded         more work than there is room for; try again later
-└── WaitError          a field of the state that an agent waited for, and that no other agent set
+├── WaitError          a field of the state that an agent waited for, and that no other agent set
+├── MissingComponent   a component of the cluster that is not there; those that are, are named
+├── ResourceError      more CPUs, GPUs or memory than the cluster has
+├── RemoteError        an error of another process that has no class here; its traceback is its text
+└── Unreachable        a component that is there and does not answer
+    └── LinkLost       a connection that ended before the answer came
 """
 
 from __future__ import annotations
@@ -24,14 +29,20 @@ class BrayError(Exception):
 class ConfigError(BrayError):
     """A configuration that cannot work."""
 
+    problems: "tuple[ConfigError, ...]" = ()
+    """The single mistakes, where the message lists several."""
+
 
 class UnknownName(ConfigError):
     """A name (algorithm, environment, key, metric) that nothing answers to."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], where: str = ""):
-        self.kind, self.name, self.known = kind, name, sorted(set(known))
+        self.kind, self.name, self.known, self.where = kind, name, sorted(set(known)), where
         place = f" ({where})" if where else ""
         super().__init__(f"unknown {kind} {name!r}{place}.{did_you_mean(name, self.known)}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, list[str], str]]:
+        return UnknownName, (self.kind, self.name, self.known, self.where)
 
 
 class EnvError(BrayError):
@@ -56,6 +67,34 @@ class Overloaded(BrayError):
 
 class WaitError(BrayError):
     """An agent waited for a field of the state that did not come."""
+
+
+class MissingComponent(BrayError):
+    """A component that is not there."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        self.kind, self.name, self.known = kind, name, sorted(set(known))
+        there = ", ".join(repr(n) for n in self.known) or "none yet"
+        super().__init__(f"there is no {kind} {name!r} in this session; there are: {there}.")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, list[str]]]:
+        return MissingComponent, (self.kind, self.name, self.known)
+
+
+class ResourceError(BrayError):
+    """A component asks for more than the cluster has."""
+
+
+class RemoteError(BrayError):
+    """An error of another process whose class is not known here."""
+
+
+class Unreachable(BrayError):
+    """A component that is there and does not answer."""
+
+
+class LinkLost(Unreachable):
+    """A connection ended before the answer came."""
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:

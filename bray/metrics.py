@@ -492,11 +492,18 @@ class TensorBoardSink:
 
         numbers = {k: v for k, v in flatten_row(row).items() if isinstance(v, (int, float))}
         step = int(numbers.get(ENV_STEPS, numbers.get(ITERATION, 0)))
-        self._event(
-            step=step, summary=Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()])
-        )
+        self.put(step, Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]))
+
+    def put(self, step: int, summary: Any) -> None:
+        """A Summary of TensorBoard's own, of any kind."""
+        self._event(step=step, summary=summary)
         if time.monotonic() - self._flushed >= self._flush_s:
             self.flush()
+
+    def put_graph(self, graph: bytes) -> None:
+        """A GraphDef, as bytes."""
+        self._event(graph_def=graph)
+        self.flush()
 
     def flush(self) -> None:
         if self._file is not None:

@@ -16,8 +16,10 @@ LAYERS = [
     {"rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
     {"loop"},
-    {"service", "fake"},
-    {"experiment"},
+    {"remote"},
+    {"service"},
+    {"experiment", "fake"},
+    {"launch", "web"},
     {"cli"},
     {"__main__"},
 ]
@@ -32,12 +34,12 @@ WITHIN = {
     "inference": {"capture"},
 }
 ONLY_IN = {
-    "ray": set(),
+    "ray": {"remote"},
     "onnxruntime": {"inference"},
     "matplotlib": {"figures"},
     "typer": {"cli"},
     "httptools": {"serving"},
-    "uvloop": {"serving"},
+    "uvloop": {"serving", "remote"},
 }
 NO_TORCH = {"serving", "client", "service", "fake", "rundir", "spec", "tree", "config", "errors"}
 """Units that a service without torch is made of."""

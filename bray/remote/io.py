@@ -1,0 +1,85 @@
+"""One event loop per process, in a thread of its own, for all sockets that plain code uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+logger = logging.getLogger("bray.remote")
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid = 0
+_running: set[Future[Any]] = set()  # the loop itself keeps only weak references
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """The loop; started when first asked for, and anew in a forked process."""
+    global _loop, _pid
+    if _loop is not None and _pid == os.getpid():
+        return _loop
+    with _lock:
+        if _loop is None or _pid != os.getpid():
+            made = _new_loop()
+            threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True).start()
+            _loop, _pid = made, os.getpid()
+        return _loop
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+def _run(it: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(it)
+    it.run_forever()
+
+
+def is_loop() -> bool:
+    """Whether the calling code runs on the loop."""
+    try:
+        return asyncio.get_running_loop() is _loop
+    except RuntimeError:
+        return False
+
+
+def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    """Run a coroutine on the loop; the result comes as a future of threads."""
+    return asyncio.run_coroutine_threadsafe(coroutine, loop())
+
+
+def run(coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+    """Run a coroutine on the loop and wait for it, from any other thread."""
+    if is_loop():
+        coroutine.close()
+        raise RuntimeError("io.run waits, and the loop itself must not: await the coroutine")
+    future = submit(coroutine)
+    try:
+        return future.result(timeout)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def spawn(coroutine: Coroutine[Any, Any, Any], what: str = "a background task") -> Future[Any]:
+    """Run a coroutine on the loop and forget it; an error is logged. The future may be cancelled."""
+    future = submit(coroutine)
+    _running.add(future)
+
+    def ended(f: Future[Any]) -> None:
+        _running.discard(f)
+        if not f.cancelled() and (error := f.exception()) is not None:
+            logger.error("%s failed", what, exc_info=error)
+
+    future.add_done_callback(ended)
+    return future

@@ -1,0 +1,325 @@
+"""What every process says to the master: numbers, pictures, shared values. Numbers are added up here and sent once a second."""
+
+from __future__ import annotations
+
+import contextlib
+import io as bytes_io
+import logging
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
+from bray.remote import io
+from bray.remote.cluster import Member, Session, session
+from bray.remote.master.worker import KINDS, Labels, Master, Merged
+
+logger = logging.getLogger("bray")
+"""The project's log: lines of all processes are in the run directory's bray.log."""
+
+SEND_EVERY = 1.0
+_PATIENCE = 20.0  # a master that was killed is back by then
+
+
+def start_master(opened: Session, port: int = 0) -> None:
+    """In the process that opens the session."""
+    member = opened.cluster.start("master", Master, str(opened.path), port)
+    logger.info("numbers of %s: http://127.0.0.1:%d/metrics", opened.path, member.call("metrics_port").result())
+
+
+def _master() -> Member:
+    recorder = _recorder()
+    if recorder.member is None:
+        recorder.member = session().cluster.find("master")
+    return recorder.member
+
+
+def _ask(method: str, *args: Any) -> Any:
+    return _master().call(method, *args, again=True, timeout=_PATIENCE).result()
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class _Recorder:
+    """The numbers of this process that the master does not have yet."""
+
+    def __init__(self, of: Session):
+        self.of = of
+        self.member: Member | None = None
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._sums: dict[tuple[str, Labels], list[Any]] = {}
+        self._due = False
+
+    def add(self, name: str, labels: Labels, total: float, count: int, desc: Mapping[str, str]) -> None:
+        with self._lock:
+            entry = self._sums.get((name, labels))
+            if entry is None:
+                entry = self._sums[name, labels] = [0.0, 0, {}]
+            entry[0] += total
+            entry[1] += count
+            if desc:
+                entry[2].update(desc)
+            due, self._due = self._due, True
+        if not due:
+            loop = io.loop()
+            loop.call_soon_threadsafe(
+                loop.call_later, SEND_EVERY, lambda: io.spawn(self._send_later(), "sending numbers")
+            )
+
+    async def _send_later(self) -> None:
+        rows = self._take()
+        if not rows:
+            return
+        try:
+            member = self.member or self.of.cluster.find("master")
+            self.member = member
+            await member.call("merged", rows, again=True, timeout=_PATIENCE)
+        except BrayError as e:
+            if session_is(self.of):
+                logger.warning("numbers wait, the master does not answer: %s", e)
+                self._put_back(rows)
+
+    def flush(self) -> None:
+        """All that is here goes to the master before this returns."""
+        with self._sending:
+            rows = self._take()
+            if rows:
+                _ask("merged", rows)
+
+    def _take(self) -> list[Merged]:
+        with self._lock:
+            rows = [(name, labels, *entry) for (name, labels), entry in self._sums.items()]
+            self._sums, self._due = {}, False
+        return rows
+
+    def _put_back(self, rows: list[Merged]) -> None:
+        for name, labels, total, count, desc in rows:
+            self.add(name, labels, total, count, desc)
+
+
+_current: _Recorder | None = None
+_making = threading.Lock()
+
+
+def session_is(of: Session) -> bool:
+    with contextlib.suppress(ConfigError):
+        return session() is of
+    return False
+
+
+def _recorder() -> _Recorder:
+    global _current
+    now = session()
+    if _current is None or _current.of is not now:
+        with _making:
+            if _current is None or _current.of is not now:
+                _current = _Recorder(now)
+                now.closers.append(flush)
+    return _current
+
+
+def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
+    """Add a value (a number, an array or a tensor with one element) to the number `name`, from any process.
+
+    desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg` go to TensorBoard, each with its description;
+            without it the average of the last minute
+    labels  tell apart numbers of one name, as in Prometheus
+    """
+    for kind in desc or ():
+        if kind not in KINDS:
+            raise UnknownName("key of desc", kind, KINDS, f"bray.merge({name!r})")
+    number = float(value)
+    if not math.isfinite(number):
+        logger.warning("bray.merge(%r, %s): not a finite number, and left out", name, number)
+        return
+    _recorder().add(name, tuple(sorted((k, str(v)) for k, v in labels.items())), number, 1, desc or {})
+
+
+def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:
+    """What all processes have merged under this name; None where nothing came in the time window."""
+    flush()
+    return _ask("query", name, kind, tuple(sorted((k, str(v)) for k, v in labels.items())))
+
+
+def numbers() -> dict[str, dict[str, float | None]]:
+    """Every number of the session, in all its kinds."""
+    flush()
+    return _ask("numbers")
+
+
+def flush() -> None:
+    """Send what `merge` has gathered in this process."""
+    try:
+        _recorder().flush()
+    except MissingComponent:
+        logger.warning("the last numbers of this process are lost: the master is gone")
+
+
+class Metric:
+    """A number with bounds: values outside of them are counted, and left out of everything else.
+
+    max_samples   values that `report` looks back on
+    print_report  log a report each time that many have come
+    """
+
+    def __init__(
+        self,
+        name: str,
+        up_bound: float = math.inf,
+        low_bound: float = -math.inf,
+        max_samples: int = 2048,
+        print_report: bool = False,
+    ):
+        if max_samples < 1 or not low_bound <= up_bound:
+            raise ConfigError(
+                f"Metric({name!r}): expected max_samples >= 1 and low_bound <= up_bound, got {max_samples}, {low_bound}, {up_bound}"
+            )
+        self.name, self.up_bound, self.low_bound, self.print_report = name, up_bound, low_bound, print_report
+        self._values = np.empty(max_samples)
+        self.count = 0
+        """Values within the bounds so far."""
+        self.outside = 0
+        """Values beyond them."""
+
+    def merge(self, value: Any, **labels: Any) -> None:
+        number = float(value)
+        if not self.low_bound <= number <= self.up_bound:
+            self.outside += 1
+            merge(f"{self.name}/outside", 1, {"sum": f"{self.name} out of bounds"}, **labels)
+            return
+        self._values[self.count % len(self._values)] = number
+        self.count += 1
+        merge(self.name, number, **labels)
+        if self.print_report and self.count % len(self._values) == 0:
+            logger.info("%s", self.report())
+
+    def report(self) -> str:
+        """The last values in one line."""
+        last = self._values[: min(self.count, len(self._values))]
+        if not len(last):
+            return f"{self.name}: no values yet, {self.outside} out of bounds"
+        p = np.percentile(last, (0, 50, 90, 99, 100))
+        return (
+            f"{self.name}: mean {last.mean():.4g}, std {last.std():.4g}, min {p[0]:.4g}, p50 {p[1]:.4g}, p90 {p[2]:.4g}, "
+            f"p99 {p[3]:.4g}, max {p[4]:.4g} of {len(last)} values; {self.outside} out of bounds"
+        )
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def set_tensorboard_step(model_name: str | None) -> None:
+    """TensorBoard's x axis becomes the step of this model; None = seconds."""
+    _ask("set_tensorboard_step", model_name)
+
+
+def add_scalar(tag: str, value: Any, step: int | None = None) -> None:
+    """One point; without a step it is drawn at the current one."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    _add(Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step)
+
+
+def add_image(tag: str, image: Any, step: int | None = None, dataformats: str = "CHW") -> None:
+    """A picture: [C, H, W] (or as `dataformats` says: HWC, HW), uint8 or floats in 0..1."""
+    from PIL import Image
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    array = _picture(_array(image), dataformats, tag)
+    out = bytes_io.BytesIO()
+    Image.fromarray(array).save(out, "PNG")
+    picture = Summary.Image(
+        height=array.shape[0], width=array.shape[1], colorspace=3, encoded_image_string=out.getvalue()
+    )
+    _add(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+
+
+def add_video(tag: str, video: Any, step: int | None = None, fps: float = 4) -> None:
+    """A video: [T, C, H, W], or [N, T, C, H, W] shown side by side; uint8 or floats in 0..1."""
+    from PIL import Image
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    array = _array(video)
+    if array.ndim == 5:
+        n, t, c, h, w = array.shape
+        array = array.transpose(1, 2, 3, 0, 4).reshape(t, c, h, n * w)
+    if array.ndim != 4 or not len(array):
+        raise DataError(f"add_video({tag!r}): expected [T, C, H, W] or [N, T, C, H, W], got shape {list(array.shape)}")
+    first, *rest = [Image.fromarray(_picture(frame, "CHW", tag)) for frame in array]
+    out = bytes_io.BytesIO()
+    first.save(out, "GIF", save_all=True, append_images=rest, duration=1000.0 / fps, loop=0)
+    picture = Summary.Image(height=first.height, width=first.width, colorspace=3, encoded_image_string=out.getvalue())
+    _add(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+
+
+def add_histogram(tag: str, values: Any, step: int | None = None, bins: int = 30) -> None:
+    """How values are distributed."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    flat = _array(values).astype(np.float64).ravel()
+    if not flat.size or not np.isfinite(flat).all():
+        raise DataError(f"add_histogram({tag!r}): expected finite numbers, got {flat.size} of which some are not")
+    counts, edges = np.histogram(flat, bins=bins)
+    made = HistogramProto(
+        min=flat.min(), max=flat.max(), num=flat.size, sum=flat.sum(), sum_squares=(flat * flat).sum(),
+        bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
+    )  # fmt: skip
+    _add(Summary(value=[Summary.Value(tag=tag, histo=made)]), step)
+
+
+def add_graph(model: Any, forward_args: Any) -> None:
+    """The operations of a torch Model, as TensorBoard draws them."""
+    from torch.utils.tensorboard._pytorch_graph import graph
+
+    made, _ = graph(model, forward_args)
+    _ask("add_graph", made.SerializeToString())
+
+
+def _add(summary: Any, step: int | None) -> None:
+    _ask("add_summary", summary.SerializeToString(), step)
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+
+
+def _picture(image: np.ndarray, dataformats: str, tag: str) -> np.ndarray:
+    """uint8 [H, W] or [H, W, 3 or 4]."""
+    if image.ndim != len(dataformats) or sorted(dataformats) not in (sorted("CHW"), sorted("HW")):
+        raise DataError(f"add_image({tag!r}): expected dimensions {dataformats}, got shape {list(image.shape)}")
+    image = image.transpose([dataformats.index(d) for d in ("HWC" if "C" in dataformats else "HW")])
+    if image.dtype != np.uint8:
+        image = (np.clip(image.astype(np.float64), 0.0, 1.0) * 255.0 + 0.5).astype(np.uint8)
+    if image.ndim == 3 and image.shape[2] == 1:
+        image = image[:, :, 0]
+    if image.ndim == 3 and image.shape[2] not in (3, 4):
+        raise DataError(f"add_image({tag!r}): expected 1, 3 or 4 channels, got {image.shape[2]}")
+    return np.ascontiguousarray(image)
+
+
+# --- shared values ----------------------------------------------------------------------------------------------------
+
+
+def set(key: str, value: Any) -> None:
+    """Share a value with all processes of the session."""
+    _ask("set", key, value)
+
+
+def get(key: str, default: Any = None) -> Any:
+    """A shared value, or `default`."""
+    return _ask("get", key, default)
+
+
+def register(key: str) -> int:
+    """A number of one's own: 0 for the first who asks with this key, 1 for the second, in the whole session."""
+    return _ask("register", key)
+
+
+def log(message: str, *args: Any) -> None:
+    """A line in the run directory's log, from any process."""
+    logger.info(message, *args)

@@ -1,0 +1,304 @@
+"""Framed messages between processes: a unix socket on one machine, TCP between machines. Nothing is ever unpickled.
+
+    frame = number u64 | length u32 | kind u8 | 3 bytes 0 | body        little endian
+
+The first frame of a connection is the session's token. A request has a number and is answered by one reply or one error with that number;
+number 0 is a message that wants no answer. Unix sockets are abstract ones: they vanish with their process, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bray import errors
+from bray.errors import BrayError, DataError, LinkLost, RemoteError, Unreachable
+
+logger = logging.getLogger("bray.remote")
+
+_HEAD = struct.Struct("<QIB3x")
+_HELLO, _REPLY, _ERROR = 253, 254, 255
+MAX_BODY = 1 << 30
+_LARGE = 1 << 16  # pieces from this size on are written as they are; smaller ones are joined first
+_HIGH_WATER = 1 << 22  # bytes that may wait in a connection before `drain` waits
+CONNECT_TIMEOUT = 5.0
+
+Piece = bytes | bytearray | memoryview
+Handle = Callable[["Link", int, int, memoryview], None]
+"""Called on the loop for each message: (link, kind, number, body). The body may be kept."""
+
+
+class Address(NamedTuple):
+    """Where a Listener is found; it may be sent anywhere in the session."""
+
+    machine: str
+    unix: str
+    host: str
+    port: int
+
+
+def machine_id() -> str:
+    """What two processes share when a unix socket joins them: the running system and its network namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
+
+
+class Link(asyncio.Protocol):
+    """One connection, either side of it. All methods belong on its loop."""
+
+    def __init__(self, token: bytes, handle: Handle | None, lost: Callable[[Link], None] | None, greets: bool):
+        self._token, self._handle, self._lost = token, handle, lost
+        self._greets = greets  # the side that connects sends the token; the other waits for it
+        self._known = greets
+        self._transport: Any = None
+        self._waiting: dict[int, asyncio.Future[memoryview]] = {}
+        self._numbers = itertools.count(1)
+        self._out: list[Piece] = []
+        self._chunks: deque[bytes] = deque()
+        self._have = self._needs = 0
+        self._writable: asyncio.Future[None] | None = None
+        self._error = ""  # why it is closed, where we know
+        self.closed = False
+        self.data: Any = None  # of whoever handles this link
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def request(self, kind: int, *pieces: Piece) -> asyncio.Future[memoryview]:
+        """Send a message and await its answer: a body, or the error that the other side had."""
+        future: asyncio.Future[memoryview] = self._loop.create_future()
+        if self.closed:
+            future.set_exception(LinkLost(self._error or "the connection is closed"))
+            return future
+        number = next(self._numbers)
+        self._waiting[number] = future
+        self._send(number, kind, pieces)
+        return future
+
+    def post(self, kind: int, *pieces: Piece) -> None:
+        """Send a message that has no answer. Raises LinkLost when the connection is known to be gone."""
+        if self.closed:
+            raise LinkLost(self._error or "the connection is closed")
+        self._send(0, kind, pieces)
+
+    def reply(self, number: int, *pieces: Piece) -> None:
+        """Answer a request; nothing happens where the asker is gone, or wanted no answer."""
+        if number and not self.closed:
+            self._send(number, _REPLY, pieces)
+
+    def fail(self, number: int, error: BaseException) -> None:
+        """Answer a request with an error. A BrayError arrives as one of its class."""
+        if number and not self.closed:
+            body = msgspec.msgpack.encode((type(error).__name__, str(error)))
+            self._send(number, _ERROR, (body,))
+        elif not number:
+            logger.error("a message without a number failed", exc_info=error)
+
+    async def drain(self) -> None:
+        """Wait while the other side is slow to read."""
+        if self._writable is not None:
+            await self._writable
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def _send(self, number: int, kind: int, pieces: tuple[Piece, ...]) -> None:
+        length = sum(map(len, pieces)) if len(pieces) != 1 else len(pieces[0])
+        if length > MAX_BODY:
+            raise DataError(f"a message of {length} bytes; the most is {MAX_BODY}: send it in parts")
+        out = self._out
+        if not out:
+            self._loop.call_soon(self._flush)
+        out.append(_HEAD.pack(number, length, kind))
+        for piece in pieces:
+            if len(piece) < _LARGE:
+                out.append(piece)
+            else:
+                self._flush()
+                if self._transport is not None:
+                    self._transport.write(piece)
+
+    def _flush(self) -> None:
+        if self._out:
+            data, self._out = (b"".join(self._out), [])
+            if not self.closed:
+                self._transport.write(data)
+
+    # --- receiving ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_HIGH_WATER)
+        if self._greets:
+            self._send(0, _HELLO, (self._token,))
+
+    def pause_writing(self) -> None:
+        self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None:
+            self._writable.set_result(None)
+            self._writable = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._chunks:
+            self._chunks.append(data)
+            self._have += len(data)
+            if self._have < self._needs:
+                return
+            data = b"".join(self._chunks)
+            self._chunks.clear()
+        view, at, end = memoryview(data), 0, len(data)
+        head, size = _HEAD.unpack_from, _HEAD.size
+        needs = size
+        while end - at >= size:
+            number, length, kind = head(data, at)
+            if length > MAX_BODY or (not self._known and (kind != _HELLO or length > 1024)):
+                self._refuse("a frame that is not of this protocol")
+                return
+            if end - at - size < length:
+                needs = size + length
+                break
+            body = view[at + size : at + size + length]
+            at += size + length
+            if kind < _HELLO:
+                assert self._handle is not None
+                try:
+                    self._handle(self, kind, number, body)
+                except Exception as e:
+                    self.fail(number, e)
+            else:
+                self._answered(kind, number, body)
+            if self.closed:
+                return
+        if at < end:
+            self._chunks.append(data[at:] if at else data)
+            self._have, self._needs = end - at, needs
+
+    def _answered(self, kind: int, number: int, body: memoryview) -> None:
+        if kind == _HELLO:
+            if not hmac.compare_digest(bytes(body), self._token):
+                self._refuse("a wrong token")
+            self._known = True
+            return
+        future = self._waiting.pop(number, None)
+        if future is None or future.done():  # cancelled meanwhile
+            return
+        if kind == _REPLY:
+            future.set_result(body)
+        else:
+            future.set_exception(_read_error(body))
+
+    def _refuse(self, why: str) -> None:
+        logger.warning("a connection sent %s and is closed", why)
+        self._error = f"the connection was closed because of {why}"
+        self.closed = True
+        self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self.resume_writing()
+        self._chunks.clear()
+        waiting, self._waiting = self._waiting, {}
+        why = self._error or "the connection ended before the answer came: the other process has died or was stopped"
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(LinkLost(why))
+        if self._lost is not None:
+            self._lost(self)
+
+
+def _read_error(body: memoryview) -> BaseException:
+    try:
+        name, message = msgspec.msgpack.decode(body, type=tuple[str, str])
+    except msgspec.MsgspecError:
+        return RemoteError("the other process failed and its error could not be read")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, BrayError):
+        error = kind.__new__(kind)
+        error.args = (message,)
+        return error
+    return RemoteError(f"{name}: {message}")
+
+
+class Listener:
+    """Takes connections; each message of each goes to `handle`."""
+
+    def __init__(self, handle: Handle, token: bytes, lost: Callable[[Link], None] | None = None):
+        self._handle, self._token, self._lost = handle, token, lost
+        self._servers: list[Any] = []
+        self.links: set[Link] = set()
+        self.address: Address
+
+    async def start(self, name: str, host: str = "127.0.0.1") -> Address:
+        """Listen: on a unix socket, and on any free TCP port of `host`."""
+        loop = asyncio.get_running_loop()
+        path = f"\0bray-{os.getpid()}-{os.urandom(6).hex()}-{name}"[:100]
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind(path)
+        self._servers.append(await loop.create_unix_server(self._make, sock=unix))
+        server = await loop.create_server(self._make, host, 0)
+        self._servers.append(server)
+        port = server.sockets[0].getsockname()[1]
+        self.address = Address(machine_id(), path, host, port)
+        return self.address
+
+    def _make(self) -> Link:
+        link = Link(self._token, self._handle, self._gone, greets=False)
+        self.links.add(link)
+        return link
+
+    def _gone(self, link: Link) -> None:
+        self.links.discard(link)
+        if self._lost is not None:
+            self._lost(link)
+
+    async def close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for link in list(self.links):
+            link.close()
+        self._servers.clear()
+
+
+async def connect(
+    address: Address,
+    token: bytes,
+    handle: Handle | None = None,
+    lost: Callable[[Link], None] | None = None,
+    unix: bool = True,
+    timeout: float = CONNECT_TIMEOUT,
+) -> Link:
+    """A Link to a Listener, by its unix socket where that is on this machine (and `unix` is not False)."""
+    loop = asyncio.get_running_loop()
+    link = Link(token, handle, lost, greets=True)
+    try:
+        async with asyncio.timeout(timeout):
+            if unix and address.machine == machine_id():
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.setblocking(False)
+                try:
+                    await loop.sock_connect(sock, address.unix)
+                    await loop.create_unix_connection(lambda: link, sock=sock)
+                except BaseException:
+                    sock.close()
+                    raise
+            else:
+                await loop.create_connection(lambda: link, address.host, address.port)
+    except (OSError, TimeoutError) as e:
+        where = address.unix.lstrip("\0") if unix else f"{address.host}:{address.port}"
+        raise Unreachable(f"no connection to {where}: {e or 'no answer in time'}") from None
+    return link

@@ -1,0 +1,192 @@
+"""The cluster seam: the same members in this process and in processes of Ray."""
+
+import asyncio
+import os
+import pickle
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from bray.errors import ConfigError, DataError, MissingComponent, RemoteError, ResourceError, Unreachable
+from bray.remote import cluster
+from tests.ray_for_tests import opened
+
+
+class Counter:
+    """A worker: plain and async methods, a start that runs again after a crash."""
+
+    def __init__(self, first=0):
+        self.n = first
+        self.started = False
+
+    async def start(self):
+        self.started = True
+
+    def add(self, k=1):
+        self.n += k
+        return self.n
+
+    async def slow(self, seconds):
+        await asyncio.sleep(seconds)
+        return "done"
+
+    def about(self):
+        return {"pid": os.getpid(), "started": self.started, "n": self.n, "session": cluster.session().trial}
+
+    def total(self, ref):
+        return float(cluster.session().cluster.get(ref[0]).sum())
+
+    def bad(self, kind):
+        if kind == "bray":
+            raise DataError("these bytes are no replay")
+        if kind == "odd":
+
+            class Odd(Exception):
+                def __init__(self, a, b):
+                    super().__init__(a)
+
+            raise Odd("one", "two")
+        return 1 / 0
+
+    def ask(self, other):
+        return other.call("add", 10).result()
+
+
+class Broken:
+    def __init__(self):
+        raise ValueError("no weights here")
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def session(request, tmp_path_factory):
+    with opened(tmp_path_factory.mktemp(request.param), request.param) as made:
+        yield made
+
+
+on_ray = pytest.mark.parametrize("session", ["ray"], indirect=True)
+
+
+@pytest.fixture
+def counter(session, request):
+    name = f"counter/{request.node.name}"
+    yield session.cluster.start(name, Counter, 5)
+    session.cluster.stop(name)
+
+
+def test_calls(counter):
+    assert counter.call("add").result() == 6
+    assert counter.call("add", k=4).result() == 10
+    assert counter.call("slow", 0.01).result() == "done"
+    about = counter.call("about").result()
+    assert about["started"]
+    assert about["n"] == 10
+    assert about["session"] == "trial"
+
+
+def test_calls_are_awaited_in_any_loop(counter):
+    async def main():
+        return await asyncio.gather(counter.call("slow", 0.05), counter.call("add"))
+
+    assert asyncio.run(main()) == ["done", 6]
+
+
+def test_members_are_found_by_name(session, counter):
+    assert session.cluster.find(counter.name).call("add").result() == 6
+    assert counter.name in session.cluster.names("counter/")
+    assert pickle.loads(pickle.dumps(counter)).call("add").result() == 7
+
+
+def test_a_missing_member_is_answered_with_those_that_exist(session, counter):
+    with pytest.raises(MissingComponent, match=r"there is no counter 'other'.*there are: 'test_a_missing"):
+        session.cluster.find("counter/other")
+    with pytest.raises(MissingComponent, match=r"there is no model 'm'.*none yet"):
+        session.cluster.find("model/m")
+
+
+def test_a_name_is_taken_once(session, counter):
+    with pytest.raises(ConfigError, match="is there already"):
+        session.cluster.start(counter.name, Counter)
+
+
+def test_errors_arrive_with_their_class_and_where_they_ran(session, counter):
+    with pytest.raises(DataError, match="these bytes are no replay"):
+        counter.call("bad", "bray").result()
+    with pytest.raises(ZeroDivisionError) as caught:
+        counter.call("bad", "plain").result()
+    if session.cluster.kind == "ray":
+        (note,) = caught.value.__notes__
+        assert "return 1 / 0" in note
+        assert counter.name in note
+        with pytest.raises(RemoteError, match="Odd: one"):
+            counter.call("bad", "odd").result()
+
+
+def test_a_worker_that_cannot_start_tells_why(session):
+    with pytest.raises(ValueError, match="no weights here"):
+        session.cluster.start("broken", Broken)
+    assert "broken" not in session.cluster.names()
+
+
+def test_a_call_that_takes_too_long(counter):
+    with pytest.raises(Unreachable, match=r"did not answer slow in 0\.2 s"):
+        counter.call("slow", 30, timeout=0.2).result()
+
+
+def test_large_values_travel_by_reference(session, counter):
+    ref = session.cluster.put(np.ones(1_000_000, np.float32))
+    assert counter.call("total", [ref]).result() == 1_000_000
+
+
+def test_members_call_each_other(session, counter):
+    other = session.cluster.start("counter/second", Counter)
+    try:
+        assert other.call("ask", counter).result() == 15
+    finally:
+        session.cluster.stop("counter/second")
+
+
+@on_ray
+def test_infeasible_requests_fail_at_once(session):
+    start = time.monotonic()
+    with pytest.raises(ResourceError, match=r"counter/big asks for 500 CPUs.*there are node .*: 16 CPUs"):
+        session.cluster.start("counter/big", Counter, cpus=500)
+    with pytest.raises(ResourceError, match="1 GPUs"):
+        session.cluster.start("counter/gpu", Counter, gpus=1)
+    with pytest.raises(ResourceError, match="which is not there"):
+        session.cluster.start("counter/far", Counter, node="f" * 56)
+    assert time.monotonic() - start < 5
+
+
+@on_ray
+def test_a_request_that_others_leave_no_room_for_fails(session, monkeypatch):
+    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 1.0)
+    session.cluster.start("counter/large", Counter, cpus=15)
+    try:
+        with pytest.raises(ResourceError, match=r"counter/more asks for 4 CPUs, and others hold.*free are 1 CPUs"):
+            session.cluster.start("counter/more", Counter, cpus=4)
+    finally:
+        session.cluster.stop("counter/large")
+
+
+@on_ray
+def test_a_killed_member_comes_back_with_its_arguments(session):
+    member = session.cluster.start("counter/killed", Counter, 5)
+    member.call("add").result()
+    pid = member.call("about").result()["pid"]
+    os.kill(pid, signal.SIGKILL)
+    about = member.call("about", again=True, timeout=30).result()
+    while about["pid"] == pid:  # answered just before the signal came
+        about = member.call("about", again=True, timeout=30).result()
+    assert about["n"] == 5
+    assert about["started"]
+    session.cluster.stop("counter/killed")
+    with pytest.raises(Unreachable):
+        member.call("add", timeout=5).result()
+
+
+def test_nodes(session):
+    (node,) = session.cluster.nodes()
+    assert node.head
+    assert node.cpus >= 1

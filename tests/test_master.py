@@ -1,0 +1,152 @@
+"""Master services: numbers, pictures and values of all processes, and what a restart of the master keeps."""
+
+import os
+import signal
+import threading
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+
+from bray.errors import ConfigError, UnknownName
+from bray.remote import master
+from tests.ray_for_tests import opened
+
+
+class Talker:
+    """Another process that says things."""
+
+    def merge(self, name, values, **labels):
+        for v in values:
+            master.merge(name, v, **labels)
+        master.flush()
+
+    def take(self, key):
+        return master.register(key)
+
+    def read(self, key):
+        return master.get(key)
+
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def session(request, tmp_path_factory):
+    with opened(tmp_path_factory.mktemp(request.param), request.param) as made:
+        made.cluster.start("talker/a", Talker)
+        yield made
+
+
+on_ray = pytest.mark.parametrize("session", ["ray"], indirect=True)
+
+
+def talker(session):
+    return session.cluster.find("talker/a")
+
+
+def test_numbers_of_several_processes_add_up(session):
+    talker(session).call("merge", "loss", [1.0, 2.0]).result()
+    master.merge("loss", torch.tensor(6.0), desc={"avg": "the loss", "time_window_avg": "of late"})
+    assert master.query("loss") == 3.0
+    assert master.query("loss", "sum") == 9.0
+    assert master.query("loss", "cnt") == 3
+    assert master.query("loss", "time_window_sum") == 9.0
+
+
+def test_labels_tell_numbers_apart(session):
+    master.merge("hits", 1, map="a")
+    master.merge("hits", 5, map="b")
+    assert master.query("hits", map="b") == 5.0
+    with pytest.raises(UnknownName, match=r"hits\{map=c\}.*Did you mean 'hits\{map="):
+        master.query("hits", map="c")
+    with pytest.raises(UnknownName, match="unknown kind of number 'median'"):
+        master.query("hits", "median", map="a")
+    with pytest.raises(UnknownName, match="Did you mean 'avg'"):
+        master.merge("hits", 1, desc={"average": "x"})
+
+
+def test_numbers_arrive_without_being_flushed(session):
+    master.merge("quiet", 3.0)
+    deadline = time.monotonic() + 10
+    found = None
+    while found is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = session.cluster.find("master").call("numbers").result().get("quiet")
+    assert found["sum"] == 3.0
+
+
+def test_what_is_not_a_number_is_left_out(session, caplog):
+    master.merge("odd", float("nan"))
+    master.merge("odd", 1.0)
+    assert master.query("odd", "cnt") == 1
+
+
+def test_threads_lose_nothing(session):
+    def work():
+        for _ in range(2000):
+            master.merge("threads", 1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert master.query("threads", "sum") == 8000
+
+
+def test_shared_values(session):
+    master.set("config", {"network": {"layers": [64, 64]}, "w": np.arange(3)})
+    assert talker(session).call("read", "config").result()["network"] == {"layers": [64, 64]}
+    assert master.get("nothing") is None
+    assert master.get("nothing", 7) == 7
+
+
+def test_register_gives_each_a_number(session):
+    assert [master.register("rank"), talker(session).call("take", "rank").result(), master.register("rank")] == [
+        0,
+        1,
+        2,
+    ]
+    assert master.register("other") == 0
+
+
+def test_prometheus(session):
+    master.merge("reward/win", 2.5, desc={"sum": "won"}, map='a"b')
+    master.flush()
+    port = session.cluster.find("master").call("metrics_port").result()
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    assert 'bray_reward_win_sum{map="a\\"b"} 2.5' in text
+    assert 'bray_reward_win_count{map="a\\"b"} 1' in text
+    assert "# TYPE bray_reward_win summary" in text
+
+
+def test_metric_leaves_out_what_is_beyond_its_bounds(session, caplog):
+    metric = master.Metric("bounded", up_bound=10, low_bound=0, max_samples=4, print_report=True)
+    with caplog.at_level("INFO", "bray"):
+        for value in (1, 2, 3, 99, 4):
+            metric.merge(value)
+    assert master.query("bounded", "sum") == 10
+    assert master.query("bounded/outside", "sum") == 1
+    assert (metric.count, metric.outside) == (4, 1)
+    assert "bounded: mean 2.5" in caplog.text
+    with pytest.raises(ConfigError, match="max_samples"):
+        master.Metric("bounded", max_samples=0)
+
+
+@on_ray
+def test_a_killed_master_keeps_totals_values_and_counters(session):
+    master.merge("kept", 4.0)
+    assert master.query("kept", "sum") == 4.0
+    master.set("kept", "value")
+    before = master.register("kept")
+    member = session.cluster.find("master")
+    member.call("_save").result()
+    pid = session.cluster.pid("master")
+    os.kill(pid, signal.SIGKILL)
+    start = time.monotonic()
+    master.merge("kept", 1.0)
+    assert master.get("kept") == "value"
+    assert master.query("kept", "sum") == 5.0
+    assert master.register("kept") == before + 1
+    assert time.monotonic() - start < 15
