@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXTRAS ?= train,serve,remote,atari,dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,7 +18,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[train,serve,remote,atari,dev]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 # Debian packages that tests need, where there is root; none is needed to train.

@@ -156,6 +156,7 @@ def _read_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
             lines.update(own)
             return merged | out
         if isinstance(node, yaml.SequenceNode):
+            lines.update({(*path, str(i)): v.start_mark.line + 1 for i, v in enumerate(node.value)})
             return [build(v, (*path, str(i))) for i, v in enumerate(node.value)]
         assert loader is not None
         return loader.construct_object(node, deep=True)
@@ -687,7 +688,9 @@ def resolve(sections: Mapping[str, type], sources: Sequence[Source]) -> Resolved
         raise merger.problems[0]
     if merger.problems:
         listed = "\n  ".join(dict.fromkeys(str(p) for p in merger.problems))
-        raise ConfigError(f"{len(merger.problems)} mistakes in the config:\n  {listed}")
+        error = ConfigError(f"{len(merger.problems)} mistakes in the config:\n  {listed}")
+        error.problems = tuple(merger.problems)
+        raise error
     provenance: dict[str, str] = {}
     for section, value in built.items():
         for key in _leaves(to_plain(value), (section,)):

@@ -8,6 +8,7 @@ BrayError
 ├── DataError          bytes or files that are not what they claim to be
 ├── ExportError        a Model that cannot become an ONNX file, or whose file answers otherwise than the Model
 ├── Overloaded         more work than there is room for; try again later
+├── Ended              a buffer whose sources have ended and whose samples are all read
 ├── WaitError          a field of the state that an agent waited for, and that no other agent set
 ├── MissingComponent   a component of the cluster that is not there; those that are, are named
 ├── ResourceError      more CPUs, GPUs or memory than the cluster has
@@ -29,7 +30,7 @@ class BrayError(Exception):
 class ConfigError(BrayError):
     """A configuration that cannot work."""
 
-    problems: "tuple[ConfigError, ...]" = ()
+    problems: tuple[ConfigError, ...] = ()
     """The single mistakes, where the message lists several."""
 
 
@@ -63,6 +64,10 @@ class ExportError(BrayError):
 
 class Overloaded(BrayError):
     """More work than there is room for. Nothing was done; it may be tried again."""
+
+
+class Ended(BrayError):
+    """There is nothing more to read, and nothing will come."""
 
 
 class WaitError(BrayError):

@@ -161,8 +161,8 @@ def test_infeasible_requests_fail_at_once(session):
 
 @on_ray
 def test_a_request_that_others_leave_no_room_for_fails(session, monkeypatch):
-    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 1.0)
     session.cluster.start("counter/large", Counter, cpus=15)
+    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 1.0)
     try:
         with pytest.raises(ResourceError, match=r"counter/more asks for 4 CPUs, and others hold.*free are 1 CPUs"):
             session.cluster.start("counter/more", Counter, cpus=4)

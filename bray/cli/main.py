@@ -16,11 +16,11 @@ import typer
 
 from bray.errors import BrayError, did_you_mean
 
-NOT_YET = ("tune", "launch", "render", "new", "schema", "dashboard")
+NOT_YET = ("tune", "dashboard")
 """Commands that are planned and are not there."""
 
 _EXTRAS = {
-    **dict.fromkeys(("torch", "gymnasium", "tensorboard", "matplotlib", "imageio", "onnxscript"), "train"),
+    **dict.fromkeys(("torch", "gymnasium", "tensorboard", "matplotlib", "imageio", "PIL", "onnxscript"), "train"),
     **dict.fromkeys(("httptools", "onnxruntime", "onnx", "numba"), "serve"),
 }
 """Packages that `pip install bray` leaves out, and the extra that brings them."""
@@ -305,6 +305,92 @@ def export(
 
 
 @app.command()
+def launch(
+    config: Annotated[Path, _opt(_WHAT, "--config", "FILE", "The launch file (YAML). `bray new` makes some.")],
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="COMPONENT.KEY=VALUE", help="model1.max_batch_size=8", show_default=False),
+    ] = None,
+    mode: Annotated[str | None, _opt(_WHAT, "--mode", "train|deploy", "Instead of the file's.")] = None,
+    project: Annotated[str | None, _opt(_WHAT, "--project", "P", "Instead of the file's.")] = None,
+    trial: Annotated[
+        str | None, _opt(_WHAT, "--trial", "T", "Instead of the file's. The run directory is P/T.")
+    ] = None,
+    cluster: Annotated[
+        Literal["ray", "local"],
+        _opt(
+            _HOW, "--cluster", None, "ray: processes, of the Ray that runs or of one of its own; local: this process."
+        ),
+    ] = "ray",
+    check: Annotated[
+        bool, _opt(_SHOW, "--check", None, "Say what would start, with resources; start nothing.")
+    ] = False,
+    graph: Annotated[Path | None, _opt(_SHOW, "--graph", "FILE.svg", "Draw the graph; start nothing.")] = None,
+    log_level: Annotated[str, _opt(_SHOW, "--log-level", "LEVEL", "debug, info, warning or error")] = "warning",
+    quiet: Annotated[bool, _opt(_SHOW, "--quiet", None, "No progress.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Start the components of a launch file: models, buffers, agents, trainers. Ctrl-C ends it. `bray schema KIND` lists keys; see
+    docs/launch.md."""
+    given = {k: v for k, v in locals().items() if k not in ("debug", "keys")}
+    from bray.cli import launch as command
+
+    return command.launch(command.Options(**given, keys=keys or ()))
+
+
+@app.command()
+def schema(
+    kind: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[KIND]",
+            help="top, model, source, buffer, agent, actor, render, trainer or config: a table of its keys.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """The JSON Schema of launch files, for editors; or all keys of one kind of component."""
+    from bray.cli import launch as command
+
+    return command.schema(kind)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Directory and Python package of the project.")],
+    template: Annotated[
+        Path | None, typer.Option("--template", metavar="DIR", help="Copy this project instead of Bray's template.")
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Copy the project template to ./NAME: launch files, models, agents, sources, trainers, a game."""
+    from bray.cli import new as command
+
+    return command.new(name, template)
+
+
+@app.command()
+def render(
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A launch file: its project, trial and renderers.")
+    ] = None,
+    project: Annotated[Path | None, typer.Option("--project", metavar="P", help="Instead of the file's.")] = None,
+    trial: Annotated[
+        str | None, typer.Option("--trial", metavar="T", help="Shown first; the page can change it.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="0.0.0.0 = every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 = any free one.")] = 0,
+    open_page: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = True,
+    seconds: Annotated[float | None, typer.Option("--seconds", metavar="S", min=0, help="End after so long.")] = None,
+    debug: Debug = False,
+) -> int:
+    """Show saved episodes as pictures in a web page, and make videos of them. See docs/render.md."""
+    from bray.cli import render as command
+
+    return command.render(config, project, trial, host, port, open_page, seconds)
+
+
+@app.command()
 def algos(
     name: Annotated[str | None, typer.Argument(metavar="[ALGO]", help="Show the config keys of this one.")] = None,
     debug: Debug = False,
@@ -385,6 +471,43 @@ def fake_actor(
     replies = Replies(start.encode(), tick.encode(), end.encode(), echo)
     config = ServiceConfig(host=host, port=port, use_tcp=tcp, workers=workers, actors_per_worker=sessions)
     return command.actor(replies, config)
+
+
+@fake.command("buffer")
+def fake_buffer(
+    config: Annotated[
+        Path, typer.Option("--config", metavar="FILE", help="The launch file whose trainers are to run.")
+    ],
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="COMPONENT.KEY=VALUE", help="As for bray launch.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            "--sample",
+            metavar="MODULE:NAME",
+            help="A sample to imitate, or a function of a random generator that makes one. Without it: what the algorithm, else the model takes.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", metavar="HZ", min=0.0, help="Samples per second. [default: as many as are taken]"),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="S", min=0.0, help="[default: until it is stopped]")
+    ] = None,
+    trial: Annotated[
+        str | None, typer.Option("--trial", metavar="T", help="[default: the file's, with -fake after it]")
+    ] = None,
+    cluster: Annotated[
+        Literal["ray", "local"], typer.Option("--cluster", help="local: all in this process.")
+    ] = "local",
+    debug: Debug = False,
+) -> int:
+    """Run the trainers of a launch file on made-up samples, without games and sources: to develop a trainer alone."""
+    from bray.cli import fake as command
+
+    return command.buffer(config, keys or [], sample, rate, seconds, trial, cluster)
 
 
 @fake.command("gamecore")

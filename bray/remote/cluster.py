@@ -35,8 +35,9 @@ logger = logging.getLogger("bray.remote")
 
 CALL_TIMEOUT = 60.0
 START_TIMEOUT = 120.0
-_BUSY_TIMEOUT = 20.0  # a request that fits the cluster but not what is free fails after this long
+_BUSY_TIMEOUT = 30.0  # a request that fits the cluster but not what is free fails after this long
 _ASK_AGAIN = 0.2
+_INLINE = 50_000  # bytes of constructor arguments that travel in the message; larger ones go through the object store
 
 
 class Node(NamedTuple):
@@ -320,17 +321,17 @@ def _missing(name: str, names: list[str]) -> MissingComponent:
 class _Host:
     """The Ray actor around a worker. Its own loop is Ray's; the worker's coroutines run on the io loop."""
 
-    def __init__(self, info: SessionInfo, name: str, made: list[Any]):
+    def __init__(self, info: SessionInfo, name: str, made: bytes | list[Any]):
         _enter(info, name)
         self._made: Future[Hosted] = Future()
         # In a thread: this process answers as soon as it is there, however long its worker takes to be made.
         threading.Thread(target=self._make, args=(name, made), daemon=True).start()
 
-    def _make(self, name: str, made: list[Any]) -> None:
+    def _make(self, name: str, made: bytes | list[Any]) -> None:
         import ray
 
-        try:
-            cls, args, kwargs = ray.get(made[0])  # only now: the user's modules are found on the session's path
+        try:  # only now: the user's modules are found on the session's path
+            cls, args, kwargs = ray.cloudpickle.loads(made) if isinstance(made, bytes) else ray.get(made[0])
         except BaseException as e:
             hosted = Hosted(name, _Unmade, (e,), {})
         else:
@@ -486,7 +487,9 @@ class RayCluster:
         if name in self.names():
             raise ConfigError(f"{name} is there already: choose another name, or stop that one first")
         self._check_feasible(name, cpus, gpus, memory, node)
-        made = ray.put((cls, args, kwargs))
+        made: Any = ray.cloudpickle.dumps((cls, args, kwargs))
+        if len(made) > _INLINE:
+            made = [ray.put((cls, args, kwargs))]
         options: dict[str, Any] = {
             "name": name,
             "namespace": self._info.namespace,
@@ -501,7 +504,7 @@ class RayCluster:
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
         try:
-            actor = ray.remote(_Host).options(**options).remote(self._info, name, [made])
+            actor = ray.remote(_Host).options(**options).remote(self._info, name, made)
         except ValueError as e:  # taken meanwhile
             raise ConfigError(f"{name} is there already ({e})") from None
         self._kept[name] = (made, actor)
@@ -551,6 +554,33 @@ class RayCluster:
             "Ask for less (cpus_per_worker, gpus_per_worker, memory_per_worker), or add a larger node."
         )
 
+    def check_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
+        """Refuse `count` processes that would not fit if the cluster were empty."""
+        nodes = self.nodes()
+        room = sum(min(int(n.cpus / cpus) if cpus else count, int(n.gpus / gpus) if gpus else count) for n in nodes)
+        if room < count:
+            raise ResourceError(
+                f"{name} asks for {count} x {_amount(cpus, gpus, 0)}, and there is room for {room}: there are {_all(nodes)}. "
+                "Ask for less (num_workers, cpus_per_worker, use_gpu), or add a node."
+            )
+
+    def wait_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
+        """Wait a while until others leave room for `count` processes."""
+        import ray
+
+        end = time.monotonic() + _BUSY_TIMEOUT
+        while True:
+            free = ray.available_resources()
+            if free.get("CPU", 0.0) >= count * cpus and free.get("GPU", 0.0) >= count * gpus:
+                return
+            if time.monotonic() > end:
+                raise ResourceError(
+                    f"{name} asks for {count} x {_amount(cpus, gpus, 0)}, and others hold what there is: free are "
+                    f"{_amount(free.get('CPU', 0.0), free.get('GPU', 0.0), 0)} of {_all(self.nodes())}. "
+                    "Ask for less, stop something, or add a node."
+                )
+            time.sleep(0.5)
+
     def find(self, name: str) -> Member:
         member = RayMember(name)
         member._find()
@@ -583,19 +613,7 @@ class RayCluster:
             ray.kill(actor)
 
     def nodes(self) -> list[Node]:
-        import ray
-
-        return [
-            Node(
-                n["NodeID"],
-                n["NodeManagerAddress"],
-                "node:__internal_head__" in n["Resources"],
-                n["Resources"].get("CPU", 0.0),
-                n["Resources"].get("GPU", 0.0),
-            )
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
+        return _ray_nodes()
 
     def put(self, value: Any) -> Any:
         import ray
@@ -663,8 +681,10 @@ class Session:
     run: RunDir | None = None
     watched: list[tuple[str, Promise]] = field(default_factory=list)
     """(what, its end): what `run_until_asked_to_stop` waits for."""
+    stops: list[Callable[[], None]] = field(default_factory=list)
+    """Called first at the end, the newest first: they stop what makes work for others, games and trainers."""
     closers: list[Callable[[], None]] = field(default_factory=list)
-    """Called first at the end, the newest first."""
+    """Called after them, the newest first."""
     _log: logging.Handler | None = None
 
     @property
@@ -688,8 +708,8 @@ class Session:
         return self.info.token
 
     def end(self) -> None:
-        """Call the closers."""
-        for close in reversed(self.closers):
+        """Stop what runs, then close what it used."""
+        for close in (*reversed(self.stops), *reversed(self.closers)):
             try:
                 close()
             except Exception:
@@ -734,7 +754,7 @@ def init(
     """Open the session of a project's trial; its run directory is `project/trial`. A trial that is there is continued.
 
     cluster     "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one that is started on
-                this machine; "local": they are objects of this process
+                this machine (RAY_ADDRESS=local always starts one); "local": they are objects of this process
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
     ray_kwargs    go to `ray.init`
     """
@@ -790,6 +810,8 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> bool:
     if ray.is_initialized():
         return False
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
+    if kwargs.get("address") is None and os.environ.get("RAY_ADDRESS") == "local":
+        kwargs["address"] = "local"
     if kwargs.get("address") is None:
         own = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
         try:
@@ -814,6 +836,7 @@ _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "includ
 def _enter(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     global _session
+    os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
@@ -860,3 +883,37 @@ def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float
         for sig, handler in old.items():
             signal.signal(sig, handler)
         shutdown()
+
+
+def _ray_nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(
+            n["NodeID"],
+            n["NodeManagerAddress"],
+            "node:__internal_head__" in n["Resources"],
+            n["Resources"].get("CPU", 0.0),
+            n["Resources"].get("GPU", 0.0),
+        )
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+
+
+def running_nodes() -> list[Node]:
+    """The nodes of the Ray cluster that `init` would join; empty where none runs."""
+    try:
+        import ray
+    except ImportError:
+        return []
+    if ray.is_initialized():
+        return _ray_nodes()
+    try:
+        ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
+    except ConnectionError:
+        return []
+    try:
+        return _ray_nodes()
+    finally:
+        ray.shutdown()

@@ -81,8 +81,8 @@ class Link(asyncio.Protocol):
             future.set_exception(LinkLost(self._error or "the connection is closed"))
             return future
         number = next(self._numbers)
-        self._waiting[number] = future
         self._send(number, kind, pieces)
+        self._waiting[number] = future
         return future
 
     def post(self, kind: int, *pieces: Piece) -> None:
@@ -127,6 +127,7 @@ class Link(asyncio.Protocol):
                 out.append(piece)
             else:
                 self._flush()
+                out = self._out  # what comes after this piece; the flush that is due will send it
                 if self._transport is not None:
                     self._transport.write(piece)
 

@@ -1,14 +1,21 @@
-"""What a tick carries: JSON, protobuf messages, or bytes. A codec parses the input and writes the output."""
+"""What a tick carries: JSON, protobuf messages, or bytes. A codec parses the input and writes the output.
+
+A protobuf message is named by its generated module, or by its .proto file, which is then compiled when the service starts.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -38,8 +45,8 @@ class Codec(Protocol):
 
 
 def make_codec(serialize: str | None, tick_input_proto: Any = None, tick_output_proto: Any = None) -> Codec:
-    """The codec of `serialize`: json | proto | None. The two protos count only for `proto`; each is a message class,
-    "module:Message", or {"module": ..., "message": ...}."""
+    """The codec of `serialize`: json | proto | None. The two protos count only for `proto`; each is named in one of the
+    ways of `message_class`."""
     if serialize is None:
         return _bytes_codec
     if serialize == "json":
@@ -137,20 +144,39 @@ class ProtoCodec:
         return output.SerializeToString()
 
 
+class CompiledMessage(NamedTuple):
+    """A message of a .proto file that has been compiled. It can be sent to another machine, which then needs neither the
+    file nor protoc."""
+
+    file: str
+    """As protoc calls it."""
+    message: str
+    descriptors: bytes
+    """A FileDescriptorSet: the file and all that it imports."""
+
+
 def message_class(spec: Any, key: str) -> Any:
-    """The message class that a config names: "module:Message", {"module": ..., "message": ...}, or the class itself."""
+    """The message class that a config names:
+
+    "module:Message"            or {"module": ..., "message": ...}, a module that protoc generated
+    "path/tick.proto:Message"   or {"file": ..., "message": ...}, a file that is compiled now
+    a CompiledMessage, or the class itself
+    """
     from google.protobuf.message import Message
 
+    spec = compile_message(spec, key)
+    if isinstance(spec, CompiledMessage):
+        return _class_of(spec, key)
+    if isinstance(spec, type) and issubclass(spec, Message):
+        return spec
     if isinstance(spec, Mapping) and isinstance(spec.get("module"), str) and isinstance(spec.get("message"), str):
         module_name, name = spec["module"], spec["message"]
     elif isinstance(spec, str) and all(spec.partition(":")):
         module_name, _, name = spec.partition(":")
-    elif isinstance(spec, type) and issubclass(spec, Message):
-        return spec
     else:
         raise ConfigError(
-            f"{key} (serialize is proto): expected 'module:Message', {{module: ..., message: ...}} or a generated "
-            f"message class, got {spec!r}"
+            f"{key} (serialize is proto): expected 'module:Message', 'path/name.proto:Message', {{module: ..., message: ...}}, "
+            f"{{file: ..., message: ...}} or a generated message class, got {spec!r}"
         )
     module = _import_generated(module_name, key)
     found = getattr(module, name, None)
@@ -162,6 +188,88 @@ def message_class(spec: Any, key: str) -> Any:
     return found
 
 
+# --- .proto files
+
+
+def compile_message(spec: Any, key: str, folder: Path | str | None = None) -> Any:
+    """A spec that names a .proto file as a CompiledMessage; any other spec as it is. A relative path is looked for in
+    `folder` (that of the launch file) and in the current directory."""
+    if isinstance(spec, Mapping) and ("file" in spec or str(spec.get("module")).endswith(".proto")):
+        file, name = spec.get("file", spec.get("module")), spec.get("message")
+        if not isinstance(file, (str, Path)) or not isinstance(name, str) or len(spec) != 2:
+            raise ConfigError(f"{key}: expected {{file: path/name.proto, message: Name}}, got {dict(spec)!r}")
+    elif isinstance(spec, str) and spec.rpartition(":")[0].endswith(".proto"):
+        file, _, name = spec.rpartition(":")
+    else:
+        return spec
+    folders = [Path(folder)] if folder is not None else []
+    folders = [f.absolute() for f in (*folders, Path())]
+    found = next((path for f in folders if (path := f / file).is_file()), None)
+    if found is None:
+        tried = " and ".join(str(f / file) for f in dict.fromkeys(folders))
+        raise ConfigError(f"{key}: there is no file {file}; looked for {tried}")
+    found = found.resolve()
+    # protoc looks for imports in these: beside the file and above it, as far as the project reaches
+    roots = [f for f in found.parents if f == found.parent or any(f.is_relative_to(g.resolve()) for g in folders)]
+    status = found.stat()
+    try:
+        descriptors = _compile(found, (*roots, *folders), status.st_mtime_ns, status.st_size)
+    except ConfigError as e:
+        raise ConfigError(f"{key}: {e}") from None
+    compiled = CompiledMessage(found.name, name, descriptors)
+    _class_of(compiled, key)  # a message that is not there is told now
+    return compiled
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(path: Path, roots: tuple[Path, ...], modified: int, size: int) -> bytes:
+    """The FileDescriptorSet of a .proto file. Every Actor of a service asks for it, so each state of a file is compiled once."""
+    if importlib.util.find_spec("grpc_tools") is None:
+        raise ConfigError(
+            f"compiling {path.name} needs protoc, which is not installed: pip install grpcio-tools. Or generate the "
+            f"module where it is installed (python -m grpc_tools.protoc -I. --python_out=. {path.name}) and name it: "
+            f"{{module: {path.stem}_pb2, message: ...}}"
+        )
+    with tempfile.TemporaryDirectory(prefix="bray-proto-") as temporary:
+        out = Path(temporary) / "descriptors"
+        command = [sys.executable, "-m", "grpc_tools.protoc", *(f"-I{root}" for root in dict.fromkeys(roots))]
+        command += ["--include_imports", f"--descriptor_set_out={out}", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+        if done.returncode != 0:
+            raise ConfigError(f"{path} cannot be compiled:\n{done.stderr.strip()}")
+        return out.read_bytes()
+
+
+@functools.lru_cache(maxsize=64)
+def _pool_of(descriptors: bytes) -> Any:
+    """A pool of its own for each set: what the default pool of this process holds, or another file that uses the same
+    names, is not in the way. The same set has the same classes everywhere."""
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+    from google.protobuf.descriptor_pool import DescriptorPool
+
+    pool = DescriptorPool()
+    for file in FileDescriptorSet.FromString(descriptors).file:
+        pool.Add(file)
+    return pool
+
+
+def _class_of(compiled: CompiledMessage, key: str) -> Any:
+    from google.protobuf.message_factory import GetMessageClass
+
+    pool = _pool_of(compiled.descriptors)
+    file = pool.FindFileByName(compiled.file)
+    prefix = file.package + "." if file.package else ""
+    for name in (prefix + compiled.message, compiled.message):
+        try:
+            return GetMessageClass(pool.FindMessageTypeByName(name))
+        except KeyError:
+            pass
+    raise UnknownName("message", compiled.message, file.message_types_by_name, f"{key}, in {compiled.file}")
+
+
+# --- generated modules
+
+
 def _import_generated(module: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
@@ -169,7 +277,7 @@ def _import_generated(module: str, key: str) -> Any:
         if e.name is not None and (module == e.name or module.startswith(e.name + ".")):
             raise ConfigError(
                 f"{key}: there is no module {module}. `python -m grpc_tools.protoc` makes it from a .proto file; "
-                f"run the service where it can be imported."
+                f"run the service where it can be imported, or name the file: {{file: path/name.proto, message: ...}}"
             ) from None
         raise _refused(module, key, e) from e
     except Exception as e:  # protobuf refuses modules of other versions with errors of many types
@@ -180,21 +288,41 @@ def _refused(module: str, key: str, error: Exception) -> ConfigError:
     """Why a module cannot be imported, with the command that generates it anew if protoc made it."""
     from google.protobuf import __version__
 
-    spec = importlib.util.find_spec(module)
-    file = Path(spec.origin) if spec is not None and spec.origin is not None else None
-    head = file.read_text(errors="replace")[:2000] if file is not None and file.suffix == ".py" else ""
     reason = (
         f"{key}: module {module} cannot be imported ({type(error).__name__}: {' '.join(str(error).split())[:300]})."
     )
-    if file is None or "Generated by the protocol buffer compiler" not in head:
+    spec = importlib.util.find_spec(module)
+    files = [spec.origin] if spec is not None and spec.origin is not None else []
+    trace = error.__traceback__
+    while trace is not None:  # a module that it imports may be the one that is refused: the last one counts
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    generated = [(Path(f), head) for f in files if (head := _generated_head(f))]
+    if not generated:
         return ConfigError(reason)
+    file, head = generated[-1]
     found = re.search(r"^# source: (.+\.proto)$", head, re.MULTILINE)
     source = found[1] if found else file.name.removesuffix("_pb2.py") + ".proto"
     root = file.parent
     for _ in Path(source).parent.parts:  # `source` is relative to the directory that protoc was run with
         root = root.parent
-    where = shlex.quote(str(root))
+    beside = next((f for f in (root, Path.cwd()) if (f / source).is_file()), None)
+    where = shlex.quote(str(beside)) if beside is not None else "DIR"
+    hint = "" if beside is not None else f" (DIR: the directory in which {source} lies)"
+    tools = "" if importlib.util.find_spec("grpc_tools") else "pip install grpcio-tools && "
     return ConfigError(
-        f"{reason} It was generated for another protobuf than the {__version__} that is installed. Generate it again: "
-        f"python -m grpc_tools.protoc -I {where} --python_out={where} {shlex.quote(source)}"
+        f"{reason} It was generated for another protobuf than the {__version__} that is installed{hint}. Generate it again: "
+        f"{tools}python -m grpc_tools.protoc -I {where} --python_out={shlex.quote(str(root))} {shlex.quote(source)}"
     )
+
+
+def _generated_head(file: str) -> str:
+    """The head of a module that protoc wrote; '' for any other file."""
+    if not file.endswith(".py"):
+        return ""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as f:
+            head = f.read(2000)
+    except OSError:
+        return ""
+    return head if "Generated by the protocol buffer compiler" in head else ""

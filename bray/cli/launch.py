@@ -1,0 +1,335 @@
+"""`bray launch`, `bray schema`: a launch file is checked, drawn, or run until it is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import typing
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from bray.cli.show import facts, log_shown, make_console, plain_table, say
+from bray.config import field_docs, to_plain
+from bray.errors import BrayError, ConfigError, ResourceError, UnknownName
+from bray.launch.graph import Ask, Graph, load, total
+from bray.launch.modules import check_modules
+from bray.launch.settings import KINDS, LaunchSettings
+
+PROGRESS_EVERY = 10.0
+"""Seconds between two lines about the progress."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed; the names are those of the flags."""
+
+    config: Path
+    keys: Sequence[str] = ()
+    mode: str | None = None
+    trial: str | None = None
+    project: str | None = None
+    cluster: str = "ray"
+    check: bool = False
+    graph: Path | None = None
+    log_level: str = "warning"
+    quiet: bool = False
+
+    def again(self, **changes: str) -> str:
+        """The command line that was typed, with some flags changed."""
+        flags = {"mode": self.mode, "trial": self.trial, "project": self.project, **changes}
+        words = ["bray", "launch", "--config", str(self.config)]
+        for flag, value in flags.items():
+            words += [f"--{flag}", value] if value is not None else []
+        words += ["--cluster", self.cluster] if self.cluster != "ray" else []
+        return shlex.join([*words, *self.keys])
+
+
+def launch(options: Options) -> int:
+    """Check, draw or run; returns the exit code."""
+    graph = load(options.config, options.keys, options.mode, options.trial, options.project)
+    console = make_console()
+    if options.graph is not None:
+        _draw(console, graph, options.graph)
+    if options.graph is not None and not options.check:
+        return 0
+    with log_shown(options.log_level):
+        check_modules(graph)
+        if options.check:
+            _show_plan(console, graph, options)
+            return 0
+        for note in graph.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return _run(console, graph, options)
+
+
+def _draw(console: Console, graph: Graph, out: Path) -> None:
+    from bray.launch.picture import svg
+
+    if out.suffix.lower() != ".svg":
+        raise BrayError(f"--graph: expected a file that ends in .svg, got {out}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(svg(graph), encoding="utf-8")
+    except OSError as e:
+        raise BrayError(f"--graph: {out} cannot be written ({e.strerror})") from None
+    facts(console, [("drawn", out)])
+
+
+# --- what would start -------------------------------------------------------------------------------------------------
+
+
+def _show_plan(console: Console, graph: Graph, options: Options) -> None:
+    s = graph.settings
+    say(console, f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
+    table = plain_table("component", "kind", ">processes", ">CPUs", ">GPUs", ">MB", "where", "edges")
+    asks = {ask.name: ask for ask in graph.resources()}
+    for name, c in graph.components.items():
+        table.add_row(Text(name, "bold"), c.kind, *_amounts(asks.get(name)), Text(_edges(graph, name), "dim"))
+    every = total(asks.values())
+    table.add_row("sum", "", *_amounts(every), style="bold")
+    console.print(table)
+    if graph.absent:
+        gone = ", ".join(f"{name} ({why})" for name, why in graph.absent.items())
+        say(console, f"not in this mode: {gone}", "dim")
+    for note in graph.notes:
+        say(console, f"note: {note}", "yellow")
+    machine, cluster = Machine.look(), _cluster(options.cluster)
+    facts(console, [("this machine", machine), ("cluster", cluster)])
+    if cluster == _OWN:
+        for problem in machine.shortage(every):
+            say(console, f"note: {problem}", "yellow")
+    say(console, f"nothing was started; start it with: {options.again()}", "dim")
+
+
+def _amounts(ask: Ask | None) -> tuple[str, ...]:
+    if ask is None:
+        return ("–", "–", "–", "–", "")
+    return (str(ask.processes), *(f"{x:g}" if x else "–" for x in (ask.cpus, ask.gpus, ask.memory)), ask.where)
+
+
+def _edges(graph: Graph, name: str) -> str:
+    """`fills train_buffer; ...`: what goes out of a component."""
+    out: dict[str, list[str]] = {}
+    for e in graph.edges:
+        if e.tail == name:
+            out.setdefault(e.what, []).append(e.head)
+    return "; ".join(f"{what} {', '.join(heads)}" for what, heads in out.items())
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine has."""
+
+    cpus: int
+    memory: float
+    """In MB."""
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def look(cls) -> Machine:
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
+        try:
+            asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
+            gpus = tuple(line.partition(": ")[2].partition(" (UUID")[0] for line in asked.stdout.splitlines())
+        except (OSError, subprocess.TimeoutExpired):
+            gpus = ()
+        return cls(cpus, memory, gpus)
+
+    def __str__(self) -> str:
+        return f"{self.cpus} CPUs, {self.memory / 1024:.1f} GiB memory, {', '.join(self.gpus) or 'no GPU'}"
+
+    def shortage(self, ask: Ask) -> list[str]:
+        out = []
+        if ask.cpus > self.cpus:
+            out.append(f"{ask.cpus:g} CPUs are asked for and {self.cpus} are here: the processes share them")
+        if ask.gpus > len(self.gpus):
+            out.append(f"{ask.gpus:g} GPUs are asked for and {len(self.gpus)} are here")
+        if ask.memory > self.memory:
+            out.append(f"{ask.memory:,} MB are asked for and {self.memory:,.0f} are here")
+        return out
+
+
+_OWN = "none runs here: a Ray of its own would be started on this machine"
+
+
+def _cluster(kind: str) -> str:
+    if kind == "local":
+        return "local: all components in this process"
+    from bray.remote.cluster import running_nodes
+
+    nodes = running_nodes()
+    if not nodes:
+        return _OWN
+    rows = "; ".join(f"{n.host}{' (head)' if n.head else ''}: {n.cpus:g} CPUs, {n.gpus:g} GPUs" for n in nodes)
+    return f"a Ray cluster of {len(nodes)} would be joined: {rows}"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run(console: Console, graph: Graph, options: Options) -> int:
+    from bray.launch.build import build
+    from bray.remote import cluster
+
+    s, asked = graph.settings, total(graph.resources())
+    with ExitStack() as stack:
+        stack.enter_context(_term_as_interrupt())
+        session = cluster.init(s.project, s.trial, options.cluster, **_ray(options, asked))
+        try:
+            where = session.cluster.kind
+            say(
+                console, f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold"
+            )
+            if where == "ray" and session.info.one_machine:
+                for problem in Machine.look().shortage(asked):
+                    say(console, f"note: {problem}", "yellow")
+            run = build(graph, session, lambda name: _started(console, graph, name, options))
+        except BaseException as e:
+            cluster.shutdown()
+            if not isinstance(e, Exception):
+                raise
+            _show_failure(e)
+            return 2 if isinstance(e, (ConfigError, ResourceError)) else 1
+    _say_where(console, run)
+    due, done = time.monotonic() + PROGRESS_EVERY, False
+
+    def poll() -> bool:
+        nonlocal due, done
+        done = run.done()
+        if done or time.monotonic() >= due:
+            due = time.monotonic() + PROGRESS_EVERY
+            line = run.progress()
+            if line and not options.quiet:
+                say(console, line)
+        return done
+
+    try:
+        cluster.run_until_asked_to_stop(poll)
+    except Exception as e:
+        _show_failure(e)
+        print(f"run directory: {session.path}", file=sys.stderr)
+        return 1
+    _say_next(console, graph, options, done)
+    return 0
+
+
+def _ray(options: Options, asked: Ask) -> dict[str, Any]:
+    """What `ray.init` is told where the Ray is our own: logical CPUs enough for the graph."""
+    if options.cluster != "ray":
+        return {}
+    return {"num_cpus": max(8, 4 * (os.cpu_count() or 1), math.ceil(asked.cpus))}
+
+
+def _started(console: Console, graph: Graph, name: str, options: Options) -> None:
+    if not options.quiet:
+        c = graph.components[name]
+        say(console, f"started {c.kind} {name}", "dim")
+
+
+def _say_where(console: Console, run: Any) -> None:
+    """Where games call, and where the numbers are."""
+    rows: list[tuple[str, Any]] = [("run directory", run.session.path)]
+    folder = run.graph.path.resolve().parent
+    play = f"python -m {folder.name}.gamecore" if (folder / "gamecore.py").is_file() else "bray fake gamecore"
+    for name, actor in run.actors.items():
+        port = getattr(actor, "port", None) or run.graph.components[name].settings.port
+        rows.append((f"games ({name})", f"port {port}; try: {play} --port {port}"))
+    rows.append(("figures", f"tensorboard --logdir {shlex.quote(run.graph.settings.project)}"))
+    facts(console, rows)
+    say(console, "Ctrl-C ends it", "dim")
+
+
+def _say_next(console: Console, graph: Graph, options: Options, done: bool) -> None:
+    s = graph.settings
+    if s.mode == "train":
+        what = "the training is done" if done else "stopped; the same command goes on"
+        after = f"serve it: {options.again(mode='deploy')}" if graph.of_kind("actor") else f"go on: {options.again()}"
+    else:
+        what, after = "stopped", f"start it again: {options.again()}"
+    say(console, f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
+
+
+class _term_as_interrupt:
+    """Within: SIGTERM is Ctrl-C, so that what was started is stopped."""
+
+    def __enter__(self) -> None:
+        def interrupt(signum: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._old = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._old)
+
+
+def _show_failure(error: Exception) -> None:
+    """The traceback of whoever raised it comes first, from whatever process; then one line that says what failed."""
+    notes = list(getattr(error, "__notes__", ()))
+    traces = [note for note in notes if "Traceback (most recent call last)" in note]
+    for trace in traces:
+        print(trace, file=sys.stderr)
+    if not traces and not isinstance(error, BrayError):
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("bray."):
+            frame = frame.tb_next
+        error.__notes__ = []
+        traceback.print_exception(error.with_traceback(frame or error.__traceback__))
+    said = "".join(f"{note}: " for note in notes if note not in traces)
+    name = "" if isinstance(error, BrayError) else f"{type(error).__name__}: "
+    print(f"error: {said}{name}{error}", file=sys.stderr)
+
+
+# --- the keys ---------------------------------------------------------------------------------------------------------
+
+
+def schema(kind: str | None) -> int:
+    """The JSON Schema of launch files, or a table of the keys of one kind."""
+    if kind is None:
+        from bray.launch.schema import schema as make
+
+        print(json.dumps(make(), indent=2, ensure_ascii=False))
+        return 0
+    known: dict[str, type] = {"top": LaunchSettings, **KINDS}
+    if kind not in known:
+        raise UnknownName("kind", kind, known)
+    console, cls = make_console(), known[kind]
+    say(console, " ".join((cls.__doc__ or "").split()), "bold")
+    table = plain_table("key", "default", "what it does")
+    for key, default, doc in keys_of(cls):
+        table.add_row(Text(key, "bold"), Text(default), Text(doc, "dim"))
+    console.print(table)
+    return 0
+
+
+def keys_of(cls: type) -> list[tuple[str, str, str]]:
+    """(key, default as JSON or 'required', its text) of a kind; nested keys are dotted."""
+    rows = []
+    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        key = "class" if f.name == "class_" else f.name
+        default = "required" if f.default is dataclasses.MISSING else json.dumps(to_plain(f.default))
+        rows.append((key, default, " ".join(docs[f.name].split())))
+        for inner in typing.get_args(hints[f.name]):
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+                rows += [(f"{key}.{k}", d, t) for k, d, t in keys_of(inner)]
+    return rows

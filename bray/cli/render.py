@@ -1,0 +1,84 @@
+"""`bray render`: saved episodes as pictures, in a web page."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from bray.cli.show import facts, log_shown, make_console, say
+from bray.errors import BrayError, ConfigError
+from bray.launch.graph import Graph, load
+from bray.launch.modules import Modules
+from bray.serving.messages import message_class
+from bray.web.render import Render
+from bray.web.runs import Project
+from bray.web.server import RenderServer
+
+
+@log_shown()
+def render(
+    config: Path | None,
+    project: Path | None,
+    trial: str | None,
+    host: str,
+    port: int,
+    open_page: bool,
+    seconds: float | None,
+) -> int:
+    """Serve the page until Ctrl-C, or for some seconds; returns the exit code."""
+    import imageio  # noqa: F401  said now if it is missing, and not at the first export
+
+    graph = None if config is None else load(config)
+    if graph is not None:
+        project = project or Path(graph.settings.project)
+        trial = trial or graph.settings.trial
+    if project is None:
+        raise ConfigError("say what to show: --config LAUNCH_FILE, or --project DIR")
+    if not project.is_dir():
+        made = f"`bray launch --config {config}` makes it" if config is not None else "a training makes it"
+        raise ConfigError(f"there is no project directory {project} here; {made}")
+    console = make_console()
+    messages, notes = ([], []) if graph is None else _messages(graph)
+    components = {} if graph is None else graph.of_kind("render")
+    renders = {name: Render(name, c.settings.module, c.settings.func) for name, c in components.items()}
+    server = RenderServer(Project(project, trial, messages), renders, host, port)
+    try:
+        say(console, f"episodes of {project} at {server.url}", "bold")
+        facts(console, [("trial", trial or "any"), ("renderers", ", ".join(renders) or "none: the State is shown")])
+        for note in notes:
+            say(console, note, "yellow")
+        if host not in ("127.0.0.1", "localhost"):
+            say(console, f"whoever reaches {host} can see the episodes and run the render code", "yellow")
+        say(console, "Ctrl-C ends it", "dim")
+        sys.stdout.flush()
+        if open_page and _has_screen():
+            webbrowser.open(server.url)
+        end = None if seconds is None else time.monotonic() + seconds
+        while end is None or time.monotonic() < end:
+            time.sleep(0.2 if end is None else max(0.0, min(0.2, end - time.monotonic())))
+    except KeyboardInterrupt:
+        say(console, "ended")
+    finally:
+        server.close()
+    return 0
+
+
+def _messages(graph: Graph) -> tuple[list[Any], list[str]]:
+    """The protobuf classes of the actors, to read their States with; and why one is missing. The page works without."""
+    modules, classes, notes = Modules(graph), [], []
+    for name, actor in graph.of_kind("actor").items():
+        for key in ("tick_input_proto", "tick_output_proto") if actor.settings.serialize == "proto" else ():
+            try:
+                classes.append(message_class(modules.message(actor, key), f"{name}.{key}"))
+            except BrayError as e:
+                notes.append(f"its messages are shown as bytes: {e}")
+    return classes, notes
+
+
+def _has_screen() -> bool:
+    """Without one a browser of the terminal would take it over."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))

@@ -1,0 +1,1 @@
+"""A launch file (YAML) -> a checked Graph -> running components."""

@@ -1,0 +1,218 @@
+"""A Graph becomes running components: one line per component, one sentence per edge.
+
+session = bray.init(graph.settings.project, graph.settings.trial)
+run = build(graph, session)
+bray.run_until_asked_to_stop(run.done)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from bray.errors import ConfigError
+from bray.launch.graph import Component, Graph
+from bray.launch.modules import Modules
+
+_RETURNS = ("episode_return", "episode_reward", "return")
+"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow."""
+_WINDOW = 60.0  # seconds of a time window of the master
+
+
+@dataclass
+class Run:
+    """The components of a Graph, at work."""
+
+    graph: Graph
+    session: Any
+    models: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
+    actors: dict[str, Any] = field(default_factory=dict)
+    trainers: dict[str, Any] = field(default_factory=dict)
+    """Handles, by name."""
+    ends: dict[str, Any] = field(default_factory=dict)
+    """What `train` of each trainer returned: it is done when the training is."""
+    _seen: tuple[float, dict[str, int]] | None = None
+
+    def done(self) -> bool:
+        """Whether there are trainers, and all have done what they were asked. A run without trainers goes on until it is stopped."""
+        return bool(self.ends) and all(end.done() for end in self.ends.values())
+
+    def steps(self) -> dict[str, int]:
+        """The step of each trained model."""
+        return {name: self.models[c.settings.model].step for name, c in self.graph.of_kind("trainer").items()}
+
+    def progress(self) -> str:
+        """One line: the steps so far and per second, and what episodes made in the last minute."""
+        now, steps = time.monotonic(), self.steps()
+        before, old = self._seen or (now, steps)
+        self._seen = now, steps
+        words = []
+        for name, step in steps.items():
+            pace = f" ({(step - old[name]) / (now - before):,.1f}/s)" if now > before else ""
+            words.append(f"{name} step {step:,}{pace}")
+        for tag, kinds in _part("numbers")().items():
+            name, _, labels = tag.rstrip("}").partition("{")
+            of = "".join(f" ({label.partition('=')[2]})" for label in labels.split(",") if label)
+            mean = kinds["time_window_avg"]
+            if mean is not None and name.partition("/")[0] in _RETURNS:
+                words.append(f"{name}{of} {mean:,.4g}")
+            elif name == "samples":
+                words.append(f"{(kinds['time_window_sum'] or 0.0) / _WINDOW:,.0f} samples/s{of}")
+        return " · ".join(words)
+
+
+_HOMES = {
+    "RemoteModel": "bray.remote.model.handle",
+    "RemoteBuffer": "bray.remote.buffer.handle",
+    "RemoteActor": "bray.remote.actor.handle",
+    "RemoteTrainer": "bray.remote.trainer.handle",
+    "AgentActor": "bray.serving.agent",
+    "numbers": "bray.remote.master",
+    "set": "bray.remote.master",
+}
+
+
+def _part(name: str) -> Any:
+    """What a run is made of, imported when it is needed: a run without trainers needs nothing of theirs."""
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda name: None) -> Run:
+    """Construct the components in the order in which they need each other. `started` hears the name of each one that is up.
+
+    An error of the user's own code (`build_model` and the like) comes as it was raised, with a note about the component.
+    """
+    run, modules = Run(graph, session), Modules(graph)
+    _part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
+    for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
+        for c in graph.of_kind(kind).values():
+            try:
+                make(run, modules, c)
+            except Exception as e:
+                e.add_note(f"{c.kind} {c.name} ({c.place}) could not be started")
+                raise
+            started(c.name)
+    return run
+
+
+def _model(run: Run, modules: Modules, c: Component) -> None:
+    """`build_model(name, config)` makes the model, a RemoteModel registers it."""
+    s = c.settings
+    if s.module is None:
+        from bray.remote.algo import build_model
+    else:
+        build_model = modules.needed(c)
+    made = build_model(c.name, run.graph.config)
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
+    model, forward_args = made
+    run.models[c.name] = _part("RemoteModel")(
+        c.name,
+        model,
+        forward_args if isinstance(forward_args, tuple) else (forward_args,),
+        checkpoint_interval=s.checkpoint_interval,
+        checkpoint=s.checkpoint,
+        max_batch_size=s.max_batch_size,
+        num_workers=s.num_workers,
+        cpus_per_worker=s.cpus_per_worker,
+        gpus_per_worker=s.gpus_per_worker,
+        memory_per_worker=s.memory_per_worker,
+        use_onnx=s.use_onnx,
+        local_mode=s.local_mode,
+        override_model=s.override_model,
+        tensorboard_graph=s.tensorboard_graph,
+        tensorboard_step=s.tensorboard_step,
+    )
+
+
+def _buffer(run: Run, modules: Modules, c: Component) -> None:
+    """A RemoteBuffer, and the sources that fill it. A source of two buffers is read once for each."""
+    s = c.settings
+    buffer = run.buffers[c.name] = _part("RemoteBuffer")(
+        c.name,
+        size=s.size,
+        batch_size=s.batch_size,
+        num_workers=s.num_workers,
+        density=s.density,
+        store=s.store,
+        alpha=s.alpha,
+        beta=s.beta,
+        eps=s.eps,
+        max_reuse=s.max_reuse,
+        pushed_per_sampled=s.pushed_per_sampled,
+    )
+    for name in s.sources:
+        source = run.graph.components.get(name)
+        if source is None:  # it does not exist in this mode
+            continue
+        iterables = modules.needed(source)(name, run.graph.config)
+        if not isinstance(iterables, Iterable):
+            raise ConfigError(
+                f"expected {source.settings.func} of source {name} ({source.place}) to return a list of iterables, got {iterables!r:.80}"
+            )
+        buffer.add_source(*iterables, num_workers=source.settings.num_workers, epoch=source.settings.epoch, name=name)
+
+
+def _actor(run: Run, modules: Modules, c: Component) -> None:
+    """A RemoteActor that serves its agents, or an Actor class of the user's own."""
+    s, graph = c.settings, run.graph
+    actor = run.actors[c.name] = _part("RemoteActor")(
+        name=c.name,
+        port=s.port,
+        num_workers=s.num_workers,
+        cpus_per_worker=s.cpus_per_worker,
+        memory_per_worker=s.memory_per_worker,
+        actors_per_worker=s.actors_per_worker,
+        use_tcp=s.use_tcp,
+        use_gateway=s.use_gateway,
+    )
+    if s.module is not None:
+        actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
+        return
+    saves = graph.settings.dump_state and s.episode_save_interval is not None
+    actor.serve(
+        Actor=_part("AgentActor"),
+        agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
+        config=graph.config,
+        episode_length=s.episode_length,
+        episode_save_interval=s.episode_save_interval if saves else None,
+        serialize=s.serialize,
+        tick_input_proto=modules.message(c, "tick_input_proto") if s.serialize == "proto" else None,
+        tick_output_proto=modules.message(c, "tick_output_proto") if s.serialize == "proto" else None,
+        save_dir=str(run.session.path) if saves else None,
+    )
+
+
+def _trainer(run: Run, modules: Modules, c: Component) -> None:
+    """A RemoteTrainer that trains its model from its buffers; its failure ends the run."""
+    s = c.settings
+    trainer = run.trainers[c.name] = _part("RemoteTrainer")(
+        name=c.name, use_gpu=s.use_gpu, num_workers=s.num_workers, cpus_per_worker=s.cpus_per_worker
+    )
+    evaluate = s.eval and {
+        "buffer": run.buffers[s.eval.buffer],
+        "interval": s.eval.interval,
+        "steps": s.eval.steps,
+    }
+    run.ends[c.name] = trainer.train(
+        trainer=modules.needed(c),  # None: the Learner of its `algo`
+        model=run.models[s.model],
+        buffers=[run.buffers[name] for name in s.buffers],
+        buffer_weights=s.buffer_weights,
+        eval=evaluate,
+        batch_size=s.batch_size,
+        batch_kind=s.batch_kind,
+        prefetch_size=s.prefetch_size,
+        max_reuse=s.max_reuse,
+        accumulate=s.accumulate,
+        learning_rate=s.learning_rate,
+        clip_grad_max_norm=s.clip_grad_max_norm,
+        weights_publish_interval=s.weights_publish_interval,
+        num_steps=s.num_steps,
+        checkpoint_interval=s.checkpoint_interval,
+        config=run.graph.config,
+    )

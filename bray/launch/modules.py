@@ -1,0 +1,194 @@
+"""The user's modules that a Graph names: found, imported, and looked at before anything starts.
+
+A module is looked for as Python does, with the current directory and the directory above the launch file on the path: the file
+`template/rl.yaml` may name `template.models.model1`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from bray.errors import BrayError, ConfigError, did_you_mean
+from bray.launch.graph import Component, Edge, Graph
+
+
+def search_path(graph: Graph) -> list[str]:
+    """Directories in which the user's modules are looked for first."""
+    return list(dict.fromkeys([str(Path.cwd()), str(graph.path.resolve().parent.parent)]))
+
+
+def use_search_path(graph: Graph) -> None:
+    """Put them on this process's path."""
+    for directory in reversed(search_path(graph)):
+        if directory not in sys.path and not (directory == str(Path.cwd()) and "" in sys.path):
+            sys.path.insert(0, directory)
+
+
+class Modules:
+    """What the components of a Graph name: `modules.object("trainer1", "module", "class_")` is a class."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        use_search_path(graph)
+
+    def load(self, name: str, key: str = "module") -> ModuleType:
+        """The module of a component."""
+        module = getattr(self.graph.components[name].settings, key)
+        place = f"{name}.{key} ({self.graph.where(name, key)})"
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as e:
+            if e.name is None or not (module == e.name or module.startswith(e.name + ".")):
+                raise self._raised(place, module, e) from e
+            raise ConfigError(f"{place}: there is no module {module!r}.{self._nearest(e.name)}") from None
+        except Exception as e:
+            raise self._raised(place, module, e) from e
+
+    def _raised(self, place: str, module: str, error: Exception) -> ConfigError:
+        """The user's own traceback, without the frames of the import machinery before it."""
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None and _is_machinery(frame.tb_frame.f_code.co_filename):
+            frame = frame.tb_next
+        trace = "".join(traceback.format_exception(error.with_traceback(frame))).rstrip()
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        return ConfigError(f"{trace}\n{place}: module {module!r} cannot be imported: {said}")
+
+    def _nearest(self, missing: str) -> str:
+        """Modules beside the one that is missing."""
+        parent, _, leaf = missing.rpartition(".")
+        if parent:
+            beside = [m.name for m in pkgutil.iter_modules(importlib.import_module(parent).__path__)]
+            return did_you_mean(leaf, beside) if beside else f" {parent} is empty."
+        where = " or ".join(search_path(self.graph))
+        beside = [m.name for m in pkgutil.iter_modules(search_path(self.graph))]
+        hint = did_you_mean(leaf, beside)
+        return f" It was looked for in {where}.{hint if 'Did you mean' in hint else ''}"
+
+    def member(self, name: str, attribute: str, key: str, what: str, fits: Callable[[Any], bool]) -> Any:
+        """A function or class of a component's module; `key` is where the file names it."""
+        module = self.load(name)
+        found = getattr(module, attribute, None)
+        place = f"{name}.{key} ({self.graph.where(name, key)})"
+        if found is None:
+            file = getattr(module, "__file__", None) or module.__name__
+            names = [k for k, v in vars(module).items() if fits(v) and getattr(v, "__module__", "") == module.__name__]
+            raise ConfigError(f"{place}: expected {what} in {file}, there is none.{did_you_mean(attribute, names)}")
+        if not fits(found):
+            raise ConfigError(f"{place}: expected {what}, {module.__name__}.{attribute} is {found!r}")
+        return found
+
+    def needed(self, c: Component) -> Any:
+        """The function or class that a component is made with; None where Bray has it."""
+        s = c.settings
+        if c.kind == "model" and s.module is not None:
+            return self.member(c.name, "build_model", "module", "a function build_model(name, config)", callable)
+        if c.kind == "source":
+            return self.member(c.name, s.func, "func", f"a function {s.func}(name, config)", callable)
+        if c.kind == "render":
+            return self.member(c.name, s.func, "func", f"a function {s.func}(episode, tick)", callable)
+        if c.kind == "agent":
+            what = f"a class {s.class_} with a method on_tick(state)"
+            return self.member(c.name, s.class_, "class", what, _class_with("on_tick"))
+        if c.kind == "actor" and s.module is not None:
+            what = f"a class {s.class_} with a method tick(data)"
+            return self.member(c.name, s.class_, "class", what, _class_with("tick"))
+        if c.kind == "trainer" and s.module is not None:
+            what = f"a class {s.class_} with a method loss (a bray.Trainer) or update (a Learner)"
+            return self.member(c.name, s.class_, "class", what, _class_with("loss", "update"))
+        return None
+
+    def message(self, c: Component, key: str) -> Any:
+        """`tick_input_proto` or `tick_output_proto` of an actor, as AgentActor takes it: checked, a .proto file compiled."""
+        from bray.serving.messages import compile_message, message_class
+
+        try:
+            spec = compile_message(getattr(c.settings, key).spec(), f"{c.name}.{key}", self.graph.path.parent)
+            message_class(spec, f"{c.name}.{key}")
+            return spec
+        except ConfigError as e:
+            raise ConfigError(f"{self.graph.where(c.name, key)}: {e}") from e
+
+    def algorithm(self, name: str) -> Any:
+        """What a `kind: config` component says about an algorithm, checked."""
+        from bray.remote.algo import algo_setup
+
+        try:
+            return algo_setup(self.graph.config[name], name)
+        except BrayError as e:
+            raise ConfigError(f"{self.graph.where(name)}: {e}") from e
+
+
+def check_modules(graph: Graph) -> None:
+    """Import every module that the Graph names and look for what it must have. All mistakes are in one ConfigError; a module that
+    raises shows its own traceback first."""
+    modules, problems = Modules(graph), []
+    for c in graph.components.values():
+        try:
+            modules.needed(c)
+            if c.kind == "actor" and c.settings.serialize == "proto":
+                modules.message(c, "tick_input_proto")
+                modules.message(c, "tick_output_proto")
+            if getattr(c.settings, "algo", None) is not None:
+                modules.algorithm(c.settings.algo)
+        except BrayError as e:
+            problems.append(str(e))
+    if not problems:
+        return
+    problems = list(dict.fromkeys(problems))
+    traces = [p.rpartition("\n")[0] for p in problems if p.startswith("Traceback")]
+    lines = [p.rpartition("\n")[2] if p.startswith("Traceback") else p for p in problems]
+    if len(lines) == 1:
+        raise ConfigError("\n".join([*traces, *lines]))
+    if traces:  # what is printed last is one line: see `bray.cli.main`
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise ConfigError("\n".join([*traces, listed, f"{len(lines)} mistakes in {graph.path}, listed above"]))
+    raise ConfigError(f"{len(lines)} mistakes in {graph.path}:\n  " + "\n  ".join(lines))
+
+
+def _class_with(*methods: str) -> Callable[[Any], bool]:
+    return lambda x: inspect.isclass(x) and any(callable(getattr(x, m, None)) for m in methods)
+
+
+def _is_machinery(file: str) -> bool:
+    return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)
+
+
+# --- what the code says -----------------------------------------------------------------------------------------------
+
+
+def edges_in_code(graph: Graph) -> list[Edge]:
+    """Models and buffers that an agent's or actor's module names in its text: `bray.RemoteModel("model1")`. Nothing is imported."""
+    edges = []
+    known = {(e.tail, e.head) for e in graph.edges} | {(e.head, e.tail) for e in graph.edges}
+    for c in [*graph.of_kind("agent").values(), *graph.of_kind("actor").values()]:
+        if c.settings.module is None:
+            continue
+        for text in sorted(_texts(c.settings.module, search_path(graph))):
+            other = graph.components.get(text)
+            if other is None or other.kind not in ("model", "buffer") or (c.name, text) in known:
+                continue
+            edges.append(Edge(text, c.name, "answers") if other.kind == "model" else Edge(c.name, text, "pushes"))
+    return edges
+
+
+def _texts(module: str, directories: list[str]) -> set[str]:
+    """The string constants of a module's file."""
+    for directory in directories:
+        base = Path(directory, *module.split("."))
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                try:
+                    tree = ast.parse(file.read_text(encoding="utf-8"))
+                except (SyntaxError, ValueError, OSError):  # whoever imports it says so
+                    return set()
+                return {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return set()

@@ -1,0 +1,251 @@
+"""PolicyAgent: an algorithm's Policy plays a live game, and makes samples of what it sees.
+
+The game sends `{"obs": ..., "reward": r, "terminated": false, "truncated": false}` at every tick and gets `{"action": ...}`. The reward is
+that of the previous action. The tick that ends an episode carries its final observation; its reply does nothing, and the next tick is the
+first of a new episode (or the session ends). So the ticks of a session are the rows of a trajectory by the autoreset rule of
+docs/architecture.md:
+
+    tick          0     1     2     3 terminated   4        5
+    row           0     1     2     3 dead         4        5
+    its reward    r_1   r_2   r_3   0              r_5      r_6 (still to come)
+
+A row is whole when the next tick has come. What `on_episode` gets is therefore one row short: the last tick is kept and begins the next
+piece. A piece that ends in the middle of an episode bootstraps from the value of its last tick.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from bray import tree
+from bray.data.trajectory import Trajectory
+from bray.envs.rewards import RewardTransform
+from bray.errors import ConfigError, DataError
+from bray.remote.algo import named_setup
+from bray.serving.agent import Agent, State
+from bray.serving.protocol import malformed
+from bray.serving.values import plain, reader
+
+_TRAINED = 1 << 62  # the step of a Policy that explores no more
+
+
+class PolicyAgent(Agent):
+    """Plays with the Policy of an algorithm and the newest weights of a model; in training it also pushes samples.
+
+    Its section: `algo` names the `kind: config` section that describes the algorithm, `model` the model, `buffer` (if there is one) where
+    samples go, and `explore: false` makes it play its best and learn nothing, as it does in `mode: deploy` and without a buffer. `model` and
+    `buffer` may also be the objects themselves.
+
+    Override `observe` and `answer` for a game that speaks otherwise. Every State of an episode then has the fields `obs`, `reward`,
+    `terminated`, `truncated`, `first`, `outputs` (of the model), `extras` and `action` (of the Policy), and `version` (of the weights).
+    """
+
+    def __init__(self, name: str, config: Any, state: State):
+        super().__init__(name, config, state)
+        self.shared = _find_shared(name, config)
+        self.memory = self.shared.setup.initial_state
+        self._first = True
+        self._kept: list[State] = []  # ticks whose rows are not pushed yet
+        self._return, self._length = 0.0, 0
+
+    def observe(self, state: State) -> tuple[Any, float, bool, bool]:
+        """(observation, reward of the previous action, terminated, truncated) of a tick. The observation may be lists or arrays."""
+        tick = state.input
+        if not isinstance(tick, Mapping) or "obs" not in tick:
+            raise DataError(
+                f'expected {{"obs": ..., "reward": ..., "terminated": ..., "truncated": ...}}, got {tick!r:.60}'
+            )
+        if self.shared.buffer is not None and "reward" not in tick and not self._first:
+            raise DataError(f"expected the reward of the previous action, got only {', '.join(map(str, tick))}")
+        return tick["obs"], tick.get("reward") or 0.0, bool(tick.get("terminated")), bool(tick.get("truncated"))
+
+    def answer(self, state: State, action: Any) -> None:
+        """Tell the game what to do; `action` is one action of the environment's space."""
+        state.output["action"] = plain(action)
+
+    async def on_tick(self, state: Any) -> None:
+        shared = self.shared
+        try:
+            obs, reward, terminated, truncated = self.observe(state)
+            obs, reward = shared.read(obs), _number(reward)
+        except DataError as e:
+            raise malformed(str(e)) from None
+        first, self._first = self._first, terminated or truncated
+        if first:
+            self.memory = shared.setup.initial_state
+        memory = () if self.memory is None else (self.memory,)
+        outputs, version = await shared.model.forward(obs, *memory, with_step=True)
+        if memory:
+            self.memory = tree.map(np.array, outputs["state"])  # a copy: a row would keep its whole batch alive
+            state.memory = memory[0]
+        kept = {k: np.array(outputs[k]) for k in shared.outputs}
+        action, extras = shared.policy.act(
+            {k: kept[k][None] for k in shared.policy.act_outputs},
+            _batch(obs),
+            shared.rng,
+            _TRAINED if shared.rng is None else shared.setup.env_steps(version),
+        )
+        state.obs, state.reward, state.first = obs, reward, first
+        state.terminated, state.truncated = terminated, truncated
+        state.outputs, state.version = kept, version
+        state.extras, state.action = {k: _single(v) for k, v in extras.items()}, _single(action)
+        self.answer(state, state.action)
+
+    async def on_episode(self, episode: list[State], done: bool) -> None:
+        pieces = list(_pieces(self._kept + episode))
+        self._kept = []
+        for piece in pieces:
+            rows = len(piece) - 1
+            if piece is pieces[-1] and not done:
+                rows -= rows % self.shared.setup.rows_per_sample  # the rest waits until its sequence is full
+                self._kept = piece[rows:]
+            self._count(piece[: rows + 1])
+            if rows and self.shared.buffer is not None:
+                self._push(piece[: rows + 1])
+            if piece is not pieces[-1]:
+                self._return = math.nan  # a tick is missing: what this episode made is not known
+
+    def _push(self, states: list[State]) -> None:
+        from bray.remote.master import merge
+
+        shared = self.shared
+        shared.buffer.push(*shared.setup.samples(shared.policy, shared.trajectory(states)))
+        versions = sum(s.version for s in states) / len(states)
+        merge("staleness", shared.model.step - versions, agent=self.name)
+
+    def _count(self, states: list[State]) -> None:
+        """Returns and lengths of the episodes that end in these rows, raw."""
+        from bray.remote.master import merge
+
+        for before, after in pairwise(states):
+            if before.first:
+                self._return, self._length = 0.0, 0
+            if before.terminated or before.truncated:
+                continue
+            self._return += after.reward
+            self._length += 1
+            if (after.terminated or after.truncated) and not math.isnan(self._return):
+                merge("return", self._return, agent=self.name)
+                merge("length", self._length, agent=self.name)
+
+
+class _Shared:
+    """What the agents of one name have in common in a process."""
+
+    def __init__(self, name: str, config: Any):
+        self.config = config
+        section = config[name]
+        self.setup = named_setup(config, name)
+        self.policy = self.setup.make_policy()
+        self.read = reader(self.setup.spec.observation)
+        self.model = _find_model(name, section)
+        self.buffer: Any = None
+        self.rng: np.random.Generator | None = None
+        learns = section.get("explore", True) and config.get("mode", "train") != "deploy"
+        if section.get("buffer") is not None and learns:
+            self.buffer, self.rng = _find_buffer(section["buffer"]), np.random.default_rng()
+        self.outputs = (*self.policy.act_outputs, *getattr(self.policy, "keep_outputs", ()))
+        algo, env = self.setup.config, self.setup.env_config
+        if self.buffer is not None and env.normalize_rewards:
+            raise ConfigError(
+                f"{name}: normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
+            )
+        if self.buffer is not None and self.setup.initial_state is not None and not algo.on_policy:
+            raise ConfigError(
+                f"{name}: this algorithm replays single steps and cannot train a memory: set use_lstm: false"
+            )
+        self.rewards = RewardTransform(env, 1, algo.gamma)
+
+    def trajectory(self, states: list[State]) -> Trajectory:
+        """The rows of ticks that follow each other: one fewer than ticks, in a batch of one."""
+        rows, after = states[:-1], states[1:]
+        dead = np.array([[s.terminated or s.truncated] for s in rows])
+        reward = self.rewards(np.array([[s.reward] for s in after], np.float32), dead)
+        extras = _column([s.extras for s in rows])
+        if self.setup.initial_state is not None:
+            extras["state"] = _column([s.memory for s in rows])
+        return Trajectory(
+            obs=_column([s.obs for s in states]),
+            action=extras["action"],
+            reward=np.where(dead, np.float32(0.0), reward),
+            terminated=np.array([[s.terminated] for s in after]) & ~dead,
+            truncated=np.array([[s.truncated] for s in after]) & ~dead,
+            valid=~dead,
+            first=np.array([[s.first] for s in states]),
+            outputs=_column([s.outputs for s in states]),
+            extras=extras,
+        )
+
+
+_in_use: WeakValueDictionary[tuple[int, str], _Shared] = WeakValueDictionary()
+
+
+def _find_shared(name: str, config: Any) -> _Shared:
+    shared = _in_use.get((id(config), name))
+    if shared is None:
+        shared = _in_use[id(config), name] = _Shared(name, config)
+    return shared
+
+
+def _find_model(name: str, section: Mapping[str, Any]) -> Any:
+    model = section.get("model")
+    if model is None:
+        raise ConfigError(f"{name}: expected model: NAME, the model to play with; got none")
+    if not isinstance(model, str):
+        return model
+    from bray.remote.model.handle import RemoteModel
+
+    return RemoteModel(model)
+
+
+def _find_buffer(buffer: Any) -> Any:
+    if not isinstance(buffer, str):
+        return buffer
+    from bray.remote.buffer.handle import RemoteBuffer
+
+    return RemoteBuffer(buffer)
+
+
+def _number(reward: Any) -> float:
+    try:
+        number = float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"expected reward to be a finite number, got {reward!r:.60}")
+    return number
+
+
+def _batch(x: Any) -> Any:
+    """A tree as a batch of one; most are a single array."""
+    return x[None] if isinstance(x, np.ndarray) else tree.map(lambda leaf: leaf[None], x)
+
+
+def _single(x: Any) -> Any:
+    return x[0] if isinstance(x, np.ndarray) else tree.index(x, 0)
+
+
+def _column(rows: list[Any]) -> Any:
+    """Trees as one tree `[T, 1, ...]`."""
+    if isinstance(rows[0], dict):
+        return {k: _column([row[k] for row in rows]) for k in rows[0]}
+    if isinstance(rows[0], tuple):
+        return tuple(_column(list(parts)) for parts in zip(*rows, strict=True))
+    return np.array(rows)[:, None]
+
+
+def _pieces(states: list[State]) -> Iterator[list[State]]:
+    """The states cut where a tick is missing: one that failed is in no episode, and its neighbours do not follow each other."""
+    start = 0
+    for i, (before, after) in enumerate(pairwise(states), 1):
+        if after.tick != before.tick + 1:
+            yield states[start:i]
+            start = i
+    if states:
+        yield states[start:]

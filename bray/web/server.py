@@ -1,0 +1,289 @@
+"""The page of `bray render`: one static page, and the few requests it makes.
+
+    GET  /                                             the page; /render.js, /render.css
+    GET  /api/start                                    project, trials, renderers
+    GET  /api/episodes?trial=&find=                    the newest episodes
+    GET  /api/episode?trial=&episode=                  how many ticks it has
+    GET  /api/frame?trial=&episode=&renderer=&tick=    pictures and the State of one tick
+    POST /api/export  {trial, episode, renderer, format, fps, first, last}      begins a video
+    GET  /api/export?number=    POST /api/stop {number}                         how far it is; stop it
+    GET  /video?trial=&file=                           a finished one
+
+It listens on this machine alone unless told otherwise, and then answers only requests that name this machine: a page of somebody
+else that is open in the same browser can neither read episodes nor start anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from bray.errors import BrayError, ConfigError, DataError, UnknownName
+from bray.web.describe import describe
+from bray.web.render import LIMIT, Exports, Render, RenderError, Renders
+from bray.web.runs import Project
+
+logger = logging.getLogger("bray.web")
+
+_STATIC = Path(__file__).parent / "static"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_FILES = {"/": "render.html", "/render.js": "render.js", "/render.css": "render.css", "/icon.svg": "icon.svg"}
+_VIDEO = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(mp4|gif)")
+_VIDEO_TYPES = {".mp4": "video/mp4", ".gif": "image/gif"}
+_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_MAX_BODY = 1 << 16
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class RenderServer:
+    """Serves the page from threads until it is closed."""
+
+    def __init__(
+        self,
+        project: Project,
+        renders: Mapping[str, Render],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limit: float = LIMIT,
+    ):
+        """`limit`: seconds that a picture may take."""
+        self.project, self.renders = project, Renders(renders, limit)
+        self.exports = Exports(project, self.renders)
+        self.host = host
+        try:
+            self._http = _Http((host, port), self)
+        except OSError as e:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({e.strerror or e}); --port 0 takes any free port"
+            ) from None
+        self.port: int = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="bray-web", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '') else self.host}:{self.port}/"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self.exports.close()
+        self.renders.close()
+
+    # --- what the page asks for
+
+    def start(self) -> dict[str, Any]:
+        return {
+            "project": str(self.project.path),
+            "trial": self.project.trial,
+            "trials": self.project.trials(),
+            "renderers": list(self.renders.renders),
+        }
+
+    def episodes(self, trial: str, find: str = "") -> dict[str, Any]:
+        listed, total = self.project.episodes(trial, find)
+        return {"trials": self.project.trials(), "episodes": [asdict(e) for e in listed], "total": total}
+
+    def episode(self, trial: str, episode: str) -> dict[str, Any]:
+        return {"ticks": len(self.project.read(trial, episode).states)}
+
+    def frame(self, trial: str, episode: str, tick: int, renderer: str = "") -> dict[str, Any]:
+        read = self.project.read(trial, episode)
+        if not 0 <= tick < len(read.states):
+            raise ConfigError(f"expected a tick of 0 to {len(read.states) - 1}, got {tick}")
+        out: dict[str, Any] = {"tick": tick, "pictures": [], "error": None, "fields": describe(read.states[tick])}
+        if renderer:
+            try:
+                made = self.renders.pictures(renderer, read, tick)
+                out["pictures"] = [{"name": name, "png": base64.b64encode(file).decode()} for name, file in made]
+            except RenderError as e:
+                out["error"] = str(e)
+        return out
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], page: RenderServer):
+        self.page = page
+        self._connections: set[socket.socket] = set()
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        super(ThreadingHTTPServer, self).server_bind()  # its own looks up this machine's name, which may take seconds
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        super().server_close()
+        for connection in list(self._connections):  # browsers keep them open
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a connection of %s broke", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60.0
+    disable_nagle_algorithm = True  # else head and body, written one after the other, are 40 ms apart
+    server: _Http
+
+    def do_GET(self) -> None:
+        page = self.server.page
+        parts = urlsplit(self.path)
+        query = {k: v[-1] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
+        if not self._is_trusted():
+            return
+        if parts.path in _FILES:
+            file = _STATIC / _FILES[parts.path]
+            return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix] + "; charset=utf-8")
+        if parts.path == "/video":
+            return self._answer(lambda: self._video(_text(query, "trial"), _text(query, "file"), "download" in query))
+        calls = {
+            "/api/start": lambda: page.start(),
+            "/api/episodes": lambda: page.episodes(_text(query, "trial"), query.get("find", "")),
+            "/api/episode": lambda: page.episode(_text(query, "trial"), _text(query, "episode")),
+            "/api/frame": lambda: page.frame(
+                _text(query, "trial"), _text(query, "episode"), _whole(query, "tick"), query.get("renderer", "")
+            ),
+            "/api/export": lambda: asdict(page.exports.find(_whole(query, "number"))),
+        }
+        self._call(calls.get(parts.path))
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        exports = self.server.page.exports
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > _MAX_BODY:
+            self.close_connection = True
+            return self._fail(HTTPStatus.BAD_REQUEST, f"expected a body of at most {_MAX_BODY} bytes")
+        data = self.rfile.read(int(length))
+        if not self._is_trusted():
+            return
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError):
+            body = None
+        if not isinstance(body, dict):
+            return self._fail(HTTPStatus.BAD_REQUEST, "expected a JSON object")
+
+        def begin() -> dict[str, Any]:
+            fps = body.get("fps", 30)
+            if isinstance(fps, bool) or not isinstance(fps, (int, float)):
+                raise ConfigError(f"fps: expected a number, got {fps!r}")
+            first = _whole(body, "first") if body.get("first") is not None else 0
+            last = _whole(body, "last") if body.get("last") is not None else None
+            trial, episode, renderer, form = (_text(body, k) for k in ("trial", "episode", "renderer", "format"))
+            return asdict(exports.start(trial, episode, renderer, form, float(fps), first, last))
+
+        def stop() -> dict[str, Any]:
+            export = exports.find(_whole(body, "number"))
+            export.stop = True
+            return asdict(export)
+
+        self._call({"/api/export": begin, "/api/stop": stop}.get(urlsplit(self.path).path))
+
+    # --- answers
+
+    def _call(self, call: Any) -> None:
+        """A JSON answer."""
+        if call is None:
+            return self._fail(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path[:200]}")
+
+        def send() -> None:
+            body = json.dumps(call(), allow_nan=False).encode()
+            self._send(HTTPStatus.OK, body, "application/json")
+
+        self._answer(send)
+
+    def _answer(self, send: Any) -> None:
+        try:
+            send()
+        except (UnknownName, DataError) as e:
+            self._fail(HTTPStatus.NOT_FOUND, str(e))
+        except BrayError as e:
+            self._fail(HTTPStatus.BAD_REQUEST, str(e))
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as e:
+            logger.exception("%s failed", self.path[:200])
+            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(e).__name__}: {e}")
+
+    def _video(self, trial: str, name: str, download: bool) -> None:
+        path = self.server.page.project.run(trial) / "videos" / name
+        if not _VIDEO.fullmatch(name) or not path.is_file():
+            raise DataError(f"there is no video {name!r}")
+        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if download else {}
+        self._send(HTTPStatus.OK, path.read_bytes(), _VIDEO_TYPES[path.suffix], extra)
+
+    def _is_trusted(self) -> bool:
+        """Whether the request was meant for this page: it names this machine, and no other page sent it."""
+        host = self.headers.get("Host", "")
+        name, _, _ = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", "")
+        wanted = self.server.page.host
+        origin = self.headers.get("Origin")
+        if wanted not in ("0.0.0.0", "::", "") and name.lower() not in (*_LOCAL, wanted.lower()):
+            self._fail(HTTPStatus.FORBIDDEN, f"this page is not called {host[:200]!r}")
+        elif origin is not None and origin.partition("://")[2] != host:
+            self._fail(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
+        else:
+            return True
+        return False
+
+    def _fail(self, status: HTTPStatus, message: str) -> None:
+        self._send(status, json.dumps({"error": message}).encode(), "application/json")
+
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, extra: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **_HEADERS, **(extra or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+def _text(query: Mapping[str, Any], key: str) -> str:
+    value = query.get(key)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key}: expected text, got {value!r}")
+    return value
+
+
+def _whole(query: Mapping[str, Any], key: str) -> int:
+    value = query.get(key)
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ConfigError(f"{key}: expected a whole number from 0, got {value!r}")

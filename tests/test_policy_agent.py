@@ -1,0 +1,660 @@
+"""PolicyAgent: an algorithm's Policy in live games makes the samples that the loop makes of the same games."""
+
+import asyncio
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import bray.remote.master
+from bray import tree
+from bray.algos import dqn, ppo
+from bray.data.replay import Replay
+from bray.envs.config import EnvConfig
+from bray.envs.make import make_vec
+from bray.errors import ConfigError, UnknownName
+from bray.inference.host import ModelHost
+from bray.inference.torch_engine import TorchEngine
+from bray.loop import RunConfig, Training
+from bray.remote.actor.policy_agent import PolicyAgent
+from bray.remote.algo import algo_setup, build_model
+from bray.serving.agent import AgentActor
+from bray.serving.protocol import Refusal
+
+SCRIPTED = "tests.envs_for_tests:Scripted"
+
+
+class Masked(gym.Env):
+    """Choice (step mod 3) is illegal."""
+
+    observation_space = gym.spaces.Dict(
+        {"x": gym.spaces.Box(-1, 100, (2,), np.float32), "action_mask": gym.spaces.MultiBinary(3)}
+    )
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self._obs(), {}
+
+    def step(self, action):
+        assert action != self.t % 3, "an illegal choice"
+        self.t += 1
+        return self._obs(), float(action), self.t == 4, False, {}
+
+    def _obs(self):
+        mask = np.ones(3, np.int8)
+        mask[self.t % 3] = 0
+        return {"x": np.array([self.t, 1.0], np.float32), "action_mask": mask}
+
+
+class Box(gym.Env):
+    observation_space = gym.spaces.Box(-2, 100, (2,), np.float32)
+    action_space = gym.spaces.Box(-2, 2, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.array([self.t, action[0]], np.float32), float(action[1]), False, self.t == 5, {}
+
+
+class Buffer:
+    """What agents push."""
+
+    def __init__(self):
+        self.pushes = []
+
+    def push(self, *samples, drop=True):
+        self.pushes.append(list(samples))
+
+    @property
+    def samples(self):
+        return [s for pushed in self.pushes for s in pushed]
+
+
+VALUES = {0: 1.0, 1: 2.0, 2: -1.0, 3: 4.0, 4: 0.5, 5: 3.0}
+
+
+class Scripted:
+    """A model that chooses blindly and knows the values of some observations."""
+
+    def forward(self, obs):
+        value = np.array([VALUES[int(x)] for x in obs[:, 0]], np.float32)
+        return {"dist": np.zeros((len(obs), 4), np.float32), "value": value}
+
+
+@pytest.fixture(autouse=True)
+def merged(monkeypatch):
+    """(name, value, labels) of all metrics."""
+    out = []
+    monkeypatch.setattr(
+        bray.remote.master, "merge", lambda name, value, desc=None, **labels: out.append((name, value, labels)), False
+    )
+    return out
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+def section(**more):
+    return {"kind": "config", "algorithm": "PPO", "env": SCRIPTED, **more}
+
+
+def make_config(algo, model, buffer, **agent):
+    return {"mode": "train", "ppo": algo, "agent1": {"algo": "ppo", "model": model, "buffer": buffer, **agent}}
+
+
+async def send(actor, obs, reward=0.0, terminated=False, truncated=False):
+    obs = tree.map(lambda x: np.asarray(x).tolist(), obs)
+    tick = {"obs": obs, "reward": float(reward), "terminated": bool(terminated), "truncated": bool(truncated)}
+    return json.loads(await actor.tick(json.dumps(tick).encode()))["action"]
+
+
+async def play(actor, env, ticks, seed=0):
+    """A game by the rules of VecEnv: what its step returns is the next tick, final observations too."""
+    obs, reward, terminated, truncated = env.reset(seed), [0.0], [False], [False]
+    actions = []
+    for _ in range(ticks):
+        action = await send(actor, tree.index(obs, 0), reward[0], terminated[0], truncated[0])
+        actions.append(action)
+        obs, reward, terminated, truncated, _ = env.step(np.asarray(action)[None])
+    await actor.end(b"")
+    return actions
+
+
+def make_training(algo, env_config, **model):
+    """The loop, and the setup of the same algorithm on the same environment."""
+    env = {"id": env_config} if isinstance(env_config, str) else env_config
+    setup = algo_setup(section(env=env, settings=algo, model=model))
+    training = Training(ppo, RunConfig(), EnvConfig(num_envs=1, **env), setup.model_config, setup.config)
+    return setup, training
+
+
+def host_of(training):
+    return ModelHost("m", TorchEngine(training.model), step=3)
+
+
+def agent_in(actor):
+    return actor._agents[0][1]
+
+
+def stacked(samples):
+    return tree.stack(samples)
+
+
+def assert_same(got, want):
+    assert list(got) == list(want)
+    for (path, a), (_, b) in zip(tree.paths(got), tree.paths(want), strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype, path
+        assert np.shape(a) == np.shape(b), path
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=path)
+
+
+# --- the same samples as the loop -------------------------------------------------------------------------------------
+
+GAMES = {
+    "terminated": {"id": SCRIPTED, "env_config": {"terminate_at": 5}},
+    "truncated": {"id": SCRIPTED, "env_config": {"terminate_at": None, "truncate_at": 4}},
+    "endless": {"id": SCRIPTED, "env_config": {"terminate_at": None}},
+    "clipped": {"id": SCRIPTED, "env_config": {"terminate_at": 5}, "clip_rewards": 2.5},
+    "masked": {"id": "tests.test_policy_agent:Masked"},
+    "continuous": {"id": "tests.test_policy_agent:Box"},
+}
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("game", GAMES)
+def test_pieces_of_a_session_give_the_samples_of_the_loop(game, normalize):
+    setup, training = make_training({"normalize_advantage": normalize, "gamma": 0.9}, GAMES[game])
+    buffer = Buffer()
+    actor = AgentActor(
+        {"agent1": PolicyAgent},
+        make_config(
+            section(env=GAMES[game], settings={"normalize_advantage": normalize, "gamma": 0.9}),
+            host_of(training),
+            buffer,
+        ),
+        episode_length=8,
+        serialize="json",
+    )
+
+    async def main():
+        await actor.start("game", b"")
+        agent_in(actor).shared.rng = np.random.default_rng([0, 0])  # the loop's own
+        with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
+            await play(actor, env, 27)
+
+    run(main())
+    # 27 ticks are 26 rows: the first piece is a row short, the next ones begin with the tick that was kept.
+    for rows, pushed in zip((7, 8, 8, 3), buffer.pushes, strict=True):
+        want = training.policy.samples(training.collect(rows))
+        assert_same(setup.batch(stacked(pushed)), want)
+    training.close()
+
+
+def test_several_games_make_the_batch_of_one_rollout():
+    """Advantages are standardised over the batch and not over each game's piece, as the loop does over a rollout."""
+    setup, training = make_training({"gamma": 0.9}, GAMES["terminated"])
+    pushes = []
+    trajectories = []
+    for seed in (1, 2, 3):
+        training.rollout.rng = np.random.default_rng(seed)
+        training.rollout.reset(seed)
+        training.rollout.first[:] = True
+        trajectories.append(training.collect(6))
+        pushes.append(setup.samples(setup.make_policy(), trajectories[-1]))
+    whole = {
+        name: _join(trajectories, name)
+        for name in ("obs", "action", "reward", "terminated", "truncated", "valid", "first")
+    }
+    whole |= {"outputs": _join(trajectories, "outputs"), "extras": _join(trajectories, "extras")}
+    want = training.policy.samples(type(trajectories[0])(**whole))
+    order = np.arange(18).reshape(6, 3).T.reshape(-1)  # the loop's rows go over the games first
+    assert_same(setup.batch(stacked([s for p in pushes for s in p])), tree.index(want, order))
+    training.close()
+
+
+def _join(trajectories, name):
+    return tree.concat([getattr(t, name) for t in trajectories], axis=1)
+
+
+@pytest.mark.parametrize("game", ["terminated", "truncated"])
+def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(game):
+    model = {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4}
+    setup, training = make_training({"normalize_advantage": False}, GAMES[game], **model)
+    buffer = Buffer()
+    config = make_config(
+        section(env=GAMES[game], settings={"normalize_advantage": False}, model=model), host_of(training), buffer
+    )
+    actor = AgentActor({"agent1": PolicyAgent}, config, episode_length=8, serialize="json")
+
+    async def main():
+        await actor.start("game", b"")
+        agent_in(actor).shared.rng = np.random.default_rng([0, 0])
+        with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
+            await play(actor, env, 27)
+
+    run(main())
+    # Rows that do not fill a sequence wait for the next piece: 7 of 8 ticks -> 4; 3 + 8 -> 8; 3 + 8 -> 8; at the end 3 + 3 and padding.
+    assert [len(p) for p in buffer.pushes] == [1, 2, 2, 2]
+    for rows, pushed in zip((4, 8, 8), buffer.pushes, strict=False):
+        want = training.policy.samples(training.collect(rows))
+        got = setup.batch(stacked(pushed))
+        assert got["obs"].shape[0] == 4
+        assert_same(got, want)
+    last = setup.batch(stacked(buffer.pushes[-1]))
+    training.policy.max_seq_len = 2
+    want = training.policy.samples(training.collect(6))  # as sequences of two rows: 0-1, 2-3, 4-5
+    flat = np.concatenate([last["advantage"][:, 0], last["advantage"][:2, 1]])
+    np.testing.assert_allclose(flat, want["advantage"].T.reshape(-1), rtol=1e-5, atol=1e-6)
+    assert last["weight"][2:, 1].tolist() == [0.0, 0.0]  # null rows fill the last sequence
+    training.close()
+
+
+def test_an_update_from_a_buffer_is_the_update_of_the_loop():
+    env = GAMES["terminated"]
+    setup, training = make_training({"epochs": 2, "minibatches": 2, "lr": 1e-2}, env)
+    torch.manual_seed(0)
+    theirs = setup.make_model()
+    theirs.load_state_dict(training.model.state_dict())
+    learner = setup.make_learner(theirs, seed=0)
+    for _ in range(2):
+        trajectory = training.collect(8)
+        samples = setup.samples(setup.make_policy(), trajectory)
+        mine = training.learner.update(training.policy.samples(trajectory))
+        other = learner.update(stacked(samples))
+        assert other.metrics == pytest.approx(mine.metrics, rel=1e-4, abs=1e-6)
+    assert learner.steps == training.learner.steps == 8
+    for name, x in training.model.state_dict().items():
+        torch.testing.assert_close(theirs.state_dict()[name], x)
+    assert isinstance(learner, ppo.Learner)
+    state = learner.state_dict()
+    learner.load_state_dict(state)
+    training.close()
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+def advantage(rewards, values, bootstrap):
+    """float64, from the definition: the sum of discounted TD errors."""
+    values = [*values, bootstrap]
+    deltas = [r + GAMMA * values[t + 1] - values[t] for t, r in enumerate(rewards)]
+    return [sum((GAMMA * LAMBDA) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def scripted_actor(buffer, episode_length=100):
+    algo = section(settings={"gamma": GAMMA, "lambda_": LAMBDA, "normalize_advantage": False})
+    config = make_config(algo, ModelHost("m", Scripted(), step=7), buffer)
+    return AgentActor({"agent1": PolicyAgent}, config, episode_length=episode_length, serialize="json")
+
+
+def tick(number):
+    return [float(number), 0.0, 0.0]
+
+
+def test_terminated_truncated_and_cut_episodes_by_hand(merged):
+    buffer = Buffer()
+    actor = scripted_actor(buffer)
+
+    async def main():
+        await actor.start("g", b"")
+        await send(actor, tick(0))
+        await send(actor, tick(1), 1.0)
+        await send(actor, tick(2), 2.0, terminated=True)  # the final observation's value does not count
+        await send(actor, tick(3))
+        await send(actor, tick(4), 3.0)
+        await send(actor, tick(5), 4.0, truncated=True)  # here it does
+        await send(actor, tick(0))
+        await send(actor, tick(1), 5.0)
+        await actor.lost()  # in the middle: the last tick bootstraps the row before it
+
+    run(main())
+    got = stacked(buffer.samples)
+    want = (
+        *advantage([1.0, 2.0], [1.0, 2.0], 0.0),
+        0.0,
+        *advantage([3.0, 4.0], [4.0, 0.5], 3.0),
+        0.0,
+        *advantage([5.0], [1.0], 2.0),
+    )
+    np.testing.assert_allclose(got["advantage"], want, rtol=1e-6)
+    np.testing.assert_allclose(got["target"], np.array(want) + got["value"], rtol=1e-6)
+    assert got["weight"].tolist() == [1, 1, 0, 1, 1, 0, 1]
+    assert got["value"].tolist() == [VALUES[i] for i in (0, 1, 2, 3, 4, 5, 0)]
+    assert got["obs"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 0]
+    np.testing.assert_allclose(got["logp"], np.log(0.25), rtol=1e-6)
+    assert [(name, value) for name, value, _ in merged] == [
+        ("return", 3.0),
+        ("length", 2),
+        ("return", 7.0),
+        ("length", 2),
+        ("staleness", 0.0),
+    ]
+    assert {labels["agent"] for *_, labels in merged} == {"agent1"}
+
+
+def test_pieces_keep_their_last_tick_and_lose_no_row(merged):
+    buffer = Buffer()
+    actor = scripted_actor(buffer, episode_length=2)
+
+    async def main():
+        await actor.start("g", b"")
+        for t in range(6):
+            await send(actor, tick(t), float(t), terminated=t == 5)
+        await actor.end(b"")
+
+    run(main())
+    assert [len(p) for p in buffer.pushes] == [1, 2, 2]
+    got = [[float(s["advantage"]) for s in p] for p in buffer.pushes]
+    v = VALUES
+    np.testing.assert_allclose(got[0], advantage([1.0], [v[0]], v[1]), rtol=1e-6)
+    np.testing.assert_allclose(got[1], advantage([2.0, 3.0], [v[1], v[2]], v[3]), rtol=1e-6)
+    np.testing.assert_allclose(got[2], advantage([4.0, 5.0], [v[3], v[4]], 0.0), rtol=1e-6)
+    assert ("return", 15.0, {"agent": "agent1"}) in merged
+    assert ("length", 5, {"agent": "agent1"}) in merged
+
+
+def test_a_tick_that_failed_cuts_the_rows_and_its_episode_is_not_counted(merged):
+    buffer = Buffer()
+    actor = scripted_actor(buffer)
+
+    async def main():
+        await actor.start("g", b"")
+        await send(actor, tick(0))
+        await send(actor, tick(1), 1.0)
+        with pytest.raises(KeyError):
+            await send(actor, tick(9), 2.0)  # the model fails
+        await send(actor, tick(3), 3.0)
+        await send(actor, tick(4), 4.0, terminated=True)
+        await send(actor, tick(0))
+        await send(actor, tick(1), 1.5, terminated=True)
+        await actor.end(b"")
+
+    run(main())
+    v = VALUES
+    assert [[float(s["obs"][0]) for s in p] for p in buffer.pushes] == [[0.0], [3.0, 4.0, 0.0]]
+    np.testing.assert_allclose(buffer.pushes[0][0]["advantage"], advantage([1.0], [v[0]], v[1])[0], rtol=1e-6)
+    np.testing.assert_allclose(buffer.pushes[1][0]["advantage"], advantage([4.0], [v[3]], 0.0)[0], rtol=1e-6)
+    assert [value for name, value, _ in merged if name == "return"] == [1.5]
+
+
+def test_staleness_is_how_many_steps_the_weights_are_behind(merged):
+    buffer = Buffer()
+    setup = algo_setup(section())
+    model = setup.make_model()
+    engine = TorchEngine(model)
+    host = ModelHost("m", engine, step=10)
+    actor = AgentActor(
+        {"agent1": PolicyAgent}, make_config(section(), host, buffer), episode_length=3, serialize="json"
+    )
+    weights = {k: v.numpy() for k, v in model.state_dict().items()}
+
+    async def main():
+        await actor.start("g", b"")
+        await send(actor, tick(0))
+        host.publish_weights(weights, 16)
+        await send(actor, tick(1))
+        host.publish_weights(weights, 22)
+        await send(actor, tick(2))
+        await actor.end(b"")
+
+    run(main())
+    assert [m for m in merged if m[0] == "staleness"] == [("staleness", 22 - (10 + 16 + 22) / 3, {"agent": "agent1"})]
+
+
+# --- playing, and playing to learn ------------------------------------------------------------------------------------
+
+
+class Prefers:
+    """A model that prefers action 2, but not by much."""
+
+    def forward(self, obs):
+        dist = np.tile(np.array([0.0, 0.0, 0.5, 0.0], np.float32), (len(obs), 1))
+        return {"dist": dist, "value": np.zeros(len(obs), np.float32)}
+
+
+@pytest.mark.parametrize(
+    "change", [{"explore": False}, {"buffer": None}, {"mode": "deploy"}], ids=["explore: false", "no buffer", "deploy"]
+)
+def test_an_agent_that_does_not_learn_plays_its_best_and_pushes_nothing(change, merged):
+    buffer = Buffer()
+    config = make_config(section(), ModelHost("m", Prefers()), buffer)
+    if "mode" in change:
+        config |= change
+        config["agent1"]["buffer"] = "a buffer that is not there in deploy mode"
+    else:
+        config["agent1"] |= change
+    actor = AgentActor({"agent1": PolicyAgent}, config, episode_length=4, serialize="json")
+
+    async def main():
+        await actor.start("g", b"")
+        actions = [await send(actor, tick(0), truncated=t == 19) for t in range(20)]
+        # a game in production sends no rewards
+        actions.append(json.loads(await actor.tick(json.dumps({"obs": tick(1)}).encode()))["action"])
+        await actor.end(b"")
+        return actions
+
+    assert run(main()) == [2] * 21
+    assert buffer.pushes == []
+    assert [m[0] for m in merged] == ["return", "length"]
+
+
+def test_agents_of_a_process_share_one_policy():
+    config = make_config(section(), ModelHost("m", Prefers()), Buffer())
+    actors = [AgentActor({"agent1": PolicyAgent}, config, serialize="json") for _ in range(3)]
+
+    async def main():
+        for i, actor in enumerate(actors):
+            await actor.start(f"g{i}", b"")
+        return [agent_in(a) for a in actors]
+
+    agents = run(main())
+    assert len({id(a.shared.policy) for a in agents}) == 1
+    other = make_config(section(), ModelHost("other", Prefers()), Buffer())
+    actor = AgentActor({"agent1": PolicyAgent}, other, serialize="json")
+    run(actor.start("g", b""))
+    assert agent_in(actor).shared is not agents[0].shared
+    assert agent_in(actor).shared.model.name == "other"
+
+
+def test_a_subclass_speaks_the_games_own_language():
+    class Speaks(PolicyAgent):
+        def observe(self, state):
+            x, reward, over = (float(n) for n in state.input.split())
+            return [x, 0.0, 0.0], reward, bool(over), False
+
+        def answer(self, state, action):
+            state.output = b"go %d" % action
+
+    buffer = Buffer()
+    config = make_config(section(), ModelHost("m", Prefers()), buffer)
+    actor = AgentActor({"agent1": Speaks}, config, serialize=None)
+
+    async def main():
+        await actor.start("g", b"")
+        replies = [await actor.tick(b) for b in (b"0 0 0", b"1 2.5 0", b"2 1 1")]
+        await actor.end(b"")
+        return replies
+
+    assert all(reply in (b"go 0", b"go 1", b"go 2", b"go 3") for reply in run(main()))
+    assert [float(s["obs"][0]) for s in buffer.samples] == [0.0, 1.0]
+    assert [float(s["target"]) for s in buffer.samples] == pytest.approx([2.5 + 0.99 * 0.95 * 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ([1, 2], r'expected \{"obs"'),
+        ({"observation": 1}, r'expected \{"obs"'),
+        ({"obs": [1.0, 2.0], "reward": 0}, r"expected shape \[3\], got \[2\]"),
+        ({"obs": [1.0, 2.0, 3.0], "reward": "much"}, "reward to be a finite number, got 'much'"),
+        ({"obs": [1.0, 2.0, 3.0]}, "expected the reward of the previous action"),
+    ],
+)
+def test_a_wrong_tick_is_answered_with_what_was_expected_and_the_session_goes_on(body, message):
+    buffer = Buffer()
+    config = make_config(section(), ModelHost("m", Prefers()), buffer)
+    actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
+
+    async def main():
+        await actor.start("g", b"")
+        await actor.tick(json.dumps({"obs": tick(0)}).encode())  # the first one needs no reward
+        with pytest.raises(Refusal, match=message) as refused:
+            await actor.tick(json.dumps(body).encode())
+        assert refused.value.status == 400
+        await send(actor, tick(1), 1.0)
+        await send(actor, tick(2), 1.0)
+        await actor.end(b"")
+
+    run(main())
+    assert [float(s["obs"][0]) for s in buffer.samples] == [1.0]  # the row before the wrong tick has no successor
+
+
+def test_composite_actions_leave_as_json():
+    env = {"id": "tests.test_policy_agent:Box"}
+    _, training = make_training({}, env)
+    actor = AgentActor(
+        {"agent1": PolicyAgent}, make_config(section(env=env), host_of(training), Buffer()), serialize="json"
+    )
+
+    async def main():
+        await actor.start("g", b"")
+        return await send(actor, [0.0, 0.0])
+
+    action = run(main())
+    assert len(action) == 2
+    assert all(-2.0 <= x <= 2.0 for x in action)
+    training.close()
+
+
+# --- algorithms that replay -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("game", ["terminated", "truncated"])
+def test_transitions_of_dqn_are_those_of_the_replay(game, n_step):
+    algo = section(algorithm="DQN", env=GAMES[game], settings={"n_step": n_step, "gamma": 0.9, "epsilon": 0.5})
+    setup = algo_setup(algo)
+    buffer = Buffer()
+    host = ModelHost("m", TorchEngine(setup.make_model()))
+    actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, host, buffer), episode_length=None, serialize="json")
+    example = {"obs": np.zeros(3, np.float32), "action": np.int64(0)}
+    replay = Replay(64, 1, example, gamma=0.9, n_step=n_step)
+
+    async def main():
+        with make_vec(setup.env_config, seed=0) as env:
+            obs, reward, terminated, truncated = env.reset(0), [0.0], [False], [False]
+            await actor.start("g", b"")
+            for _ in range(20):
+                action = await send(actor, obs[0], reward[0], terminated[0], truncated[0])
+                before, dead = obs, env.dead.copy()
+                obs, reward, terminated, truncated, _ = env.step(np.array([action]))
+                replay.add(before, np.array([action]), reward, terminated, truncated, ~dead)
+            await actor.end(b"")
+
+    run(main())
+    got = stacked(buffer.samples)
+    drawn = replay.sample(4096, np.random.default_rng(0))
+    ids, where = np.unique(drawn["id"], return_index=True)
+    assert len(ids) == len(got["reward"]) == len(replay)
+    for name in ("obs", "action", "reward", "discount", "next_obs", "weight"):
+        np.testing.assert_allclose(got[name], drawn[name][where], rtol=1e-6, err_msg=name)
+    learner = setup.make_learner(setup.make_model())
+    assert isinstance(learner, dqn.Learner)
+    assert np.isfinite(learner.update(got).metrics["loss"])
+
+
+def test_exploration_follows_the_steps_of_the_learner():
+    epsilon = {"kind": "linear", "start": 1.0, "end": 0.0, "steps": 1400}
+    settings = {"epsilon": epsilon, "learning_starts": 1000, "train_every": 4, "updates": 2}
+    setup = algo_setup(section(algorithm="DQN", settings=settings))
+    policy = setup.make_policy()
+    assert [setup.env_steps(v) for v in (0, 100, 200)] == [0, 1200, 1400]
+    assert policy.epsilon(setup.env_steps(0)) == 1.0
+    assert policy.epsilon(setup.env_steps(200)) == 0.0
+
+
+def test_sac_makes_transitions_too():
+    algo = section(algorithm="SAC", env="tests.test_policy_agent:Box")
+    setup = algo_setup(algo)
+    buffer = Buffer()
+    host = ModelHost("m", TorchEngine(setup.make_model()))
+    actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, host, buffer), episode_length=8, serialize="json")
+
+    async def main():
+        await actor.start("g", b"")
+        with make_vec(setup.env_config, seed=0) as env:
+            await play(actor, env, 20)
+
+    run(main())
+    batch = stacked(buffer.samples)
+    assert batch["action"].shape == (16, 2)  # 19 rows, three of them dead
+    assert batch["discount"].tolist() == pytest.approx([0.99] * 16)
+    assert np.isfinite(setup.make_learner(setup.make_model()).update(batch).metrics["critic_loss"])
+
+
+def test_what_cannot_be_learned_is_refused_when_the_session_starts():
+    def start(algo):
+        actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, ModelHost("m", Prefers()), Buffer()))
+        run(actor.start("g", b""))
+
+    with pytest.raises(ConfigError, match="DQN replays single steps"):
+        start(section(algorithm="DQN", model={"use_lstm": True}))
+    with pytest.raises(ConfigError, match="agent1: normalize_rewards needs the games side by side"):
+        start(section(env={"id": SCRIPTED, "normalize_rewards": True}))
+    with pytest.raises(ConfigError, match="agent1: expected model: NAME"):
+        run(AgentActor({"agent1": PolicyAgent}, make_config(section(), None, Buffer())).start("g", b""))
+
+
+# --- the section ------------------------------------------------------------------------------------------------------
+
+
+def test_a_section_gives_the_four_names_and_their_settings():
+    setup = algo_setup(section(settings={"lr": 0.5}, model={"fcnet_hiddens": [8]}), "ppo")
+    assert setup.algo is ppo
+    assert setup.config.lr == 0.5
+    assert setup.spec.observation.shape == (3,)
+    assert setup.model_config.fcnet_hiddens == (8,)
+    assert algo_setup(section(settings={"lr": 0.5}, model={"fcnet_hiddens": [8]}), "ppo") is setup
+    model, args = build_model("m1", {"m1": {"kind": "model", "algo": "ppo"}, "ppo": section()})
+    outputs = model(*tree.map(torch.from_numpy, args))
+    assert {k: tuple(v.shape) for k, v in outputs.items()} == {"dist": (1, 4), "value": (1,)}
+    model, args = build_model("m1", {"m1": {"algo": "ppo"}, "ppo": section(model={"use_lstm": True})})
+    assert "state" in model(*tree.map(torch.from_numpy, args))
+
+
+def test_an_environment_given_as_a_class():
+    assert algo_setup(section(env=Masked)).spec.layout.num_logits == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"algoritm": "PPO"}, UnknownName, "unknown key 'algoritm' .in ppo.*Did you mean 'algorithm'"),
+        ({"algorithm": "PPPO"}, UnknownName, "Did you mean 'PPO'"),
+        ({"env": None}, ConfigError, "ppo describes an algorithm: expected .*; env missing"),
+        ({"env": "CartPole-v11"}, UnknownName, "CartPole-v1"),
+        ({"settings": {"lrr": 1}}, UnknownName, r"lrr.*section ppo"),
+        ({"model": {"fcnet_hiddens": "many"}}, ConfigError, "fcnet_hiddens"),
+    ],
+)
+def test_a_wrong_section_says_what_is_wrong(change, error, message):
+    with pytest.raises(error, match=message):
+        algo_setup(section() | change, "ppo")
+
+
+def test_a_component_names_its_algorithm():
+    config = {"ppo": section(), "agent1": {"algo": "pppo", "model": "m"}, "agent2": {"model": "m"}}
+    for name, message in (("agent1", "unknown section 'pppo'.*Did you mean 'ppo'"), ("agent2", "expected algo: NAME")):
+        actor = AgentActor({name: PolicyAgent}, config)
+        with pytest.raises(ConfigError, match=message):
+            run(actor.start("g", b""))
