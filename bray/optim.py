@@ -7,7 +7,7 @@ made of tensor operations that change tensors in place, so a Learner can record 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Optimizer:
         self.steps = torch.zeros((), device=self.flat.device, dtype=torch.float64)
         self.m = torch.zeros_like(self.flat) if kind == "adam" else torch.zeros(0)
         self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
+        self.average: Callable[[Tensor], Tensor | None] | None = None
+        """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so that there is none.
+        It talks to other processes, so a step with it cannot be recorded."""
 
     def set_lr(self, lr: float) -> None:
         self.lr.fill_(lr)
@@ -71,6 +74,11 @@ class Optimizer:
     @torch.no_grad()
     def apply(self, grad: Tensor) -> Tensor:
         """One step with a given flat gradient."""
+        if self.average is not None:
+            mean = self.average(grad)
+            if mean is None:
+                return torch.linalg.vector_norm(grad)
+            grad = mean
         norm = torch.linalg.vector_norm(grad)
         if self.max_grad_norm is not None:
             grad = grad * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)

@@ -41,7 +41,7 @@ def test_rows_and_events_of_a_master(tmp_path):
     assert row["env_steps_total"] == 128
     assert row["episode_return_mean"] == 2.0
     assert row["loss"] == 1.5
-    found = events(path / "tensorboard")
+    found = events(path / "tb")
     assert {"loss", "loss/sum", "point", "episode_return"} <= set(found.Tags()["scalars"])
     (point,) = found.Scalars("point")
     assert (point.step, point.value) == (7, 3.5)

@@ -55,6 +55,7 @@ class Batcher:
     template        one sample that shows what fits; without it, what `fn` has answered most often is expected
     lock            held during a forward; while somebody else holds it a batch waits in the thread, never in the loop
     step            asked after a forward, under the lock, for callers who want to know the version (`with_step`)
+    elsewhere       gives the batcher of the running loop, when that is another one; without it, such a call is refused
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Batcher:
         template: tuple[Any, ...] | None = None,
         lock: threading.Lock | None = None,
         step: Callable[[], int] | None = None,
+        elsewhere: Callable[[], Batcher] | None = None,
     ):
         if max_batch_size < 1 or max_queue < 1 or max_wait < 0:
             raise ConfigError(
@@ -88,6 +90,7 @@ class Batcher:
         self.lock = lock or threading.Lock()
         self._fn = fn
         self._step = step
+        self._elsewhere = elsewhere
 
         self._declared = None if template is None else Template(as_arrays(template))
         self._template = self._declared  # the kind of the last batch
@@ -118,7 +121,9 @@ class Batcher:
         """
         loop = self._loop
         if loop is None or loop is not _get_running_loop() or self._closed:
-            loop = self._bind()
+            if (other := self._other()) is not None:
+                return other.submit(*args, with_step=with_step)
+            loop = self.bind()
         if len(self._queue) >= self.max_queue:
             self._make_room()
         future = loop.create_future()
@@ -130,7 +135,9 @@ class Batcher:
     def submit_batch(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
         """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It waits for its turn and runs alone, `max_batch_size` rows at a time
         with nobody in between, so one version answers all of it. Raises DataError when the arrays have no common B."""
-        loop = self._bind()
+        if (other := self._other()) is not None:
+            return other.submit_batch(*args, with_step=with_step)
+        loop = self.bind()
         args = as_arrays(args)
         rows = length(args)
         if len(self._queue) >= self.max_queue:
@@ -192,7 +199,14 @@ class Batcher:
 
     # --- in the loop ----------------------------------------------------------------------------------------------
 
-    def _bind(self) -> asyncio.AbstractEventLoop:
+    def _other(self) -> Batcher | None:
+        """The batcher of the running loop, where that is not ours."""
+        running = _get_running_loop()
+        if self._elsewhere is None or self._closed or running is None or self._loop is None or running is self._loop:
+            return None
+        return self._elsewhere()
+
+    def bind(self) -> asyncio.AbstractEventLoop:
         """The loop of this batcher, which is the one of the first call."""
         if self._closed:
             raise BrayError(_CLOSED)

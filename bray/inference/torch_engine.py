@@ -29,7 +29,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         detail = "; ".join(f"{k}: model {mine.get(k, 'none')}, file {theirs.get(k, 'none')}" for k in wrong[:5])
         raise CheckpointError(f"the weights do not fit the model in {len(wrong)} of {len(mine)} entries: {detail}")
-    model.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in weights.items()})
+    model.load_state_dict({k: torch.from_numpy(_writable(v)) for k, v in weights.items()})
+
+
+def _writable(x: Any) -> np.ndarray:
+    """An array that torch takes without a warning. Copied only where it must be: callers wait meanwhile."""
+    return x if isinstance(x, np.ndarray) and x.flags.writeable else np.array(x)
 
 
 class TorchEngine:
@@ -43,7 +48,7 @@ class TorchEngine:
         self._on_cpu = self.device.type == "cpu"
         self._captured = capture(self._forward, enabled=record)
         self._structure: Any = None
-        self._programs: dict[int, Any] = {}
+        self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 
     def _forward(self, *args: Any) -> Any:
         with torch.no_grad():
@@ -54,29 +59,35 @@ class TorchEngine:
         """A batch of what the Model takes (observations; and recurrent states) -> its outputs, all numpy."""
         if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
             flat = [torch.from_numpy(args[0])]
+            shapes: Any = args[0].shape
         else:
             if self._structure is None:
                 self._structure = tree.map(lambda _: "", args)
             leaves: list[Any] = []
             gather(self._structure, args, leaves)
             flat = [torch.from_numpy(x) for x in leaves]
-        batch = flat[0].shape[0]
+            shapes = tuple([x.shape for x in leaves])
         if not self._on_cpu:
             flat = [x.to(self.device, non_blocking=True) for x in flat]
-        if batch not in self._programs:
+        if shapes not in self._programs:
             structure = pytree.tree_structure(args if self._structure is None else self._structure)
             program = self._captured.program(flat, structure) if self._captured.enabled else None
-            self._programs[batch] = (program, structure, _names(program))
-        program, structure, names = self._programs[batch]
+            self._programs[shapes] = (program, structure, _names(program))
+        program, structure, names = self._programs[shapes]
         if program is None:
-            out = self._forward(*pytree.tree_unflatten(flat, structure))
-            return tree.map(_numpy, out)
-        values = program.run(flat)
+            return self._run_eagerly(flat, structure)
+        try:
+            values = program.run(flat)
+        except RuntimeError:  # it may run, as no recording does while torch exports in another thread; or raise with the Model's own lines
+            return self._run_eagerly(flat, structure)
         if names is not None:
             if self._on_cpu:
                 return {k: x.numpy() for k, x in zip(names, values, strict=True)}
             return {k: _numpy(x) for k, x in zip(names, values, strict=True)}
         return tree.map(_numpy, pytree.tree_unflatten(values, program.out_structure))
+
+    def _run_eagerly(self, flat: list[Tensor], structure: Any) -> Any:
+        return tree.map(_numpy, self._forward(*pytree.tree_unflatten(flat, structure)))
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Weights into the Model, in place."""
@@ -85,7 +96,7 @@ class TorchEngine:
     def parameters_read(self, *args: Any) -> int | None:
         """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be recorded."""
         self.forward(*args)
-        program = self._programs[len(tree.leaves(args)[0])][0]
+        program = next((program for program, *_ in self._programs.values() if program is not None), None)
         return None if program is None else sum(x.numel() for x in program.tape.held.values())
 
 

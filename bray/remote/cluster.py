@@ -431,7 +431,8 @@ class RayMember:
         def failed(error: BaseException) -> None:
             import ray
 
-            if not isinstance(error, (ray.exceptions.RayActorError, MissingComponent)):
+            gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)  # the latter: with its node
+            if not isinstance(error, (*gone, MissingComponent)):
                 settle(error=error)
                 return
             self._actor = None

@@ -42,7 +42,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def _run(it: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(it)
-    it.run_forever()
+    while True:
+        try:
+            it.run_forever()
+            return
+        except BaseException:  # a user's task that calls sys.exit would end it for everybody
+            logger.exception("a task ended the io loop; it goes on")
 
 
 def is_loop() -> bool:

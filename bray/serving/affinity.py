@@ -1,7 +1,10 @@
-"""Who owns a session: a table that all workers of a node share, and the sockets over which they hand each other requests.
+"""Who owns a session: a table that all workers of a machine share, and the sockets over which they hand each other requests.
 
 A session's owner is chosen at `start` by free slots. A request that reaches another worker is forwarded over a unix socket. The table is a
 mapped file under a lock of the kernel: a worker that is killed, even inside the table, holds nobody up.
+
+Workers have a parent that starts them in rows 0, 1, ... and clears the row of one that dies (`workers.py`), or they have none, `join` the
+table and watch each other: each holds a lock of the kernel for as long as it lives.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
+from bray.errors import ConfigError
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
 from bray.serving.sessions import Request, Sessions
 
@@ -29,19 +35,23 @@ logger = logging.getLogger("bray.serving")
 # --- the table ------------------------------------------------------------------------------------------------------------
 
 _WORKER = struct.Struct("<4i")  # open for new sessions, slots, sessions owned, slots lent to stateless requests
+_ROW = _WORKER.size + 16  # of a worker: behind that the digest of its name, where it has joined
 _ENTRY = struct.Struct("<16sii8x")  # digest of the session, its owner + 1 (0: nobody), who promised it the session + 1
 _DIGEST = 16
+_ENTRIES = np.dtype([("digest", "V16"), ("owner", "<i4"), ("promised_by", "<i4"), ("unused", "V8")])
 
 
 class Table:
     """Sessions and their owners: open addressing with linear probing over digests, in a mapped file."""
 
     def __init__(self, path: Path, workers: int, slots: int, create: bool = False):
+        """`create`: make the file where it is not there; several workers may do so at once."""
         self.workers, self.slots = workers, slots
         self.capacity = 1 << max(10, (2 * workers * slots - 1).bit_length())
-        self._entries = _WORKER.size * workers
+        self._entries = _ROW * workers
         size = self._entries + self.capacity * _ENTRY.size
-        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        self._mine: int | None = None  # the row that this process has joined
+        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if create:
             os.ftruncate(self._fd, size)  # sparse: pages that no session falls into are never made
         self._map = mmap.mmap(self._fd, size)
@@ -52,17 +62,67 @@ class Table:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
         try:
             yield
         finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
+
+    # --- workers without a parent -------------------------------------------------------------------------------------
+
+    def join(self, name: str) -> int:
+        """Take a row for as long as this process lives: the one that a worker of this name had before, else any that nobody holds. What
+        the row's last worker owned is forgotten. From now on workers that have died are told from those that live."""
+        digest, unused = _digest(name.encode()), bytes(_DIGEST)
+        with self._locked():
+            names = [self._map[i * _ROW + _WORKER.size : (i + 1) * _ROW] for i in range(self.workers)]
+            for i in sorted(range(self.workers), key=lambda i: (names[i] != digest, names[i] != unused)):
+                if self._hold(i):
+                    lost = self._clear(i)
+                    if lost:
+                        logger.error("%s is here in place of one that died with %d sessions", name, lost)
+                    self._map[i * _ROW + _WORKER.size : (i + 1) * _ROW] = digest
+                    self._mine = i
+                    return i
+        raise ConfigError(f"{name} is one worker too many: {self.workers} of this service are alive on this machine")
+
+    def _hold(self, i: int) -> bool:
+        """Take a row's lock, which the kernel frees when this process ends; False when another process has it."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + i)
+        except OSError:
+            return False
+        return True
+
+    def _lives(self, i: int) -> bool:
+        if self._mine is None or i == self._mine:
+            return True  # with a parent, that one clears the rows of the dead
+        if not self._hold(i):
+            return True
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 1 + i)
+        return False
+
+    def leave(self) -> bool:
+        """Give the row back before this process ends; whether nobody is left."""
+        assert self._mine is not None
+        with self._locked():
+            self._clear(self._mine)
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 1 + self._mine)
+            return not any(self._lives(i) for i in range(self.workers) if i != self._mine)
+
+    def bury(self, worker: int) -> None:
+        """Clear a worker's row if it has died."""
+        with self._locked():
+            if not self._lives(worker) and (lost := self._clear(worker)):
+                logger.error("worker %d has died with %d sessions", worker, lost)
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _worker(self, i: int) -> tuple[int, int, int, int]:
-        return _WORKER.unpack_from(self._map, i * _WORKER.size)
+        return _WORKER.unpack_from(self._map, i * _ROW)
 
     def _set_worker(self, i: int, *values: int) -> None:
-        _WORKER.pack_into(self._map, i * _WORKER.size, *values)
+        _WORKER.pack_into(self._map, i * _ROW, *values)
 
     def _probe(self, digest: bytes) -> Iterator[tuple[int, bytes, int]]:
         """(place, digest, owner) of the entries from a digest's first place on, up to and with the first free one."""
@@ -82,25 +142,39 @@ class Table:
         anywhere. KeyError, with its owner: the session is running."""
         digest = _digest(session)
         with self._locked():
-            free_place = -1
-            for place, found, owner in self._probe(digest):
-                if owner >= 0 and found == digest:
-                    raise KeyError(owner)
-                free_place = place
-            free = {}
-            for i in range(self.workers):
-                is_open, slots, owned, lent = self._worker(i)
-                if is_open and slots > owned + lent:
-                    free[i] = slots - owned - lent
-            if not free:
-                return None
-            best = max(free, key=lambda i: free[i])
-            if me in free and free[best] - free[me] <= self.slots // 10:
-                best = me
-            self._set(free_place, digest, best, -1 if best == me else me)  # the last one of the probe
+            while True:
+                free_place = dead = -1
+                for place, found, owner in self._probe(digest):
+                    free_place = place  # the last one of the probe
+                    if owner >= 0 and found == digest:
+                        if self._lives(owner):
+                            raise KeyError(owner)
+                        dead = owner
+                if dead < 0:
+                    best = self._choose(me, keep=self.slots // 10)
+                    if best is None:
+                        return None
+                    if self._lives(best):
+                        break
+                    dead = best
+                self._clear(dead)
+            self._set(free_place, digest, best, -1 if best == me else me)
             is_open, slots, owned, lent = self._worker(best)
             self._set_worker(best, is_open, slots, owned + 1, lent)
             return best
+
+    def _choose(self, me: int, keep: int) -> int | None:
+        """The worker with the most free slots; `me` if the best has at most `keep` more."""
+        free = self._free()
+        best = int(free.argmax())
+        if free[best] <= 0:
+            return None
+        return me if free[me] > 0 and free[best] - free[me] <= keep else best
+
+    def _free(self) -> np.ndarray:
+        """Free slots of each worker; 0 or less where it takes no sessions."""
+        is_open, slots, owned, lent = np.frombuffer(self._map, "<i4", self._entries // 4).reshape(-1, _ROW // 4).T[:4]
+        return (slots - owned - lent) * is_open
 
     def settle(self, session: bytes, me: int) -> bool:
         """A session that another worker promised to this one is here; False when this one does not own it."""
@@ -152,14 +226,30 @@ class Table:
     def roomy(self, me: int) -> int | None:
         """Another worker with a free slot, the one with the most."""
         with self._locked():
-            free = {i: w[1] - w[2] - w[3] for i in range(self.workers) if i != me and (w := self._worker(i))[0]}
-        best = max(free, key=lambda i: free[i], default=None)
-        return best if best is not None and free[best] > 0 else None
+            while True:
+                free = self._free()
+                free[me] = 0
+                best = int(free.argmax())
+                if free[best] <= 0:
+                    return None
+                if self._lives(best):
+                    return best
+                self._clear(best)
 
     def running(self) -> int:
-        """Sessions of all workers."""
+        """Sessions of all workers that live."""
         with self._locked():
-            return sum(self._worker(i)[2] for i in range(self.workers))
+            return sum(n for i in range(self.workers) if (n := self._worker(i)[2]) and self._lives(i))
+
+    def total(self) -> int:
+        """Slots of all workers that take sessions."""
+        with self._locked():
+            return sum(w[1] for i in range(self.workers) if (w := self._worker(i))[0])
+
+    def used(self) -> list[int]:
+        """The rows that have, or had, a worker."""
+        with self._locked():
+            return [i for i in range(self.workers) if self._worker(i)[1]]
 
     def open(self, worker: int, is_open: bool) -> None:
         """Whether a worker takes new sessions."""
@@ -171,28 +261,22 @@ class Table:
         """Forget everything a worker owned or had promised to others, and count the others anew (it may have died while it counted);
         returns the number of sessions that are lost."""
         with self._locked():
-            kept: list[tuple[bytes, int, int]] = []
-            lost = 0
-            blank = bytes(_ENTRY.size)
-            for place in range(self.capacity):
-                at = self._entries + place * _ENTRY.size
-                digest, owner, promised_by = _ENTRY.unpack_from(self._map, at)
-                if owner:
-                    if owner - 1 == dead:
-                        lost += 1
-                    elif promised_by - 1 != dead:
-                        kept.append((digest, owner - 1, promised_by - 1))
-                    self._map[at : at + _ENTRY.size] = blank
-            owned = [0] * self.workers
-            for digest, owner, promised_by in kept:
-                for place, _, taken in self._probe(digest):
-                    if taken < 0:
-                        self._set(place, digest, owner, promised_by)
-                owned[owner] += 1
-            for i in range(self.workers):
-                is_open, slots, _, lent = self._worker(i)
-                self._set_worker(i, 0 if i == dead else is_open, slots, owned[i], 0 if i == dead else lent)
-            return lost
+            return self._clear(dead)
+
+    def _clear(self, dead: int) -> int:
+        """Entry by entry: whoever is killed in here leaves the sessions of the others where they are."""
+        table = np.frombuffer(self._map, _ENTRIES, self.capacity, self._entries)
+        is_lost = table["owner"] == dead + 1
+        lost = int(is_lost.sum())
+        places = np.flatnonzero(is_lost | (table["promised_by"] == dead + 1)).tolist()
+        starts = [self._entries + place * _ENTRY.size for place in places]
+        for digest in [self._map[at : at + _DIGEST] for at in starts]:
+            self._remove(next(place for place, found, owner in self._probe(digest) if owner >= 0 and found == digest))
+        owned = np.bincount(table["owner"], minlength=self.workers + 1)[1:].tolist()
+        for i in range(self.workers):
+            is_open, slots, _, lent = self._worker(i)
+            self._set_worker(i, 0 if i == dead else is_open, slots, owned[i], 0 if i == dead else lent)
+        return lost
 
 
 def _digest(session: bytes) -> bytes:
@@ -341,7 +425,7 @@ class _Numbers(Request):
 
 
 class NodeGateway:
-    """The other workers of this node, as one worker sees them."""
+    """The other workers of this machine, as one worker sees them."""
 
     def __init__(
         self,
@@ -396,7 +480,7 @@ class NodeGateway:
                 self._send(owner, request)
             return False
         if owner is None:
-            total = self.table.workers * self.table.slots
+            total = self.table.total()
             self.sessions.refuse(request, Refusal(429, "no_free_slot", f"all {total} slots of this service are taken"))
             return False
         if owner == self.me:
@@ -461,6 +545,7 @@ class NodeGateway:
         except OSError:
             link = None
         if link is None or link.transport is None:  # it has died, or did while the two were being connected
+            self.table.bury(owner)
             for request in self._connecting.pop(owner):
                 self._lost(request, owner)
             return
@@ -513,6 +598,7 @@ class NodeGateway:
             del self._links[link.worker]
         for session in [s for s, owner in self.owners.items() if owner == link.worker]:
             del self.owners[session]
+        self.table.bury(link.worker)
         waiting, link.waiting = link.waiting, {}
         for request in waiting.values():
             self._lost(request, link.worker)
@@ -540,7 +626,7 @@ class NodeGateway:
         """The numbers of all workers that answer in time."""
         loop = asyncio.get_running_loop()
         futures = []
-        for worker in range(self.table.workers):
+        for worker in self.table.used():
             if worker != self.me:
                 future: asyncio.Future[Any] = loop.create_future()
                 futures.append(future)

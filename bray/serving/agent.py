@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,15 @@ MAX_BACKLOG = 2
 # Compresses and writes the files of all actors. Its thread starts when it is first used.
 _writer = ThreadPoolExecutor(1, "bray-episodes")
 
-_numbers = itertools.count()  # of actors
+_numbers: Iterator[int] = itertools.count()  # of actors
 _free: list[int] = []  # numbers of actors that are gone
+
+
+def number_actors(first: int, slots: int) -> None:
+    """Give the AgentActors of this process the numbers of one worker among many: `first` and the `slots - 1` after it. Actors beyond
+    that (one that hangs keeps its number) get numbers that no other worker has either."""
+    global _numbers
+    _numbers = (turn * 1_000_000 + first + i for turn in itertools.count() for i in range(slots))
 
 
 class Agent:
@@ -89,7 +96,7 @@ class AgentActor(Actor):
             episode_length: ticks of an episode; None = as long as the session.
             episode_save_interval: save the first episode of this actor and every so many after it; None = save none.
             serialize: "json", "proto" or None (bytes).
-            tick_input_proto, tick_output_proto: the messages of "proto", as "module:Message" or a class.
+            tick_input_proto, tick_output_proto: the messages of "proto", named as `message_class` says.
             save_dir: the run directory; files go to its `episodes/`.
             keep: how many episode files of this actor are kept, the newest ones.
             actor: the number of this slot; None = the smallest that no other AgentActor of this process has.

@@ -27,8 +27,9 @@ class ServiceConfig:
     """Processes that share the port."""
     actors_per_worker: Count = 10
     """Sessions that one worker holds at once; more are refused with 429."""
-    use_gateway: Literal["node"] | None = "node"
-    """node = a request that reaches another worker is forwarded to its session's owner; null = clients must keep to one connection."""
+    use_gateway: Literal["node", "head"] | None = "node"
+    """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry forwards to the
+    owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one connection."""
     tick_timeout_s: Seconds = 30.0
     """A tick that takes longer is cancelled and answered with 504, or with the Actor's `fallback`."""
     idle_timeout_s: Seconds = 600.0

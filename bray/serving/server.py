@@ -73,9 +73,27 @@ class Server:
         self.closers: list[Callable[[], Awaitable[None]]] = []
         """What else ends with this worker."""
         self._started = time.time()
+        self._server: asyncio.Server | None = None
+        self._admin: asyncio.Server | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        shared = self.config.workers > 1
+        self.open()
+        try:
+            await self.listen()
+        except ConfigError:
+            self._watchdog.close()
+            raise
+
+    def open(self) -> None:
+        """Make the table of sessions: from now on requests may come, as yet from a gateway only."""
+        self.sessions = Sessions(self.make_actor, self.config)
+        self.front = Front(self.sessions, self.config)
+        self._watchdog = Watchdog(self.sessions.loop, self.config.blocked_after_s)
+
+    async def listen(self, shared: bool | None = None) -> None:
+        """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers."""
+        shared = self.config.workers > 1 if shared is None else shared
         sock = listening(self.config.host, self.config.port, shared)
         self.port = sock.getsockname()[1]
         try:
@@ -84,14 +102,11 @@ class Server:
             sock.close()
             raise
         self.admin_port = admin_sock.getsockname()[1]
-        self.sessions = Sessions(self.make_actor, self.config)
-        self.front = Front(self.sessions, self.config)
-        loop = asyncio.get_running_loop()
         make: Any = FirstByte if self.config.use_tcp else HttpConnection
+        loop = self.sessions.loop
         self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024)
         self._admin = await asyncio.start_server(self._serve_admin, sock=admin_sock)
         self._sweeper = asyncio.create_task(self._sweep())
-        self._watchdog = Watchdog(loop, self.config.blocked_after_s)
 
     async def _sweep(self) -> None:
         while True:
@@ -103,12 +118,15 @@ class Server:
         await self.sessions.drain(self.config.drain_timeout_s if timeout is None else timeout)
 
     async def close(self) -> None:
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         await self.sessions.close()
         await self.front.close()
-        self._sweeper.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         self._watchdog.close()
-        self._admin.close()
+        if self._admin is not None:
+            self._admin.close()
         for closer in self.closers:
             await closer()
 

@@ -49,13 +49,17 @@ def serve(
     `drain_timeout_s`), a second one ends at once."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
-    _allow_files(2 * config.max_connections)
+    if config.use_gateway == "head":
+        raise ConfigError(
+            "use_gateway: head is for the machines of a cluster (bray.RemoteActor); here there is one machine: expected node or null"
+        )
+    allow_files(2 * config.max_connections)
     if config.workers == 1:
         return run_loop(_work(make_actor, config, None, on_ready, prepare))
     return _Parent(make_actor, config, on_ready, prepare).run()
 
 
-def _allow_files(n: int) -> None:
+def allow_files(n: int) -> None:
     """Raise the number of files (and connections) that this process may open, as far as the system allows; -1 is no limit."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     n = n if most < 0 else min(n, most)
@@ -137,7 +141,7 @@ async def _work(
         more = prepare(server)
         if asyncio.iscoroutine(more):
             await more
-    await server.start()
+    server.open()
     gateway = None
     if place is not None:
         loop.add_reader(place.parent, _orphaned, loop, place.parent, ask)
@@ -145,7 +149,8 @@ async def _work(
         gateway = NodeGateway(server.sessions, place.table, place.directory, worker, server.all_numbers, forward)
         server.gather = gateway.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
-        await gateway.start()
+        await gateway.start()  # before the first client: its session would be missing in the table
+    await server.listen()
     if on_ready is not None:
         on_ready(server.port, server.admin_port)
     await asked.wait()

@@ -6,7 +6,7 @@
 . . . D . . .      Moves: up, down, left, right. Each move costs 0.01. The key is worth 0.5; the goal is worth 0.5 and
 . . . # . . .      ends the game. After 100 moves the game is cut.
 . K . # . . .
-. . . # . . .      The best return is 1 - 0.01 x (moves to the key, to the door, to the goal): 0.895 on average.
+. . . # . . .      The best return is 1 - 0.01 x (moves to the key, to the door, to the goal): 0.892 on average.
 """
 
 from __future__ import annotations

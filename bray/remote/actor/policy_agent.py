@@ -15,6 +15,7 @@ piece. A piece that ends in the middle of an episode bootstraps from the value o
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -85,12 +86,9 @@ class PolicyAgent(Agent):
             self.memory = tree.map(np.array, outputs["state"])  # a copy: a row would keep its whole batch alive
             state.memory = memory[0]
         kept = {k: np.array(outputs[k]) for k in shared.outputs}
-        action, extras = shared.policy.act(
-            {k: kept[k][None] for k in shared.policy.act_outputs},
-            _batch(obs),
-            shared.rng,
-            _TRAINED if shared.rng is None else shared.setup.env_steps(version),
-        )
+        step = _TRAINED if shared.rng is None else shared.setup.env_steps(version)
+        act = {k: kept[k][None] for k in shared.policy.act_outputs}, _batch(obs), shared.rng, step
+        action, extras = shared.policy.act(*act) if shared.acted else await shared.first_act(*act)
         state.obs, state.reward, state.first = obs, reward, first
         state.terminated, state.truncated = terminated, truncated
         state.outputs, state.version = kept, version
@@ -107,15 +105,15 @@ class PolicyAgent(Agent):
                 self._kept = piece[rows:]
             self._count(piece[: rows + 1])
             if rows and self.shared.buffer is not None:
-                self._push(piece[: rows + 1])
+                await self._push(piece[: rows + 1])
             if piece is not pieces[-1]:
                 self._return = math.nan  # a tick is missing: what this episode made is not known
 
-    def _push(self, states: list[State]) -> None:
+    async def _push(self, states: list[State]) -> None:
         from bray.remote.master import merge
 
         shared = self.shared
-        shared.buffer.push(*shared.setup.samples(shared.policy, shared.trajectory(states)))
+        shared.buffer.push(*(shared.samples(states) if shared.sampled else await shared.first_samples(states)))
         versions = sum(s.version for s in states) / len(states)
         merge("staleness", shared.model.step - versions, agent=self.name)
 
@@ -161,6 +159,21 @@ class _Shared:
                 f"{name}: this algorithm replays single steps and cannot train a memory: set use_lstm: false"
             )
         self.rewards = RewardTransform(env, 1, algo.gamma)
+        self.acted = self.sampled = False
+
+    async def first_act(self, *args: Any) -> Any:
+        """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes on."""
+        result = await asyncio.to_thread(self.policy.act, *args)
+        self.acted = True
+        return result
+
+    async def first_samples(self, states: list[State]) -> list[dict[str, Any]]:
+        result = await asyncio.to_thread(self.samples, states)
+        self.sampled = True
+        return result
+
+    def samples(self, states: list[State]) -> list[dict[str, Any]]:
+        return self.setup.samples(self.policy, self.trajectory(states))
 
     def trajectory(self, states: list[State]) -> Trajectory:
         """The rows of ticks that follow each other: one fewer than ticks, in a batch of one."""

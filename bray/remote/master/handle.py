@@ -133,7 +133,7 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
     for kind in desc or ():
         if kind not in KINDS:
             raise UnknownName("key of desc", kind, KINDS, f"bray.merge({name!r})")
-    number = float(value)
+    number = float(value.detach() if hasattr(value, "detach") else value)
     if not math.isfinite(number):
         logger.warning("bray.merge(%r, %s): not a finite number, and left out", name, number)
         return

@@ -19,7 +19,7 @@ from typing import Any
 
 from bray.errors import BrayError, DataError, UnknownName
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, JsonlSink, Sinks, TensorBoardSink
-from bray.rundir import pack_state, unpack_state, write_atomic
+from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
 
 logger = logging.getLogger("bray.remote")
 
@@ -85,7 +85,7 @@ class Master:
         self._dirty = False
         self._pending: list[tuple[bytes, int | None]] = []  # summaries
         self._restore()
-        self._board = TensorBoardSink(self._path / "tensorboard")
+        self._board = TensorBoardSink(RunDir(path).tensorboard)
         self._sinks = Sinks([JsonlSink(self._path / "result.jsonl"), CsvSink(self._path / "progress.csv")])
 
     async def start(self) -> None:

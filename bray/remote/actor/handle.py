@@ -1,0 +1,363 @@
+"""RemoteActor: a game service whose workers live on all nodes of the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from bray.config import Source, resolve
+from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
+from bray.inference.host import Promise
+from bray.remote.actor.worker import ActorWorker, EntryWorker, Service
+from bray.remote.cluster import Member, Node, Session, session
+from bray.serving.agent import AgentActor
+from bray.serving.config import ServiceConfig
+from bray.serving.messages import compile_message
+from bray.serving.server import admin_of, listening
+
+logger = logging.getLogger("bray.remote")
+
+_LOOK_EVERY = 3.0  # seconds: at nodes that come and go, and at workers that cannot start again
+_GIVE_UP = 150.0  # a worker that has not answered for so long is started anew; its Actor may take a while to be made
+_LONGEST_PAUSE = 60.0
+_PATIENCE = 5.0
+
+
+class RemoteActor:
+    """Serves games with an Actor class: `num_workers` processes on every node, `actors_per_worker` sessions in each.
+
+        remote_actor = bray.RemoteActor(port=8000)
+        remote_actor.serve(Actor=AtariActor, model="atari_model", buffer="atari_buffer")
+        bray.run_until_asked_to_stop()
+
+    Games connect to `port` of a node, where the workers of that machine share it, or with use_gateway="head" to the head node alone. A worker
+    that dies is replaced; a node that joins the cluster gets its workers, as long as this process lives.
+    """
+
+    def __init__(
+        self,
+        name: str = "default",
+        port: int = 8000,
+        num_workers: int = 2,
+        cpus_per_worker: float = 1,
+        memory_per_worker: float = 512,
+        actors_per_worker: int = 10,
+        use_tcp: bool = False,
+        use_gateway: str | None = "node",
+        host: str | None = None,
+        admin_port: int | None = None,
+        **settings: Any,
+    ):
+        """
+        name               unique among the services of a session
+        port               where games connect; 0 = any free one of this machine
+        num_workers        processes on every node of the cluster
+        cpus_per_worker, memory_per_worker   what each is promised, memory in MB
+        actors_per_worker  sessions that one worker holds at once
+        use_tcp            answer framed TCP too, on the same port
+        use_gateway        node = all workers of a machine know whose session a request is for; head = one entry on the head node does so for the
+                           whole cluster; null = a session belongs to its connection
+        host               address to listen on; null = this machine alone where the cluster is this machine, else all its networks
+        admin_port         of /metrics, /healthz and /readyz; null = the port after the games', 0 = any free one
+        settings           any other key of ServiceConfig: tick_timeout_s=5, tokens=("secret",), ...
+        """
+        if "/" in name or not name:
+            raise ConfigError(f"RemoteActor: expected a name without '/', got {name!r}")
+        if type(num_workers) is not int or num_workers < 1:
+            raise ConfigError(f"RemoteActor {name!r}: num_workers: expected a whole number from 1, got {num_workers!r}")
+        given = {
+            "port": port,
+            "workers": num_workers,
+            "actors_per_worker": actors_per_worker,
+            "use_tcp": use_tcp,
+            "use_gateway": use_gateway,
+            "admin_port": admin_port,
+            **({} if host is None else {"host": host}),
+            **settings,
+        }
+        self.name, self._host = name, host
+        source = Source(f"RemoteActor {name!r}", {"actor": given})
+        self._asked: ServiceConfig = resolve({"actor": ServiceConfig}, [source])["actor"]
+        self._config = self._asked  # with the ports and the host that were found
+        self._cpus, self._memory = cpus_per_worker, memory_per_worker
+        self._ports = (port, admin_of(self._config, port))
+        self._reserved: list[socket.socket] = []
+        self._session: Session | None = None
+        self._nodes: dict[str, _Place] = {}
+        self._entry: Member | None = None
+        self._over = threading.Event()
+        self._watcher: threading.Thread | None = None
+        self._ending = threading.Lock()
+
+    @property
+    def port(self) -> int:
+        """Where games connect."""
+        return self._ports[0]
+
+    @property
+    def admin_port(self) -> int:
+        return self._ports[1]
+
+    def serve(self, *args: Any, Actor: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        """Start the service and return when every worker answers. Each session slot has an `Actor(*args, **kwargs)` of its own, which later
+        sessions use again. An Actor that cannot be made is an error here, with its traceback."""
+        if Actor is None:
+            if not args:
+                raise ConfigError("expected serve(Actor=MyActor, ...), got no Actor")
+            Actor, *rest = args
+            args = tuple(rest)
+        if not callable(Actor):
+            raise ConfigError(f"expected serve(Actor=MyActor, ...) with a class, got {Actor!r:.60}")
+        if self._session is not None:
+            raise ConfigError(f"RemoteActor {self.name!r} serves already: stop() it first, or make another one")
+        if isinstance(Actor, type) and issubclass(Actor, AgentActor) and kwargs.get("serialize") == "proto":
+            for key in ("tick_input_proto", "tick_output_proto"):  # .proto files are found here, not on every node
+                kwargs[key] = compile_message(kwargs.get(key), key)
+        if session().cluster.names(f"actor/{self.name}/"):
+            raise ConfigError(f"there is an actor {self.name!r} already: choose another name, or stop that one first")
+        self._session, self._over, self._config = session(), threading.Event(), self._asked
+        self._made = (Actor, args, kwargs)
+        self._session.stops.append(self.stop)
+        try:
+            if self._session.cluster.kind == "local":
+                self._serve_here()
+            else:
+                self._serve_on_cluster()
+        except BaseException:
+            self._end(drain=False)  # nobody has played yet
+            raise
+        logger.info("actor %s: games connect to %s:%d, admin port %d", self.name, self._config.host, *self._ports)
+
+    def _serve_here(self) -> None:
+        """One worker on the io loop of this process."""
+        if self._config.workers > 1:
+            logger.info("actor %s: cluster='local' has one worker, not %d", self.name, self._config.workers)
+        service = Service(secrets.token_hex(8), replace(self._config, workers=1, use_gateway=None), alone=True)
+        place = self._nodes["local"] = _Place(0, [f"actor/{self.name}/local/0"])
+        member = self._cluster.start(place.names[0], ActorWorker, service, 0, *self._made)
+        self._ports = member.call("ports").result()
+
+    def _serve_on_cluster(self) -> None:
+        config = self._config
+        if self._host is None:
+            config = replace(config, host="127.0.0.1" if session().info.one_machine else "0.0.0.0")
+        # As the parent of `bray serve` does: bound and never listened on, so that the ports stay ours while no worker has them.
+        listening(config.host, config.port, shared=False).close()
+        self._reserved.append(listening(config.host, config.port, shared=True))
+        port = self._reserved[0].getsockname()[1]
+        listening(config.admin_host, admin_of(config, port), shared=False).close()
+        self._reserved.append(listening(config.admin_host, admin_of(config, port), shared=True))
+        self._ports = (port, self._reserved[1].getsockname()[1])
+        config = self._config = replace(config, port=self._ports[0], admin_port=self._ports[1])
+        nodes = self._cluster.nodes()
+        entry = f"actor/{self.name}/head" if config.use_gateway == "head" else None
+        self._service = Service(secrets.token_hex(8), config, entry=entry)
+        if entry is not None:
+            self._start_entry()
+            assert self._entry is not None
+            self._entry.call("ports").result()  # it listens
+        refused = self._start_workers(nodes)
+        if not self._nodes:
+            raise refused[0]
+        for error in refused:
+            logger.warning("actor %s: a node is left out: %s", self.name, error)
+        if self._entry is not None:
+            names = [name for place in self._nodes.values() for name in place.names]
+            self._entry.call("wait_for", names, 10.0).result()
+        self._watcher = threading.Thread(target=self._watch, name=f"bray-actor-{self.name}", daemon=True)
+        self._watcher.start()
+
+    @property
+    def _cluster(self) -> Any:
+        assert self._session is not None
+        return self._session.cluster
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _start_workers(self, nodes: list[Node]) -> list[ResourceError]:
+        """Start the workers of these nodes, all at once. Returns the errors of nodes that have no room; any other error ends the service."""
+        taken = {place.index for place in self._nodes.values()}
+        places = {}
+        for node in nodes:
+            index = next(i for i in range(len(taken) + 1) if i not in taken)
+            taken.add(index)
+            names = [f"actor/{self.name}/{node.id[:12]}/{i}" for i in range(self._config.workers)]
+            places[node.id] = _Place(index, names)
+        self._nodes |= places
+        with ThreadPoolExecutor(8) as pool:
+            started = {
+                node: [pool.submit(self._start, node, place, i) for i in range(len(place.names))]
+                for node, place in places.items()
+            }
+            found = {
+                node: next((e for f in futures if (e := f.exception()) is not None), None)
+                for node, futures in started.items()
+            }
+        failed = {node: error for node, error in found.items() if error is not None}
+        for full in failed:
+            self._stop_all(self._nodes.pop(full).names)
+        for error in failed.values():
+            if not isinstance(error, ResourceError):
+                raise error
+        return [e for e in failed.values() if isinstance(e, ResourceError)]
+
+    def _start(self, node: str, place: _Place, i: int) -> None:
+        number = place.index * self._config.workers + i
+        name = place.names[i]
+        self._cluster.start(
+            name, ActorWorker, self._service, number, *self._made, cpus=self._cpus, memory=self._memory, node=node
+        )
+        if self._over.is_set():
+            self._cluster.stop(name)
+
+    def _start_entry(self) -> None:
+        nodes = self._cluster.nodes()
+        head = next((n for n in nodes if n.head), nodes[0])
+        self._entry = self._cluster.start(self._service.entry, EntryWorker, self._service, node=head.id)
+
+    def _stop_all(self, names: list[str]) -> None:
+        if names:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(self._cluster.stop, names))
+
+    # --- nodes that come and go, workers that do not come back --------------------------------------------------------
+
+    def _watch(self) -> None:
+        look = _Look(self)
+        while not self._over.wait(_LOOK_EVERY):
+            try:
+                look.at_nodes()
+                look.at_workers()
+            except Exception as e:
+                look.say(f"actor {self.name}: cannot look after its workers: {e!r}")
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End the service as SIGTERM does: no new sessions, running ones may end within `drain_timeout_s`, ticks under way are answered."""
+        with self._ending:
+            if self._session is not None:
+                self._end(drain=True)
+
+    def _end(self, drain: bool) -> None:
+        assert self._session is not None
+        self._over.set()
+        if self._watcher is not None:
+            self._watcher.join(timeout=20.0)
+        names = [name for place in self._nodes.values() for name in place.names]
+        entry = [self._entry.name] if self._entry is not None else []
+        try:
+            if drain:
+                self._tell_to_drain(entry, None)
+                # behind an entry nobody comes any more, and who has not ended by now had the time
+                self._tell_to_drain(names, 0.0 if entry else None)
+            self._stop_all(names)
+            self._stop_all(entry)
+        finally:
+            for sock in self._reserved:
+                sock.close()
+            if self.stop in self._session.stops:
+                self._session.stops.remove(self.stop)
+            self._nodes, self._entry, self._watcher, self._session = {}, None, None, None
+            self._reserved = []
+
+    def _ask(self, names: Iterable[str], timeout: float, method: str, *args: Any) -> dict[str, Promise]:
+        """Call a method of these members at once; one that is not there is left out."""
+        asked = {}
+        for name in names:
+            with contextlib.suppress(MissingComponent):
+                asked[name] = self._cluster.find(name).call(method, *args, timeout=timeout)
+        return asked
+
+    def _tell_to_drain(self, names: list[str], timeout: float | None) -> None:
+        config = self._config
+        most = config.drain_timeout_s + 2 * config.tick_timeout_s + _PATIENCE
+        for name, promise in self._ask(names, most, "drain", timeout).items():
+            error = promise.exception()
+            if error is not None:
+                logger.warning("%s has not ended well: %s", name, error)
+
+
+class _Place:
+    """A node's workers."""
+
+    def __init__(self, index: int, names: list[str]):
+        self.index, self.names = index, names
+
+
+class _Look:
+    """What the thread that looks after the workers remembers."""
+
+    def __init__(self, actor: RemoteActor):
+        self.actor = actor
+        self._ill: dict[str, float] = {}  # since when a worker does not answer
+        self._pauses: dict[str, tuple[float, float]] = {}  # node or worker -> (not before, the pause after that)
+        self._said = ""
+
+    def say(self, message: str) -> None:
+        if message != self._said:
+            self._said = message
+            logger.error("%s", message)
+
+    def _may(self, what: str) -> bool:
+        """Whether it is time for another attempt; the next has to wait twice as long."""
+        due, pause = self._pauses.get(what, (0.0, _LOOK_EVERY))
+        if time.monotonic() < due:
+            return False
+        self._pauses[what] = (time.monotonic() + pause, min(_LONGEST_PAUSE, 2 * pause))
+        return True
+
+    def at_nodes(self) -> None:
+        actor = self.actor
+        nodes = {n.id: n for n in actor._cluster.nodes()}
+        for gone in set(actor._nodes) - set(nodes):
+            logger.error("actor %s: node %s is gone", actor.name, gone[:12])
+            actor._stop_all(actor._nodes.pop(gone).names)
+        new = [n for n in nodes.values() if n.id not in actor._nodes and self._may(n.id)]
+        if not new or actor._over.is_set():
+            return
+        for error in actor._start_workers(new):
+            self.say(f"actor {actor.name}: a node has no room for its workers: {error}")
+        for node in new:
+            if node.id in actor._nodes:
+                logger.info("actor %s: node %s has joined and has its workers", actor.name, node.host)
+
+    def at_workers(self) -> None:
+        """Ray brings back a worker whose process died. One that then cannot start (its model was not back yet) or does not come back is
+        started anew."""
+        actor = self.actor
+        alive = {n.id for n in actor._cluster.nodes()}
+        starts: dict[str, Callable[[], Any]] = {
+            name: partial(actor._start, node, place, i)
+            for node, place in actor._nodes.items()
+            if node in alive
+            for i, name in enumerate(place.names)
+        }
+        if actor._entry is not None:
+            starts[actor._entry.name] = actor._start_entry
+        asked = actor._ask(starts, 2 * _LOOK_EVERY, "ports")
+        for name, start in starts.items():
+            if actor._over.is_set():
+                return
+            error = asked[name].exception() if name in asked else Unreachable(f"{name} is not there")
+            if error is None:
+                self._ill.pop(name, None)
+                self._pauses.pop(name, None)
+                continue
+            since = self._ill.setdefault(name, time.monotonic())
+            patience = _GIVE_UP if name in asked else _LOOK_EVERY  # Ray has given up on one that has no name any more
+            if isinstance(error, Unreachable) and time.monotonic() - since < patience:
+                continue  # it is about to come back
+            if self._may(name):
+                logger.error("%s is started anew, because it did not come back by itself: %s", name, error)
+                actor._cluster.stop(name)
+                start()

@@ -1,0 +1,501 @@
+"""RemoteBuffer: where samples wait for trainers.
+
+    buffer = RemoteBuffer("b", size=8, batch_size=128)
+    buffer.push(*samples)                     # from any process, thread or coroutine; await it, or forget it
+    for batch in buffer: ...                  # trees [128, ...]
+    buffer.add_source(iterable, epoch=3)
+
+The samples lie in shards, processes of the cluster. A handle is a name: it may be sent anywhere in the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from bray.errors import BrayError, ConfigError, DataError, Ended, MissingComponent, Unreachable
+from bray.inference.host import Promise
+from bray.remote import io
+from bray.remote.buffer.columns import Chunk, join, private
+from bray.remote.buffer.ports import LocalPort, RemotePort, gone
+from bray.remote.buffer.reader import PREFETCH, QueueReader, Reader, Sampler
+from bray.remote.buffer.worker import BufferShard, Settings
+from bray.remote.buffer.writer import LocalWriter, Pushed, RemoteWriter
+from bray.remote.cluster import LocalCluster, Session, session
+from bray.tree import NestedArray
+
+_FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making
+_FLUSH_TIMEOUT = 5.0
+
+
+class RemoteBuffer:
+    """A buffer of this session: the one of this name, made if there is none. With only a name, or the settings it was made with, it is found.
+
+    name         found by it from anywhere in the session
+    size         batches it holds (samples, where batch_size is None), in all workers together
+    batch_size   samples of a batch; None: samples come out one by one, as they were pushed
+    num_workers  shards, each a process
+    density      per cent of the shards that a producer connects to, at least one; less saves connections and memory where producers are
+                 many. Consumers are few, and reach all.
+    store        "queue": each sample goes to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait (`drop=False`).
+                 "uniform", "prioritized": the newest size * batch_size samples; batches are drawn from them and carry `id` and `weight`
+    alpha, eps   priorities count as (|priority| + eps) ** alpha; new samples get the largest so far
+    beta         exponent of the importance weights; the attribute may be changed while a training goes on
+    max_reuse    a sample that was drawn so often is drawn no more
+    pushed_per_sampled  (least, most): rows that come in per row drawn, over about the last 30 s (`bray.data.RateLimit`). Draws wait while there
+                 are fewer, pushes with drop=False while there are more
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int = 512,
+        batch_size: int | None = None,
+        num_workers: int = 2,
+        density: int = 100,
+        store: str = "queue",
+        *,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        eps: float = 1e-5,
+        max_reuse: int | None = None,
+        pushed_per_sampled: tuple[float, float] | None = None,
+    ):
+        limits = {} if pushed_per_sampled is None else {"pushed_per_sampled": tuple(map(float, pushed_per_sampled))}
+        asked = Settings(name, size, batch_size, num_workers, density, store, alpha, beta, eps, max_reuse, **limits)  # type: ignore[arg-type]
+        self.settings = _find_or_make(asked)
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _handle, (self.settings,)
+
+    def __repr__(self) -> str:
+        return f"RemoteBuffer({self.name!r})"
+
+    # --- pushing ------------------------------------------------------------------------------------------------------
+
+    def push(self, *samples: NestedArray, drop: bool = True) -> Pushed:
+        """Add samples: trees of numpy arrays and numbers (tensors are converted). They are copied before this returns.
+
+        Await what it returns, take its `result()`, or forget it. It never waits itself. A full queue drops its oldest samples; with
+        drop=False the samples wait for room, and who does not await them gets Overloaded when too many do.
+        """
+        return _ends(self.settings).writer.push(samples, drop)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def pop(self, timeout: float | None = None) -> NestedArray:
+        """The next batch, a tree `[batch_size, ...]` (the next sample, where batch_size is None). Its arrays are the caller's.
+
+        Waits for it in a thread; a coroutine awaits `pop_async` instead. Raises TimeoutError, or Ended when all sources have ended and
+        everything is read.
+        """
+        return self._pop(timeout, prefetch=0)
+
+    def _pop(self, timeout: float | None, prefetch: int) -> NestedArray:
+        reader = self._reader(prefetch)
+        got = reader.pop()
+        if not isinstance(got, Promise):
+            return got()
+        if io.is_loop() and not got.done():
+            reader.give_up(got)
+            raise RuntimeError("pop waits, and the loop of this process's connections must not: await pop_async()")
+        try:
+            return got.result(timeout)()
+        except TimeoutError:
+            if reader.give_up(got):
+                raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
+            return got.result()()
+        except BaseException:
+            _leave(reader, got)
+            raise
+
+    async def pop_async(self, timeout: float | None = None) -> NestedArray:
+        """`pop` in a coroutine."""
+        return await self._pop_async(timeout, prefetch=0)
+
+    async def _pop_async(self, timeout: float | None, prefetch: int) -> NestedArray:
+        reader = self._reader(prefetch)
+        got = reader.pop()
+        if not isinstance(got, Promise):
+            return got()
+        try:
+            return (await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(got)), timeout))()
+        except TimeoutError:
+            if reader.give_up(got):
+                raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
+            return got.result()()
+        except BaseException:
+            _leave(reader, got)
+            raise
+
+    def _reader(self, prefetch: int) -> Reader:
+        ends = _ends(self.settings)
+        reader = ends.reader()
+        if prefetch > reader.prefetch and ends.prefetches:
+            reader.prefetch = prefetch
+        return reader
+
+    def __iter__(self) -> Iterator[NestedArray]:
+        return self
+
+    def __next__(self) -> NestedArray:
+        """As `pop`, but the next batches are fetched meanwhile. StopIteration when all sources have ended and everything is read."""
+        try:
+            return self._pop(None, PREFETCH)
+        except Ended:
+            raise StopIteration from None
+
+    async def __aiter__(self) -> AsyncIterator[NestedArray]:
+        with contextlib.suppress(Ended):
+            while True:
+                yield await self._pop_async(None, PREFETCH)
+
+    # --- priorities ---------------------------------------------------------------------------------------------------
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the importance weights of the batches that this process draws."""
+        reader = _ends(self.settings).reader()
+        return reader.beta if isinstance(reader, Sampler) else self.settings.beta
+
+    @beta.setter
+    def beta(self, beta: float) -> None:
+        if not 0.0 <= beta <= 1.0:
+            raise ConfigError(f"beta is between 0 and 1, got {beta}")
+        reader = _ends(self.settings).reader()
+        if not isinstance(reader, Sampler):
+            raise ConfigError(f"buffer {self.name!r} is a queue: only draws by priority have importance weights")
+        reader.beta = float(beta)
+
+    def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
+        """New priorities, such as TD errors, for drawn samples, by the `id` of their batch. Does not wait; samples overwritten meanwhile are left
+        alone, and counted (`late_priorities` of `numbers`)."""
+        ids, priorities = np.asarray(ids), np.asarray(priorities, np.float64).reshape(-1)
+        if self.settings.store != "prioritized":
+            raise ConfigError(f"buffer {self.name!r} has store={self.settings.store!r}: priorities need 'prioritized'")
+        if ids.shape != (len(priorities), 3) or ids.dtype.kind not in "iu":
+            raise DataError(
+                f"one (shard, generation, slot) per priority, as batch['id'] has them: got {ids.dtype} {ids.shape} "
+                f"for {len(priorities)} priorities"
+            )
+        if not np.isfinite(priorities).all():
+            bad = int(np.flatnonzero(~np.isfinite(priorities))[0])
+            raise DataError(
+                f"priorities are finite numbers, got {priorities[bad]} at position {bad}. The loss has probably diverged."
+            )
+        _ends(self.settings).set_priorities(ids, priorities)
+
+    # --- sources ------------------------------------------------------------------------------------------------------
+
+    def add_source(
+        self, *sources: Any, num_workers: int | None = None, epoch: int = 1, name: str | None = None
+    ) -> Promise:
+        """Fill the buffer from iterables, each read `epoch` times, in processes of their own. Samples wait for room; none is dropped.
+
+        sources      iterables of samples, picklable, `iter()` of which starts anew; or functions that return a list of such
+        num_workers  processes; None: one for each iterable, at most 4
+        name         of the workers, `source/NAME/0` and so on; the buffer's if None
+        The promise is kept when all are read, or broken by the error of the first one that raised: the others go on all the same.
+        """
+        from bray.remote.source.handle import add_source
+
+        return add_source(self, sources, num_workers, epoch, name or self.name)
+
+    def _push_from(self, source: str, sample: NestedArray) -> Pushed:
+        return _ends(self.settings).writer.push((sample,), False, source)
+
+    def _reads(self, source: str, ended: bool) -> None:
+        """This process reads a source of the buffer."""
+        _ends(self.settings).source = source, ended
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def numbers(self, timeout: float = 10.0) -> dict[str, Any]:
+        """Samples pushed, popped, dropped, lost in crashes (about), waiting, behind (waiting for room), and bytes; `shards` has them one by one.
+        Shards that do not answer in time are left out."""
+        cluster = session().cluster
+        shards: list[dict[str, Any]] = []
+        names = [f"buffer/{self.name}/{i}" for i in range(self.settings.shards)]
+        calls = []
+        for each in names:
+            with contextlib.suppress(MissingComponent):
+                calls.append(cluster.find(each).call("numbers", timeout=timeout))
+        for call in calls:
+            with contextlib.suppress(Unreachable, MissingComponent):
+                shards.append(call.result())
+        keys = ("pushed", "popped", "dropped", "lost", "waiting", "behind", "bytes", "shared_bytes")
+        total: dict[str, Any] = {key: sum(s[key] for s in shards) for key in keys}
+        total["dropped"] += _ends(self.settings).writer.dropped
+        if self.settings.store == "prioritized":
+            total["late_priorities"] = sum(s["late_priorities"] for s in shards)
+        return {**total, "shards": shards}
+
+    def flush(self, timeout: float = _FLUSH_TIMEOUT) -> None:
+        """Wait until all that this process has pushed is there."""
+        _ends(self.settings).writer.flush(timeout)
+
+
+def _leave(reader: Reader, promise: Promise) -> None:
+    """The caller goes (Ctrl-C, a cancelled task): what came for it is for the next one."""
+    if not reader.give_up(promise) and promise.done() and promise.exception() is None:
+        reader.put_back(promise.result())
+
+
+def _handle(settings: Settings) -> RemoteBuffer:
+    made = RemoteBuffer.__new__(RemoteBuffer)
+    made.settings = settings
+    return made
+
+
+# --- finding and making -----------------------------------------------------------------------------------------------
+
+
+def find(name: str) -> RemoteBuffer:
+    """The buffer of this name; MissingComponent names those that are there."""
+    return _handle(_found(name))
+
+
+def _found(name: str) -> Settings:
+    member = session().cluster.find(f"buffer/{name}/0")
+    end = time.monotonic() + _FIND_TIMEOUT
+    while True:  # not `again=True`: this may be the io loop itself, which then has no time for it
+        try:
+            return member.call("described").result(_FIND_TIMEOUT)
+        except Unreachable:  # being restarted
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+
+
+def _find_or_make(asked: Settings) -> Settings:
+    cluster = session().cluster
+    try:
+        there = _found(asked.name)
+    except MissingComponent:
+        try:
+            return _make(asked)
+        except ConfigError as e:
+            if "is there already" not in str(e):
+                raise
+            there = _found(asked.name)  # another process was faster
+    if asked not in (there, Settings(asked.name)):
+        different = [
+            f"{key}={getattr(there, key)!r} (not {getattr(asked, key)!r})"
+            for key in Settings.__dataclass_fields__
+            if getattr(there, key) != getattr(asked, key)
+        ]
+        raise ConfigError(f"buffer {asked.name!r} is there with other settings: {', '.join(different)}")
+    end = time.monotonic() + _FIND_TIMEOUT
+    while len(cluster.names(f"buffer/{asked.name}/")) < there.shards:
+        if time.monotonic() > end:
+            raise Unreachable(f"buffer {asked.name!r} has not all of its {there.shards} workers")
+        time.sleep(0.1)
+    return there
+
+
+def _make(asked: Settings) -> Settings:
+    cluster = session().cluster
+    names = [f"buffer/{asked.name}/{i}" for i in range(asked.shards)]
+    with ThreadPoolExecutor(min(8, len(names))) as pool:  # a process takes seconds to start
+        started = [pool.submit(cluster.start, name, BufferShard, asked, i) for i, name in enumerate(names)]
+    errors = [f.exception() for f in started]
+    if any(errors):
+        for name, error in zip(names, errors, strict=True):
+            if error is None:
+                cluster.stop(name)
+        raise next(e for e in errors if e is not None)
+    return asked
+
+
+# --- this process's ends of a buffer ----------------------------------------------------------------------------------
+
+
+class _LocalEnds:
+    """The shards are objects of this process."""
+
+    prefetches = False  # there is no way to save
+
+    def __init__(self, settings: Settings, here: Session):
+        cluster = here.cluster
+        assert isinstance(cluster, LocalCluster)
+        self.settings = settings
+        self.source = ("", False)
+        names = [f"buffer/{settings.name}/{i}" for i in range(settings.shards)]
+        self._ports = [LocalPort(i, cluster.hosted(n).worker, _join) for i, n in enumerate(names)]
+        self.writer = LocalWriter(settings, self._ports)
+        kind = QueueReader if settings.store == "queue" else Sampler
+        self._reader = kind(settings, self._ports, lambda function: function())
+
+    def reader(self) -> Reader:
+        return self._reader
+
+    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
+        for port in self._ports:
+            mine = ids[:, 0] == port.index
+            if mine.any():
+                port.set_priorities(ids[mine, 1:], priorities[mine])
+
+    def close(self) -> None: ...
+
+
+class _RemoteEnds:
+    """The shards are other processes: a port to each, for all handles of this process."""
+
+    prefetches = True
+
+    def __init__(self, settings: Settings, here: Session):
+        self.settings = settings
+        self.source = ("", False)
+        self._ports = [RemotePort(here, settings.name, i, self) for i in range(settings.shards)]
+        self.writer = RemoteWriter(settings, self._ports)
+        kind = QueueReader if settings.store == "queue" else Sampler
+        self._reader = kind(settings, self._ports, _on_loop)
+        self._reading = self._closed = False
+
+    def reader(self) -> Reader:
+        if not self._reading:
+            self._reading = True
+            _on_loop(self._connect)
+        return self._reader
+
+    def _connect(self) -> None:
+        for port in self._ports:
+            port.connect()
+        self._tick()
+
+    def _tick(self) -> None:
+        """What is not used any more is told with the next question; but the last batches have no next one."""
+        for port in self._ports:
+            port.release()
+        self._reader.tick()
+        if not self._closed:
+            io.loop().call_later(1.0, self._tick)
+
+    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
+        def send() -> None:
+            for port in self._ports:
+                mine = ids[:, 0] == port.index
+                if mine.any():
+                    port.set_priorities(ids[mine, 1:], priorities[mine])
+
+        _on_loop(send)
+
+    def close(self) -> None:
+        if io.is_loop():
+            self._close_ports()
+            return
+        self.writer.flush(_FLUSH_TIMEOUT)
+        closed = threading.Event()
+        _on_loop(self._close_ports)
+        _on_loop(closed.set)
+        closed.wait(1.0)  # before the session ends: ports that have none could only fail
+
+    def _close_ports(self) -> None:
+        self._closed = True
+        for port in self._ports:
+            port.close()
+
+    # of PortOwner
+    def port_up(self, port: RemotePort) -> None:
+        self.writer.port_up(port)
+        self._reader.port_up(port)
+
+    def port_down(self, port: RemotePort) -> None:
+        self.writer.port_down(port)
+        self._reader.port_down(port)
+
+    def port_gone(self, port: RemotePort) -> None:
+        if all(p.gone for p in self._ports):
+            self.writer.fail(gone(self.settings.name))
+            self._reader.fail(gone(self.settings.name), for_good=True)
+        else:
+            self.port_down(port)
+
+    def port_failed(self, port: RemotePort, error: BaseException | None) -> None:
+        self._reader.fail(error if isinstance(error, BrayError) else BrayError(str(error)))
+
+
+def _on_loop(function: Callable[[], None]) -> None:
+    if io.is_loop():
+        function()
+    else:
+        io.loop().call_soon_threadsafe(function)
+
+
+def _join(pieces: list[Chunk]) -> Chunk:
+    return pieces[0] if len(pieces) == 1 else join(pieces, private)
+
+
+_cache: dict[tuple[bytes, str], Any] = {}
+_cache_lock = threading.Lock()
+
+
+_of_parent: list[Any] = []
+
+
+def _forked() -> None:
+    """A forked process has connections of its own. It keeps its parent's, unused: to close them would be to close the parent's."""
+    global _cache_lock
+    _of_parent.append(dict(_cache))
+    _cache.clear()
+    _cache_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _ends(settings: Settings) -> Any:
+    here = session()
+    key = here.token, settings.name
+    ends = _cache.get(key)
+    if ends is None:
+        with _cache_lock:
+            ends = _cache.get(key)
+            if ends is None:
+                make: Any = _LocalEnds if here.cluster.kind == "local" else _RemoteEnds
+                ends = make(settings, here)
+                _cache[key] = ends
+                here.closers.append(lambda: _forget(key))
+    return ends
+
+
+def _forget(key: tuple[bytes, str]) -> None:
+    with _cache_lock:
+        ends = _cache.pop(key, None)
+    if ends is not None:
+        ends.close()
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+_handles: dict[tuple[bytes, str], RemoteBuffer] = {}
+
+
+def _named(name: str) -> RemoteBuffer:
+    key = session().token, name
+    handle = _handles.get(key)
+    if handle is None:
+        handle = _handles[key] = find(name)
+    return handle
+
+
+def push(name: str, *samples: NestedArray, drop: bool = True) -> Pushed:
+    """`RemoteBuffer.push` of the buffer of this name, which must be there."""
+    return _named(name).push(*samples, drop=drop)
+
+
+def pop(name: str, timeout: float | None = None) -> NestedArray:
+    """`RemoteBuffer.pop` of the buffer of this name, which must be there."""
+    return _named(name).pop(timeout)

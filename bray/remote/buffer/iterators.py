@@ -1,0 +1,248 @@
+"""Iterators to stack on a buffer, each on another:
+
+    batches = PrefetchBuffer(TorchTensorBuffer(BatchBuffer(buffer, 4, kind="concate"), "cuda"), size=1)
+
+Any iterable will do for a buffer: a RemoteBuffer, another of these, a data set. Where it ends, they end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError, UnknownName
+from bray.remote.buffer.reader import forget_interrupt, interrupt
+from bray.tree import NestedArray
+
+
+class BatchBuffer:
+    """Batches of `batch_size` items of a buffer: stacked along a new axis (kind "stack"), joined along the first one they have ("concate"),
+    or as a list (None). What is left when the buffer ends, and is no whole batch, is the last batch."""
+
+    def __init__(self, buffer: Iterable[NestedArray], batch_size: int, kind: str | None = "stack"):
+        if kind not in ("stack", "concate", None):
+            raise UnknownName("kind of batch", str(kind), ("stack", "concate"))
+        if batch_size < 1:
+            raise ConfigError(f"a batch has at least 1 item, got batch_size {batch_size}")
+        self.buffer, self.batch_size, self.kind = iter(buffer), batch_size, kind
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        items = []
+        for item in self.buffer:
+            items.append(item)
+            if len(items) == self.batch_size:
+                break
+        if not items:
+            raise StopIteration
+        if self.kind is None:
+            return items
+        return tree.stack(items) if self.kind == "stack" else tree.concat(items)
+
+
+class TorchTensorBuffer:
+    """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned memory while the
+    caller goes on."""
+
+    def __init__(self, buffer: Iterable[NestedArray], device: Any = None):
+        import torch
+
+        self.buffer, self.device = iter(buffer), torch.device(device or "cpu")
+        self._torch = torch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return tree.map(self._tensor, next(self.buffer))
+
+    def _tensor(self, leaf: Any) -> Any:
+        torch = self._torch
+        if not isinstance(leaf, torch.Tensor):
+            array = np.ascontiguousarray(leaf) if np.ndim(leaf) else np.asarray(leaf)
+            leaf = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if self.device.type == "cuda":
+            return leaf.pin_memory().to(self.device, non_blocking=True)
+        return leaf.to(self.device)
+
+
+class CallbackBuffer:
+    """`callback(batch)` for each batch."""
+
+    def __init__(self, buffer: Iterable[NestedArray], callback: Callable[[Any], Any]):
+        self.buffer, self.callback = iter(buffer), callback
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self.callback(next(self.buffer))
+
+
+class PrefetchBuffer:
+    """Fetches the next `size` batches in a thread, while the caller uses the last one (0: no thread).
+
+    While none is there yet, the last one is given again, at most `max_reuse` times (0: never), instead of waiting. `reused` counts those. An
+    error in the thread is raised here, after the batches that were fetched before it. `close()` ends the thread; so does forgetting this.
+    `name` is that of the thread.
+    """
+
+    def __init__(self, buffer: Iterable[NestedArray], size: int = 1, max_reuse: int = 0, name: str = ""):
+        if size < 0 or max_reuse < 0:
+            raise ConfigError(f"size and max_reuse are at least 0, got {size} and {max_reuse}")
+        self.buffer, self.size, self.max_reuse, self.name = iter(buffer), size, max_reuse, name
+        self.reused = 0
+        self._last: Any = None
+        self._left = 0  # times that the last one may be given again
+        self._ahead = _Ahead(self.buffer, size) if size else None
+        if self._ahead is not None:
+            threading.Thread(target=self._ahead.run, name=f"prefetch {name}".strip(), daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        ahead = self._ahead
+        if ahead is None:
+            return next(self.buffer)
+        with ahead.changed:
+            if self._left and not ahead.ready and ahead.error is None:
+                self._left -= 1
+                self.reused += 1
+                return self._last
+            ahead.changed.wait_for(lambda: ahead.ready or ahead.error is not None or ahead.closed)
+            if not ahead.ready:
+                if ahead.closed or isinstance(ahead.error, StopIteration):
+                    raise StopIteration
+                raise ahead.error  # type: ignore[misc]
+            batch = ahead.ready.popleft()
+            ahead.changed.notify_all()
+        if self.max_reuse:
+            self._last, self._left = batch, self.max_reuse
+        return batch
+
+    def close(self) -> None:
+        """End the thread: at once where it waits for a RemoteBuffer, else when the buffer gives it what it waits for."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._last = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_ahead", None) is not None:
+            self.close()
+
+
+class _Ahead:
+    """The thread's side. It does not know the PrefetchBuffer, so that one may be forgotten."""
+
+    def __init__(self, buffer: Iterator[Any], size: int):
+        self._buffer, self._size = buffer, size
+        self.changed = threading.Condition()
+        self.ready: deque[Any] = deque()
+        self.error: BaseException | None = None
+        self.closed = False
+        self._thread = 0
+
+    def run(self) -> None:
+        with self.changed:
+            self._thread = threading.get_ident()
+        try:
+            while self._fetch():
+                pass
+        except BaseException as e:
+            self.error = e
+        with self.changed:
+            self._thread = 0
+            self.changed.notify_all()
+        forget_interrupt()
+
+    def _fetch(self) -> bool:
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.ready) < self._size or self.closed)
+            if self.closed:
+                return False
+        batch = next(self._buffer)
+        with self.changed:
+            self.ready.append(batch)
+            self.changed.notify_all()
+        return True
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.ready.clear()
+            self.changed.notify_all()
+            if self._thread:
+                interrupt(self._thread)
+
+
+class SampleBuffer:
+    """Batches of several buffers, mixed: `weights` are the parts of all batches that come from each. Which one is next is not left to chance:
+    it is the one that is furthest behind its part, so the parts are right to within one batch at any time. A buffer that ends leaves the
+    mixture; the last one ends it."""
+
+    def __init__(self, buffers: Sequence[Iterable[NestedArray]], weights: Sequence[float] | None = None):
+        weights = [1.0] * len(buffers) if weights is None else [float(w) for w in weights]
+        if not buffers or len(weights) != len(buffers):
+            raise ConfigError(f"one weight per buffer: got {len(buffers)} buffers and {len(weights)} weights")
+        if not all(0.0 <= w < np.inf for w in weights) or not sum(weights) > 0.0:
+            raise ConfigError(f"the weights of buffers are numbers of at least 0, and not all 0: got {weights}")
+        self.buffers: list[Iterator[Any]] = [iter(b) for b in buffers]
+        self.weights = [w / sum(weights) for w in weights]
+        self._owed = [0.0] * len(buffers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            total = sum(self.weights)
+            if not total:
+                raise StopIteration
+            for i, weight in enumerate(self.weights):
+                self._owed[i] += weight / total
+            chosen = max((i for i, w in enumerate(self.weights) if w), key=lambda i: self._owed[i])
+            self._owed[chosen] -= 1.0
+            try:
+                return next(self.buffers[chosen])
+            except StopIteration:
+                self.weights[chosen] = 0.0
+                self._owed = [0.0] * len(self._owed)
+
+
+class ReuseBuffer:
+    """A data set that starts over when it ends, forever."""
+
+    def __init__(self, dataset: Iterable[NestedArray]):
+        if iter(dataset) is dataset:
+            raise ConfigError(
+                f"{type(dataset).__name__} is an iterator, which can be read once: give an object whose __iter__ starts anew, such as a list"
+            )
+        self.dataset = dataset
+        self._items = iter(dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        for item in self._items:
+            return item
+        self._items = iter(self.dataset)
+        return next(self._items)  # StopIteration where it is empty
+
+
+def handle_nested_array(nested: NestedArray, handler: Callable[[Any], Any]) -> NestedArray:
+    """Apply a function to each leaf of a tree; the structure stays."""
+    return tree.map(handler, nested)
+
+
+def make_batch(samples: Sequence[NestedArray]) -> NestedArray:
+    """Trees of one structure -> one tree `[len(samples), ...]`."""
+    return tree.stack(samples)

@@ -1,0 +1,211 @@
+"""What a model is: its settings, and an example of what it takes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import traceback
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError, DataError, UnknownName
+from bray.inference import rows
+
+logger = logging.getLogger("bray.remote")
+
+ONNX = ("train", "infer", "quantize")
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a Model, trees of arrays `[B, ...]`."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """The settings of a RemoteModel, and what its Model takes. The Model itself travels beside it."""
+
+    name: str
+    checkpoint_interval: int | None = None
+    checkpoint: str | int | None = None
+    max_batch_size: int = 1
+    num_workers: int = 0
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = 0
+    memory_per_worker: float = 1024
+    use_onnx: str | None = None
+    local_mode: bool = False
+    override_model: bool = True
+    example: Example | None = None
+    """What the Model was found to take; None when no arguments were given."""
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Of this definition: another one of the same name is another model."""
+
+    def __post_init__(self) -> None:
+        if self.use_onnx is not None and self.use_onnx not in ONNX:
+            raise UnknownName("use_onnx", str(self.use_onnx), [*ONNX, "null"], f"model {self.name}")
+        if self.max_batch_size < 1 or self.num_workers < 0:
+            raise ConfigError(
+                f"model {self.name!r} needs max_batch_size >= 1 and num_workers >= 0, got max_batch_size="
+                f"{self.max_batch_size} and num_workers={self.num_workers}"
+            )
+        if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
+            raise ConfigError(
+                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for every 10 minutes; "
+                f"got {self.checkpoint_interval}"
+            )
+        if self.use_onnx is not None and self.example is None:
+            raise ConfigError(
+                f"model {self.name!r}: use_onnx={self.use_onnx!r} needs forward_args, an example of what the Model takes"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether who asks has the engine in its own process."""
+        return self.local_mode or self.num_workers == 0
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether its workers have GPUs; then they run torch, whatever `use_onnx` says."""
+        return self.gpus_per_worker > 0 and not self.is_local
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The example as an engine takes it: keyword arguments are one more argument, a dict."""
+        assert self.example is not None
+        args, kwargs = self.example
+        return (*args, kwargs) if kwargs else args
+
+    @property
+    def has_kwargs(self) -> bool:
+        return self.example is not None and bool(self.example[1])
+
+    def engine_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments of a forward as an engine takes them."""
+        if kwargs and not self.has_kwargs:
+            raise ConfigError(
+                f"model {self.name!r} was defined without keyword arguments, this forward has {', '.join(kwargs)}: give "
+                "RemoteModel(..., forward_kwargs=...) an example of them, or pass them by position"
+            )
+        return (*args, kwargs) if self.has_kwargs else args
+
+    def explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], batch: bool) -> None:
+        """After an error: note in it where the arguments differ from the example."""
+        if self.example is None:
+            return
+        try:
+            given = rows.as_arrays((*args, kwargs) if self.has_kwargs else args)
+            expected = tree.index(self.args, 0)
+            given = tree.index(given, 0) if batch else given
+            if rows.signature(expected) != rows.signature(given):
+                error.add_note(
+                    f"model {self.name!r} was defined with other arguments (numbered from 0): {rows.difference(expected, given)}"
+                )
+        except Exception:  # it is no tree of arrays at all, and the error itself says so
+            logger.debug("arguments of a forward that failed", exc_info=True)
+
+    def frozen(self, name: str) -> Definition:
+        """The definition of a clone."""
+        return replace(self, name=name, checkpoint=None, id=uuid.uuid4().hex)
+
+
+# --- the example ------------------------------------------------------------------------------------------------------
+
+
+def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example | None:
+    """The arguments with a batch dimension, which they may have or not: the Model is run both ways to see which it takes. Where both
+    work, they are taken for a batch."""
+    if not args and not kwargs:
+        return None
+    given = (tuple(tree.map(_as_numpy, tuple(args))), dict(tree.map(_as_numpy, dict(kwargs))))
+    as_sample = tree.map(lambda x: x[None], given)
+    module = copy.deepcopy(model).cpu().eval()
+    batch, sample = _try(module, given), _try(module, as_sample)
+    if not batch.works and not sample.works:
+        raise ConfigError(
+            f"{type(model).__name__} does not run with these forward_args, neither as a batch nor as one sample.\n"
+            f"As a batch, {_shapes(given)}:\n{batch.error}\nAs one sample, {_shapes(as_sample)}:\n{sample.error}"
+        )
+    if batch.twice and sample.twice:
+        logger.info(
+            "%s takes its forward_args with and without a batch dimension: they count as a batch", type(model).__name__
+        )
+    return given if batch.works and (batch.twice or not sample.twice) else as_sample
+
+
+@dataclass
+class _Tried:
+    """What came of running the Model with some arguments: `works` with as many rows as given, and with `twice` as many."""
+
+    works: bool = False
+    twice: bool = False
+    error: str = ""
+
+
+def _try(module: Any, given: Example) -> _Tried:
+    tried = _Tried()
+    try:
+        count = rows.length((*given[0], given[1]))
+        _run(module, given, count)
+        tried.works = True
+        _run(module, tree.map(lambda x: np.concatenate([x, x]), given), 2 * count)
+        tried.twice = True
+    except DataError as e:
+        tried.error = f"  {e}"
+    except Exception as e:
+        tried.error = _trace(e)
+    return tried
+
+
+def _trace(error: Exception) -> str:
+    """Where the Model's own code was, and what went wrong."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "torch" not in Path(f.filename).parts]
+    lines = [*traceback.format_list(frames[2:]), *traceback.format_exception_only(error)]  # the first two are ours
+    return "".join(f"  {line}\n" for text in lines for line in text.rstrip().splitlines())
+
+
+def _run(module: Any, given: Example, count: int) -> None:
+    import torch
+
+    args, kwargs = tree.map(lambda x: torch.from_numpy(np.array(x)), given)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        outputs = module(*args, **kwargs)
+    for path, x in tree.paths(outputs):
+        if not isinstance(x, torch.Tensor):
+            raise DataError(
+                f"output {path or 'output'!r} is a {type(x).__name__}, expected tensors in a tensor, tuple, list or dict"
+            )
+        if not x.shape or x.shape[0] != count:
+            raise DataError(
+                f"output {path or 'output'!r} has shape {list(x.shape)}: expected one row for each of {count}"
+            )
+
+
+def _as_numpy(x: Any) -> np.ndarray:
+    array = x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
+    if array.dtype.kind not in "biufc":
+        raise ConfigError(f"forward_args are trees of numpy arrays or tensors, got a {type(x).__name__}")
+    return array
+
+
+def _shapes(given: Example) -> str:
+    args, kwargs = given
+    return ", ".join(f"{path}: {x.dtype}{list(x.shape)}" for path, x in tree.paths({**dict(enumerate(args)), **kwargs}))
+
+
+# --- the Model --------------------------------------------------------------------------------------------------------
+
+
+def with_kwargs(module: Any) -> Any:
+    """A Model whose last argument is a dict of its keyword arguments. Its weights keep their names."""
+    kind = type(module)
+
+    def forward(self: Any, *args: Any) -> Any:
+        *positional, named = args
+        return kind.forward(self, *positional, **named)
+
+    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return module

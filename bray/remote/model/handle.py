@@ -1,0 +1,295 @@
+"""RemoteModel: a model that can be asked and published to from anywhere in a session.
+
+Two kinds of process are behind it. The keeper (`model/NAME`) holds the newest weights and the files; workers (`model/NAME/0`, ...) answer
+forwards, unless who asks does so itself (`num_workers=0` or `local_mode`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError, MissingComponent
+from bray.inference.host import Promise
+from bray.remote import io
+from bray.remote.cluster import session
+from bray.remote.model.client import Client, client_of, forget
+from bray.remote.model.definition import Definition, find_example
+from bray.remote.model.keeper import Keeper
+from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
+from bray.remote.model.worker import ModelWorker
+from bray.rundir import RunDir
+
+
+class RemoteModel:
+    """A handle: cheap, and may be sent anywhere in the session.
+
+    With a `model` it defines the model of that name; with a name alone it finds the one that exists.
+
+    name                 also of its directory in the run directory: models/NAME
+    model                a torch module; it goes to the processes that need it, this one is not touched
+    forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: which of them is found out
+                         by running the module. `forward_kwargs` likewise
+    checkpoint_interval  steps between saved versions; None: every 10 minutes. The newest is saved at the end too
+    checkpoint           what to start from: a step of this trial, or a path; None: the newest of this trial
+    max_batch_size       samples that one forward takes together
+    num_workers          processes that do forwards; 0: who asks does them itself
+    cpus_per_worker, gpus_per_worker, memory_per_worker    of each, memory in MB; with a GPU it runs on that
+    use_onnx             "train": an ONNX graph whose weights are inputs; "infer": constant ones, rebuilt for each version; "quantize": int8;
+                         None: torch. Torch answers until the graph is made and checked
+    local_mode           who asks does the forwards itself, whatever num_workers says
+    override_model       False: take the model of this name that is there, and the graph of an earlier run
+    tensorboard_graph, tensorboard_step    show the module in TensorBoard; the x axis is this model's step
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any = None,
+        forward_args: tuple[Any, ...] = (),
+        forward_kwargs: Mapping[str, Any] | None = None,
+        checkpoint_interval: int | None = None,
+        checkpoint: str | int | None = None,
+        max_batch_size: int = 1,
+        num_workers: int = 0,
+        cpus_per_worker: float = 1,
+        gpus_per_worker: float = 0,
+        memory_per_worker: float = 1024,
+        use_onnx: str | None = None,
+        local_mode: bool = False,
+        override_model: bool = True,
+        tensorboard_graph: bool = False,
+        tensorboard_step: bool = False,
+    ):
+        self.name = name
+        self._client: Client | None = None
+        if model is None:
+            self._client = client_of(name)
+        elif override_model or not _exists(name):
+            definition = Definition(
+                name,
+                checkpoint_interval,
+                checkpoint,
+                max_batch_size,
+                num_workers,
+                cpus_per_worker,
+                gpus_per_worker,
+                memory_per_worker,
+                use_onnx,
+                local_mode,
+                override_model,
+                find_example(model, tuple(forward_args), forward_kwargs or {}),
+            )
+            _start(definition, model, get_torch_model_weights(model), 0)
+        if tensorboard_graph and model is not None:
+            from bray.remote.master import add_graph
+
+            add_graph(model, self.get_torch_forward_args())
+        if tensorboard_step:
+            from bray.remote.master import set_tensorboard_step
+
+            set_tensorboard_step(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _found, (self.name,)
+
+    def __repr__(self) -> str:
+        return f"RemoteModel({self.name!r})"
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    async def forward(
+        self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
+    ) -> Any:
+        """One sample (trees of arrays without batch dimension) -> its outputs, numpy without batch dimension.
+
+        batch      the arguments are batches `[B, ...]`, and so are the outputs
+        step       ask this version: one of the pool, or any that the run directory has; without it, the current one
+        with_step  give `(outputs, step)`: the version that produced them
+        """
+        client = self._client
+        if client is None or not client.is_open:
+            client = await self._opened()
+        try:
+            return await client.ask(args, kwargs, batch, step, with_step)
+        except Exception as e:
+            client.definition.explain(e, args, kwargs, batch)
+            raise
+
+    async def _opened(self) -> Client:
+        client = client_of(self.name)
+        await asyncio.shield(asyncio.wrap_future(client.opening()))
+        self._client = client
+        return client
+
+    def __call__(
+        self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
+    ) -> Any:
+        """`forward` for plain code: waits for the outputs."""
+        client = self._client
+        if client is None or not client.is_open:
+            client = client_of(self.name)
+            if io.is_loop():
+                raise ConfigError(
+                    f"model {self.name!r} was called where an event loop runs: write `await model.forward(...)` there"
+                )
+            client.opening().result()
+            self._client = client
+        if client.served is None or step is not None:
+            return io.run(self.forward(*args, batch=batch, step=step, with_step=with_step, **kwargs))
+        given = client.definition.engine_args(args, kwargs)
+        try:
+            return client.served.host(*given, batch=batch, with_step=with_step)
+        except Exception as e:
+            client.definition.explain(e, args, kwargs, batch)
+            raise
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The newest version that this process knows of; it grows with each publish."""
+        return self._known().step
+
+    def publish_weights(self, weights: Mapping[str, Any], step: int | None = None) -> Promise:
+        """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1 by default.
+
+        It does not wait; the Promise gives the step. The arrays are copied before it returns. Where publications come faster than they
+        travel, the newest stands for those before it."""
+        return self._known().publish(weights, step)
+
+    def get_weights(self) -> tuple[dict[str, np.ndarray], int]:
+        """(weights of the newest version by name, its step). They are read only."""
+        ref, step = self._known().keeper.call("weights", again=True).result()
+        return session().cluster.get(ref), step
+
+    def get_model(self) -> Any:
+        """A torch module of your own, with the newest weights."""
+        about = self._known().keeper.call("about", again=True).result()
+        module = copy.deepcopy(session().cluster.get(about.module))
+        set_torch_model_weights(module, self.get_weights()[0])
+        return module
+
+    def get_torch_forward_args(self) -> tuple[Any, ...]:
+        """The example of the definition as torch tensors, with a batch dimension."""
+        import torch
+
+        example = self._known().definition.example
+        return () if example is None else tree.map(lambda x: torch.from_numpy(np.array(x)), example[0])
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def clone(self, step: int = -1, name: str | None = None) -> RemoteModel:
+        """A model of its own that starts from a version of this one: -1 is the newest, others are those of the run directory. The version
+        stays there for good. The clone is called NAME-STEP by default; one that exists is found."""
+        client = self._known()
+        about = client.keeper.call("about", again=True).result()
+        ref, step = client.keeper.call("freeze", step, again=True).result()
+        name = name or f"{self.name}-{step}"
+        if not _exists(name):
+            cluster = session().cluster
+            _start(about.definition.frozen(name), cluster.get(about.module), cluster.get(ref), step)
+        return RemoteModel(name)
+
+    def add_to_pool(self, step: int = -1) -> int:
+        """Keep a version (-1: the newest) to play against; its step. It stays in the run directory for good."""
+        return self._known().keeper.call("add_to_pool", step, again=True).result()
+
+    @property
+    def pool(self) -> list[int]:
+        """The steps of the versions to play against, oldest first."""
+        return self._known().keeper.call("pool", again=True).result()
+
+    def sample_pool(self, weights: Sequence[float] | None = None) -> int:
+        """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or by `weights` in the order of `pool`."""
+        pool = self.pool
+        if not pool:
+            raise ConfigError(
+                f"the pool of model {self.name!r} is empty: add_to_pool() puts the newest version into it"
+            )
+        if weights is not None and len(weights) != len(pool):
+            raise ConfigError(f"expected a weight for each of the {len(pool)} versions {pool}, got {len(weights)}")
+        return random.choices(pool, weights)[0]
+
+    def _known(self) -> Client:
+        """The client of this process, open or not."""
+        if self._client is None or self._client.ended:
+            self._client = client_of(self.name)
+        return self._client
+
+
+_handles: dict[str, RemoteModel] = {}
+
+
+async def forward(model: str, *args: Any, **kwargs: Any) -> Any:
+    """`await bray.forward("m", obs)`: `RemoteModel("m").forward(obs)`, from anywhere in the session."""
+    handle = _handles.get(model)
+    if handle is None:
+        handle = _handles[model] = _found(model)
+    return await handle.forward(*args, **kwargs)
+
+
+def _found(name: str) -> RemoteModel:
+    """A handle that looks for its model when it is used."""
+    handle = RemoteModel.__new__(RemoteModel)
+    handle.name, handle._client = name, None
+    return handle
+
+
+def _exists(name: str) -> bool:
+    try:
+        session().cluster.find(f"model/{name}")
+    except MissingComponent:
+        return False
+    return True
+
+
+def _start(definition: Definition, module: Any, weights: Mapping[str, np.ndarray], step: int) -> None:
+    """Start the keeper and the workers of a model, in place of those that may be there."""
+    cluster, name = session().cluster, definition.name
+    RunDir(session().path).weights_path(0, name)  # a name that is no name of a directory is refused here
+    _stop(name)
+    try:
+        ref = cluster.put(module)
+    except Exception as e:
+        why = e.__cause__ or e
+        raise ConfigError(
+            f"model {name!r} cannot be sent to other processes: {type(module).__name__} could not be pickled ({str(why).splitlines()[0]}). "
+            "A module holds tensors, modules and plain data; make files, locks and the like in forward"
+        ) from e
+    head = next((node.id for node in cluster.nodes() if node.head), None)
+    try:
+        cluster.start(f"model/{name}", Keeper, definition, ref, cluster.put(dict(weights)), step, node=head)
+        if definition.is_local or cluster.kind == "local":
+            return
+        with ThreadPoolExecutor(definition.num_workers) as pool:
+            list(pool.map(lambda i: _start_worker(definition, i), range(definition.num_workers)))
+    except BaseException:
+        _stop(name)
+        raise
+
+
+def _start_worker(definition: Definition, index: int) -> None:
+    session().cluster.start(
+        f"model/{definition.name}/{index}",
+        ModelWorker,
+        definition.name,
+        index,
+        cpus=definition.cpus_per_worker,
+        gpus=definition.gpus_per_worker,
+        memory=definition.memory_per_worker,
+    )
+
+
+def _stop(name: str) -> None:
+    cluster = session().cluster
+    forget(name)
+    for member in [*cluster.names(f"model/{name}/"), f"model/{name}"]:
+        cluster.stop(member)

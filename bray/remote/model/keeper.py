@@ -1,0 +1,471 @@
+"""The keeper of a model: its definition, its newest weights and their step, its files in the run directory. One per model; forwards do not
+pass through it.
+
+Whoever has an engine follows the keeper with a long poll (`newer`) and fetches weights by reference, once per machine. A keeper that was
+killed comes back with what the run directory has; where somebody alive has newer weights, it takes those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
+from bray.remote import io
+from bray.remote.cluster import session
+from bray.remote.model.definition import Definition, with_kwargs
+from bray.rundir import RunDir, match_weights, read_json, read_weights, write_atomic
+
+logger = logging.getLogger("bray.remote")
+
+KEEP = 5
+"""Versions that stay in the run directory, besides clones, members of the pool, and what checkpoints hold."""
+SAVE_EVERY_S = 600.0
+POLL_S = 20.0
+CALIBRATION_ROWS = 256
+"""Rows that int8 is calibrated on."""
+_FILES = 4  # old versions that are held for those who ask
+_GRAPH, _CALIBRATION, _STATE = "graph.onnx", "calibration.tree", "state.json"
+
+Weights = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class News:
+    """What is newest."""
+
+    definition: str
+    step: int
+    tag: str
+    """Of this publication: the same step may be published again."""
+    weights: Any
+    """A reference to a dict of arrays."""
+    graph: Any = None
+    """A reference to the bytes of an ONNX graph, weights as inputs; None: torch."""
+    int8: Any = None
+    """A reference to the bytes of this version in int8."""
+    wants: str = ""
+    """"offer": whoever asked has something newer. "rows": inputs to calibrate int8 on are missing."""
+
+    @property
+    def key(self) -> Key:
+        """What one needs to remember of it, to ask for what is newer."""
+        return self.definition, self.step, self.tag, self.graph is not None, self.int8 is not None, self.wants
+
+
+Key = tuple[str, int, str, bool, bool, str]
+
+
+@dataclass(frozen=True)
+class About:
+    """All that a process needs to answer for a model."""
+
+    definition: Definition
+    module: Any
+    """A reference to the Model."""
+    news: News
+
+
+class Keeper:
+    """See the module. `module` and `weights` are references; `step` is that of the weights, which the run directory may go beyond."""
+
+    def __init__(self, definition: Definition, module: Any, weights: Any, step: int = 0):
+        self.definition = definition
+        self.name = definition.name
+        self._module = module
+        self._run = RunDir(session().path)
+        self._folder = self._run.models / self.name
+        self._lock = threading.RLock()
+        self._save_lock = threading.Lock()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._tasks: list[Any] = []
+        self._old: dict[int, Any] = {}  # step -> reference, of versions somebody asked for
+        self._graph: Any = None
+        self._export_error = self._int8_error = ""
+        self._quantizing = False
+        self._saved = -1
+        self._state = self._read_state()
+        self._rows = self._read_rows()
+        given = session().cluster.get(weights)
+        self._shape = {name: (x.shape, x.dtype) for name, x in given.items()}
+        step, arrays, saved = self._load(step, given)
+        if saved:
+            self._saved = step
+        self._due = step  # of the last version that was or is to be saved
+        self._set(arrays, step, f"{definition.id[:8]}-{step}")
+
+    # --- starting and ending ----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self.definition.checkpoint_interval is None:
+            self._tasks.append(io.spawn(self._save_now_and_then(), f"saving model {self.name}"))
+        if self.definition.use_onnx is not None and self.definition.on_gpu:
+            logger.info("model %s runs on GPUs, with torch: use_onnx is for CPUs", self.name)
+        elif self.definition.use_onnx is not None:
+            exporting = threading.Thread(target=self._export, name="bray-export", daemon=True)
+            exporting.start()
+            if (
+                session().cluster.kind == "local"
+            ):  # others use torch in this process, and while it exports it has no time for them
+                await asyncio.to_thread(exporting.join)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._save()  # here: when the interpreter ends there are no more threads to do it in
+
+    def _load(self, step: int, given: Weights) -> tuple[int, Weights, bool]:
+        """What to start from: (step, weights, whether the run directory has them)."""
+        versions = [s for s in self._run.versions(self.name) if s not in self._state["given_up"]]
+        again = self._state["definition"] == self.definition.id  # killed and made anew
+        checkpoint = self.definition.checkpoint
+        if checkpoint is not None and not (again and versions):
+            step, weights = self._read_checkpoint(checkpoint)
+            weights = self._fitting(weights, f"checkpoint {checkpoint!r}")
+            if step not in self._run.versions(self.name):
+                self._run.save_weights(step, weights, self.name)
+            self._state["given_up"] = [s for s in self._run.versions(self.name) if s > step]
+            found = True
+        elif versions and max(versions) >= step:
+            step = max(versions)
+            weights, found = (
+                self._fitting(self._run.load_weights(step, self.name), f"version {step} of this trial"),
+                True,
+            )
+            logger.info("model %s goes on at step %d", self.name, step)
+        else:
+            weights, found = given, False
+        self._state["definition"] = self.definition.id
+        self._write_state()
+        return step, weights, found
+
+    def _fitting(self, weights: Weights, what: str) -> Weights:
+        wanted = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in self._shape.items()}
+        try:
+            return match_weights(wanted, weights).weights
+        except CheckpointError as e:
+            raise CheckpointError(
+                f"model {self.name!r} cannot start from {what}: {e}. Choose another trial or name, or give checkpoint= what fits."
+            ) from None
+
+    def _read_checkpoint(self, which: str | int) -> tuple[int, Weights]:
+        """A step of this model, or the path of a weight file, of a checkpoint or of a run directory."""
+        if isinstance(which, int) or which.isdigit():
+            step, known = int(which), self._run.versions(self.name)
+            if step not in known:
+                raise UnknownName("checkpoint", str(which), map(str, known), f"model {self.name!r} of {self._run.path}")
+            return step, self._run.load_weights(step, self.name)
+        path = Path(which).resolve()
+        if path.is_file():
+            return _step_of(path.stem), read_weights(path)
+        if (path / "model.safetensors").is_file():
+            return _step_of(path.name), read_weights(path / "model.safetensors")
+        other = RunDir(path)
+        for name in (self.name, "default"):
+            if versions := other.versions(name):
+                return versions[-1], other.load_weights(versions[-1], name)
+        raise CheckpointError(
+            f"model {self.name!r}: checkpoint {str(which)!r} is neither a step of this trial nor a weight file (.safetensors), nor a "
+            f"checkpoint or a run directory with weights of {self.name!r}"
+        )
+
+    def _read_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"definition": "", "given_up": [], "pool": []}
+        if (self._folder / _STATE).exists():
+            read = read_json(self._folder / _STATE)
+            if isinstance(read, dict):
+                state |= {k: read[k] for k in state if type(read.get(k)) is type(state[k])}
+        return state
+
+    def _write_state(self) -> None:
+        write_atomic(self._folder / _STATE, json.dumps(self._state))
+
+    # --- what is newest ---------------------------------------------------------------------------------------------
+
+    def about(self) -> About:
+        return About(self.definition, self._module, self._news)
+
+    def step(self) -> int:
+        return self._step
+
+    def _set(self, weights: Weights, step: int, tag: str) -> None:
+        """New weights: ours from here on. The lock is held, or nobody else is there yet."""
+        cluster = session().cluster
+        ref = cluster.put(dict(weights))  # by us: a reference does not outlive the process that made it
+        self._weights = cluster.get(ref)
+        for x in self._weights.values():
+            x.flags.writeable = False
+        self._step, self._tag, self._ref = step, tag, ref
+        if not self._quantize_soon():
+            self._tell()
+
+    def _tell(self, version: tuple[int, str, Any] | None = None, int8: Any = None) -> None:
+        """Those who wait learn what is newest."""
+        step, tag, ref = version or (self._step, self._tag, self._ref)
+        wants = "rows" if self.definition.use_onnx == "quantize" and self._rows is None else ""
+        self._news = News(self.definition.id, step, tag, ref, self._graph, int8, wants)
+        io.loop().call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> News | None:
+        """What is newer than what the caller knows, as soon as there is something; None when nothing came in `wait` seconds. `holds`: the
+        newest step of which the caller has the weights, and could give them to us; -1 if of none."""
+        end = time.monotonic() + wait
+        while True:
+            news = self._news
+            if known[0] == news.definition and self._step < holds:
+                return News(news.definition, self._step, self._tag, None, wants="offer")
+            if known != news.key and not (known[0] == news.definition and news.step < known[1]):
+                return news
+            left = end - time.monotonic()
+            if left <= 0:
+                return None
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                await asyncio.wait([future], timeout=left)
+            finally:
+                self._waiting.discard(future)
+
+    def publish(self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0) -> int:
+        """New weights (a reference) of `step`; without one, of the newest step + `count`. `least` is the newest step that the publisher
+        knows of. The same publication may come twice."""
+        with self._lock:
+            if tag == self._tag:
+                return self._step
+            if step is None:
+                step = max(self._step, least) + count
+            elif step < self._step:
+                raise ConfigError(
+                    f"model {self.name!r} is at step {self._step} already, got weights of step {step}. A trainer that goes on from an "
+                    "older checkpoint publishes without a step, or starts counting at model.step"
+                )
+            self._take(weights, int(step), tag)
+            return self._step
+
+    def offer(self, weights: Any, step: int, tag: str) -> int:
+        """Weights of a version that we may have lost; taken if they are newer than ours."""
+        with self._lock:
+            if step > self._step:
+                logger.warning(
+                    "model %s takes step %d from a process that has it; ours was %d", self.name, step, self._step
+                )
+                self._take(weights, step, tag)
+            return self._step
+
+    def _take(self, weights: Any, step: int, tag: str) -> None:
+        arrays = session().cluster.get(weights)
+        self._check(arrays)
+        self._set(arrays, step, tag)
+        interval = self.definition.checkpoint_interval
+        if interval is not None and step // interval > self._due // interval:
+            self._due = step
+            threading.Thread(target=self._save, name="bray-save", daemon=True).start()
+
+    def _check(self, weights: Weights) -> None:
+        """Raise CheckpointError unless names, shapes and types are those of the Model."""
+        wrong = [
+            f"{name}: expected {self._kind(name)}, got "
+            + (f"{weights[name].dtype}{list(weights[name].shape)}" if name in weights else "none")
+            for name in {**self._shape, **weights}
+            if name not in self._shape
+            or name not in weights
+            or self._shape[name] != (weights[name].shape, weights[name].dtype)
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise CheckpointError(
+                f"these weights do not fit model {self.name!r}, which goes on with those it has: {'; '.join(wrong[:5])}{more}"
+            )
+
+    def _kind(self, name: str) -> str:
+        if name not in self._shape:
+            return "none"
+        shape, dtype = self._shape[name]
+        return f"{dtype}{list(shape)}"
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def weights(self, step: int | None = None) -> tuple[Any, int]:
+        """(a reference to the weights, their step) of the newest version, or of an older one that the run directory has."""
+        with self._lock:
+            if step is None or step < 0 or step == self._step:
+                return self._ref, self._step
+            if step not in self._old:
+                if step not in self._run.versions(self.name):
+                    known = ", ".join(map(str, sorted({*self._run.versions(self.name), self._step})[-8:]))
+                    raise CheckpointError(f"model {self.name!r} has no version {step}; there are: {known}")
+                while len(self._old) >= _FILES:
+                    del self._old[next(iter(self._old))]
+                self._old[step] = session().cluster.put(self._run.load_weights(step, self.name))
+            return self._old[step], step
+
+    def freeze(self, step: int) -> tuple[Any, int]:
+        """`weights`, and the version stays in the run directory for good."""
+        with self._lock:
+            ref, step = self.weights(step)
+            if step not in self._run.versions(self.name):
+                self._run.save_weights(step, session().cluster.get(ref), self.name)
+                self._forgive(step)
+            self._run.protect(step, self.name)
+            return ref, step
+
+    def add_to_pool(self, step: int) -> int:
+        with self._lock:
+            _, step = self.freeze(step)
+            if step not in self._state["pool"]:
+                self._state["pool"] = sorted([*self._state["pool"], step])
+                self._write_state()
+            return step
+
+    def pool(self) -> list[int]:
+        return list(self._state["pool"])
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    async def _save_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            await asyncio.to_thread(self._save)
+
+    def _save(self) -> None:
+        """The newest version into the run directory, and the oldest out of it."""
+        with self._save_lock:
+            step, weights = self._step, self._weights
+            if step == self._saved:
+                return
+            try:
+                self._run.save_weights(step, weights, self.name)
+                self._saved = step
+                with self._lock:
+                    self._forgive(step)
+                self._retain()
+            except BrayError as e:
+                logger.error("model %s is not saved at step %d and goes on: %s", self.name, step, e)
+
+    def _forgive(self, step: int) -> None:
+        """A version that was given up has been made again."""
+        if step in self._state["given_up"]:
+            self._state["given_up"].remove(step)
+            self._write_state()
+
+    def _retain(self) -> None:
+        versions = self._run.versions(self.name)
+        given_up = self._state["given_up"]
+        order = [s for s in versions if s in given_up] + [s for s in versions if s not in given_up]
+        kept = set(self._run.steps())
+        for step in order[:-KEEP]:
+            if step not in kept and not self._run.is_protected(step, self.name):
+                self._run.weights_path(step, self.name).unlink(missing_ok=True)
+
+    # --- ONNX -------------------------------------------------------------------------------------------------------
+
+    def _export(self) -> None:
+        """In a thread of its own: the graph, once for all versions."""
+        from bray.remote.model.graphs import make_graph
+
+        cluster, path = session().cluster, self._folder / _GRAPH
+        start = time.monotonic()
+        try:
+            module = _own_copy(cluster.get(self._module))
+            if self.definition.has_kwargs:
+                module = with_kwargs(module)
+            ready = None if self.definition.override_model else path
+            graph = make_graph(module, self.definition.args, self._weights, ready)
+            write_atomic(path, graph)
+        except Exception as e:
+            self._export_error = str(e)
+            logger.warning("model %s goes on with torch, not with ONNX: %s", self.name, e)
+            return
+        logger.info("model %s has its ONNX graph after %.1f s", self.name, time.monotonic() - start)
+        with self._lock:
+            self._graph = cluster.put(graph)
+            if not self._quantize_soon():
+                self._tell()
+
+    def export_error(self) -> str:
+        """Why there is no ONNX graph; '' when there is one, or none is wanted or it is still being made."""
+        return self._export_error
+
+    def calibrate(self, rows: Any) -> None:
+        """Inputs that were seen, trees `[N, ...]`: int8 is calibrated on them."""
+        with self._lock:
+            if self._rows is not None:
+                return
+            self._rows = rows
+            write_atomic(self._folder / _CALIBRATION, tree.pack(rows))
+            self._quantize_soon()
+
+    def _read_rows(self) -> Any:
+        """What int8 is calibrated on: inputs of earlier, or the example if it has rows enough."""
+        if self.definition.use_onnx != "quantize":
+            return None
+        if len(tree.leaves(self.definition.args)[0]) >= CALIBRATION_ROWS // 8:
+            return self.definition.args
+        with contextlib.suppress(OSError, DataError):
+            rows = tree.unpack((self._folder / _CALIBRATION).read_bytes(), copy=True)
+            if _kind(rows) == _kind(self.definition.args):
+                return rows
+        return None
+
+    def _quantize_soon(self) -> bool:
+        """See to it that the newest version is told of in int8, unless there is nothing to make that with. The lock is held."""
+        if self.definition.use_onnx != "quantize" or self._graph is None or self._rows is None:
+            return False
+        if not self._quantizing:
+            self._quantizing = True
+            threading.Thread(target=self._quantize, name="bray-quantize", daemon=True).start()
+        return True
+
+    def _quantize(self) -> None:
+        """In a thread: the newest version in int8, until there is no newer one."""
+        from bray.inference.graph import with_constant_weights
+        from bray.inference.quantize import quantize
+
+        cluster = session().cluster
+        while True:
+            with self._lock:
+                version, weights = (self._step, self._tag, self._ref), self._weights
+            try:
+                made = cluster.put(
+                    quantize(with_constant_weights(cluster.get(self._graph), weights, version[0]), self._rows)
+                )
+            except Exception as e:
+                if str(e) != self._int8_error:  # once for all versions
+                    logger.warning("model %s is served in float32, not in int8: %s", self.name, e)
+                self._int8_error, made = str(e), None
+            with self._lock:
+                self._tell(version, made)
+                if version[1] == self._tag:
+                    self._quantizing = False
+                    return
+
+
+def _own_copy(module: Any) -> Any:
+    """A Model of our own: what comes out of the object store (or of this process) is shared."""
+    import copy
+
+    return copy.deepcopy(module).cpu().eval()
+
+
+def _kind(args: Any) -> Any:
+    return tree.map(lambda x: (x.dtype.str, x.shape[1:]), args)
+
+
+def _step_of(name: str) -> int:
+    return int(name) if name.isdigit() else 0

@@ -1,0 +1,95 @@
+"""Starting the readers of a buffer's sources, and waiting for them."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bray.errors import ConfigError
+from bray.inference.host import Promise
+from bray.remote import io
+from bray.remote.cluster import Member, session
+from bray.remote.source.worker import SourceReader
+
+if TYPE_CHECKING:
+    from bray.remote.buffer.handle import RemoteBuffer
+
+logger = logging.getLogger("bray.remote")
+
+_MOST_WORKERS = 4
+_FOREVER = 1e8  # seconds
+
+
+def add_source(buffer: RemoteBuffer, sources: Sequence[Any], num_workers: int | None, epoch: int, name: str) -> Promise:
+    """Read iterables into a buffer; see `RemoteBuffer.add_source`."""
+    if not sources:
+        raise ConfigError(
+            "add_source needs at least one source: an iterable of samples, or a function that returns a list of them"
+        )
+    if epoch < 1 or (num_workers is not None and num_workers < 1):
+        raise ConfigError(f"epoch and num_workers are at least 1, got {epoch} and {num_workers}")
+    for i, source in enumerate(sources):
+        _check(source, i, epoch)
+    made = any(not isinstance(s, Iterable) for s in sources)
+    count = num_workers or min(len(sources), _MOST_WORKERS)
+    if not made:
+        count = min(count, len(sources))
+    cluster = session().cluster
+    taken = [int(n.rsplit("/", 1)[1]) for n in cluster.names(f"source/{name}/")]
+    names = [f"source/{name}/{max(taken, default=-1) + 1 + i}" for i in range(count)]
+    shards = [cluster.find(f"buffer/{buffer.name}/{i}") for i in range(buffer.settings.shards)]
+
+    def tell(reader: str, ended: bool) -> None:
+        for call in [s.call("source", reader, ended, again=True) for s in shards]:
+            call.result()
+
+    for reader in names:  # all of them, before the first can end
+        tell(reader, False)
+    members: list[Member] = []
+    try:
+        for i, reader in enumerate(names):
+            numbered = list(enumerate(sources))
+            mine = [(n, s) for n, s in numbered if not isinstance(s, Iterable) or n % count == i]
+            members.append(cluster.start(reader, SourceReader, reader, buffer, mine, epoch, (i, count)))
+    except (TypeError, AttributeError, pickle.PicklingError) as e:
+        for reader in names[len(members) :]:
+            tell(reader, True)
+        raise ConfigError(
+            f"the sources of buffer {buffer.name!r} cannot be sent to another process ({e}): give objects that can be pickled, or a function "
+            "that makes them there"
+        ) from None
+    except BaseException:
+        for reader in names[len(members) :]:
+            tell(reader, True)
+        raise
+    promise = Promise()
+    promise.set_running_or_notify_cancel()
+    io.spawn(_wait(members, promise), f"waiting for {names[0]}")
+    return promise
+
+
+def _check(source: Any, i: int, epoch: int) -> None:
+    if isinstance(source, (dict, str, bytes)) or not (isinstance(source, Iterable) or callable(source)):
+        raise ConfigError(
+            f"source {i}: expected an iterable of samples, or a function that returns a list of them; got {type(source).__name__}"
+        )
+    if isinstance(source, Iterable) and epoch > 1 and iter(source) is source:
+        raise ConfigError(
+            f"source {i}: {type(source).__name__} is an iterator, which can be read once, and epoch is {epoch}: give an object whose "
+            "__iter__ starts anew, such as a list"
+        )
+
+
+async def _wait(members: list[Member], promise: Promise) -> None:
+    errors = []
+    for member in members:
+        try:
+            await member.call("wait", timeout=_FOREVER, again=True)
+        except BaseException as e:
+            errors.append(e)
+    if errors:
+        promise.set_exception(errors[0])
+    else:
+        promise.set_result(None)

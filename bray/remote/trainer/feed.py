@@ -1,0 +1,155 @@
+"""Batches for a rank: drawn from several buffers by weight, put together, prepared in a thread while the rank trains."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError, DataError
+from bray.remote.buffer.iterators import BatchBuffer, SampleBuffer
+
+
+@dataclass
+class Batch:
+    data: Any
+    """What `prepare` made of it."""
+    rows: int
+    """Environment steps (samples) in it."""
+    buffer: str
+    """Where it is from."""
+    ids: Any = None
+    """Of its samples, where the buffer replays."""
+
+
+class EndOfData(Exception):
+    """The buffers have nothing more to give."""
+
+
+class Feed:
+    """Batches, one by one; `get` does not wait for longer than it is told to.
+
+    buffers        by name: iterables of trees. They are mixed by `weights` (None: equal shares) as by a SampleBuffer: the shares hold batch by
+                   batch, and a buffer whose turn it is is waited for
+    batch_size     trees of one buffer that are put together to a batch; `batch_kind` says how, as in a BatchBuffer
+    prepare        turns a batch into what the rank trains on; runs in the feed's thread
+    prefetch_size  batches that are ready beforehand; 0: a batch is made when it is asked for
+    max_reuse      how often a batch is given again while the next one is not ready; needs a prefetch_size
+    turn           the rank: ranks begin at different buffers
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Iterable[Any]],
+        weights: Sequence[float] | None = None,
+        batch_size: int = 1,
+        batch_kind: str | None = "concate",
+        prepare: Callable[[Any], Any] | None = None,
+        prefetch_size: int = 1,
+        max_reuse: int = 0,
+        turn: int = 0,
+    ):
+        shares = [1.0] * len(buffers) if weights is None else [float(w) for w in weights]
+        if not buffers or len(shares) != len(buffers):
+            raise ConfigError(
+                f"buffer_weights: expected {len(buffers)} numbers >= 0, one for each of {', '.join(buffers)}, got {weights}"
+            )
+        first = turn % len(buffers)
+        batches = [_Batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
+        self._batches = SampleBuffer(batches[first:] + batches[:first], shares[first:] + shares[:first])
+        self._names = ", ".join(buffers)
+        self._prefetch, self._max_reuse = prefetch_size, max_reuse if prefetch_size else 0
+        self._wanted = threading.Semaphore(prefetch_size)
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._asked = self._closed = False
+        self._last: Batch | None = None
+        self._reuses = 0
+        self.reused = 0
+        """Batches given again so far."""
+
+    def get(self, timeout: float) -> Batch | None:
+        """The next batch; None when there is none in time. Errors of the thread are raised here; EndOfData is one of them."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="bray-feed", daemon=True)
+            self._thread.start()
+        if self._reuses < self._max_reuse and self._last is not None and self._ready.empty():
+            self._reuses += 1
+            self.reused += 1
+            return replace(self._last, rows=0)  # its environment steps are counted already
+        if not self._prefetch and not self._asked:
+            self._asked = True
+            self._wanted.release()
+        try:
+            got = self._ready.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(got, BaseException):
+            self._ready.put(got)  # whoever asks again is told again
+            raise got
+        self._asked, self._last, self._reuses = False, got, 0
+        if self._prefetch:
+            self._wanted.release()
+        return got
+
+    def close(self) -> None:
+        self._closed = True
+        self._last = None
+        self._wanted.release()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._wanted.acquire()
+                if self._closed:
+                    return
+                self._ready.put(next(self._batches))
+        except StopIteration:
+            self._ready.put(EndOfData(f"{self._names}: no more data"))
+        except BaseException as e:
+            self._ready.put(e)
+
+
+class _Batches:
+    """The batches of one buffer."""
+
+    def __init__(
+        self, name: str, buffer: Iterable[Any], size: int, kind: str | None, prepare: Callable[[Any], Any] | None
+    ):
+        self._name, self._buffer, self._kind, self._prepare = name, iter(buffer), kind, prepare
+        single = size == 1 and kind == "concate"  # nothing to join, nothing to copy
+        self._joined = self._counted() if single else BatchBuffer(self._counted(), size, kind)
+        self._rows = 0
+
+    def _counted(self) -> Iterator[Any]:
+        for item in self._buffer:
+            self._rows += count_rows(item)
+            yield item
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        self._rows = 0
+        try:
+            data = next(self._joined)
+        except ValueError as e:
+            raise DataError(
+                f"samples of buffer {self._name!r} cannot be put together with batch_kind={self._kind!r}: {e}. "
+                "Samples of different shapes come as a list with batch_kind=None."
+            ) from None
+        ids = data["id"] if isinstance(data, dict) and "id" in data else None
+        return Batch(data if self._prepare is None else self._prepare(data), self._rows, self._name, ids)
+
+
+def count_rows(batch: Any) -> int:
+    """Samples in a batch: those with a weight, or the length of its first axis."""
+    if isinstance(batch, dict) and "weight" in batch:
+        return int((batch["weight"] > 0).sum())
+    first = next(iter(tree.leaves(batch)), None)
+    return len(first) if isinstance(first, np.ndarray) and first.ndim else 1

@@ -1,0 +1,399 @@
+"""RemoteTrainer: trains on one or more ranks, placed and restarted by Ray Train; or in a thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import pickle
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import InvalidStateError
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
+from bray.inference.host import Promise
+from bray.remote import cluster, io, wire
+from bray.remote.cluster import Session, session
+
+if TYPE_CHECKING:
+    from bray.remote.trainer.drive import Drive, Hook
+    from bray.remote.trainer.worker import Plan
+
+logger = logging.getLogger("bray.remote")
+
+_END_PATIENCE = 15.0  # seconds in which a training may save itself at the end of the session
+_DEATHS, _DEATHS_IN = 5, 300.0  # a rank that dies so often in so many seconds will die again
+
+
+class RemoteTrainer:
+    """Trains a model on `num_workers` ranks.
+
+        trainer = bray.RemoteTrainer(num_workers=2)
+        trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)      # a function of your own
+        trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)   # a bray.Trainer, or a Learner
+
+    name             of its checkpoints (`trainers/NAME` in the run directory) and of its section in `config`
+    use_gpu          one GPU for each rank; None: no
+    num_workers      ranks; None: 1
+    cpus_per_worker  CPUs of each rank; None: 1
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        use_gpu: bool | None = None,
+        num_workers: int | None = None,
+        cpus_per_worker: float | None = None,
+    ):
+        self.name = name or "default"
+        self.use_gpu = bool(use_gpu)
+        self.num_workers = 1 if num_workers is None else num_workers
+        self.cpus_per_worker = 1.0 if cpus_per_worker is None else float(cpus_per_worker)
+        if self.num_workers < 1 or self.cpus_per_worker < 0:
+            raise ConfigError(
+                f"RemoteTrainer {self.name!r}: expected num_workers >= 1 and cpus_per_worker >= 0, got {num_workers} and {cpus_per_worker}"
+            )
+
+    def train(self, train: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Promise:
+        """Start to train, and return a Promise of its end. An error in a rank is the Promise's, and ends `bray.run_until_asked_to_stop`.
+
+        With a function: `train(*args, **kwargs)` is called on every rank, inside torch's process group (gloo, or nccl on GPUs) and inside the
+        session. Arguments arrive as they are: a name stays a name, and `bray.RemoteModel(name)` finds the model. When the process of a rank
+        dies, all ranks are started again and call the function anew; what it should go on from, it saves itself. The Promise is what the
+        first rank returns (None where that cannot be sent).
+
+        Without one, these keywords say what is trained, and the Promise is a summary:
+
+        trainer                   a `bray.Trainer`, a Learner, or either as "module:Class"; may be left out where config[name] has `algo`
+        model, buffers            names or handles; the model that is trained, and where its batches come from
+        buffer_weights            the share of each buffer; None: equal shares
+        eval                      None, or {buffer, interval, steps}: every `interval` steps, `steps` batches of that buffer go to `Trainer.eval`
+        batch_size, batch_kind    batches of the buffer that are put together, and how: "concate", "stack" or None (a list)
+        prefetch_size, max_reuse  batches made ready beforehand; how often one is trained on again while the next is not ready
+        accumulate                batches per step, whose gradients are averaged
+        learning_rate             of the optimizer; None: 5e-4 (a Learner has its own)
+        clip_grad_max_norm        None: gradients are not clipped (a Learner has its own)
+        weights_publish_interval  steps between two versions of the model
+        num_steps                 steps in all, those before a restart included; None: until the session ends
+        checkpoint_interval       steps between checkpoints of the trainer; None: every minute. There is one at the end too
+        config, name              what the Trainer is made with
+        hooks                     more `Hook`s of the loop
+        """
+        from bray.remote.trainer.worker import Plan
+
+        if train is None:
+            plan = self._driven(*args, **kwargs)
+        elif callable(train):
+            plan = Plan(self.name, train, args, kwargs)
+        else:
+            raise ConfigError(f"train: expected a function, got {train!r}; a class is given as trainer=")
+        opened = session()
+        key = (opened.namespace, plan.name)
+        if key in _running and not _running[key].done():
+            raise ConfigError(f"trainer {plan.name!r} is training already: give the second one another name")
+        run = _LocalRun(opened, plan, self) if opened.cluster.kind == "local" else _RayRun(opened, plan, self)
+        _running[key] = run.promise
+        opened.watch(f"trainer {plan.name}", run.promise)
+        opened.stops.append(run.end)
+        run.start()
+        return run.promise
+
+    def _driven(
+        self,
+        *,
+        trainer: Any = None,
+        model: Any = None,
+        buffers: Sequence[Any] = (),
+        buffer_weights: Sequence[float] | None = None,
+        eval: Mapping[str, Any] | None = None,
+        batch_size: int | None = 1,
+        batch_kind: str | None = "concate",
+        prefetch_size: int = 1,
+        max_reuse: int = 0,
+        accumulate: int = 1,
+        learning_rate: float | None = None,
+        clip_grad_max_norm: float | None = 1.0,
+        weights_publish_interval: int = 1,
+        num_steps: int | None = None,
+        checkpoint_interval: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        hooks: Sequence[Hook] = (),
+        seed: int = 0,
+        **unknown: Any,
+    ) -> Plan:
+        from bray.remote.trainer.drive import Settings
+        from bray.remote.trainer.worker import Plan
+
+        name = name or self.name
+        for key in unknown:
+            known = [k for k in inspect.signature(self._driven).parameters if k != "unknown"]
+            raise UnknownName("argument", key, known, "RemoteTrainer.train without a function")
+        if model is None or not buffers:
+            raise ConfigError(f"trainer {name!r}: expected train=FUNCTION, or trainer=CLASS with model= and buffers=")
+        if isinstance(buffers, str):
+            raise ConfigError(f"trainer {name!r}: expected buffers=[{buffers!r}], a list, got {buffers!r}")
+        evaluation = {"interval": 1000, "steps": 10, **(eval or {})}
+        for key in evaluation:
+            if key not in ("buffer", "interval", "steps"):
+                raise UnknownName("key", key, ("buffer", "interval", "steps"), f"eval of trainer {name}")
+        if eval is not None and evaluation.get("buffer") is None:
+            raise ConfigError(f"trainer {name!r}: eval needs the name of a buffer: eval={{'buffer': 'eval_buffer'}}")
+        settings = Settings(
+            buffer_weights, batch_size or 1, batch_kind, prefetch_size, max_reuse, accumulate, weights_publish_interval, num_steps,
+            checkpoint_interval, evaluation["interval"], evaluation["steps"], tuple(hooks),
+        )  # fmt: skip
+        return Plan(
+            name,
+            trainer=trainer,
+            model=model,
+            buffers=tuple(buffers),
+            eval_buffer=evaluation.get("buffer"),
+            config=config or {name: {}},
+            learning_rate=learning_rate,
+            clip_grad_max_norm=clip_grad_max_norm,
+            seed=seed,
+            settings=settings,
+        )
+
+
+_running: dict[tuple[str, str], Promise] = {}
+
+
+class _Run:
+    """A training under way."""
+
+    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+        self.session, self.plan, self.trainer = opened, plan, trainer
+        self.promise = Promise()
+        self.promise.set_running_or_notify_cancel()
+
+    def start(self) -> None:
+        threading.Thread(target=self._main, name=f"bray-trainer-{self.plan.name}", daemon=True).start()
+
+    def _main(self) -> None:
+        try:
+            self.settle(self.run())
+        except BaseException as e:
+            self.settle(error=e)
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """The first end counts."""
+        with contextlib.suppress(InvalidStateError):
+            if error is not None:
+                self.promise.set_exception(error)
+            else:
+                self.promise.set_result(result)
+
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """At the end of the session."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Give a driven training time to save itself."""
+        with contextlib.suppress(BaseException):
+            self.promise.result(_END_PATIENCE if self.plan.train is None else 0.0)
+
+
+class _LocalRun(_Run):
+    """One rank, in a thread of this process."""
+
+    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+        super().__init__(opened, plan, trainer)
+        self._drive: Drive | None = None
+        self._over = False
+        if trainer.num_workers > 1:
+            logger.warning("trainer %s: cluster='local' has one rank, not %d", plan.name, trainer.num_workers)
+        import torch
+
+        if trainer.use_gpu and not torch.cuda.is_available():
+            raise ResourceError(f"trainer {plan.name} asks for a GPU, and this machine has none that PyTorch can use")
+
+    def run(self) -> Any:
+        import torch
+
+        from bray.remote.trainer.worker import execute
+
+        _group_of_one(self.session)
+        device = torch.device("cuda" if self.trainer.use_gpu else "cpu")
+        try:
+            return execute(self.plan, device, self._started)
+        except BaseException as e:
+            e.add_note(f"raised in trainer {self.plan.name} (a thread of this process)")
+            raise
+
+    def _started(self, drive: Drive) -> None:
+        self._drive = drive
+        if self._over:
+            drive.stop()
+
+    def end(self) -> None:
+        self._over = True
+        if self._drive is not None:
+            self._drive.stop()
+        self.wait()
+
+
+def _group_of_one(opened: Session) -> None:
+    import torch.distributed as dist
+
+    with _making:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            opened.closers.append(_end_group)
+
+
+def _end_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_making = threading.Lock()
+
+
+class _RayRun(_Run):
+    """Ranks in processes of Ray Train, which starts all of them again when one dies."""
+
+    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+        super().__init__(opened, plan, trainer)
+        ranks = opened.cluster
+        assert isinstance(ranks, cluster.RayCluster)
+        self._cluster = ranks
+        cpus = max(trainer.cpus_per_worker, 0.001)  # Ray places nothing that asks for nothing
+        self._resources = {"CPU": cpus, **({"GPU": 1.0} if trainer.use_gpu else {})}
+        self._over = False
+        ranks.check_group(*self._wants())
+        try:
+            self._made = ranks.put(plan)  # kept here: a restart needs it
+        except Exception as e:
+            raise ConfigError(
+                f"trainer {plan.name}: its function, class or arguments cannot be sent to other processes ({type(e).__name__}: {e})"
+            ) from e
+        self._listener: wire.Listener = io.run(opened.listen(f"trainer-{plan.name}", self._heard))
+
+    def _wants(self) -> tuple[str, int, float, float]:
+        return (
+            f"trainer {self.plan.name}",
+            self.trainer.num_workers,
+            self._resources["CPU"],
+            self._resources.get("GPU", 0.0),
+        )
+
+    def run(self) -> Any:
+        from bray.remote.trainer.worker import Failed, rank_main
+
+        for key, value in _RAY_TRAIN.items():
+            os.environ.setdefault(key, value)
+        import ray.train
+        import ray.train.torch
+
+        rt: Any = ray.train
+
+        self._cluster.wait_group(*self._wants())
+        store = tempfile.mkdtemp(prefix="bray-train-")  # Ray Train wants one; our checkpoints are in the run directory
+
+        class Fit(rt.torch.TorchTrainer):
+            def _create_default_callbacks(self) -> list[Any]:
+                """Without the detached process that removes placement groups: they end with the controller that made them."""
+                made = super()._create_default_callbacks()
+                return [c for c in made if type(c).__name__ != "PlacementGroupCleanerCallback"]
+
+        fit = Fit(
+            partial(
+                rank_main, self.session.info, self.plan.name, self._listener.address, [self._made], self.trainer.use_gpu
+            ),
+            torch_config=rt.torch.TorchConfig(timeout_s=1800),
+            scaling_config=rt.ScalingConfig(
+                num_workers=self.trainer.num_workers, use_gpu=self.trainer.use_gpu, resources_per_worker=self._resources
+            ),
+            run_config=rt.RunConfig(
+                name=secrets.token_hex(4),
+                storage_path=store,
+                failure_config=rt.FailureConfig(max_failures=-1),
+                callbacks=[_make_verdict(self.plan.name)],
+                logging_config=rt.LoggingConfig(log_level="CRITICAL"),
+            ),
+        )
+        try:
+            return pickle.loads(fit.fit().return_value)  # our own ranks' bytes, through Ray
+        except rt.ControllerError as e:
+            why = e.controller_failure
+            raise cluster._raise(why.failure()) if isinstance(why, Failed) else Unreachable(str(why)) from None
+        except BaseException:
+            if self._over:
+                raise Unreachable(f"trainer {self.plan.name}: the session ended before the training did") from None
+            raise
+        finally:
+            shutil.rmtree(store, ignore_errors=True)
+            io.run(self._listener.close())
+
+    def _heard(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+        from bray.remote.trainer.worker import DONE
+
+        if kind == DONE:
+            self.settle(msgspec.json.decode(body))
+            link.reply(number)
+
+    def end(self) -> None:
+        from bray.remote.trainer.worker import STOP
+
+        self._over = True
+
+        async def stop() -> None:
+            for link in list(self._listener.links):
+                with contextlib.suppress(Unreachable):
+                    link.post(STOP)
+
+        if not self.promise.done() and self._listener.links:
+            io.run(stop())
+            self.wait()
+        io.run(self._listener.close())  # ranks that are just starting find nobody, and end
+
+
+_RAY_TRAIN = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead rank is noticed
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more; a node that goes is noticed by its ranks' deaths
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of the user's code mean what they mean elsewhere
+}
+
+
+def _make_verdict(name: str) -> Any:
+    from ray.train import UserCallback
+
+    class Verdict(UserCallback):
+        """In Ray Train's controller: what is not worth another try ends the run."""
+
+        def __init__(self) -> None:
+            self.deaths: deque[float] = deque(maxlen=_DEATHS)
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            from bray.remote.trainer.worker import Failed
+
+            for error in worker_exceptions.values():
+                if isinstance(error, Failed):
+                    raise error
+            now = time.monotonic()
+            self.deaths.append(now)
+            if len(self.deaths) == _DEATHS and now - self.deaths[0] < _DEATHS_IN:
+                last = "; ".join(f"rank {r}: {str(e).strip()[-600:]}" for r, e in worker_exceptions.items())
+                raise BrayError(
+                    f"trainer {name}: its ranks died {_DEATHS} times in {now - self.deaths[0]:.0f} s, and are not started again. The last: {last}"
+                )
+
+    return Verdict()

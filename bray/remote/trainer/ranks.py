@@ -1,0 +1,178 @@
+"""The ranks that train one model together: each has batches of its own, and all have the same parameters after every step.
+
+Gradients are averaged by one all-reduce of one flat array. Small numbers (who has a batch, who has ended) go over gloo, also where the
+gradients are on GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bray.errors import Unreachable
+
+
+class RankLost(Unreachable):
+    """Another rank has died: the group is started again."""
+
+
+_OF_COLLECTIVES = ("gloo/", "NCCL", "ProcessGroup", "c10d")
+
+
+def is_rank_lost(error: BaseException) -> bool:
+    """Whether an error is the echo of another rank's death and not one of the user's code."""
+    if isinstance(error, (RankLost, dist.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_COLLECTIVES)
+
+
+class Ranks:
+    """This process and its peers, by torch's process group; alone where there is none."""
+
+    def __init__(self) -> None:
+        there = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if there else 0
+        self.size: int = dist.get_world_size() if there else 1
+        self._control: Any = None
+        if self.size > 1 and dist.get_backend() != "gloo":
+            self._control = dist.new_group(backend="gloo")
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that publishes, evaluates and saves."""
+        return self.rank == 0
+
+    def _run(self, operation: Callable[[], Any]) -> None:
+        try:
+            operation()
+        except RuntimeError as e:
+            raise RankLost(f"rank {self.rank} of {self.size} lost another one: {e}") from e
+
+    def total(self, *numbers: float) -> list[float]:
+        """The sums of some numbers over all ranks."""
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def least(self, number: float) -> float:
+        """The smallest of the ranks' numbers."""
+        return self._reduced((number,), dist.ReduceOp.MIN)[0]
+
+    def _reduced(self, numbers: Sequence[float], op: Any) -> list[float]:
+        if self.size == 1:
+            return [float(x) for x in numbers]
+        x = torch.tensor(numbers, dtype=torch.float64)
+        self._run(lambda: dist.all_reduce(x, op, group=self._control))
+        return x.tolist()
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """The mean over all ranks of an array, which is overwritten."""
+        if self.size > 1:
+            self._run(lambda: dist.all_reduce(flat))
+            flat /= self.size
+        return flat
+
+    def copy_first(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite tensors with those of the first rank."""
+        if self.size == 1:
+            return
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            same = [t for t in tensors if t.dtype == dtype]
+            flat = torch.cat([t.detach().reshape(-1) for t in same])
+            self._run(lambda flat=flat: dist.broadcast(flat, 0))  # type: ignore[misc]
+            with torch.no_grad():
+                for t, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
+                    t.copy_(part.view(t.shape))
+
+    def spread(self, data: bytes) -> bytes:
+        """The first rank's bytes, on all ranks."""
+        if self.size == 1:
+            return data
+        length = int(self.total(len(data) if self.first else 0)[0])
+        x = (
+            torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+            if self.first
+            else torch.empty(length, dtype=torch.uint8)
+        )
+        self._run(lambda: dist.broadcast(x, 0, group=self._control))
+        return x.numpy().tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of all ranks, on all ranks."""
+        if self.size == 1:
+            return [data]
+        sizes = [int(n) for n in self.total(*[len(data) if r == self.rank else 0 for r in range(self.size)])]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        parts = [torch.empty_like(mine) for _ in sizes]
+        self._run(lambda: dist.all_gather(parts, mine, group=self._control))
+        return [p.numpy()[:n].tobytes() for p, n in zip(parts, sizes, strict=True)]
+
+
+def average_gradients(params: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """Replace `.grad` of each parameter by its mean over the ranks. A parameter without one counts as zero, unless no rank has one."""
+    if ranks.size == 1 or not params:
+        return
+    there = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+    parts = [torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1) for p in params]
+    flat = ranks.mean(torch.cat([*parts, there]))
+    *means, there = flat.split([*[p.numel() for p in params], len(params)])
+    for p, mean, some in zip(params, means, there.tolist(), strict=True):
+        p.grad = mean.view(p.shape).to(p.dtype) if some else None
+
+
+class Together:
+    """Makes an algorithm's Learner train on several ranks: its Optimizers average their gradients between backward and step.
+
+    The ranks of an update may want different numbers of gradient steps (PPO's `target_kl` looks at the rank's own rows): all make as many
+    as the one that wants the fewest. Each is announced, so that nobody waits for a gradient that does not come.
+    """
+
+    def __init__(self, learner: Any, ranks: Ranks):
+        from bray.optim import Optimizer
+
+        self.learner, self.ranks = learner, ranks
+        self._over = self._differ = False
+        self._buffers: list[Tensor] = []
+        if ranks.size == 1:
+            return
+        for part in vars(learner).values():
+            if isinstance(part, Optimizer):
+                part.average = self._average
+            elif isinstance(part, torch.optim.Optimizer):
+                part.register_step_pre_hook(self._average_torch)
+            module = getattr(part, "module", part)
+            if isinstance(module, nn.Module):
+                self._buffers += module.buffers()
+
+    def update(self, batch: Any, env_steps: int) -> Any:
+        if self.ranks.size == 1:
+            return self.learner.update(batch, env_steps)
+        self._over = self._differ = False
+        out = self.learner.update(batch, env_steps)
+        if not self._over:
+            self._differ = self.ranks.total(0)[0] > 0
+        if self._differ:
+            self.learner.steps = int(self.ranks.least(self.learner.steps))
+        if self._buffers:  # statistics of observations: each rank has seen its own
+            self.ranks.copy_first(self._buffers)
+        return out
+
+    def _goes_on(self) -> bool:
+        if not self._over and self.ranks.total(1)[0] < self.ranks.size:
+            self._over = self._differ = True
+        return not self._over
+
+    def _average(self, grad: Tensor) -> Tensor | None:
+        return self.ranks.mean(grad) if self._goes_on() else None
+
+    def _average_torch(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._goes_on():
+            average_gradients(params, self.ranks)
+        else:
+            for p in params:
+                p.grad = None  # torch leaves such parameters alone

@@ -1,0 +1,79 @@
+"""Buffers whose shards are reached through sockets, without a cluster: quick to start, and any process may take part."""
+
+import contextlib
+import multiprocessing
+import os
+
+from bray.inference.host import Promise
+from bray.remote import cluster
+
+
+class SocketCluster(cluster.LocalCluster):
+    """Members are objects of this process, but buffers take them for those of others."""
+
+    kind = "sockets"
+
+
+class _Known:
+    """A shard that another process has."""
+
+    def __init__(self, opening):
+        self.opening = opening
+
+    def call(self, method, *args, **kwargs):
+        promise = Promise()
+        promise.set_result({"opening": self.opening, "described": self.opening.settings}[method])
+        return promise
+
+
+class KnownCluster:
+    """What a child process knows: the shards of its parent."""
+
+    kind = "sockets"
+
+    def __init__(self, openings):
+        self.openings = openings
+
+    def find(self, name):
+        return _Known(self.openings[name])
+
+    def names(self, prefix=""):
+        return [n for n in self.openings if n.startswith(prefix)]
+
+    def close(self):
+        pass
+
+    def host(self):
+        return "127.0.0.1"
+
+
+@contextlib.contextmanager
+def sockets(path):
+    """A session whose buffers use sockets and shared memory, all in this process."""
+    info = cluster.SessionInfo("p", "t", str(path), "ns", os.urandom(16), True, ())
+    cluster._session = cluster.Session(info, SocketCluster())
+    try:
+        yield cluster._session
+    finally:
+        cluster.shutdown()
+
+
+def _child(info, openings, function, args, pipe):
+    cluster._session = cluster.Session(info, KnownCluster(openings))
+    try:
+        pipe.send(function(*args))
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        cluster.shutdown()
+
+
+def child(session, function, *args):
+    """Run a function of a module in another process of the session. Returns (process, pipe with its result)."""
+    openings = {n: session.cluster.find(n).call("opening").result() for n in session.cluster.names("buffer/")}
+    context = multiprocessing.get_context("forkserver")
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(session.info, openings, function, args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, mine

@@ -1,0 +1,375 @@
+"""Two ranks over gloo, in processes of their own, without a cluster: every test looks at what one run of all scenarios has left."""
+
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+
+from bray.remote.trainer.drive import Hook
+from bray.remote.trainer.ranks import RankLost, Ranks, Together, average_gradients, is_rank_lost
+from tests.trainer_for_tests import (
+    MemoryBuffer,
+    MemoryModel,
+    Regression,
+    ToyRollouts,
+    batch_of,
+    drive_of,
+    learner_drive,
+    net,
+    same,
+    setup_of,
+    transitions,
+    weights,
+)
+
+STEPS = 15
+
+
+def recorder(out):
+    return Hook("after_step", lambda drive: out.append(weights(drive.model)), 1)
+
+
+class Part(Regression):
+    """Batches of two kinds, each of which trains another part of the model."""
+
+    def loss(self, replay, step):
+        side = int(replay["side"][0])
+        return (self.model(replay["x"])[:, side] - replay["y"][:, side]).square().mean()
+
+
+def sided(i):
+    return {**batch_of(i), "side": np.full(4, i % 2)}
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)])
+
+    def forward(self, x):
+        return torch.cat([h(x) for h in self.heads[:2]], -1)
+
+
+class OneHead(Part):
+    """A rank's batch touches one head only: the other has no gradient there; the third has one nowhere."""
+
+    def loss(self, replay, step):
+        side = int(replay["side"][0])
+        return (self.model.heads[side](replay["x"])[:, 0] - replay["y"][:, side]).square().mean()
+
+
+# --- scenarios: each runs on both ranks and returns what is looked at ---------------------------------------------------
+
+
+def equal_steps(ranks, path):
+    seen = []
+    buffer = MemoryBuffer(lambda i: batch_of(2 * i + ranks.rank))
+    remote = MemoryModel(net(seed=ranks.rank))  # the first rank's weights count
+    summary = drive_of(buffers=[buffer], remote=remote, ranks=ranks, num_steps=STEPS, hooks=[recorder(seen)]).run()
+    return {"seen": seen, "summary": summary, "published": remote.published}
+
+
+def one_head_each(ranks, path):
+    buffer = MemoryBuffer(lambda i: sided(2 * i + ranks.rank))
+    drive = drive_of(OneHead, [buffer], MemoryModel(TwoHeads()), ranks=ranks, num_steps=STEPS)
+    drive.run()
+    return weights(drive.model)
+
+
+def mean_gradients(ranks, path):
+    model = net()
+    model(torch.full((2, 3), 1.0 + ranks.rank)).sum().backward()
+    before = [p.grad.clone().numpy() for p in model.parameters()]
+    average_gradients(list(model.parameters()), ranks)
+    return before, [p.grad.numpy() for p in model.parameters()]
+
+
+def numbers(ranks, path):
+    mine = bytes([ranks.rank]) * (3 + ranks.rank)
+    return (
+        ranks.total(1, ranks.rank),
+        ranks.least(5 - ranks.rank),
+        ranks.spread(mine),
+        ranks.gather(mine),
+        ranks.spread(b""),
+    )
+
+
+def uneven_speed(ranks, path):
+    """The second rank is slow, and has fewer batches."""
+
+    def make(i):
+        if ranks.rank == 1:
+            time.sleep(0.02)
+        return batch_of(i) if ranks.rank == 0 or i < 6 else None
+
+    return drive_of(buffers=[MemoryBuffer(make, end=True)], ranks=ranks, num_steps=STEPS).run()
+
+
+def stopped_by_one(ranks, path):
+    def stop(drive):
+        if drive.ranks.rank == 1 and drive.steps == 4:
+            drive.stop()
+
+    return drive_of(ranks=ranks, hooks=[Hook("after_step", stop)]).run()
+
+
+def resumed(ranks, path):
+    def run(name, first, steps, seed):
+        buffer = MemoryBuffer(lambda i: batch_of(2 * (first + i) + ranks.rank))
+        remote = MemoryModel(net(dropout=0.5), step=first)
+        torch.manual_seed(seed + ranks.rank)
+        drive = drive_of(
+            buffers=[buffer], remote=remote, ranks=ranks, num_steps=steps, prefetch_size=0, path=Path(path) / name
+        )
+        drive.run()
+        return drive
+
+    whole = run("whole", 0, 10, 3)
+    run("half", 0, 6, 3)
+    rest = run("half", 6, 10, 77)
+    return weights(whole.model), weights(rest.model), rest.resumed
+
+
+def ppo(ranks, path):
+    """`target_kl` makes the ranks want different numbers of steps."""
+    setup = setup_of("PPO", "CartPole-v1", lr=0.05, epochs=4, minibatches=2, target_kl=0.02)
+    torch.manual_seed(0)
+    remote = MemoryModel(setup.make_model())
+    rollouts = ToyRollouts(setup, remote, seed=10 + ranks.rank, rows=32 + 32 * ranks.rank)
+    seen, steps = [], []
+    drive = learner_drive(
+        setup,
+        remote,
+        [rollouts],
+        ranks=ranks,
+        num_steps=40,
+        hooks=[recorder(seen), Hook("after_step", lambda d: steps.append(d.steps))],
+    )
+    drive.run()
+    return {"seen": seen, "steps": steps, "wanted": drive.learner.optimizer.steps.item()}
+
+
+def sac(ranks, path):
+    """Three optimizers, critics that each rank has drawn for itself, and normalised observations."""
+    setup = setup_of("SAC", "Pendulum-v1")
+    torch.manual_seed(ranks.rank)
+    remote = MemoryModel(setup.make_model())
+    buffer = MemoryBuffer(lambda i: transitions(2 * i + ranks.rank, actions=1))
+    drive = learner_drive(setup, remote, [buffer], ranks=ranks, num_steps=6)
+    drive.run()
+    learner = drive.learner
+    return {
+        "model": weights(drive.model),
+        "critic": weights(learner.critic),
+        "target": weights(learner.target.module),
+        "alpha": {"a": learner.log_alpha.detach().numpy().copy()},
+        "noise": learner.rng.bit_generator.state["state"]["state"],
+    }
+
+
+class TorchLearner:
+    """A Learner of the user's own, with torch's optimizer; the ranks want different numbers of steps."""
+
+    def __init__(self, wanted):
+        self.model, self.steps, self.wanted = net(), 0, wanted
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.01)
+
+    def update(self, batch, env_steps):
+        for _ in range(self.wanted):
+            self.optimizer.zero_grad()
+            self.model(torch.from_numpy(batch["x"])).square().mean().backward()
+            self.optimizer.step()
+            self.steps += 1
+
+
+def own_learner(ranks, path):
+    learner = TorchLearner(2 + ranks.rank)
+    together = Together(learner, ranks)
+    for i in range(3):
+        together.update(batch_of(2 * i + ranks.rank), 0)
+    return weights(learner.model), learner.steps
+
+
+def statistics(ranks, path):
+    """Buffers (what a model remembers of its observations) are the first rank's."""
+    model = nn.BatchNorm1d(3)
+
+    class Norm(TorchLearner):
+        def __init__(self):
+            self.model, self.steps = model, 0
+            self.optimizer = torch.optim.SGD(model.parameters(), 0.01)
+            self.wanted = 1
+
+    together = Together(Norm(), ranks)
+    together.update(batch_of(ranks.rank), 0)
+    return weights(model)
+
+
+def lost(ranks, path):
+    """The last scenario: the second rank dies."""
+    if ranks.rank == 1:
+        os._exit(9)
+    try:
+        ranks.total(1)
+    except RankLost as e:
+        return is_rank_lost(e), is_rank_lost(e.__cause__), str(e)
+    return None
+
+
+SCENARIOS = [
+    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, own_learner, statistics, lost,
+]  # fmt: skip
+
+
+def rank_main(rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/meet", rank=rank, world_size=2)
+    ranks = Ranks()
+    for scenario in SCENARIOS:
+        try:
+            out = scenario(ranks, path)
+        except BaseException:
+            out = traceback.format_exc()
+            print(out, file=sys.stderr)
+            os._exit(1)  # the other one does not wait
+        with open(f"{path}/{scenario.__name__}-{rank}", "wb") as f:
+            pickle.dump(out, f)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("ranks"))
+    context = multiprocessing.get_context("spawn")
+    children = [context.Process(target=rank_main, args=(r, path)) for r in range(2)]
+    for child in children:
+        child.start()
+    try:
+        for child in children:
+            child.join(150)
+    finally:
+        for child in children:
+            if child.is_alive():
+                child.kill()
+
+    def read(scenario):
+        return [
+            pickle.loads((Path(path) / f"{scenario.__name__}-{r}").read_bytes())
+            for r in range(2)
+            if (Path(path) / f"{scenario.__name__}-{r}").exists()
+        ]
+
+    return read
+
+
+# --- what they have left ------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_equal_after_every_step_and_equal_one_rank_with_both_batches(outcome):
+    a, b = outcome(equal_steps)
+    assert len(a["seen"]) == len(b["seen"]) == STEPS
+    assert all(same(x, y) for x, y in zip(a["seen"], b["seen"], strict=True))
+    alone = []
+    drive_of(batch_size=2, num_steps=STEPS, hooks=[recorder(alone)]).run()
+    assert all(same(x, y, 1e-5) for x, y in zip(a["seen"], alone, strict=True))
+    assert not same(a["seen"][0], a["seen"][1], 1e-5)
+
+
+def test_the_first_rank_publishes(outcome):
+    a, b = outcome(equal_steps)
+    assert a["published"] == list(range(1, STEPS + 1))
+    assert b["published"] == []
+    assert a["summary"]["ranks"] == 2
+    assert a["summary"]["samples"] == b["summary"]["samples"] == 2 * 4 * STEPS
+
+
+def test_gradients_are_the_mean_of_the_ranks(outcome):
+    (before_a, after_a), (before_b, after_b) = outcome(mean_gradients)
+    for x, y, z, w in zip(before_a, before_b, after_a, after_b, strict=True):
+        assert np.allclose((x + y) / 2, z, rtol=1e-6)
+        assert np.array_equal(z, w)
+    assert not np.allclose(before_a[0], before_b[0])
+
+
+def test_a_parameter_without_gradient_on_one_rank(outcome):
+    a, b = outcome(one_head_each)
+    assert same(a, b)
+    alone = drive_of(OneHead, [MemoryBuffer(sided)], MemoryModel(TwoHeads()), accumulate=2, num_steps=STEPS)
+    alone.run()
+    assert same(a, weights(alone.model), 1e-5)
+    assert same({"w": a["heads.2.weight"]}, {"w": weights(TwoHeads())["heads.2.weight"]})
+
+
+def test_numbers_and_bytes_of_all_ranks(outcome):
+    a, b = outcome(numbers)
+    assert a == b
+    assert a == ([2.0, 1.0], 4.0, b"\0\0\0", [b"\0\0\0", b"\1\1\1\1"], b"")
+
+
+def test_ranks_of_different_speed_make_the_same_steps_and_end_together(outcome):
+    a, b = outcome(uneven_speed)
+    assert a["steps"] == b["steps"] == 6
+    assert a["out_of_data"]
+    assert b["out_of_data"]
+
+
+def test_one_rank_stops_all(outcome):
+    a, b = outcome(stopped_by_one)
+    assert a["steps"] == b["steps"] == 4
+    assert a["stopped"]
+    assert b["stopped"]
+
+
+def test_resumed_ranks_equal_ranks_never_interrupted(outcome):
+    for whole, rest, step in outcome(resumed):
+        assert step == 6
+        assert same(whole, rest)
+
+
+def test_a_learner_on_two_ranks_makes_as_many_steps_as_the_rank_that_wants_fewest(outcome):
+    a, b = outcome(ppo)
+    assert a["steps"] == b["steps"]
+    assert all(same(x, y) for x, y in zip(a["seen"], b["seen"], strict=True))
+    assert len(a["seen"]) > 5  # updates of at most 8 steps that are cut short
+    assert a["steps"][-1] >= 40
+    assert a["wanted"] == b["wanted"] == a["steps"][-1]  # the optimizer's own count
+
+
+def test_a_learner_with_parts_of_its_own_on_two_ranks(outcome):
+    a, b = outcome(sac)
+    for part in ("model", "critic", "target", "alpha"):
+        assert same(a[part], b[part]), part
+    assert a["noise"] != b["noise"]
+
+
+def test_a_learner_with_torchs_optimizer_on_two_ranks(outcome):
+    (a, steps_a), (b, steps_b) = outcome(own_learner)
+    assert same(a, b)
+    assert steps_a == steps_b == 6
+
+
+def test_statistics_of_observations_are_the_first_ranks(outcome):
+    a, b = outcome(statistics)
+    assert same(a, b)
+    reference = nn.BatchNorm1d(3)
+    reference(torch.from_numpy(batch_of(0)["x"]))
+    assert np.allclose(a["running_mean"], reference.running_mean.numpy())
+
+
+def test_the_death_of_a_rank_is_told_from_an_error_of_the_users_code(outcome):
+    ((wrapped, raw, said),) = outcome(lost)
+    assert wrapped
+    assert raw
+    assert "rank 0 of 2 lost another one" in said
+    assert not is_rank_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_rank_lost(ConnectionResetError("Connection reset by peer"))

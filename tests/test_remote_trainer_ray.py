@@ -1,0 +1,193 @@
+"""RemoteTrainer on a real Ray: ranks that Ray Train places, names and starts again."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from bray.errors import ConfigError, ResourceError
+from bray.fake.buffer import FakeBuffer
+from bray.remote import cluster, master
+from bray.remote.buffer.handle import RemoteBuffer
+from bray.remote.model.handle import RemoteModel
+from bray.remote.trainer.drive import Hook
+from bray.remote.trainer.handle import RemoteTrainer
+from bray.remote.trainer.worker import trainer_path
+from bray.rundir import RunDir
+from tests.ray_for_tests import ray_session  # noqa: F401
+from tests.trainer_for_tests import Regression, batch_of, net
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+SAMPLE = {k: v[0] for k, v in batch_of(0).items()}
+
+
+@pytest.fixture(scope="module")
+def parts(ray_session):  # noqa: F811
+    """A model, and a buffer that fills itself."""
+    remote = RemoteModel("m", net(), (np.zeros(3, np.float32),))
+    fake = FakeBuffer("b", SAMPLE, size=16, batch_size=4, num_workers=1)
+    yield remote
+    fake.close()
+
+
+def train_function(model, buffer, batch_size, weights_publish_interval, num_steps):
+    """The fragment of the README: torch's own DistributedDataParallel over the process group that is there."""
+    remote = RemoteModel(name=model)
+    module = torch.nn.parallel.DistributedDataParallel(remote.get_model())
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    batches = iter(RemoteBuffer(buffer))
+    equal = []
+    for step in range(num_steps):
+        batch = {k: torch.from_numpy(v) for k, v in next(batches).items()}
+        loss = (module(batch["x"]) - batch["y"]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        others = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, flat)
+        equal.append(all(torch.equal(flat, o) for o in others))
+        if dist.get_rank() == 0 and step % weights_publish_interval == 0:
+            remote.publish_weights(module.module.state_dict())
+        master.merge("steps", 1, {"sum": "steps of all ranks"})
+    return {
+        "equal": equal,
+        "pid": os.getpid(),
+        "backend": dist.get_backend(),
+        "batch_size": batch_size,
+        "cwd": os.getcwd(),
+    }
+
+
+def test_a_function_runs_on_two_ranks(parts):
+    before = parts.step
+    end = RemoteTrainer("f", use_gpu=False, num_workers=2).train(
+        train=train_function, model="m", buffer="b", batch_size=8, weights_publish_interval=1, num_steps=20
+    )
+    out = end.result(240)
+    assert out["equal"] == [True] * 20
+    assert out["pid"] != os.getpid()
+    assert out["backend"] == "gloo"
+    assert out["batch_size"] == 8
+    assert parts.step >= before + 1
+    deadline = time.monotonic() + 10
+    while master.query("steps", "sum") < 40 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert master.query("steps", "sum") == 40
+
+
+class Slow(Regression):
+    def loss(self, replay, step):
+        if step >= self.config[self.name].get("fails", step + 1) and dist.get_rank() == 1:
+            raise KeyError("no advantage in this replay")
+        time.sleep(0.01)
+        return super().loss(replay, step)
+
+
+def write_pid(drive):
+    path = cluster.session().path / f"pid-{drive.ranks.rank}"
+    if drive.steps % 5 == 0:
+        path.write_text(f"{os.getpid()} {drive.steps}")
+
+
+def pids(session):
+    out = {}
+    for rank in (0, 1):
+        words = (session.path / f"pid-{rank}").read_text().split()
+        if len(words) == 2:
+            out[rank] = int(words[0])
+    return out
+
+
+def test_a_trainer_is_driven_on_two_ranks_and_its_errors_are_not_tried_again(parts, ray_session):  # noqa: F811
+    first = parts.step
+    steps = {"trainer": Slow, "model": "m", "buffers": ["b"]}
+    summary = RemoteTrainer("t1", num_workers=2).train(**steps, num_steps=15).result(240)
+    assert summary["steps"] == 15
+    assert summary["ranks"] == 2
+    assert summary["samples"] == 2 * 4 * 15
+    assert parts.step == first + 15
+    assert RunDir.open(trainer_path(ray_session.path, "t1")).load_checkpoint().step == first + 15
+
+    # the same trainer goes on, and meets an error of the user's code
+    config = {"t1": {"fails": first + 20}}
+    trainer = RemoteTrainer("t1", num_workers=2)
+    end = trainer.train(**steps, num_steps=10_000, config=config)
+    with pytest.raises(ConfigError, match="trainer 't1' is training already"):
+        trainer.train(**steps)
+    with pytest.raises(KeyError, match="no advantage in this replay") as caught:
+        end.result(240)
+    note = "\n".join(caught.value.__notes__)
+    assert "trainer t1, rank 1 of 2 (pid" in note
+    assert 'raise KeyError("no advantage in this replay")' in note
+    assert parts.step == first + 20
+    ray_session.watched.clear()  # others of this module go on
+
+
+def test_what_does_not_fit_fails_at_once():
+    begin = time.monotonic()
+    with pytest.raises(
+        ResourceError, match=r"trainer big asks for 40 x 1 CPUs, and there is room for 16: there are node"
+    ):
+        RemoteTrainer("big", num_workers=40).train(train=print)
+    with pytest.raises(ResourceError, match=r"asks for 1 x 1 CPUs, 1 GPUs, and there is room for 0"):
+        RemoteTrainer("gpu", use_gpu=True).train(train=print)
+    assert time.monotonic() - begin < 5
+
+
+def test_what_others_hold_is_named(monkeypatch):
+    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 0.5)
+
+    class Idle:
+        def ask(self):
+            return 1
+
+    held = cluster.session().cluster.start("idle", Idle, cpus=14)
+    try:
+        assert held.call("ask").result() == 1
+        with pytest.raises(ResourceError, match="asks for 4 x 1 CPUs, and others hold what there is: free are"):
+            RemoteTrainer("many", num_workers=4).train(train=print).result(30)
+    finally:
+        cluster.session().cluster.stop("idle")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_training_goes_on(parts, ray_session):  # noqa: F811
+    start = parts.step
+    end = RemoteTrainer("t", num_workers=2).train(
+        trainer=Slow,
+        model="m",
+        buffers=["b"],
+        checkpoint_interval=10,
+        num_steps=100_000,
+        hooks=[Hook("after_step", write_pid)],
+    )
+    run_path = trainer_path(ray_session.path, "t")
+
+    def wait_for(step, seconds):
+        begin = time.monotonic()
+        while parts.step < step:
+            assert not end.done(), end.exception()
+            assert time.monotonic() - begin < seconds, f"the model is at step {parts.step}, not {step}"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    wait_for(start + 40, 240)
+    for rank in (1, 0):
+        before = pids(ray_session)
+        saved = RunDir.open(run_path).load_checkpoint().step
+        os.kill(before[rank], signal.SIGKILL)
+        at = parts.step
+        took = wait_for(at + 15, 240)
+        print(f"rank {rank} killed at step {at}: training goes on after {took:.1f} s")
+        after = RunDir.open(run_path)
+        assert after.load_checkpoint().step >= saved
+        now = pids(ray_session)
+        assert now[0] != before[0]
+        assert now[1] != before[1]
+    assert not end.done()  # it goes on until the session ends
