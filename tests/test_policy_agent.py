@@ -333,10 +333,11 @@ def test_terminated_truncated_and_cut_episodes_by_hand(merged):
     assert got["obs"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 0]
     np.testing.assert_allclose(got["logp"], np.log(0.25), rtol=1e-6)
     assert [(name, value) for name, value, _ in merged] == [
-        ("return", 3.0),
-        ("length", 2),
-        ("return", 7.0),
-        ("length", 2),
+        ("episode_return", 3.0),
+        ("episode_length", 2),
+        ("episode_return", 7.0),
+        ("episode_length", 2),
+        ("env_steps", 5),
         ("staleness", 0.0),
     ]
     assert {labels["agent"] for *_, labels in merged} == {"agent1"}
@@ -359,8 +360,8 @@ def test_pieces_keep_their_last_tick_and_lose_no_row(merged):
     np.testing.assert_allclose(got[0], advantage([1.0], [v[0]], v[1]), rtol=1e-6)
     np.testing.assert_allclose(got[1], advantage([2.0, 3.0], [v[1], v[2]], v[3]), rtol=1e-6)
     np.testing.assert_allclose(got[2], advantage([4.0, 5.0], [v[3], v[4]], 0.0), rtol=1e-6)
-    assert ("return", 15.0, {"agent": "agent1"}) in merged
-    assert ("length", 5, {"agent": "agent1"}) in merged
+    assert ("episode_return", 15.0, {"agent": "agent1"}) in merged
+    assert ("episode_length", 5, {"agent": "agent1"}) in merged
 
 
 def test_a_tick_that_failed_cuts_the_rows_and_its_episode_is_not_counted(merged):
@@ -384,7 +385,7 @@ def test_a_tick_that_failed_cuts_the_rows_and_its_episode_is_not_counted(merged)
     assert [[float(s["obs"][0]) for s in p] for p in buffer.pushes] == [[0.0], [3.0, 4.0, 0.0]]
     np.testing.assert_allclose(buffer.pushes[0][0]["advantage"], advantage([1.0], [v[0]], v[1])[0], rtol=1e-6)
     np.testing.assert_allclose(buffer.pushes[1][0]["advantage"], advantage([4.0], [v[3]], 0.0)[0], rtol=1e-6)
-    assert [value for name, value, _ in merged if name == "return"] == [1.5]
+    assert [value for name, value, _ in merged if name == "episode_return"] == [1.5]
 
 
 def test_staleness_is_how_many_steps_the_weights_are_behind(merged):
@@ -445,7 +446,7 @@ def test_an_agent_that_does_not_learn_plays_its_best_and_pushes_nothing(change, 
 
     assert run(main()) == [2] * 21
     assert buffer.pushes == []
-    assert [m[0] for m in merged] == ["return", "length"]
+    assert [m[0] for m in merged if m[0] != "env_steps"] == ["episode_return", "episode_length"]
 
 
 def test_agents_of_a_process_share_one_policy():

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import pickle
 import threading
 import time
@@ -13,9 +14,11 @@ import pytest
 
 from bray import tree
 from bray.data import PrioritizedBuffer
-from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded
+from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
+from bray.remote import io
 from bray.remote.buffer import handle, reader, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
+from bray.remote.buffer.worker import BufferShard
 from tests.buffer_for_tests import sockets
 from tests.ray_for_tests import opened
 
@@ -502,6 +505,41 @@ def test_memory_is_bounded_when_samples_are_dropped(session):
 
 
 @on_sockets
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_is_pushed_while_no_shard_answers_is_bounded(session, monkeypatch, size):
+    monkeypatch.setattr(writer, "MAX_SAMPLES", 20)
+    monkeypatch.setattr(writer, "MAX_BYTES", 100 * 80_000)
+    opening = BufferShard.opening
+    monkeypatch.setattr(BufferShard, "opening", lambda self: (_ for _ in ()).throw(Unreachable("it is busy")))
+    buffer = RemoteBuffer("b", size=1000, num_workers=1)
+    for i in range(200):
+        if size == 3 and i % 5 == 0:
+            buffer.push({"other": i})  # what waits is dropped message by message: make several
+        buffer.push(sample(i, size))
+    assert 150 <= buffer.numbers()["dropped"] < 240
+    with pytest.raises(Overloaded):
+        [buffer.push(sample(i, size), drop=False) for i in range(30)]
+    monkeypatch.setattr(BufferShard, "opening", opening)
+    buffer.flush(10)
+    left = [buffer.pop(10) for _ in range(buffer.numbers()["waiting"])]
+    assert int(left[-1]["i"]) in (199, *range(30))
+
+
+@on_sockets
+def test_a_forked_process_has_connections_of_its_own(session):
+    buffer = RemoteBuffer("b", num_workers=1)
+    buffer.push(sample(0)).result(10)
+    pid = os.fork()
+    if not pid:
+        buffer.push(sample(1), sample(2, LARGE)).result(10)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    buffer.push(sample(3)).result(10)
+    got = [buffer.pop(10) for _ in range(4)]
+    assert sorted(int(s["i"]) for s in got) == [0, 1, 2, 3]
+
+
+@on_sockets
 def test_slots_that_are_not_used_are_given_back(session, monkeypatch):
     monkeypatch.setattr(writer, "_IDLE", 0.1)
     buffer = RemoteBuffer("b", size=4, num_workers=1)
@@ -606,9 +644,7 @@ def test_producers_spread_over_the_shards(session):
     assert len(firsts) > 100
 
 
-def test_pop_on_the_io_loop_is_told_what_to_do(session):
-    from bray.remote import io
-
+def test_waiting_on_the_io_loop_is_told_what_to_do(session):
     buffer = RemoteBuffer("b", num_workers=1)
 
     async def wrong():
@@ -618,8 +654,18 @@ def test_pop_on_the_io_loop_is_told_what_to_do(session):
         await buffer.push(sample(5))
         return await buffer.pop_async(10)
 
+    async def make():
+        return RemoteBuffer("new")
+
+    async def add():
+        return buffer.add_source([sample(0)])
+
     with pytest.raises(RuntimeError, match=r"await pop_async\(\)"):
         io.run(wrong(), 10)
+    with pytest.raises(RuntimeError, match="a buffer is made by the main program"):
+        io.run(make(), 10)
+    with pytest.raises(RuntimeError, match="sources are added by the main program"):
+        io.run(add(), 10)
     assert int(io.run(right(), 10)["i"]) == 5
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import bray
 from bray import tree
 from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName
 from bray.remote import cluster
@@ -117,14 +118,14 @@ inside = pytest.mark.usefixtures("local_session")
 @inside
 def test_the_fragment_of_the_seed():
     inputs = np.random.randn(42, 42, 4).astype(np.float32)
-    remote_model = RemoteModel(
+    remote_model = bray.RemoteModel(
         name="atari_model",
         model=AtariModel(),
         forward_args=(np.random.randn(42, 42, 4).astype(np.float32),),
     )
     outputs = asyncio.run(remote_model.forward(inputs))
     model = remote_model.get_model()
-    weights = get_torch_model_weights(model)
+    weights = bray.get_torch_model_weights(model)
     remote_model.publish_weights(weights)
     expected = model(torch.from_numpy(inputs[None]))[0].detach().numpy()
     assert isinstance(outputs, np.ndarray)
@@ -216,26 +217,28 @@ def test_a_model_without_an_example():
 
 
 @inside
-def test_samples_share_batches():
-    sizes = []
-
-    class Noting(Scale):
-        def forward(self, x):
-            sizes.append(len(x))
-            return super().forward(x)
-
-    model = RemoteModel("m", Noting(), (X,), max_batch_size=16)
+@pytest.mark.parametrize(("largest", "batches"), [(1, 40), (16, 3), (40, 1)])
+def test_max_batch_size(largest, batches):
+    model = RemoteModel("m", Scale(), (X,), max_batch_size=largest)
 
     async def main():
         await model.forward(X)
-        sizes.clear()
-        return await asyncio.gather(*[model.forward(np.full(4, i, np.float32)) for i in range(40)])
+        before = served(model).host.numbers()
+        outputs = await asyncio.gather(*[model.forward(np.full(4, i, np.float32)) for i in range(40)])
+        after = served(model).host.numbers()
+        return outputs, {k: after[k] - before[k] for k in ("batches_total", "samples_total")}
 
-    outputs = asyncio.run(main())
+    outputs, counts = asyncio.run(main())
     assert [y[0] for y in outputs] == list(range(40))
-    assert set(sizes) <= {16, 8}  # of which recordings are made
-    stats = served(model).host.numbers()
-    assert stats["samples_total"] - stats["batches_total"] > 30
+    assert counts == {"batches_total": batches, "samples_total": 40}
+
+
+@inside
+def test_forward_by_name():
+    RemoteModel("m", Scale(2), (X,))
+    assert asyncio.run(bray.forward("m", X)).tolist() == (2 * X).tolist()
+    with pytest.raises(MissingComponent, match="there is no model 'n'"):
+        asyncio.run(bray.forward("n", X))
 
 
 @inside

@@ -147,17 +147,17 @@ def ppo(ranks, path):
     torch.manual_seed(0)
     remote = MemoryModel(setup.make_model())
     rollouts = ToyRollouts(setup, remote, seed=10 + ranks.rank, rows=32 + 32 * ranks.rank)
-    seen, steps = [], []
+    seen, steps, differed = [], [], []
+
+    def look(drive):
+        steps.append(drive.steps)
+        differed.append(drive._together._differ)
+
     drive = learner_drive(
-        setup,
-        remote,
-        [rollouts],
-        ranks=ranks,
-        num_steps=40,
-        hooks=[recorder(seen), Hook("after_step", lambda d: steps.append(d.steps))],
+        setup, remote, [rollouts], ranks=ranks, num_steps=40, hooks=[recorder(seen), Hook("after_step", look)]
     )
     drive.run()
-    return {"seen": seen, "steps": steps, "wanted": drive.learner.optimizer.steps.item()}
+    return {"seen": seen, "steps": steps, "made": drive.learner.optimizer.steps.item(), "differed": sum(differed)}
 
 
 def sac(ranks, path):
@@ -216,6 +216,15 @@ def statistics(ranks, path):
     return weights(model)
 
 
+def batch_statistics(ranks, path):
+    torch.manual_seed(0)
+    model = MemoryModel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    buffer = MemoryBuffer(lambda i: batch_of(2 * i + ranks.rank))
+    drive = drive_of(buffers=[buffer], remote=model, ranks=ranks, num_steps=5)
+    drive.run()
+    return weights(drive.model), dict(model.get_weights()[0])
+
+
 def lost(ranks, path):
     """The last scenario: the second rank dies."""
     if ranks.rank == 1:
@@ -228,7 +237,7 @@ def lost(ranks, path):
 
 
 SCENARIOS = [
-    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, own_learner, statistics, lost,
+    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, own_learner, statistics, batch_statistics, lost,
 ]  # fmt: skip
 
 
@@ -256,7 +265,7 @@ def outcome(tmp_path_factory):
         child.start()
     try:
         for child in children:
-            child.join(150)
+            child.join(300)
     finally:
         for child in children:
             if child.is_alive():
@@ -342,7 +351,8 @@ def test_a_learner_on_two_ranks_makes_as_many_steps_as_the_rank_that_wants_fewes
     assert all(same(x, y) for x, y in zip(a["seen"], b["seen"], strict=True))
     assert len(a["seen"]) > 5  # updates of at most 8 steps that are cut short
     assert a["steps"][-1] >= 40
-    assert a["wanted"] == b["wanted"] == a["steps"][-1]  # the optimizer's own count
+    assert a["made"] == b["made"] == a["steps"][-1]  # the optimizer's own count
+    assert a["differed"] == b["differed"] > 0
 
 
 def test_a_learner_with_parts_of_its_own_on_two_ranks(outcome):
@@ -364,6 +374,14 @@ def test_statistics_of_observations_are_the_first_ranks(outcome):
     reference = nn.BatchNorm1d(3)
     reference(torch.from_numpy(batch_of(0)["x"]))
     assert np.allclose(a["running_mean"], reference.running_mean.numpy())
+
+
+def test_batch_statistics_are_equal_and_published(outcome):
+    (a, published), (b, _) = outcome(batch_statistics)
+    assert same(a, b)
+    assert same(a, published)
+    assert a["0.num_batches_tracked"] == 5
+    assert np.abs(a["0.running_mean"]).max() > 0
 
 
 def test_the_death_of_a_rank_is_told_from_an_error_of_the_users_code(outcome):

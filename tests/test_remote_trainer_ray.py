@@ -141,8 +141,6 @@ def test_what_does_not_fit_fails_at_once():
 
 
 def test_what_others_hold_is_named(monkeypatch):
-    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 0.5)
-
     class Idle:
         def ask(self):
             return 1
@@ -150,6 +148,7 @@ def test_what_others_hold_is_named(monkeypatch):
     held = cluster.session().cluster.start("idle", Idle, cpus=14)
     try:
         assert held.call("ask").result() == 1
+        monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 0.5)
         with pytest.raises(ResourceError, match="asks for 4 x 1 CPUs, and others hold what there is: free are"):
             RemoteTrainer("many", num_workers=4).train(train=print).result(30)
     finally:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--peers-only", action="store_true", help="leave out our own side")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     if args.what == "training" and not PEER_PYTHON.exists():
         parser.error("the peers' environment is not there: bash benchmarks/remote/install_peers.sh makes it")
     sides = {k: v for k, v in SIDES[args.what].items() if not (args.peers_only and k.startswith("ours"))}

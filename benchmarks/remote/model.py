@@ -140,7 +140,7 @@ def publish(case: str, seconds: float) -> dict[str, Any]:
                 start = time.perf_counter()
                 await model.forward(x)
                 waits.append(time.perf_counter() - start)
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.02)
 
         async def arrives(worker: Any, step: int) -> None:
             while (await worker.call("numbers"))["step"] < step:

@@ -45,7 +45,7 @@ class AtariActor(bray.Actor):
         after = 0.0 if terminated else (await self.model.forward(obs))[0]
         if self.rows:
             self.reward(reward, after, over=True)
-        bray.merge("return", self.total)
+        bray.merge("episode_return", self.total)
 
     def read(self, data: bytes) -> tuple[np.ndarray, float, bool, bool]:
         obs = np.frombuffer(data, np.uint8, offset=HEAD.size).reshape(self.shape)

@@ -121,16 +121,20 @@ class PolicyAgent(Agent):
         """Returns and lengths of the episodes that end in these rows, raw."""
         from bray.remote.master import merge
 
+        steps = 0
         for before, after in pairwise(states):
             if before.first:
                 self._return, self._length = 0.0, 0
             if before.terminated or before.truncated:
                 continue
+            steps += 1
             self._return += after.reward
             self._length += 1
             if (after.terminated or after.truncated) and not math.isnan(self._return):
-                merge("return", self._return, agent=self.name)
-                merge("length", self._length, agent=self.name)
+                merge("episode_return", self._return, agent=self.name)
+                merge("episode_length", self._length, agent=self.name)
+        if steps:
+            merge("env_steps", steps, agent=self.name)
 
 
 class _Shared:

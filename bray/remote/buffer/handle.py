@@ -24,6 +24,7 @@ import numpy as np
 from bray.errors import BrayError, ConfigError, DataError, Ended, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote import io
+from bray.remote.buffer import writer
 from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.ports import LocalPort, RemotePort, gone
 from bray.remote.buffer.reader import PREFETCH, QueueReader, Reader, Sampler
@@ -40,7 +41,7 @@ class RemoteBuffer:
     """A buffer of this session: the one of this name, made if there is none. With only a name, or the settings it was made with, it is found.
 
     name         found by it from anywhere in the session
-    size         batches it holds (samples, where batch_size is None), in all workers together
+    size         batches it holds (samples, where batch_size is None), in all workers together; they lie in memory
     batch_size   samples of a batch; None: samples come out one by one, as they were pushed
     num_workers  shards, each a process
     density      per cent of the shards that a producer connects to, at least one; less saves connections and memory where producers are
@@ -307,8 +308,12 @@ def _find_or_make(asked: Settings) -> Settings:
 
 def _make(asked: Settings) -> Settings:
     cluster = session().cluster
+    if io.is_loop():
+        raise RuntimeError(
+            "a buffer is made by the main program or a thread: the io loop must not wait for its workers"
+        )
     names = [f"buffer/{asked.name}/{i}" for i in range(asked.shards)]
-    with ThreadPoolExecutor(min(8, len(names))) as pool:  # a process takes seconds to start
+    with ThreadPoolExecutor(1 if cluster.kind == "local" else min(8, len(names))) as pool:  # a process takes seconds
         started = [pool.submit(cluster.start, name, BufferShard, asked, i) for i, name in enumerate(names)]
     errors = [f.exception() for f in started]
     if any(errors):
@@ -448,6 +453,7 @@ _of_parent: list[Any] = []
 def _forked() -> None:
     """A forked process has connections of its own. It keeps its parent's, unused: to close them would be to close the parent's."""
     global _cache_lock
+    writer._lock = threading.Lock()
     _of_parent.append(dict(_cache))
     _cache.clear()
     _cache_lock = threading.Lock()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ class SlabAddress(NamedTuple):
 
 
 class Slab:
-    """The owner's side. All methods belong in one thread."""
+    """The owner's side."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create(_NAME)
@@ -37,6 +38,7 @@ class Slab:
         nonce = os.urandom(16)
         self._map[:16] = nonce
         self.address = SlabAddress(os.getpid(), self._fd, nonce)
+        self._lock = threading.RLock()  # slots are given back wherever the last reference goes, also while one is taken
         self._end = _SMALLEST
         self._free: dict[int, list[int]] = {}  # size -> offsets
         self._warm: dict[int, int] = {}  # free slots that have pages: offset -> size, the first one freed first
@@ -47,35 +49,36 @@ class Slab:
     def take(self, nbytes: int) -> Slot:
         """A slot of at least so many bytes. It is free again when nobody refers to it any more."""
         size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        if free:
-            offset = free.pop()
-            if self._warm.pop(offset, 0):
-                self._warm_bytes -= size
-        else:
-            offset = self._end
-            if offset + size > _SPAN:
-                raise MemoryError(f"a slab of {_SPAN >> 30} GB is used up")
-            self._end += size
-        self.used += size
+        with self._lock:
+            free = self._free.setdefault(size, [])
+            if free:
+                offset = free.pop()
+                if self._warm.pop(offset, 0):
+                    self._warm_bytes -= size
+            else:
+                offset = self._end
+                if offset + size > _SPAN:
+                    raise MemoryError(f"a slab of {_SPAN >> 30} GB is used up")
+                self._end += size
+            self.used += size
         return Slot(self, offset, size)
 
     def data(self, slot: Slot) -> memoryview:
         return memoryview(self._map)[slot.offset : slot.offset + slot.size]
 
     def _give_back(self, offset: int, size: int) -> None:
-        self.used -= size
-        self._free[size].append(offset)
-        self._warm[offset] = size
-        self._warm_bytes += size
-        while self._warm_bytes > max(_WARM, self.used):
-            offset = next(iter(self._warm))
-            size = self._warm.pop(offset)
-            self._warm_bytes -= size
-            self._map.madvise(mmap.MADV_REMOVE, offset, size)  # the pages go, the addresses stay
-            free = self._free[size]
-            free.remove(offset)
-            free.insert(0, offset)
+        with self._lock:
+            self.used -= size
+            self._free[size].append(offset)
+            self._warm[offset] = size
+            self._warm_bytes += size
+            while self._warm_bytes > max(_WARM, self.used):
+                offset, size = next(iter(self._warm.items()))
+                del self._warm[offset]
+                self._warm_bytes -= size
+                self._map.madvise(mmap.MADV_REMOVE, offset, size)  # the pages go, the addresses stay
+                self._free[size].remove(offset)
+                self._free[size].insert(0, offset)
 
     def close(self) -> None:
         """No others can look into it from now on; those that do already keep what they see."""

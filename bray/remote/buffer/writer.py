@@ -339,14 +339,24 @@ class RemoteWriter:
                 self._drop_oldest()
             wake = not self._scheduled
             self._scheduled = True
-        for large, leaves in copies:  # without the lock: others push meanwhile
-            large.fill(leaves)
-        if wake or copies:
-            if io.is_loop():
-                io.loop().call_soon(self._flush)
-            else:
-                io.loop().call_soon_threadsafe(self._flush)
+        try:
+            for large, leaves in copies:  # without the lock: others push meanwhile
+                large.fill(leaves)
+        except BaseException as e:  # no memory
+            for large, _ in copies:
+                large.finish(e)
+                large.ready = True
+            raise
+        finally:
+            if wake or copies:
+                self._wake()
         return pushed
+
+    def _wake(self) -> None:
+        if io.is_loop():
+            io.loop().call_soon(self._flush)
+        else:
+            io.loop().call_soon_threadsafe(self._flush)
 
     def _push_one(self, sample: Any, drop: bool) -> Pushed | None:
         """The usual case, and the one that has to be quick: one more small sample like the last."""
@@ -455,6 +465,9 @@ class RemoteWriter:
                 part = self._pending[0]
                 if not part.ready:
                     break
+                if part.done:  # it could not be copied
+                    self._remove(part)
+                    continue
                 if isinstance(part, _Large) and part.port is not None and part.window is not part.port.window:
                     part.rescue()
                     self._private += 1

@@ -29,8 +29,12 @@ EVERY = 5.0
 """Seconds between two rows."""
 KINDS = ("sum", "cnt", "avg", "time_window_sum", "time_window_cnt", "time_window_avg")
 _DEFAULT = "time_window_avg"
-_ROW_NAMES = {"episode_return": "episode_return_mean", "episode_length": "episode_length_mean"}
-"""Averages that go by the name that `bray train` gives them, so that figures and stop conditions are the same."""
+_ROW_NAMES = {
+    "env_steps": ENV_STEPS,
+    "episode_return": "episode_return_mean",
+    "episode_length": "episode_length_mean",
+}
+"""Numbers that go by the name that `bray train` gives them, over all labels, so that figures and stop conditions are the same."""
 
 Labels = tuple[tuple[str, str], ...]
 Merged = tuple[str, Labels, float, int, dict[str, str]]
@@ -173,20 +177,24 @@ class Master:
         if self._model is not None:
             row["learner_steps_total"] = step
         values = []
+        together: dict[str, list[dict[str, Any]]] = {}  # numbers of one name, whatever their labels
         for name, labels, desc, numbers in known:
+            together.setdefault(name, []).append(numbers)
             tag = _tag(name, labels)
-            if name == "env_steps" and not labels:
-                row[ENV_STEPS] = int(numbers["sum"] or 0)
-                row["env_steps_per_second"] = (numbers["time_window_sum"] or 0.0) / min(
-                    WINDOW, max(1.0, self._elapsed())
-                )
-            elif numbers[_DEFAULT] is not None:
-                row[_ROW_NAMES.get(tag, tag)] = numbers[_DEFAULT]
+            if numbers[_DEFAULT] is not None and name not in _ROW_NAMES:
+                row[tag] = numbers[_DEFAULT]
             for kind in desc or (_DEFAULT,):
                 if numbers[kind] is not None:
-                    values.append(
-                        Summary.Value(tag=tag if kind == _DEFAULT else f"{tag}/{kind}", simple_value=numbers[kind])
-                    )
+                    point = tag if kind == _DEFAULT else f"{tag}/{kind}"
+                    values.append(Summary.Value(tag=point, simple_value=numbers[kind]))
+        for name, key in _ROW_NAMES.items():
+            of = together.get(name, ())
+            total, count = (sum(n[kind] for n in of) for kind in ("time_window_sum", "time_window_cnt"))
+            if name == "env_steps" and of:
+                row[key] = int(sum(n["sum"] for n in of))
+                row["env_steps_per_second"] = total / min(WINDOW, max(1.0, self._elapsed()))
+            elif count:
+                row[key] = total / count
         if values:
             self._sinks.write(row)
         for summary, at in pending:

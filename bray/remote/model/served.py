@@ -107,11 +107,16 @@ class Served:
 
     async def ask_version(self, args: tuple[Any, ...], batch: bool, step: int, with_step: bool) -> Any:
         """Ask a certain version, which is found first if it is not held."""
-        if step not in self.host.steps:
-            await asyncio.shield(asyncio.wrap_future(io.submit(self._need_version(step))))
-        if step in self._used:
-            self._used[step] = time.monotonic()
-        return await self.host.forward(*args, batch=batch, step=step, with_step=with_step)
+        for last in (False, True):
+            if step not in self.host.steps:
+                await asyncio.shield(asyncio.wrap_future(io.submit(self._need_version(step))))
+            if step in self._used:
+                self._used[step] = time.monotonic()
+            try:
+                return await self.host.forward(*args, batch=batch, step=step, with_step=with_step)
+            except BrayError:
+                if last or step in self.host.steps:
+                    raise  # else it had to go while this one waited: it is found again
 
     async def _need_version(self, step: int) -> None:
         """On the io loop, so that many who ask at once wait for one."""

@@ -30,6 +30,10 @@ def add_source(buffer: RemoteBuffer, sources: Sequence[Any], num_workers: int | 
         )
     if epoch < 1 or (num_workers is not None and num_workers < 1):
         raise ConfigError(f"epoch and num_workers are at least 1, got {epoch} and {num_workers}")
+    if io.is_loop():
+        raise RuntimeError(
+            "sources are added by the main program or a thread: the io loop must not wait for their readers"
+        )
     for i, source in enumerate(sources):
         _check(source, i, epoch)
     made = any(not isinstance(s, Iterable) for s in sources)

@@ -127,7 +127,7 @@ class Drive:
             raise ConfigError(f"accumulate={s.accumulate} needs a bray.Trainer; a Learner makes its own minibatches")
         if eval_buffer is not None and not hasattr(getattr(learner, "trainer", None), "eval"):
             raise ConfigError("eval needs a bray.Trainer with a method `eval`")
-        self._together = Together(learner, self.ranks)
+        self._together = None if self._by_loss else Together(learner, self.ranks)
         prepare = learner.prepare if self._by_loss else None
         self.feed = Feed(
             buffers,
@@ -268,7 +268,7 @@ class Drive:
 
     def _step(self) -> None:
         began = time.monotonic()
-        if self._by_loss:
+        if self._together is None:
             self.update = self.learner.update([b.data for b in self.batches])
         else:
             self.update = self._together.update(self.batches[0].data, self._env_steps(self.rows, self.steps))

@@ -13,6 +13,7 @@ import numpy as np
 from bray import tree
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer.iterators import BatchBuffer, SampleBuffer
+from bray.remote.buffer.reader import forget_interrupt, interrupt
 
 
 @dataclass
@@ -101,6 +102,8 @@ class Feed:
         self._closed = True
         self._last = None
         self._wanted.release()
+        if self._thread is not None and self._thread.ident is not None:
+            interrupt(self._thread.ident)  # a batch that comes now is for others
 
     def _run(self) -> None:
         try:
@@ -113,6 +116,8 @@ class Feed:
             self._ready.put(EndOfData(f"{self._names}: no more data"))
         except BaseException as e:
             self._ready.put(e)
+        finally:
+            forget_interrupt()
 
 
 class _Batches:

@@ -157,8 +157,7 @@ class Together:
             self._differ = self.ranks.total(0)[0] > 0
         if self._differ:
             self.learner.steps = int(self.ranks.least(self.learner.steps))
-        if self._buffers:  # statistics of observations: each rank has seen its own
-            self.ranks.copy_first(self._buffers)
+        self.ranks.copy_first(self._buffers)  # statistics of observations: each rank has seen its own
         return out
 
     def _goes_on(self) -> bool:
