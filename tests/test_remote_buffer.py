@@ -19,13 +19,12 @@ from bray.remote import io
 from bray.remote.buffer import handle, reader, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
 from bray.remote.buffer.worker import BufferShard
-from tests.buffer_for_tests import sockets
-from tests.ray_for_tests import opened
+from tests.buffer_for_tests import session_of
 
 
 @pytest.fixture(params=["local", "sockets"])
 def session(request, tmp_path):
-    with sockets(tmp_path) if request.param == "sockets" else opened(tmp_path, "local") as made:
+    with session_of(request.param, tmp_path) as made:
         yield made
 
 
@@ -171,6 +170,7 @@ def test_nothing_is_lost_without_drop_under_four_producers_and_two_consumers(ses
 
 def test_pushes_that_nobody_awaits_are_bounded(session, monkeypatch):
     monkeypatch.setattr(writer, "MAX_SAMPLES", 50)
+    monkeypatch.setattr(handle, "_FLUSH_TIMEOUT", 0.1)
     buffer = RemoteBuffer("b", size=4, num_workers=1)
     taken = 0
 
@@ -671,7 +671,7 @@ def test_waiting_on_the_io_loop_is_told_what_to_do(session):
 
 def test_session_end_sends_what_was_pushed(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
-    with sockets(tmp_path) as session:
+    with session_of("sockets", tmp_path) as session:
         buffer = RemoteBuffer("b", size=10_000, num_workers=1)
         shard = session.cluster.hosted("buffer/b/0").worker
         for i in range(3000):

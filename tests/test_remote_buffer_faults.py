@@ -16,13 +16,13 @@ from bray.remote.buffer import ports
 from bray.remote.buffer.handle import RemoteBuffer, find
 from bray.remote.buffer.slabs import Slab, SlabAddress, Window, look_into
 from bray.remote.buffer.worker import BufferShard
-from tests.buffer_for_tests import child, sockets
+from tests.buffer_for_tests import child, session_of
 from tests.test_remote_buffer import LARGE, sample, wait_until
 
 
 @pytest.fixture
 def session(tmp_path):
-    with sockets(tmp_path) as made:
+    with session_of("sockets", tmp_path) as made:
         yield made
 
 

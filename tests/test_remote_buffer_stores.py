@@ -192,7 +192,7 @@ def draw_all(rings, batch_size, rng, beta):
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 def test_draws_over_shards_follow_the_priorities_of_all(num_shards):
-    n, batch_size, batches, alpha = 40, 32, 4000, 0.7
+    n, batch_size, batches, alpha = 40, 32, 1500, 0.7
     priorities = np.random.default_rng(1).exponential(size=n) + 0.05
     rings = prepared(num_shards, n, priorities, alpha)
     p = (priorities + 1e-3) ** alpha

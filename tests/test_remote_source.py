@@ -10,13 +10,12 @@ import bray
 from bray.data import write_episodes
 from bray.errors import ConfigError, Ended
 from bray.remote.buffer.handle import RemoteBuffer
-from tests.buffer_for_tests import sockets
-from tests.ray_for_tests import opened
+from tests.buffer_for_tests import session_of
 
 
 @pytest.fixture(params=["local", "sockets"])
 def session(request, tmp_path):
-    with sockets(tmp_path) if request.param == "sockets" else opened(tmp_path, "local") as made:
+    with session_of(request.param, tmp_path) as made:
         yield made
 
 

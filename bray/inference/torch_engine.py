@@ -93,6 +93,11 @@ class TorchEngine:
         """Weights into the Model, in place."""
         load_weights(self.model, weights)
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a forward so far could be recorded."""
+        return any(program is not None for program, *_ in self._programs.values())
+
     def parameters_read(self, *args: Any) -> int | None:
         """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be recorded."""
         self.forward(*args)

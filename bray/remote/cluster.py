@@ -465,9 +465,9 @@ class RayMember:
 class RayCluster:
     kind = "ray"
 
-    def __init__(self, info: SessionInfo, started: bool):
+    def __init__(self, info: SessionInfo, connected: bool):
         self._info = info
-        self._started = started  # the Ray under us is ours
+        self._connected = connected  # by `init`, which then ends it
         self._kept: dict[str, Any] = {}  # constructor arguments: a restart needs them
 
     def start(
@@ -640,7 +640,7 @@ class RayCluster:
         for name in reversed([n for n in self._kept if n in there]):  # the master, who came first, goes last
             with contextlib.suppress(Exception):
                 self.stop(name)
-        if self._started:
+        if self._connected:
             ray.shutdown()
 
 
@@ -781,9 +781,9 @@ def init(
             info = SessionInfo(str(project), str(trial), str(path), namespace, token, True, modules)
             made: Cluster = LocalCluster()
         else:
-            started = _start_ray(namespace, ray_kwargs)
+            connected, started = _start_ray(namespace, ray_kwargs)
             info = SessionInfo(str(project), str(trial), str(path), namespace, token, started, modules)
-            made = RayCluster(info, started)
+            made = RayCluster(info, connected)
         _session = Session(info, made, run=run, _log=log_to(path / "bray.log"))
     except BaseException:
         run.close()
@@ -800,8 +800,8 @@ def init(
     return _session
 
 
-def _start_ray(namespace: str, kwargs: dict[str, Any]) -> bool:
-    """Join the Ray that runs, or start one on this machine; whether it was started."""
+def _start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    """Join the Ray that runs, or start one on this machine; whether we have connected to one, and whether it was started for us."""
     try:
         import ray
     except ImportError:
@@ -809,7 +809,7 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> bool:
             "cluster='ray' needs Ray, which is not installed: pip install 'bray[remote]', or use cluster='local'"
         ) from None
     if ray.is_initialized():
-        return False
+        return False, False
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
     if kwargs.get("address") is None and os.environ.get("RAY_ADDRESS") == "local":
         kwargs["address"] = "local"
@@ -817,18 +817,18 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> bool:
         own = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
         try:
             ray.init(**{**own, "address": "auto"})
-            return False
+            return True, False
         except ConnectionError:
             kwargs["address"] = "local"
     if kwargs["address"] != "local":
         ray.init(**kwargs)
-        return False
+        return True, False
     kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
     kwargs.setdefault("include_dashboard", False)
     with contextlib.suppress(KeyError):
         del os.environ["PYTHONDONTWRITEBYTECODE"]  # workers would compile all libraries anew, each
     ray.init(**kwargs)
-    return True
+    return True, True
 
 
 _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")

@@ -82,7 +82,7 @@ def _from_base64(value: dict[str, Any], dtype: np.dtype, shape: tuple[int, ...],
         raise DataError(
             f"{where}: expected a list of numbers or {{base64, dtype, shape}}, got the keys {sorted(map(str, value))}"
         )
-    sent = value["dtype"] if "dtype" in value else dtype.name  # numpy takes a while to name a dtype
+    sent = value["dtype"] if "dtype" in value else dtype.name  # noqa: SIM401 - numpy takes a while to name a dtype
     try:
         raw = base64.b64decode(text, validate=True)
         if not isinstance(sent, str) or not sent.isalnum():  # numpy reads more into a text than a name

@@ -76,6 +76,8 @@ class Reader:
                 promise = _Waiter()
                 if promise.thread in _interrupted:
                     raise Ended("the wait was interrupted")
+                if not self._waiters:
+                    self._begin()
                 self._waiters.append(promise)
             low = make is None or self._is_low()
         if low:
@@ -140,6 +142,9 @@ class Reader:
     def _ask(self) -> None:
         raise NotImplementedError
 
+    def _begin(self) -> None:
+        """Someone begins to wait."""
+
     def _withdraw(self) -> None: ...
 
     def port_up(self, port: Any) -> None:
@@ -166,7 +171,8 @@ class QueueReader(Reader):
         self._ready: deque[Chunk] = deque()
         self._row = 0  # of the first one in there
         self._asked = dict.fromkeys(ports, 0)
-        self._ended: set[Port] = set()
+        self._ended: set[Port] = set()  # that said so since someone waits: before, there may have been other sources
+        self._wait = 0
         self._most = 1
         self._turn = 0
 
@@ -187,11 +193,14 @@ class QueueReader(Reader):
     def _is_low(self) -> bool:
         return len(self._ready) < self.prefetch
 
+    def _begin(self) -> None:
+        self._ended.clear()
+        self._wait += 1
+
     def _ask(self) -> None:
         with self._lock:
             live = [p for p in self._ports if not p.gone]
             if self._waiters and not self._ready and self._ended.issuperset(live):
-                self._ended.clear()  # who asks again, asks whether there are new sources
                 ended = Ended(f"all sources of buffer {self._settings.name!r} have ended, and their samples are read")
                 self.fail(ended)
                 return
@@ -204,14 +213,15 @@ class QueueReader(Reader):
                 if not wanted or not port.up or port in self._ended or self._asked[port] >= depth:
                     continue
                 self._asked[port] += 1
-                most = self._most if self.prefetch else 1
-            port.pop(most, lambda *answer, port=port, most=most: self._got(port, most, *answer))
+                most, wait = self._most if self.prefetch else 1, self._wait
+            port.pop(most, lambda *answer, port=port, most=most, wait=wait: self._got(port, most, wait, *answer))
 
-    def _got(self, port: Port, most: int, kind: int, chunk: Chunk | None, facts: Facts) -> None:
+    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None, facts: Facts) -> None:
         with self._lock:
             self._asked[port] -= 1
             if kind == m.ENDED:
-                self._ended.add(port)
+                if wait == self._wait:
+                    self._ended.add(port)
             elif chunk is not None:
                 self._ready.append(chunk)
                 if chunk.rows >= most and self.prefetch:

@@ -65,6 +65,9 @@ class Served:
         if self.definition.example is not None:
             for size in sizes:  # recorded now, so that nobody waits for it later
                 engine.forward(*tree.map(lambda x, size=size: np.repeat(x[:1], size, 0), self.definition.args))
+                if not engine.is_recorded:
+                    self._recorded, sizes, engine = False, (), TorchEngine(self._module, record=False)
+                    break
         self.host = ModelHost(
             self.definition.name,
             engine,
@@ -221,15 +224,9 @@ class Follower:
         self._task = io.spawn(self._follow(), f"following model {name}")
 
     async def _follow(self) -> None:
-        failures = 0
         while True:
             try:
                 news = await self._keeper.call("newer", self._key, self._holds(), timeout=3 * POLL_S, again=True)
-            except BrayError as e:  # it is gone, or comes back
-                logger.debug("following model %s: %s", self.name, e)
-                await asyncio.sleep(_RETRY_S)
-                continue
-            try:
                 if news is None:
                     continue
                 if news.definition != self._key[0]:
@@ -243,11 +240,15 @@ class Follower:
                     await asyncio.to_thread(self._served.take, news)
                 self._key = news.key
                 self.step = max(self.step, news.step)
-                failures = 0
-            except Exception:
-                failures += 1
-                logger.exception("model %s stays at step %d in this process and tries again", self.name, self._key[1])
-                await asyncio.sleep(_RETRY_S * min(failures, 20))
+            except (
+                Exception
+            ) as e:  # the keeper has died, and with it what it was about to give; or a version cannot be built
+                why = (str(e).splitlines() or [type(e).__name__])[0]
+                logger.warning(
+                    "model %s stays at step %d in this process and tries again: %s", self.name, self._key[1], why
+                )
+                logger.debug("following model %s", self.name, exc_info=True)
+                await asyncio.sleep(_RETRY_S)
 
     def _holds(self) -> int:
         """The newest step of which we have the weights; -1 if of none."""
