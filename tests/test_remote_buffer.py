@@ -662,7 +662,7 @@ def test_waiting_on_the_io_loop_is_told_what_to_do(session):
 
     with pytest.raises(RuntimeError, match=r"await pop_async\(\)"):
         io.run(wrong(), 10)
-    with pytest.raises(RuntimeError, match="a buffer is made by the main program"):
+    with pytest.raises(RuntimeError, match="there is no buffer 'new', and the io loop must not wait"):
         io.run(make(), 10)
     with pytest.raises(RuntimeError, match="sources are added by the main program"):
         io.run(add(), 10)

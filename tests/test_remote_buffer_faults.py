@@ -217,6 +217,26 @@ def test_a_prioritized_buffer_goes_on_when_a_shard_dies(session):
         assert session.cluster.hosted("buffer/b/1").worker.numbers()["late_priorities"] > 0
 
 
+def test_a_new_shard_is_told_of_the_sources(session):
+    buffer = RemoteBuffer("b", num_workers=1)
+    buffer.add_source([sample(i) for i in range(5)]).result(10)
+    assert [int(s["i"]) for s in buffer] == list(range(5))
+    restart(session, "buffer/b/0")
+    assert list(buffer) == []  # it has ended, and its successor knows
+
+
+def test_a_new_shard_is_told_that_others_push(session):
+    buffer = RemoteBuffer("b", num_workers=1)
+    io.run(session.cluster.hosted("buffer/b/0").worker.source("files", True))
+    buffer.push(sample(0)).result(10)
+    buffer.pop(10)
+    restart(session, "buffer/b/0")
+    wait_until(lambda: buffer.numbers()["shards"][0]["links"] == 1)
+    io.run(session.cluster.hosted("buffer/b/0").worker.source("files", True))
+    with pytest.raises(TimeoutError):  # not Ended
+        buffer.pop(0.3)
+
+
 def test_who_waits_for_a_stopped_buffer_is_told(session, monkeypatch):
     monkeypatch.setattr(ports, "_AGAIN", 0.05)
     buffer, other = RemoteBuffer("b", size=2, num_workers=2), RemoteBuffer("c", num_workers=1)

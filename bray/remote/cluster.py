@@ -33,6 +33,9 @@ from bray.rundir import RunDir, log_to
 
 logger = logging.getLogger("bray.remote")
 
+# Ray starts a cluster by itself when a thread that has outlived its session asks it for something.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+
 CALL_TIMEOUT = 60.0
 START_TIMEOUT = 120.0
 _BUSY_TIMEOUT = 30.0  # a request that fits the cluster but not what is free fails after this long

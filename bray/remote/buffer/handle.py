@@ -310,7 +310,7 @@ def _make(asked: Settings) -> Settings:
     cluster = session().cluster
     if io.is_loop():
         raise RuntimeError(
-            "a buffer is made by the main program or a thread: the io loop must not wait for its workers"
+            f"there is no buffer {asked.name!r}, and the io loop must not wait until it is made: make it in the main program or a thread"
         )
     names = [f"buffer/{asked.name}/{i}" for i in range(asked.shards)]
     with ThreadPoolExecutor(1 if cluster.kind == "local" else min(8, len(names))) as pool:  # a process takes seconds
@@ -445,8 +445,6 @@ def _join(pieces: list[Chunk]) -> Chunk:
 
 _cache: dict[tuple[bytes, str], Any] = {}
 _cache_lock = threading.Lock()
-
-
 _of_parent: list[Any] = []
 
 
@@ -480,6 +478,7 @@ def _ends(settings: Settings) -> Any:
 def _forget(key: tuple[bytes, str]) -> None:
     with _cache_lock:
         ends = _cache.pop(key, None)
+        _handles.pop(key, None)
     if ends is not None:
         ends.close()
 

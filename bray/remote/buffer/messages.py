@@ -33,7 +33,9 @@ _PUSH = struct.Struct("<III4x")  # flags, rows, length of the layout
 _WRITTEN = struct.Struct(
     "<III4xqq"
 )  # flags, rows, length of the layout, offset of the slot, bytes wanted of the next one
-_ACK = struct.Struct("<qqq")  # samples that wait there, offset of the next slot or -1, its size
+_ACK = struct.Struct(
+    "<q?qq"
+)  # samples that wait there, whether others than sources push, offset of the next slot or -1, its size
 _ANSWER = struct.Struct("<B3xIIIqqqqdddq")
 # kind, rows, length of the layout, first row, rows in the slot, samples that wait there, number of the lease, offset,
 # mass before the draw, mass, largest priority, rows in the store

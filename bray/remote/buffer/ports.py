@@ -84,6 +84,8 @@ class RemotePort:
         self.window: Window | None = None
         self.facts = Facts()
         self.gone = False  # for good
+        self.others_push = False
+        """Others than sources push to this buffer, so that it does not end with them. A shard that was made anew is told."""
         self._generation = self._had = 0  # the shard that was there before, and what waited in it
         self._layouts = Layouts()
         self._kept: dict[int, Any] = {}  # leases: weak references to the memory that arrays use
@@ -116,7 +118,7 @@ class RemotePort:
                 continue
             except Unreachable as e:
                 if not said:
-                    logger.info("%s is not reached yet: %s", self.name, e)
+                    logger.info("%s is not reached yet: %s", self.name, str(e).split(". The", 1)[0])
                     said = True
                     self.owner.port_down(self)
                 await asyncio.sleep(_AGAIN)
@@ -132,7 +134,7 @@ class RemotePort:
         opening = await self.session.cluster.find(self.name).call("opening", timeout=30.0)
         ended = asyncio.Event()
         link = await self.session.connect(opening.address, lost=lambda _: ended.set())
-        hello = Hello(*self.owner.source, self._generation, self._had)
+        hello = Hello(*self.owner.source, self.others_push, self._generation, self._had)
         self._generation, slab = slab_address(await link.request(m.OPEN, msgspec.msgpack.encode(hello)))
         self.window = look_into(slab) if opening.address.machine == wire.machine_id() else None
         if self.window is not None:

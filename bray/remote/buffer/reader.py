@@ -30,8 +30,6 @@ Make = Callable[[], NestedArray]
 """Makes what `pop` returns, in the thread that called it."""
 
 _readers: weakref.WeakSet[Reader] = weakref.WeakSet()
-
-
 _interrupted: set[int] = set()
 
 
@@ -200,6 +198,8 @@ class QueueReader(Reader):
     def _ask(self) -> None:
         with self._lock:
             live = [p for p in self._ports if not p.gone]
+            if not live:
+                return
             if self._waiters and not self._ready and self._ended.issuperset(live):
                 ended = Ended(f"all sources of buffer {self._settings.name!r} have ended, and their samples are read")
                 self.fail(ended)

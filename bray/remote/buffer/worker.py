@@ -134,7 +134,7 @@ class BufferShard:
         self._readers: set[Any] = set()
         self._sources: dict[str, bool] = {}  # name: ended
         self._progress: dict[str, Any] = {}
-        self._open = False  # others than sources push
+        self._others_push = False
         self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._timer = False
         self.pushed = self.popped = self.dropped = self.lost = 0
@@ -157,7 +157,7 @@ class BufferShard:
             except DataError as e:
                 self._call(done, e)
             else:
-                self._open |= not source
+                self._others_push |= not source
                 self.pushed += chunk.rows
                 if drop:
                     self._put_now(chunk)
@@ -321,12 +321,14 @@ class BufferShard:
     # --- the ends of sources ------------------------------------------------------------------------------------------
 
     def _ended(self) -> bool:
-        return bool(self._sources) and not self._open and all(self._sources.values())
+        return bool(self._sources) and not self._others_push and all(self._sources.values())
 
     async def source(self, name: str, ended: bool) -> None:
         """A source begins, or all it had is in. When all sources have ended and nobody else ever pushed, so does the buffer."""
         with self._lock:
             self._sources[name] = ended
+            if not ended:
+                self._progress.pop(name, None)  # of one that had the name before
             self._serve()
         self._run_calls()
 
@@ -439,8 +441,11 @@ class BufferShard:
             if hello.generation and hello.waiting:  # of the one that died; each peer tells what it knew last
                 self._lost[hello.generation] = max(self._lost.get(hello.generation, 0), hello.waiting)
                 self.lost = sum(self._lost.values())
+            self._others_push |= hello.others_push
             if hello.source:
                 self._sources[hello.source] = hello.ended
+                self._serve()
+        self._run_calls()
         slab = self._slab
         assert slab is not None
         link.reply(number, msgspec.msgpack.encode((self.generation, *slab.address)))
@@ -467,7 +472,7 @@ class BufferShard:
         if want:
             slot = self._grant(link.data, want)
             offset, size = slot.offset, slot.size
-        link.reply(number, m.pack_ack(self._store.rows, offset, size))
+        link.reply(number, m.pack_ack(self._store.rows, self._others_push, offset, size))
 
     def _memory(self, peer: _Peer, nbytes: int) -> tuple[Any, Any]:
         """Where a batch for this peer is put together."""
@@ -510,6 +515,7 @@ class Hello(msgspec.Struct, array_like=True):
 
     source: str = ""
     ended: bool = False
+    others_push: bool = False
     generation: int = 0
     """The shard that it knew before, and what waited in there."""
     waiting: int = 0

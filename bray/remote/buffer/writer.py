@@ -445,14 +445,10 @@ class RemoteWriter:
     # --- the io loop --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Connect to as many shards as the density says; when one is gone, to the next."""
-        up = [p for p in self._order if p.up]
+        """Connect to as many shards as the density says; when one is gone, `port_down` connects to the next."""
+        self._started = True
         for port in self._order[: self._connections]:
             port.connect()
-        if self._started and not up:
-            for port in self._order:
-                port.connect()
-        self._started = True
 
     def _flush(self) -> None:
         if not self._started:
@@ -538,7 +534,7 @@ class RemoteWriter:
             self._lost(part)
         else:
             if error is None:
-                target.port.facts.waiting, following, size = m.read_ack(future.result())
+                target.port.facts.waiting, target.port.others_push, following, size = m.read_ack(future.result())
                 if following >= 0 and current:
                     with self._lock:
                         target.slots.append((size, following))

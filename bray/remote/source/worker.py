@@ -125,7 +125,7 @@ class SourceReader:
                 if self._stop:
                     return
                 nbytes = sum(getattr(leaf, "nbytes", 8) for leaf in tree.leaves(sample))
-                under_way.append((self._push(sample, under_way), nbytes))
+                under_way.append((self._push(sample), nbytes))
                 waiting += nbytes
                 while len(under_way) > _UNDER_WAY or waiting > _BYTES_UNDER_WAY:
                     pushed, nbytes = under_way.popleft()
@@ -137,9 +137,9 @@ class SourceReader:
             for pushed, _ in under_way:
                 if not self._arrived(pushed):
                     return
-            self._note(label, epoch + 1, 0, now=True)
+            self._note(label, epoch + 1, 0, now=epoch + 1 == self.epoch)
 
-    def _push(self, sample: Any, under_way: deque[tuple[Pushed, int]]) -> Pushed:
+    def _push(self, sample: Any) -> Pushed:
         while True:
             try:
                 return self.buffer._push_from(self.name, sample)
