@@ -689,6 +689,21 @@ def test_plans_that_cannot_work(given, config, said):
         worker.make_learner(plan(given, config=config), net(), parts.Ranks())
 
 
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (Unreachable("model/m did not answer"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection reset by peer"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyError("advantage"), False),
+        (ConfigError("no such key"), False),
+        (SystemExit(1), False),
+    ],
+)
+def test_which_errors_are_tried_again(error, again):
+    assert worker.is_worth_another_try(error) is again
+
+
 def test_parts_are_what_they_seem():
     """The helpers of these tests: the reference above must be able to fail."""
     assert not same(weights(net(0)), weights(net(1)))

@@ -1,6 +1,5 @@
 """RemoteTrainer over real models and buffers of a session in this process."""
 
-import threading
 import time
 
 import numpy as np
@@ -153,13 +152,12 @@ def test_two_trainers_side_by_side_and_one_name_twice():
         filled(f"b{name}")
     ends = [RemoteTrainer(n).train(trainer=Regression, model=n, buffers=[f"b{n}"], num_steps=10) for n in "ab"]
     assert [e.result(60)["steps"] for e in ends] == [10, 10]
-    waits = threading.Event()
-    first = RemoteTrainer("c").train(train=waits.wait)
+    RemoteBuffer("empty", size=4, batch_size=4, num_workers=1)
+    waits = {"trainer": Regression, "model": "a", "buffers": ["empty"]}
+    RemoteTrainer("c").train(**waits)
     with pytest.raises(ConfigError, match="trainer 'c' is training already"):
-        RemoteTrainer("c").train(train=waits.wait)
-    waits.set()
-    assert first.result(10) is True
-    assert RemoteTrainer("c").train(train=lambda: 5).result(10) == 5
+        RemoteTrainer("c").train(**waits)
+    assert [e.result(10) for e in [RemoteTrainer().train(train=lambda: 5) for _ in range(2)]] == [5, 5]
 
 
 def test_a_learner_from_the_graphs_config():

@@ -391,6 +391,8 @@ class RayMember:
         if self._actor is None:
             import ray
 
+            if not ray.is_initialized():
+                raise Unreachable(f"{self.name} cannot be asked: the session has ended")
             try:
                 self._actor = ray.get_actor(self.name, session().namespace)
             except ValueError:

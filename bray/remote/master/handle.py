@@ -8,6 +8,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,7 @@ class _Recorder:
         self._sending = threading.Lock()
         self._sums: dict[tuple[str, Labels], list[Any]] = {}
         self._due = False
+        self._under_way: Future[None] | None = None
 
     def add(self, name: str, labels: Labels, total: float, count: int, desc: Mapping[str, str]) -> None:
         with self._lock:
@@ -67,9 +69,10 @@ class _Recorder:
             due, self._due = self._due, True
         if not due:
             loop = io.loop()
-            loop.call_soon_threadsafe(
-                loop.call_later, SEND_EVERY, lambda: io.spawn(self._send_later(), "sending numbers")
-            )
+            loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
+
+    def _send_now(self) -> None:
+        self._under_way = io.spawn(self._send_later(), "sending numbers")
 
     async def _send_later(self) -> None:
         rows = self._take()
@@ -87,6 +90,8 @@ class _Recorder:
     def flush(self) -> None:
         """All that is here goes to the master before this returns."""
         with self._sending:
+            if self._under_way is not None and not io.is_loop():  # the loop cannot wait for itself
+                self._under_way.result(_PATIENCE + 5.0)
             rows = self._take()
             if rows:
                 _ask("merged", rows)

@@ -99,10 +99,11 @@ class RemoteTrainer:
             raise ConfigError(f"train: expected a function, got {train!r}; a class is given as trainer=")
         opened = session()
         key = (opened.namespace, plan.name)
-        if key in _running and not _running[key].done():
+        if plan.train is None and key in _running and not _running[key].done():
             raise ConfigError(f"trainer {plan.name!r} is training already: give the second one another name")
         run = _LocalRun(opened, plan, self) if opened.cluster.kind == "local" else _RayRun(opened, plan, self)
-        _running[key] = run.promise
+        if plan.train is None:
+            _running[key] = run.promise
         opened.watch(f"trainer {plan.name}", run.promise)
         opened.stops.append(run.end)
         run.start()
@@ -167,7 +168,7 @@ class RemoteTrainer:
         )
 
 
-_running: dict[tuple[str, str], Promise] = {}
+_running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
 
 
 class _Run:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from bray.errors import ConfigError, Unreachable
+from bray.errors import BrayError, ConfigError, Unreachable
 from bray.remote import cluster, io, wire
 from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
@@ -170,8 +170,7 @@ class Failed(Exception):
 
 
 def rank_main(info: SessionInfo, name: str, address: wire.Address, made: list[Any], use_gpu: bool) -> bytes:
-    """The function that Ray Train runs. Errors of the user's code come back as Failed; the echo of another rank's death as it is, and then
-    Ray Train begins again."""
+    """The function that Ray Train runs. Errors of the user's code come back as Failed; others as they are, and then Ray Train begins again."""
     ranks = Ranks()
     cluster._enter(info, f"trainer/{name}/{ranks.rank}")
     where = f"trainer {name}, rank {ranks.rank} of {ranks.size} (pid {os.getpid()} on {socket.gethostname()})"
@@ -186,10 +185,15 @@ def rank_main(info: SessionInfo, name: str, address: wire.Address, made: list[An
         _flush_numbers()
         return seal(result, where)
     except BaseException as e:
-        if is_rank_lost(e):
+        if is_worth_another_try(e):
             raise
         logger.error("%s failed", where, exc_info=e)
         raise Failed(pickle.dumps(cluster._fail(e, where))) from None
+
+
+def is_worth_another_try(error: BaseException) -> bool:
+    """Whether a process is to blame that died, this rank's peer or a component's, and not what this rank did."""
+    return isinstance(error, Unreachable) or is_rank_lost(error)
 
 
 def seal(result: Any, where: str) -> bytes:
@@ -219,8 +223,8 @@ class _Line:
         self._over = self._left = False
         try:
             self._link: wire.Link = io.run(session().connect(address, self._heard, self._lost))
-        except Unreachable:
-            raise Unreachable(f"trainer {plan.name}: whoever started it is gone, the session has ended") from None
+        except Unreachable:  # not worth another try
+            raise BrayError(f"trainer {plan.name}: whoever started it is gone, the session has ended") from None
 
     def __enter__(self) -> _Line:
         return self
