@@ -18,7 +18,7 @@ from bray.remote.model.handle import RemoteModel
 from tests.ray_for_tests import ray_session  # noqa: F401
 
 X = np.arange(4, dtype=np.float32)
-LIMIT_S = 60
+LIMIT_S = 120
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

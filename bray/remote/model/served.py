@@ -145,19 +145,20 @@ class Served:
 
     def _make_engine(self, weights: Weights) -> Any:
         """For engines whose weights are inside: of the version that is being published."""
-        from bray.inference.onnx_engine import OnnxEngine
-
         if self._int8 is not None:
+            from bray.inference.onnx_engine import OnnxEngine
+
             return OnnxEngine(self._int8, self._threads)
         return self._make_fixed(weights)
 
     def _make_fixed(self, weights: Weights) -> Any:
         """An engine of one version for good."""
-        from bray.inference.graph import with_constant_weights
-        from bray.inference.onnx_engine import OnnxEngine
         from bray.inference.torch_engine import TorchEngine, load_weights
 
         if self._graph is not None:
+            from bray.inference.graph import with_constant_weights
+            from bray.inference.onnx_engine import OnnxEngine
+
             return OnnxEngine(with_constant_weights(self._graph, weights), self._threads)
         module = copy.deepcopy(self._module)
         load_weights(module, weights)
@@ -165,14 +166,14 @@ class Served:
 
     def take(self, news: News) -> None:
         """Go on to a newer version, or to an engine that is ready now. In a thread: it waits for the forward that may be running, and for
-        engines that are built."""
-        from bray.inference.onnx_engine import OnnxEngine
-
+        engines that are built. (ONNX Runtime is imported only where it is used: that takes half a second of everybody's time.)"""
         cluster = session().cluster
         switched = self._mode is not None and news.graph is not None and self._graph is None
         if switched:
             self._graph = cluster.get(news.graph)
             if self._mode == "train":
+                from bray.inference.onnx_engine import OnnxEngine
+
                 self.host.replace_engine(OnnxEngine(self._graph, self._threads))
         int8 = None if news.int8 is None else cluster.get(news.int8)
         rebuilt = self._mode in ("infer", "quantize") and (switched or int8 != self._int8)
