@@ -233,6 +233,24 @@ def test_samples_of_other_kinds_have_batches_of_their_own(session, model):
     assert isinstance(bad, DataError)
 
 
+def test_a_sample_of_a_wrong_kind_spoils_nothing_for_the_others(session, model):
+    members = [start(session)]
+
+    async def main():
+        caller = Caller("m", members, 32)
+        wrong = [{"x": X}, (X, X), np.zeros((2, 3), np.float32)]
+        errors = await asyncio.gather(*[caller.ask((x,), False, None, False) for x in wrong], return_exceptions=True)
+        outputs = []
+        for n in range(1, 7):  # batches of sizes that were not seen before
+            outputs += await asyncio.gather(*[caller.ask((X,), False, None, False) for _ in range(n)])
+        caller.close()
+        return errors, outputs
+
+    errors, outputs = run(main)
+    assert all(isinstance(e, RemoteError) for e in errors[:2])
+    assert all(y["y"].tolist() == (2 * X).tolist() for y in outputs)
+
+
 def test_versions_are_asked_by_step_and_publishing_reaches_every_worker(session, model):
     members = [start(session, 0), start(session, 1)]
     model.publish_weights({"w": np.array([3], np.float32)}).result(LIMIT_S)

@@ -9,13 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import bray
 from bray.errors import ConfigError, ResourceError
-from bray.fake.buffer import FakeBuffer
-from bray.remote import cluster, master
-from bray.remote.buffer.handle import RemoteBuffer
-from bray.remote.model.handle import RemoteModel
+from bray.remote import cluster
 from bray.remote.trainer.drive import Hook
-from bray.remote.trainer.handle import RemoteTrainer
 from bray.remote.trainer.worker import trainer_path
 from bray.rundir import RunDir
 from tests.ray_for_tests import ray_session  # noqa: F401
@@ -29,21 +26,22 @@ SAMPLE = {k: v[0] for k, v in batch_of(0).items()}
 @pytest.fixture(scope="module")
 def parts(ray_session):  # noqa: F811
     """A model, and a buffer that fills itself."""
-    remote = RemoteModel("m", net(), (np.zeros(3, np.float32),))
-    fake = FakeBuffer("b", SAMPLE, size=16, batch_size=4, num_workers=1)
+    remote = bray.RemoteModel("m", net(), (np.zeros(3, np.float32),))
+    fake = bray.fake.FakeBuffer("b", SAMPLE, size=16, batch_size=4, num_workers=1)
     yield remote
     fake.close()
 
 
 def train_function(model, buffer, batch_size, weights_publish_interval, num_steps):
-    """The fragment of the README: torch's own DistributedDataParallel over the process group that is there."""
-    remote = RemoteModel(name=model)
+    """As in the README, with torch's own DistributedDataParallel over the process group that is there."""
+    assert isinstance(model, str)
+    remote = bray.RemoteModel(name=model)
     module = torch.nn.parallel.DistributedDataParallel(remote.get_model())
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
-    batches = iter(RemoteBuffer(buffer))
+    batches = bray.TorchTensorBuffer(bray.BatchBuffer(bray.RemoteBuffer(name=buffer), batch_size, kind="concate"))
     equal = []
     for step in range(num_steps):
-        batch = {k: torch.from_numpy(v) for k, v in next(batches).items()}
+        batch = next(batches)
         loss = (module(batch["x"]) - batch["y"]).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -53,32 +51,26 @@ def train_function(model, buffer, batch_size, weights_publish_interval, num_step
         dist.all_gather(others, flat)
         equal.append(all(torch.equal(flat, o) for o in others))
         if dist.get_rank() == 0 and step % weights_publish_interval == 0:
-            remote.publish_weights(module.module.state_dict())
-        master.merge("steps", 1, {"sum": "steps of all ranks"})
-    return {
-        "equal": equal,
-        "pid": os.getpid(),
-        "backend": dist.get_backend(),
-        "batch_size": batch_size,
-        "cwd": os.getcwd(),
-    }
+            remote.publish_weights(bray.get_torch_model_weights(module))
+        bray.merge("steps", 1, {"sum": "steps of all ranks"})
+    return {"equal": equal, "pid": os.getpid(), "backend": dist.get_backend(), "rows": len(batch["x"])}
 
 
 def test_a_function_runs_on_two_ranks(parts):
     before = parts.step
-    end = RemoteTrainer("f", use_gpu=False, num_workers=2).train(
-        train=train_function, model="m", buffer="b", batch_size=8, weights_publish_interval=1, num_steps=20
+    end = bray.RemoteTrainer("f", use_gpu=False, num_workers=2).train(
+        train=train_function, model="m", buffer="b", batch_size=2, weights_publish_interval=1, num_steps=20
     )
     out = end.result(240)
     assert out["equal"] == [True] * 20
     assert out["pid"] != os.getpid()
     assert out["backend"] == "gloo"
-    assert out["batch_size"] == 8
+    assert out["rows"] == 8
     assert parts.step >= before + 1
     deadline = time.monotonic() + 10
-    while master.query("steps", "sum") < 40 and time.monotonic() < deadline:
+    while bray.query("steps", "sum") < 40 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert master.query("steps", "sum") == 40
+    assert bray.query("steps", "sum") == 40
 
 
 class Slow(Regression):
@@ -107,7 +99,7 @@ def pids(session):
 def test_a_trainer_is_driven_on_two_ranks_and_its_errors_are_not_tried_again(parts, ray_session):  # noqa: F811
     first = parts.step
     steps = {"trainer": Slow, "model": "m", "buffers": ["b"]}
-    summary = RemoteTrainer("t1", num_workers=2).train(**steps, num_steps=15).result(240)
+    summary = bray.RemoteTrainer("t1", num_workers=2).train(**steps, num_steps=15).result(240)
     assert summary["steps"] == 15
     assert summary["ranks"] == 2
     assert summary["samples"] == 2 * 4 * 15
@@ -116,7 +108,7 @@ def test_a_trainer_is_driven_on_two_ranks_and_its_errors_are_not_tried_again(par
 
     # the same trainer goes on, and meets an error of the user's code
     config = {"t1": {"fails": first + 20}}
-    trainer = RemoteTrainer("t1", num_workers=2)
+    trainer = bray.RemoteTrainer("t1", num_workers=2)
     end = trainer.train(**steps, num_steps=10_000, config=config)
     with pytest.raises(ConfigError, match="trainer 't1' is training already"):
         trainer.train(**steps)
@@ -134,9 +126,9 @@ def test_what_does_not_fit_fails_at_once():
     with pytest.raises(
         ResourceError, match=r"trainer big asks for 40 x 1 CPUs, and there is room for 16: there are node"
     ):
-        RemoteTrainer("big", num_workers=40).train(train=print)
+        bray.RemoteTrainer("big", num_workers=40).train(train=print)
     with pytest.raises(ResourceError, match=r"asks for 1 x 1 CPUs, 1 GPUs, and there is room for 0"):
-        RemoteTrainer("gpu", use_gpu=True).train(train=print)
+        bray.RemoteTrainer("gpu", use_gpu=True).train(train=print)
     assert time.monotonic() - begin < 5
 
 
@@ -150,7 +142,7 @@ def test_what_others_hold_is_named(monkeypatch):
         assert held.call("ask").result() == 1
         monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 0.5)
         with pytest.raises(ResourceError, match="asks for 4 x 1 CPUs, and others hold what there is: free are"):
-            RemoteTrainer("many", num_workers=4).train(train=print).result(30)
+            bray.RemoteTrainer("many", num_workers=4).train(train=print).result(30)
     finally:
         cluster.session().cluster.stop("idle")
 
@@ -158,7 +150,7 @@ def test_what_others_hold_is_named(monkeypatch):
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_training_goes_on(parts, ray_session):  # noqa: F811
     start = parts.step
-    end = RemoteTrainer("t", num_workers=2).train(
+    end = bray.RemoteTrainer("t", num_workers=2).train(
         trainer=Slow,
         model="m",
         buffers=["b"],

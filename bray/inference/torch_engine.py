@@ -58,19 +58,20 @@ class TorchEngine:
     def forward(self, *args: Any) -> Any:
         """A batch of what the Model takes (observations; and recurrent states) -> its outputs, all numpy."""
         if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
-            flat = [torch.from_numpy(args[0])]
-            shapes: Any = args[0].shape
-        else:
-            if self._structure is None:
-                self._structure = tree.map(lambda _: "", args)
-            leaves: list[Any] = []
-            gather(self._structure, args, leaves)
-            flat = [torch.from_numpy(x) for x in leaves]
-            shapes = tuple([x.shape for x in leaves])
+            return self._run([torch.from_numpy(args[0])], args[0].shape, args)
+        expected = tree.map(lambda _: "", args) if self._structure is None else self._structure
+        leaves: list[Any] = []
+        gather(expected, args, leaves)
+        out = self._run([torch.from_numpy(x) for x in leaves], tuple([x.shape for x in leaves]), expected)
+        self._structure = expected  # only now: what the Model refuses is no example for others
+        return out
+
+    def _run(self, flat: list[Tensor], shapes: Any, example: Any) -> Any:
+        """`example` has the structure of the arguments."""
         if not self._on_cpu:
             flat = [x.to(self.device, non_blocking=True) for x in flat]
         if shapes not in self._programs:
-            structure = pytree.tree_structure(args if self._structure is None else self._structure)
+            structure = pytree.tree_structure(example)
             program = self._captured.program(flat, structure) if self._captured.enabled else None
             self._programs[shapes] = (program, structure, _names(program))
         program, structure, names = self._programs[shapes]
