@@ -202,7 +202,6 @@ serve(Left, config, on_ready=lambda port, admin: print(json.dumps({"ready": port
 
 def test_a_training_is_measured_from_outside(monkeypatch):
     monkeypatch.setattr(training, "GAMES", 2)
-    monkeypatch.setattr(training, "GAME_PROCESSES", 1)
     monkeypatch.setattr(training, "WARM_UP_S", 0.3)
     monkeypatch.setattr(training, "MOST_ROWS_PER_TICK", 1000.0)  # a busy machine may look at the two a little apart
     result = training.measure([sys.executable, "-c", SERVER], 0.3)
@@ -215,7 +214,6 @@ def test_a_training_is_measured_from_outside(monkeypatch):
 
 def test_rows_that_nobody_played_are_noticed(monkeypatch):
     monkeypatch.setattr(training, "GAMES", 2)
-    monkeypatch.setattr(training, "GAME_PROCESSES", 1)
     monkeypatch.setattr(training, "WARM_UP_S", 0.3)
     monkeypatch.setattr(training, "LONGEST_S", 3.0)
     server = SERVER.replace('{"rows": ticks}', '{"rows": 50 * ticks}')

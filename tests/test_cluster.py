@@ -54,6 +54,17 @@ class Counter:
         return other.call("add", 10).result()
 
 
+class Closing:
+    """Has something to do at its end."""
+
+    def __init__(self, path):
+        self.path = path
+
+    async def close(self):
+        await asyncio.sleep(0.3)
+        self.path.touch()
+
+
 class Broken:
     def __init__(self):
         raise ValueError("no weights here")
@@ -121,6 +132,12 @@ def test_errors_arrive_with_their_class_and_where_they_ran(session, counter):
         assert counter.name in note
         with pytest.raises(RemoteError, match="Odd: one"):
             counter.call("bad", "odd").result()
+
+
+def test_a_member_closes_before_it_ends(session, tmp_path):
+    session.cluster.start("closing", Closing, tmp_path / "closed")  # nobody keeps what this returns
+    session.cluster.stop("closing")
+    assert (tmp_path / "closed").exists()
 
 
 def test_a_worker_that_cannot_start_tells_why(session):

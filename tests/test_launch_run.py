@@ -143,6 +143,14 @@ def test_deploy_builds_no_trainer_and_no_buffer(file):
     assert not run.done()  # it goes on until it is stopped
 
 
+def test_a_model_that_was_never_trained_is_not_served_in_silence(file, caplog):
+    built(file)
+    built(file, "model1.checkpoint=weights.safetensors", mode="deploy")
+    assert "no checkpoint" not in caplog.text
+    built(file, mode="deploy")
+    assert "model model1 has no checkpoint in somewhere/t" in caplog.text
+
+
 def test_an_actor_of_ones_own(file):
     name = file.parent.name
     keys = ["actor1.agents=[]", f"actor1.module={name}.code", "actor1.class=Actor", "actor1.colour=red"]

@@ -78,22 +78,21 @@ def train_graph(tmp_path, kind, **kwargs):
                 for promise in run.ends.values():
                     if promise.done():
                         promise.result()
-        weights, step = run.models["model1"].get_weights()
+        step = run.models["model1"].step
         assert step > 0
-        assert weights
     finally:
         bray.shutdown()
-    return serve(tmp_path, kind)
+    return serve(tmp_path, kind, step)
 
 
-def serve(tmp_path, trial):
-    """The same file in `mode: deploy` serves the newest checkpoint."""
+def serve(tmp_path, trial, step):
+    """The same file in `mode: deploy` serves the newest version, which was saved when the training ended."""
     graph = load(ROOT / "template" / "rl.yaml", ["actor1.port=0"], mode="deploy", project=str(tmp_path), trial=trial)
     assert not graph.of_kind("trainer")
     session = bray.init(str(tmp_path), trial, cluster="local")
     try:
         run = build(graph, session)
-        assert run.models["model1"].step > 0
+        assert run.models["model1"].step >= step
         return played_best(run.actors["actor1"].port)
     finally:
         bray.shutdown()

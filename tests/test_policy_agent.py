@@ -69,8 +69,8 @@ class Buffer:
     def __init__(self):
         self.pushes = []
 
-    def push(self, *samples, drop=True):
-        self.pushes.append(list(samples))
+    def push_batch(self, batch, drop=True):
+        self.pushes.append(tree.split(batch))
 
     @property
     def samples(self):
@@ -208,7 +208,7 @@ def test_several_games_make_the_batch_of_one_rollout():
         training.rollout.reset(seed)
         training.rollout.first[:] = True
         trajectories.append(training.collect(6))
-        pushes.append(setup.samples(setup.make_policy(), trajectories[-1]))
+        pushes.append(tree.split(setup.samples(setup.make_policy(), trajectories[-1])))
     whole = {
         name: _join(trajectories, name)
         for name in ("obs", "action", "reward", "terminated", "truncated", "valid", "first")
@@ -266,7 +266,7 @@ def test_an_update_from_a_buffer_is_the_update_of_the_loop():
     learner = setup.make_learner(theirs, seed=0)
     for _ in range(2):
         trajectory = training.collect(8)
-        samples = setup.samples(setup.make_policy(), trajectory)
+        samples = tree.split(setup.samples(setup.make_policy(), trajectory))
         mine = training.learner.update(training.policy.samples(trajectory))
         other = learner.update(stacked(samples))
         assert other.metrics == pytest.approx(mine.metrics, rel=1e-4, abs=1e-6)

@@ -187,6 +187,34 @@ def test_pushes_that_nobody_awaits_are_bounded(session, monkeypatch):
     assert int(buffer.pop(10)["i"]) == 1
 
 
+def test_a_batch_is_pushed_as_its_rows_would_be(session):
+    """Small rows in columns, large ones each for itself; mixed with single samples, whose layout they share."""
+    buffer = RemoteBuffer("b", size=4, batch_size=10, num_workers=1)
+    batch = {"x": np.arange(24).reshape(8, 3), "n": {"y": np.arange(8, dtype=np.float32)}}
+    buffer.push({"x": np.full(3, -1), "n": {"y": np.float32(-1)}}, drop=False).result(10)
+    buffer.push_batch(batch, drop=False).result(10)
+    buffer.push({"x": np.full(3, -2), "n": {"y": np.float32(-2)}}, drop=False).result(10)
+    got = buffer.pop(10)
+    assert got["x"].tolist() == [[-1] * 3, *batch["x"].tolist(), [-2] * 3]
+    assert got["n"]["y"].tolist() == [-1, *range(8), -2]
+    assert got["x"].dtype == np.int64
+    assert got["n"]["y"].dtype == np.float32
+    with pytest.raises(DataError, match="same keys and shapes"):
+        buffer.push_batch({"x": np.zeros((2, 4)), "n": {"y": np.zeros(2)}})
+
+    large = RemoteBuffer("large", size=4, batch_size=3, num_workers=1)
+    pictures = np.arange(3 * 20000, dtype=np.float32).reshape(3, 20000)
+    large.push_batch(pictures, drop=False).result(10)
+    assert np.array_equal(large.pop(10), pictures)
+
+    two = RemoteBuffer("two", size=20, num_workers=2)
+    two.push_batch(np.arange(9), drop=False).result(10)
+    assert sorted(int(two.pop(10)) for _ in range(9)) == list(range(9))
+    for wrong in ({"a": np.zeros(2), "b": np.zeros(3)}, {"a": 1.0}, {"a": np.zeros((0, 2))}):
+        with pytest.raises(DataError, match=r"same number of rows|without rows"):
+            two.push_batch(wrong)
+
+
 def test_pushes_may_be_forgotten(session):
     buffer = RemoteBuffer("b", num_workers=1)
 

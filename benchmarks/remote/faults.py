@@ -3,11 +3,14 @@
     python -m benchmarks.remote.faults                    # all cases; a table at the end
     python -m benchmarks.remote.faults --only node
 
-The training is the template's grid game: PPO on a real local Ray, a model process, two buffer shards, two service workers, one rank, and games
-that are played over HTTP by another process. For `node` the Ray has two nodes, one of which is taken away.
+The training is the template's grid game: PPO on a real local Ray, a model worker and the keeper of its weights, two buffer shards, two service
+workers, one rank, and games that are played over HTTP by another process. For `node` the Ray has two nodes, one of which is taken away with all
+that runs there (`killed` of its row says what that was).
 
-recovered  seconds from the kill until the killed part answers from a new process and the trainer has made steps again
-lost       samples that were in the killed process and reach no trainer (counted there just before the kill; an upper bound for sessions)
+recovered  seconds from the kill until the killed part works in a new process and the trainer has made steps again
+stuck      games that have no tick within 15 s after that
+lost       samples that were in the killed process and reach no trainer (counted there just before the kill; an upper bound for sessions), and
+           those that a rank had learned from since its checkpoint
 """
 
 from __future__ import annotations
@@ -28,10 +31,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {"model": 10.0, "buffer": 10.0, "actor": 10.0, "rank": 30.0, "master": 15.0, "node": 60.0}
+LIMITS = {"model": 10.0, "keeper": 10.0, "buffer": 10.0, "actor": 10.0, "rank": 30.0, "master": 15.0, "node": 60.0}
 """Seconds within which a training must go on."""
+PATIENCE = 15.0
+"""Seconds in which every game must go on; a request of theirs waits 10 s at most."""
 GAMES = 16
 EPISODE_LENGTH = 32
+ROWS_PER_STEP = 1024 // 16  # a batch of the buffer, and PPO's gradient steps on it
+RANK = "RayTrainWorker"
+"""As Ray calls the process of a rank."""
 OVERRIDES = [
     "model1.num_workers=1",
     "model1.local_mode=false",
@@ -54,6 +62,8 @@ class Outcome:
     step_after: int
     corrupt: list[str]
     stuck_games: int
+    killed: list[str]
+    """What died, by the names of members and by Ray's classes."""
     errors: int
     """Requests of games that failed meanwhile: each game then starts a new session."""
 
@@ -148,16 +158,14 @@ def play(port: int) -> None:
 class System:
     def __init__(self, session: Any, run: Any, games: Games, ray_cluster: Any):
         self.session, self.run, self.games, self.ray_cluster = session, run, games, ray_cluster
-        self.model = run.models["model1"]
         self.lowest = 1 << 62
-        self._since = 0
 
     def step(self) -> int:
-        """The model's step; -1 while nobody can tell."""
+        """The model's step as its keeper has it; -1 while that does not answer. What a handle knows never goes back."""
         from bray.errors import BrayError
 
         try:
-            step = self.model.step
+            step = int(self.session.cluster.find("model/model1").call("step", timeout=5.0).result())
         except BrayError:
             return -1
         self.lowest = min(self.lowest, step)
@@ -176,9 +184,10 @@ class System:
         return max(steps, default=0)
 
     def corrupt(self) -> list[str]:
-        """Files of the run directory that cannot be read back."""
+        """Files of the model and of the trainer that cannot be read back."""
         from bray.errors import BrayError
-        from bray.rundir import read_weights
+        from bray.remote.trainer.worker import trainer_path
+        from bray.rundir import RunDir, read_weights
 
         bad = []
         for path in sorted((self.session.path / "models" / "model1").glob("*.safetensors")):
@@ -187,15 +196,21 @@ class System:
             except BrayError:
                 if path.exists():  # else retention has just removed it
                     bad.append(path.name)
+        trainer = RunDir(trainer_path(self.session.path, "trainer1"))
+        bad += [f"trainer1 {s}" for s in trainer.steps() if not trainer.is_intact(s) and s in trainer.steps()]
         return bad
 
     # --- who is killed ------------------------------------------------------------------------------------------------
 
     def victim(self, case: str) -> str:
-        prefix = {"model": "model/model1/", "buffer": "buffer/buffer1/", "actor": "actor/actor1/", "master": "master"}[
-            case
-        ]
-        return self.session.cluster.names(prefix)[0]
+        first = {
+            "model": "model/model1/",
+            "keeper": "model/model1",
+            "buffer": "buffer/buffer1/",
+            "actor": "actor/actor1/",
+            "master": "master",
+        }
+        return self.session.cluster.names(first[case])[0]
 
     def rank_pid(self) -> int:
         """The trainer's rank, among the processes of this Ray alone."""
@@ -205,21 +220,36 @@ class System:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
-                    if b"RayTrainWorker" in (entry / "cmdline").read_bytes():
+                    if RANK.encode() in (entry / "cmdline").read_bytes():
                         parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
                         if ours.encode() in (Path("/proc") / str(parent) / "cmdline").read_bytes():
                             return int(entry.name)
         return -1
 
-    def pid(self, case: str, name: str) -> int:
+    def pids(self, names: list[str]) -> list[int]:
+        """Of the processes of some members (or of the rank) that do their work; -1 of one that does not (yet)."""
         from bray.errors import BrayError
 
-        if case == "rank":
-            return self.rank_pid()
-        try:
-            return self.session.cluster.pid(name)
-        except BrayError:
-            return -1
+        out = []
+        for name in names:
+            try:
+                if name == RANK:
+                    out.append(self.rank_pid())
+                    continue
+                # Any method will do: it is answered once the worker is made.
+                self.session.cluster.find(name).call("__repr__", timeout=5.0).result()
+                out.append(self.session.cluster.pid(name))
+            except BrayError:
+                out.append(-1)
+        return out
+
+    def on_second_node(self) -> list[str]:
+        """What runs there."""
+        import ray
+
+        node = self.ray_cluster.second.node_id
+        alive = (a for a in ray._private.state.actors().values() if a["State"] == "ALIVE")
+        return sorted(a["Name"] or a["ActorClassName"] for a in alive if a["Address"]["NodeID"] == node)
 
     def in_it(self, case: str, name: str) -> int:
         """Samples that die with a process."""
@@ -229,41 +259,56 @@ class System:
         if case == "actor":
             return GAMES // 2 * EPISODE_LENGTH
         if case == "node":
-            return (
-                sum(int(s["waiting"]) for s in self.run.buffers["buffer1"].numbers()["shards"]) + GAMES * EPISODE_LENGTH
-            )
+            waiting = sum(int(s["waiting"]) for s in self.run.buffers["buffer1"].numbers()["shards"])
+            return waiting + GAMES * EPISODE_LENGTH
         return 0
 
-    def kill(self, case: str, name: str, pid: int) -> None:
-        if case == "node":
-            self.ray_cluster.remove_node(self.ray_cluster.second, allow_graceful=False)
-        else:
-            os.kill(pid, signal.SIGKILL)
+    def learned(self) -> int:
+        """Samples that the trainer has learned from since its last checkpoint."""
+        from bray.remote.trainer.worker import trainer_path
+        from bray.rundir import RunDir
+
+        saved = RunDir(trainer_path(self.session.path, "trainer1")).steps()
+        return max(0, self.step() - max(saved, default=0)) * ROWS_PER_STEP
+
+    def stuck_games(self, seconds: float) -> int:
+        """How many games do not go on from here, in so many seconds."""
+        before, end = self.games.ticks, time.monotonic() + seconds
+        while True:
+            stuck = sum(a <= b for a, b in zip(self.games.ticks, before, strict=True))
+            if not stuck or time.monotonic() > end:
+                return stuck
+            time.sleep(0.5)
 
     def suffer(self, case: str) -> Outcome:
         """Kill, and wait until all is well again."""
         limit = 3 * LIMITS[case]  # so that a late recovery is measured, too
-        name = "" if case in ("rank", "node") else self.victim(case)
-        before, pid, self.lowest = self.step(), 0 if case == "node" else self.pid(case, name), 1 << 62
-        checkpoint, lost, errors, ticks = (
-            self.last_checkpoint(),
-            self.in_it(case, name),
-            self.games.errors,
-            self.games.ticks,
-        )
+        if case == "node":
+            killed = self.on_second_node()
+        else:
+            killed = [RANK if case == "rank" else self.victim(case)]
+        # Service workers of a node are not started elsewhere, and Ray Train's own processes are its business.
+        returning = [n for n in killed if case != "node" or n == RANK or n.startswith(("model/", "buffer/", "master"))]
+        old, lost = self.pids(returning), self.in_it(case, killed[0])
+        assert -1 not in old, (
+            f"not all of {returning} are at work before {case}"
+        )  # and kill(-1) would end every process
+        if RANK in killed:
+            lost += self.learned()
+        before, self.lowest = self.step(), 1 << 62
+        checkpoint, errors = self.last_checkpoint(), self.games.errors
         start = time.monotonic()
-        self.kill(case, name, pid)
+        if case == "node":
+            self.ray_cluster.remove_node(self.ray_cluster.second, allow_graceful=False)
+        else:
+            os.kill(old[0], signal.SIGKILL)
         end = start + limit
-        while case != "node" and self.pid(case, name) in (pid, -1) and time.monotonic() < end:
+        while any(p in (-1, q) for p, q in zip(self.pids(returning), old, strict=True)) and time.monotonic() < end:
             self.step()
             time.sleep(0.1)
-        came_back = self.step()
-        self.wait_step(came_back, max(0.0, end - time.monotonic()))
+        self.wait_step(max(before, self.step()), max(0.0, end - time.monotonic()))
         recovered = time.monotonic() - start
-        if case == "rank":  # rows of the steps that are made again
-            lost = max(0, before - self.lowest) * 64
-        time.sleep(6.0)  # every game gets its turn
-        stuck = sum(a <= b for a, b in zip(self.games.ticks, ticks, strict=True))
+        stuck = self.stuck_games(PATIENCE)
         return Outcome(
             case,
             recovered,
@@ -274,6 +319,7 @@ class System:
             self.step(),
             self.corrupt(),
             stuck,
+            killed,
             self.games.errors - errors,
         )
 
@@ -311,8 +357,9 @@ def main() -> None:
     )
     for o in outcomes:
         steps = f"{o.step_before} > {o.lowest_step} > {o.step_after}"
+        died = f"   killed: {', '.join(o.killed)}" if o.case == "node" else ""
         print(
-            f"{o.case:8} {o.recovered:9.1f}s {LIMITS[o.case]:5.0f}s {o.lost:6} {steps:>24} {o.errors:16} {o.stuck_games:12}"
+            f"{o.case:8} {o.recovered:9.1f}s {LIMITS[o.case]:5.0f}s {o.lost:6} {steps:>24} {o.errors:16} {o.stuck_games:12}{died}"
         )
 
 

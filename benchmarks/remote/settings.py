@@ -55,7 +55,6 @@ PUBLISH_BYTES = 5 << 20
 
 # --- training: 32 grid games over HTTP --------------------------------------------------------------------------------
 GAMES = 32
-GAME_PROCESSES = 4
 WORKERS = 2
 """Processes that answer games: `num_workers` of the original's template."""
 EPISODE_LENGTH = 128

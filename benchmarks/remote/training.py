@@ -14,7 +14,6 @@ import json
 import select
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.remote.processes import Known, by_role, end, environment, look
-from benchmarks.remote.settings import GAME_PROCESSES, GAMES, ROOT
+from benchmarks.remote.settings import GAMES, ROOT
 from benchmarks.serving.__main__ import family
 
 START_S = 120.0
@@ -68,33 +67,28 @@ def server(command: list[str], log: Path) -> Iterator[tuple[subprocess.Popen[str
 
 
 class Games:
-    """The games' processes; each counts its ticks in a file."""
+    """The games: a process of C++ with a thread for each, which counts its ticks in a file."""
 
     def __init__(self, port: int, folder: Path):
-        self.counts = [folder / f"ticks{i}" for i in range(GAME_PROCESSES)]
-        self.logs = [folder / f"games{i}.log" for i in range(GAME_PROCESSES)]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        each = GAMES // GAME_PROCESSES
-        for i, (count, path) in enumerate(zip(self.counts, self.logs, strict=True)):
-            options = ["--games", str(each), "--seed", str(i * each), "--count", str(count)]
-            command = [sys.executable, "-m", "benchmarks.remote.games", str(port), *options]
-            with open(path, "w") as log:
-                self.processes.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=log))
+        self.counts, self.log = folder / "ticks", folder / "games.log"
+        program = folder / "games"
+        source = [f"-I{ROOT / 'clients' / 'cpp'}", str(Path(__file__).with_name("games.cpp"))]
+        subprocess.run(["c++", "-std=c++17", "-O2", "-pthread", *source, "-o", str(program)], check=True)
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen([str(program), str(port), str(GAMES), str(self.counts)], stderr=log)
 
     def ticks(self) -> int:
-        return sum(sum(x[0] for x in struct.iter_unpack("<q", c.read_bytes())) for c in self.counts if c.exists())
+        return sum(x[0] for x in struct.iter_unpack("<q", self.counts.read_bytes())) if self.counts.exists() else 0
 
     def check(self) -> None:
         """All games still play."""
-        for process, log in zip(self.processes, self.logs, strict=True):
-            errors = log.read_text().splitlines()
-            if errors or process.poll() is not None:
-                raise RuntimeError(f"a game has ended: {errors[-1] if errors else process.returncode}")
+        errors = self.log.read_text().splitlines()
+        if errors or self.process.poll() is not None:
+            raise RuntimeError(f"a game has ended: {errors[-1] if errors else self.process.returncode}")
 
     def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class Moment(NamedTuple):

@@ -166,7 +166,7 @@ def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> list[Any]:
         outputs={k: column(outputs[k], ticks + 1) for k in getattr(policy, "keep_outputs", ())},
         extras=rows,
     )
-    samples = setup.samples(policy, trajectory)
+    samples = tree.split(setup.samples(policy, trajectory))
     if not samples:
         raise BrayError("the algorithm made no samples of 64 ticks")
     return samples

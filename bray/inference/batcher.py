@@ -149,6 +149,18 @@ class Batcher:
             self._wake()
         return future
 
+    def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, Any] | None:
+        """`(outputs, step)` of a batch of arrays, run here and now, past all queues: for who gathers batches itself. None where it would hold up the
+        loop (forwards take long, or one runs), or where batches have fixed sizes: `submit_batch` is for those."""
+        if self._closed or self.pad_to or rows > self.max_batch_size or not self._is_quick(1):
+            return None
+        if not self.lock.acquire(blocking=False):
+            return None
+        try:
+            return self._timed(args, rows), None if self._step is None else self._step()
+        finally:
+            self.lock.release()
+
     def call(self, *args: Any, batch: bool = False, with_step: bool = False) -> Any:
         """`submit` or `submit_batch` without a loop: runs in the calling thread, after the forward that may be running."""
         if self._closed:
@@ -340,7 +352,7 @@ class Batcher:
     def _answer(self, items: list[_Item], outcome: _Outcome) -> None:
         values, errors, step = outcome
         for i, error in errors.items():
-            _set_error(items[i][0], _own(error))
+            _set_error(items[i][0], own_error(error))
         for (future, _, with_step, _), value in zip(items, values, strict=True):
             if not future.done():  # it may have been cancelled, or has its error
                 future.set_result((value, step) if with_step else value)
@@ -512,7 +524,7 @@ def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
             future.set_exception(error)
 
 
-def _own(error: BaseException) -> BaseException:
+def own_error(error: BaseException) -> BaseException:
     """A caller's own copy of an error, so that no two tasks write tracebacks and notes into the same object."""
     if not isinstance(error, Exception) or isinstance(error, StopIteration):
         # the first kind would end the loop, the second is refused by futures

@@ -105,6 +105,10 @@ class ModelHost:
         submit = self._current.batcher.submit
         return submit(*args, with_step=True) if with_step else submit(*args)
 
+    def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
+        """`(outputs, step)` of a batch of arrays from the current version, or None where that takes long: see `Batcher.run_now`."""
+        return self._current.batcher.run_now(args, rows)
+
     def __call__(
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
     ) -> Any:

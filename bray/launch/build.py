@@ -7,6 +7,7 @@ bray.run_until_asked_to_stop(run.done)
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from typing import Any
 from bray.errors import ConfigError
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
+
+logger = logging.getLogger("bray.launch")
 
 _RETURNS = ("episode_return", "episode_reward", "return")
 """Names under which agents merge what an episode made; labels, or more words after a '/', may follow."""
@@ -127,6 +130,12 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
         tensorboard_graph=s.tensorboard_graph,
         tensorboard_step=s.tensorboard_step,
     )
+    if run.graph.settings.mode == "deploy" and s.checkpoint is None and run.models[c.name].step == 0:
+        logger.warning(
+            "model %s has no checkpoint in %s: games are answered with the weights that build_model made. Train this trial first, or give "
+            "%s.checkpoint",
+            c.name, run.session.path, c.name,
+        )  # fmt: skip
 
 
 def _buffer(run: Run, modules: Modules, c: Component) -> None:

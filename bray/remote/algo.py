@@ -154,16 +154,16 @@ class AlgoSetup:
             return version
         return self.config.learning_starts + version * self.config.train_every // self.config.updates
 
-    def samples(self, policy: Any, trajectory: Trajectory) -> list[dict[str, Any]]:
-        """What a Buffer takes of a trajectory, one by one: the rows (or sequences) of `Policy.samples`; for an algorithm that replays,
-        the transitions, n steps long."""
+    def samples(self, policy: Any, trajectory: Trajectory) -> dict[str, Any]:
+        """What a Buffer takes of a trajectory, a tree `[N, ...]`: the rows (or sequences) of `Policy.samples`; for an algorithm that replays,
+        the transitions, n steps long. N may be 0."""
         if not self.config.on_policy:
-            return _split(_transitions(trajectory, self.config.n_step, self.config.gamma))
+            return _transitions(trajectory, self.config.n_step, self.config.gamma)
         rows = self.rows_per_sample
         if trajectory.length % rows:
             (trajectory,) = unroll(trajectory, -(-trajectory.length // rows) * rows, "null_padding")
         samples = policy.samples(trajectory)
-        return _split(_swap(samples) if self.initial_state is not None else samples)
+        return _swap(samples) if self.initial_state is not None else samples
 
     # --- the Learner --------------------------------------------------------------------------------------------------
 
@@ -219,9 +219,3 @@ def _swap(samples: dict[str, Any]) -> dict[str, Any]:
         return np.ascontiguousarray(x.swapaxes(0, 1))
 
     return {k: v if k == "state" else tree.map(swap, v) for k, v in samples.items()}
-
-
-def _split(columns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Columns `[N, ...]` as N samples. Plain arrays are walked by numpy: it is done for every row of every game."""
-    walked = [v if isinstance(v, np.ndarray) else tree.split(v) for v in columns.values()]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*walked, strict=True)]

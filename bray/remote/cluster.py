@@ -38,6 +38,7 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 CALL_TIMEOUT = 60.0
 START_TIMEOUT = 120.0
+_CLOSE_TIMEOUT = 15.0  # a member that ends may have weights to save
 _BUSY_TIMEOUT = 30.0  # a request that fits the cluster but not what is free fails after this long
 _ASK_AGAIN = 0.2
 _INLINE = 50_000  # bytes of constructor arguments that travel in the message; larger ones go through the object store
@@ -611,12 +612,13 @@ class RayCluster:
     def stop(self, name: str) -> None:
         import ray
 
-        self._kept.pop(name, None)
         with contextlib.suppress(ValueError):
             actor = ray.get_actor(name, self._info.namespace)
             with contextlib.suppress(Exception):  # it may hang or be dead: it is killed all the same
-                ray.get(actor.close.remote(), timeout=5.0)
+                ray.get(actor.close.remote(), timeout=_CLOSE_TIMEOUT)
             ray.kill(actor)
+        # Not before: Ray kills an actor of which nobody has a handle, and it could not close.
+        self._kept.pop(name, None)
 
     def nodes(self) -> list[Node]:
         return _ray_nodes()

@@ -51,6 +51,7 @@ class PackedMessage(NamedTuple):
 
 def pack_state(state: State) -> bytes:
     """The fields of a State, as far as they can be stored."""
+    _ = state.input  # a field once it is read
     fields = vars(state)
     try:
         return _encode(fields)

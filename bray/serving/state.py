@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -37,7 +38,8 @@ class State:
     """
 
     # `vars(state)` is the fields and nothing else. The last two slots are filled only while an agent waits.
-    __slots__ = ("__dict__", "__weakref__", "_failure", "_waiters")
+    __slots__ = ("__dict__", "__weakref__", "_data", "_decode", "_failure", "_waiters")
+    input: Any
     output: Any
     _waiters: dict[str, list[asyncio.Future[None]]]
     _failure: tuple[str, Exception] | None
@@ -50,7 +52,9 @@ class State:
         input: Any = None,
         game: str | None = None,
         agent: str | None = None,
+        decode: Callable[[bytes], Any] | None = None,
     ):
+        """`decode`: what turns `input` into what it is, when somebody first reads it."""
         if game is None or agent is None:
             game, agent = parse_session(session)
         self.session = session
@@ -58,14 +62,21 @@ class State:
         self.agent = agent
         self.actor = actor
         self.tick = tick
-        self.input = input
+        if decode is None:
+            self.input = input
+        else:
+            self._data, self._decode = input, decode
+
+    def unread(self) -> bytes | None:
+        """What the game sent, as long as nobody has read `input`: for an agent that can do without the ordinary decoding."""
+        return None if "input" in self.__dict__ else self._data
 
     async def wait(self, field: str, timeout: float | None = WAIT_TIMEOUT) -> Any:
         """The value of a field, as soon as an agent has set it. WaitError after `timeout` seconds (None: no limit),
         and at once when another agent failed, since its fields will not come."""
         fields = self.__dict__
-        if field in fields:
-            return fields[field]
+        if field in fields or field == "input":
+            return getattr(self, field)
         if type(self) is State:
             self._watch()
         failure = self._failure
@@ -126,6 +137,9 @@ class State:
         return f"Fields that are there: {', '.join(self.__dict__)}." + (hint if "Did you mean" in hint else "")
 
     def __getattr__(self, name: str) -> Any:
+        if name == "input":
+            self.input = self._decode(self._data)
+            return self.input
         if name.startswith("_"):  # whoever asks for special methods wants no advice
             raise AttributeError(name)
         there = ", ".join(self.__dict__)

@@ -19,21 +19,36 @@ import asyncio
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import msgspec
 import numpy as np
 
 from bray import tree
 from bray.data.trajectory import Trajectory
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, DataError
+from bray.inference.batcher import own_error
+from bray.inference.rows import Template
 from bray.remote.algo import named_setup
 from bray.serving.agent import Agent, State
 from bray.serving.protocol import malformed
 from bray.serving.values import plain, reader
 
 _TRAINED = 1 << 62  # the step of a Policy that explores no more
+
+
+class _Tick(msgspec.Struct):
+    """A tick whose observation is left as it is written."""
+
+    obs: msgspec.Raw
+    reward: Any = msgspec.UNSET
+    terminated: Any = False
+    truncated: Any = False
+
+
+_decode_tick = msgspec.json.Decoder(_Tick).decode
 
 
 class PolicyAgent(Agent):
@@ -47,6 +62,8 @@ class PolicyAgent(Agent):
     `terminated`, `truncated`, `first`, `outputs` (of the model), `extras` and `action` (of the Policy), and `version` (of the weights).
     """
 
+    late_input = True
+
     def __init__(self, name: str, config: Any, state: State):
         super().__init__(name, config, state)
         self.shared = _find_shared(name, config)
@@ -56,15 +73,28 @@ class PolicyAgent(Agent):
         self._return, self._length = 0.0, 0
 
     def observe(self, state: State) -> tuple[Any, float, bool, bool]:
-        """(observation, reward of the previous action, terminated, truncated) of a tick. The observation may be lists or arrays."""
+        """(observation, reward of the previous action, terminated, truncated) of a tick. The observation may be lists or arrays, or JSON that is
+        not decoded yet."""
+        data = state.unread()
+        if data is not None:
+            try:
+                tick = _decode_tick(data)
+            except (ValueError, RecursionError):
+                pass  # told below
+            else:
+                self._check_reward(tick.reward is not msgspec.UNSET, "obs")
+                return tick.obs, tick.reward or 0.0, bool(tick.terminated), bool(tick.truncated)
         tick = state.input
         if not isinstance(tick, Mapping) or "obs" not in tick:
             raise DataError(
                 f'expected {{"obs": ..., "reward": ..., "terminated": ..., "truncated": ...}}, got {tick!r:.60}'
             )
-        if self.shared.buffer is not None and "reward" not in tick and not self._first:
-            raise DataError(f"expected the reward of the previous action, got only {', '.join(map(str, tick))}")
+        self._check_reward("reward" in tick, ", ".join(map(str, tick)))
         return tick["obs"], tick.get("reward") or 0.0, bool(tick.get("terminated")), bool(tick.get("truncated"))
+
+    def _check_reward(self, there: bool, keys: str) -> None:
+        if not there and self.shared.buffer is not None and not self._first:
+            raise DataError(f"expected the reward of the previous action, got only {keys}")
 
     def answer(self, state: State, action: Any) -> None:
         """Tell the game what to do; `action` is one action of the environment's space."""
@@ -74,25 +104,22 @@ class PolicyAgent(Agent):
         shared = self.shared
         try:
             obs, reward, terminated, truncated = self.observe(state)
-            obs, reward = shared.read(obs), _number(reward)
+            obs = shared.read(obs) if shared.acted else await asyncio.to_thread(shared.read, obs)
+            reward = _number(reward)
         except DataError as e:
             raise malformed(str(e)) from None
         first, self._first = self._first, terminated or truncated
         if first:
             self.memory = shared.setup.initial_state
-        memory = () if self.memory is None else (self.memory,)
-        outputs, version = await shared.model.forward(obs, *memory, with_step=True)
-        if memory:
-            self.memory = tree.map(np.array, outputs["state"])  # a copy: a row would keep its whole batch alive
-            state.memory = memory[0]
-        kept = {k: np.array(outputs[k]) for k in shared.outputs}
-        step = _TRAINED if shared.rng is None else shared.setup.env_steps(version)
-        act = {k: kept[k][None] for k in shared.policy.act_outputs}, _batch(obs), shared.rng, step
-        action, extras = shared.policy.act(*act) if shared.acted else await shared.first_act(*act)
+        memory = self.memory
+        decided, i = await shared.decide(obs, memory)
+        if memory is not None:
+            state.memory, self.memory = memory, tree.index(decided.state, i)
         state.obs, state.reward, state.first = obs, reward, first
         state.terminated, state.truncated = terminated, truncated
-        state.outputs, state.version = kept, version
-        state.extras, state.action = {k: _single(v) for k, v in extras.items()}, _single(action)
+        state.outputs, state.version = {k: v[i] for k, v in decided.outputs.items()}, decided.version
+        state.extras = {k: _row(v, i) for k, v in decided.extras.items()}
+        state.action = _row(decided.action, i)
         self.answer(state, state.action)
 
     async def on_episode(self, episode: list[State], done: bool) -> None:
@@ -113,7 +140,9 @@ class PolicyAgent(Agent):
         from bray.remote.master import merge
 
         shared = self.shared
-        shared.buffer.push(*(shared.samples(states) if shared.sampled else await shared.first_samples(states)))
+        samples = shared.samples(states) if shared.sampled else await shared.first_samples(states)
+        if len(samples["action"]):
+            shared.buffer.push_batch(samples)
         versions = sum(s.version for s in states) / len(states)
         merge("staleness", shared.model.step - versions, agent=self.name)
 
@@ -135,6 +164,81 @@ class PolicyAgent(Agent):
                 merge("episode_length", self._length, agent=self.name)
         if steps:
             merge("env_steps", steps, agent=self.name)
+
+
+class _Decided(NamedTuple):
+    """What became of observations that were decided on together, one row each."""
+
+    outputs: dict[str, Any]
+    """Of the Model, those that the Policy reads."""
+    state: Any
+    version: int
+    action: Any
+    extras: dict[str, Any]
+
+
+_Asked = tuple[asyncio.Future[tuple[_Decided, int]], Any, Any]
+
+
+class _Turn:
+    """Agents that ask in the same turn of the loop, or while the model is busy, are decided on together: one forward and one act for all,
+    and not one of each per tick."""
+
+    def __init__(self, shared: _Shared, loop: asyncio.AbstractEventLoop):
+        self.shared, self.loop = shared, loop
+        self.waiting: list[_Asked] = []
+        self.running: set[asyncio.Task[None]] = set()
+
+    def ask(self, obs: Any, memory: Any) -> asyncio.Future[tuple[_Decided, int]]:
+        future = self.loop.create_future()
+        self.waiting.append((future, obs, memory))
+        if len(self.waiting) == 1:
+            self.loop.call_soon(self.go_on)
+        return future
+
+    def go_on(self) -> None:
+        # as many forwards at once as somebody may work on, and one that is on its way; more would only be smaller ones
+        if not self.waiting or len(self.running) > getattr(self.shared.model, "num_workers", 0):
+            return
+        items, self.waiting = [item for item in self.waiting if not item[0].done()], []
+        if not items:
+            return
+        try:
+            decided = None if self.running else self.shared.decide_now(items)
+        except Exception as e:
+            _fail(items, e)
+            return
+        if decided is not None:
+            _answer(items, decided)
+        else:
+            task = self.loop.create_task(self.run(items))
+            self.running.add(task)
+            task.add_done_callback(self.ended)
+
+    def ended(self, task: asyncio.Task[None]) -> None:
+        self.running.discard(task)
+        self.go_on()
+
+    async def run(self, items: list[_Asked]) -> None:
+        try:
+            _answer(items, await self.shared.decide_all(items))
+        except Exception as e:
+            _fail(items, e)
+        finally:
+            for future, _, _ in items:
+                future.cancel()  # those that have no answer, because the loop is being closed
+
+
+def _answer(items: list[_Asked], decided: _Decided) -> None:
+    for i, (future, _, _) in enumerate(items):
+        if not future.done():
+            future.set_result((decided, i))
+
+
+def _fail(items: list[_Asked], error: Exception) -> None:
+    for future, _, _ in items:
+        if not future.done():
+            future.set_exception(own_error(error))
 
 
 class _Shared:
@@ -164,6 +268,52 @@ class _Shared:
             )
         self.rewards = RewardTransform(env, 1, algo.gamma)
         self.acted = self.sampled = False
+        self._template: Template | None = None
+        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = WeakKeyDictionary()
+
+    def decide(self, obs: Any, memory: Any) -> asyncio.Future[tuple[_Decided, int]]:
+        """What to do after one observation: a row of what was decided on together with others."""
+        loop = asyncio.get_running_loop()
+        turn = self._turns.get(loop)
+        if turn is None:
+            turn = self._turns[loop] = _Turn(self, loop)
+        return turn.ask(obs, memory)
+
+    def decide_now(self, items: list[_Asked]) -> _Decided | None:
+        """If the model is in this process and quick; else None."""
+        run_now = getattr(self.model, "run_now", None)
+        if run_now is None or not self.acted:
+            return None
+        args = self._stack(items)
+        done = run_now(args, len(items))
+        if done is None:
+            return None
+        outputs, version = done
+        return self._decided(args, outputs, version, *self.policy.act(*self._acting(args, outputs, version)))
+
+    async def decide_all(self, items: list[_Asked]) -> _Decided:
+        args = self._stack(items)
+        outputs, version = await self.model.forward(*args, batch=True, with_step=True)
+        given = self._acting(args, outputs, version)
+        action, extras = self.policy.act(*given) if self.acted else await self.first_act(*given)
+        return self._decided(args, outputs, version, action, extras)
+
+    def _stack(self, items: list[_Asked]) -> tuple[Any, ...]:
+        """Observations, and states where the Model remembers, as batches."""
+        if self._template is None:
+            self._template = Template(self._sample(items[0]))
+        return tuple(self._template.stack([self._sample(item) for item in items]))
+
+    def _sample(self, item: _Asked) -> tuple[Any, ...]:
+        return item[1:2] if item[2] is None else item[1:3]
+
+    def _acting(self, args: tuple[Any, ...], outputs: Any, version: int) -> tuple[Any, ...]:
+        step = _TRAINED if self.rng is None else self.setup.env_steps(version)
+        return {k: outputs[k] for k in self.policy.act_outputs}, args[0], self.rng, step
+
+    def _decided(self, args: tuple[Any, ...], outputs: Any, version: int, action: Any, extras: Any) -> _Decided:
+        state = outputs["state"] if len(args) > 1 else None
+        return _Decided({k: outputs[k] for k in self.outputs}, state, version, action, extras)
 
     async def first_act(self, *args: Any) -> Any:
         """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes on."""
@@ -171,12 +321,12 @@ class _Shared:
         self.acted = True
         return result
 
-    async def first_samples(self, states: list[State]) -> list[dict[str, Any]]:
+    async def first_samples(self, states: list[State]) -> dict[str, Any]:
         result = await asyncio.to_thread(self.samples, states)
         self.sampled = True
         return result
 
-    def samples(self, states: list[State]) -> list[dict[str, Any]]:
+    def samples(self, states: list[State]) -> dict[str, Any]:
         return self.setup.samples(self.policy, self.trajectory(states))
 
     def trajectory(self, states: list[State]) -> Trajectory:
@@ -239,13 +389,8 @@ def _number(reward: Any) -> float:
     return number
 
 
-def _batch(x: Any) -> Any:
-    """A tree as a batch of one; most are a single array."""
-    return x[None] if isinstance(x, np.ndarray) else tree.map(lambda leaf: leaf[None], x)
-
-
-def _single(x: Any) -> Any:
-    return x[0] if isinstance(x, np.ndarray) else tree.index(x, 0)
+def _row(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, np.ndarray) else tree.index(x, i)
 
 
 def _column(rows: list[Any]) -> Any:

@@ -22,7 +22,7 @@ from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig
 from bray.serving.entry import BehindEntry, Entry
 from bray.serving.server import Server
-from bray.serving.workers import allow_files
+from bray.serving.workers import allow_files, collect_seldom
 
 logger = logging.getLogger("bray.serving")
 
@@ -71,10 +71,12 @@ class ActorWorker:
             server.sessions.pool.append(self._first_actor())
             server.sessions.actors_made += 1
             if self.service.entry is not None:
+                collect_seldom()
                 await self._stand_behind()
             else:
                 if not self.service.alone:
                     await self._share_machine()
+                    collect_seldom()
                 await server.listen(shared=not self.service.alone)
         except BaseException:
             await self.close()

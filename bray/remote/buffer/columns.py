@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bray import tree
 from bray.errors import DataError
 from bray.tree import NestedArray
 
@@ -209,6 +210,19 @@ class Layouts:
             raise DataError("a sample whose leaves change while they are read")
         self._last = layout
         return layout, leaves
+
+    def read_batch(self, batch: Any) -> Chunk:
+        """A tree `[N, ...]` as rows."""
+        columns = {path: to_array(leaf) for path, leaf in tree.paths(batch)}
+        rows = {len(c) if c.ndim else -1 for c in columns.values()}
+        if len(rows) != 1 or -1 in rows:
+            shapes = {path: c.shape for path, c in columns.items()}
+            raise DataError(f"the arrays of a batch have the same number of rows, one per sample; got shapes {shapes}")
+        (count,) = rows
+        if not count:
+            raise DataError("expected a batch of samples, got one without rows")
+        layout, _ = self.read(tree.map(lambda leaf: to_array(leaf)[0, ...], batch))
+        return Chunk(layout, [columns[path] for path in layout.paths], count)
 
     def parse(self, spec: bytes) -> Layout:
         """A layout that was written down."""

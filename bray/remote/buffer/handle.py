@@ -94,6 +94,10 @@ class RemoteBuffer:
         """
         return _ends(self.settings).writer.push(samples, drop)
 
+    def push_batch(self, batch: NestedArray, drop: bool = True) -> Pushed:
+        """Add the rows of a tree `[N, ...]`: `push` of N samples, without taking them apart."""
+        return _ends(self.settings).writer.push_batch(batch, drop)
+
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def pop(self, timeout: float | None = None) -> NestedArray:

@@ -25,10 +25,10 @@ from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote import io
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Layout, Layouts, stack
+from bray.remote.buffer.columns import Chunk, Layout, Layouts, stack
 from bray.remote.buffer.ports import LocalPort, RemotePort
 from bray.remote.buffer.slabs import Window
-from bray.remote.buffer.worker import Settings
+from bray.remote.buffer.worker import BufferShard, Settings
 
 logger = logging.getLogger("bray.remote")
 
@@ -150,11 +150,20 @@ class _Check:
         out = [read(sample) for sample in samples]
         if self._batched:
             for layout, _ in out:
-                if self._first is None:
-                    self._first = layout
-                elif layout is not self._first and (different := self._first.differs(layout)):
-                    raise DataError(f"samples that share a batch have the same keys and shapes; {different}")
+                self._compare(layout)
         return out
+
+    def read_batch(self, batch: Any) -> Chunk:
+        chunk = self.layouts.read_batch(batch)
+        if self._batched:
+            self._compare(chunk.layout)
+        return chunk
+
+    def _compare(self, layout: Layout) -> None:
+        if self._first is None:
+            self._first = layout
+        elif layout is not self._first and (different := self._first.differs(layout)):
+            raise DataError(f"samples that share a batch have the same keys and shapes; {different}")
 
 
 class LocalWriter:
@@ -170,18 +179,35 @@ class LocalWriter:
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
         with self._lock:
             read = self._check.read(samples)
-            start, count = self._next, len(self._ports)
-            self._next += len(samples)
-        shards = [self._ports[(start + i) % count].shard for i in range(min(count, len(read)))]
-        if not drop and (behind := max((s.behind for s in shards), default=0)) >= MAX_SAMPLES:
-            raise overloaded(self._settings.name, behind)
+            shards = self._shards(len(samples), drop)
         parts = []
         for i, shard in enumerate(shards):
-            for layout, group in groupby(read[i::count], key=lambda x: x[0]):
+            for layout, group in groupby(read[i :: len(shards)], key=lambda x: x[0]):
                 part = Part()
                 parts.append(part)
                 shard.push(stack(layout, [leaves for _, leaves in group]), drop, part.finish, source)
         return Pushed(parts)
+
+    def push_batch(self, batch: Any, drop: bool) -> Pushed:
+        with self._lock:
+            chunk = self._check.read_batch(batch)
+            shards = self._shards(chunk.rows, drop)
+        parts = []
+        for i, shard in enumerate(shards):
+            part = Part()
+            parts.append(part)
+            columns = [np.array(c[i :: len(shards)], order="C") for c in chunk.columns]
+            shard.push(Chunk(chunk.layout, columns, len(columns[0])), drop, part.finish, "")
+        return Pushed(parts)
+
+    def _shards(self, samples: int, drop: bool) -> list[BufferShard]:
+        """Where so many samples go, in turn."""
+        start, count = self._next, len(self._ports)
+        self._next += samples
+        shards = [self._ports[(start + i) % count].shard for i in range(min(count, samples))]
+        if not drop and (behind := max((s.behind for s in shards), default=0)) >= MAX_SAMPLES:
+            raise overloaded(self._settings.name, behind)
+        return shards
 
     def flush(self, timeout: float) -> None:
         """All that was pushed is in, or waits for room there."""
@@ -206,6 +232,11 @@ class _Rows(Part):
         for add, leaf in zip(self._adds, leaves):  # noqa: B905 (twice as fast)
             add(leaf.tobytes())
         self.rows += 1
+
+    def add_rows(self, columns: list[np.ndarray], first: int, end: int) -> None:
+        for add, column in zip(self._adds, columns, strict=True):
+            add(column[first:end].tobytes())
+        self.rows += end - first
 
     @property
     def nbytes(self) -> int:
@@ -326,19 +357,45 @@ class RemoteWriter:
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
+        copies: list[tuple[_Large, list[np.ndarray]]] = []
         with self._lock:
-            if self._gone is not None:
-                raise self._gone
-            if not drop and (self._rows >= MAX_SAMPLES or self._bytes >= MAX_BYTES):
-                raise overloaded(self._settings.name, self._rows)
+            self._may_push(drop)
             pushed = self._push_one(samples[0], drop) if len(samples) == 1 else None
-            copies: list[tuple[_Large, list[np.ndarray]]] = []
             if pushed is None:
-                pushed = Pushed(self._push_all(samples, drop, copies))
-            if drop and (self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES):
-                self._drop_oldest()
-            wake = not self._scheduled
-            self._scheduled = True
+                pushed = Pushed(self._push_all(self._check.read(samples), drop, copies))
+            wake = self._pushed(drop)
+        self._copy(copies, wake)
+        return pushed
+
+    def push_batch(self, batch: Any, drop: bool) -> Pushed:
+        copies: list[tuple[_Large, list[np.ndarray]]] = []
+        with self._lock:
+            self._may_push(drop)
+            chunk = self._check.read_batch(batch)
+            if chunk.layout.row_bytes < m.LARGE:
+                parts: list[Any] = self._push_rows(chunk, drop)
+            else:
+                rows = [(chunk.layout, [c[i, ...] for c in chunk.columns]) for i in range(chunk.rows)]
+                parts = self._push_all(rows, drop, copies)
+            wake = self._pushed(drop)
+        self._copy(copies, wake)
+        return Pushed(parts)
+
+    def _may_push(self, drop: bool) -> None:
+        if self._gone is not None:
+            raise self._gone
+        if not drop and (self._rows >= MAX_SAMPLES or self._bytes >= MAX_BYTES):
+            raise overloaded(self._settings.name, self._rows)
+
+    def _pushed(self, drop: bool) -> bool:
+        """After samples have joined those that wait; whether the io loop does not know yet."""
+        if drop and (self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES):
+            self._drop_oldest()
+        wake = not self._scheduled
+        self._scheduled = True
+        return wake
+
+    def _copy(self, copies: list[tuple[_Large, list[np.ndarray]]], wake: bool) -> None:
         try:
             for large, leaves in copies:  # without the lock: others push meanwhile
                 large.fill(leaves)
@@ -350,7 +407,6 @@ class RemoteWriter:
         finally:
             if wake or copies:
                 self._wake()
-        return pushed
 
     def _wake(self) -> None:
         if io.is_loop():
@@ -372,16 +428,36 @@ class RemoteWriter:
         self._bytes += layout.row_bytes
         return Pushed((part,))
 
+    def _rows_of(self, layout: Layout, drop: bool) -> _Rows:
+        """Where small samples of this layout are gathered."""
+        part = self._filling
+        if part is None or part.layout is not layout or part.drop is not drop or part.rows >= part.most:
+            part = self._filling = _Rows(layout, drop)
+            self._pending.append(part)
+        return part
+
+    def _push_rows(self, chunk: Chunk, drop: bool) -> list[_Rows]:
+        parts, first = [], 0
+        while first < chunk.rows:
+            part = self._rows_of(chunk.layout, drop)
+            parts.append(part)
+            end = min(chunk.rows, first + part.most - part.rows)
+            part.add_rows(chunk.columns, first, end)
+            first = end
+        self._rows += chunk.rows
+        self._bytes += chunk.nbytes
+        return parts
+
     def _push_all(
-        self, samples: Sequence[Any], drop: bool, copies: list[tuple[_Large, list[np.ndarray]]]
+        self,
+        samples: Sequence[tuple[Layout, list[np.ndarray]]],
+        drop: bool,
+        copies: list[tuple[_Large, list[np.ndarray]]],
     ) -> list[_Rows | _Large]:
         parts: list[_Rows | _Large] = []
-        for layout, leaves in self._check.read(samples):
+        for layout, leaves in samples:
             if layout.row_bytes < m.LARGE:
-                part = self._filling
-                if part is None or part.layout is not layout or part.drop is not drop or part.rows >= part.most:
-                    part = self._filling = _Rows(layout, drop)
-                    self._pending.append(part)
+                part = self._rows_of(layout, drop)
                 part.add(leaves)
                 if not parts or parts[-1] is not part:
                     parts.append(part)

@@ -123,6 +123,23 @@ class RemoteModel:
             client.definition.explain(e, args, kwargs, batch)
             raise
 
+    def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
+        """`(outputs, step)` of a batch of arrays, if this process does its forwards itself and they are quick; else None: await `forward`."""
+        client = self._client
+        if client is None or not client.is_open or client.served is None or client.definition.has_kwargs:
+            return None
+        try:
+            return client.served.host.run_now(args, rows)
+        except Exception as e:
+            client.definition.explain(e, args, {}, True)
+            raise
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that do forwards for this one; 0: it does them itself, or has not asked yet."""
+        client = self._client
+        return 0 if client is None or client.served is not None or not client.is_open else client.definition.num_workers
+
     async def _opened(self) -> Client:
         client = client_of(self.name)
         await asyncio.shield(asyncio.wrap_future(client.opening()))

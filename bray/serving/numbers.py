@@ -1,0 +1,107 @@
+"""Arrays as they are written in JSON: nested lists of numbers, read without making a Python object of each.
+
+A game's picture is thousands of numbers per tick. Decoding them into lists, and the lists into an array, is most of what a service does for
+such a tick (`python -m benchmarks.remote.ticks`). `read_numbers` reads what is plainly an array of the expected shape, and says False to anything
+else, for the ordinary decoder to look at.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+_COMMA, _MINUS, _PLUS, _DOT, _ZERO, _OPEN, _CLOSE, _E, _BIG_E = (ord(c) for c in ",-+.0[]eE")
+_MOST_DIGITS = 18  # of a whole number
+_MOST_EXACT = (
+    1 << 53
+)  # mantissas up to this are doubles, and so are these powers: one multiplication or division then rounds correctly
+_POWERS = np.array([float(f"1e{i}") for i in range(23)])
+
+
+@numba.njit(cache=True, nogil=True)
+def read_numbers(text, shape, whole, low, high, out):  # pragma: no cover - compiled
+    """The numbers of `text`, from low to high, into the flat array `out`; whether it holds exactly those of an array of this shape.
+
+    whole  they are integers, and `out` is int64; else they are decimals, rounded as Python rounds them, and `out` is float64
+    """
+    counts = np.zeros(shape.size + 1, np.int64)  # elements so far of the open list of each depth
+    end, depth, k, at, value_next = text.size, 0, 0, 0, True
+    while at < end:
+        c = text[at]
+        if c == _MINUS or _ZERO <= c <= _ZERO + 9:
+            if not value_next or depth != shape.size or k == out.size:
+                return False
+            value, power, at = _number(text, at, whole)
+            if at < 0 or value < low or value > high:
+                return False
+            if whole:
+                out[k] = value
+            elif power < 0:
+                out[k] = value / _POWERS[-power]
+            else:
+                out[k] = value * _POWERS[power]
+            k += 1
+            counts[depth] += 1
+            value_next = False
+            continue
+        if c == _COMMA:
+            if value_next or depth == 0:
+                return False
+            value_next = True
+        elif c == _OPEN:
+            if not value_next or depth == shape.size:
+                return False
+            depth += 1
+            counts[depth] = 0
+        elif c == _CLOSE:
+            if value_next or depth == 0 or counts[depth] != shape[depth - 1]:
+                return False
+            depth -= 1
+            counts[depth] += 1
+        elif c != 32 and c != 10 and c != 13 and c != 9:  # white space
+            return False
+        at += 1
+    return k == out.size and depth == 0 and not value_next
+
+
+@numba.njit(cache=True, nogil=True)
+def _number(text, at, whole):  # pragma: no cover - compiled
+    """(mantissa, power of ten, where it ends) of the number that begins here; it ends at -1 if it is none, or not a simple one."""
+    end, power = text.size, 0
+    negative = text[at] == _MINUS
+    if negative:
+        at += 1
+    start, value = at, 0
+    while at < end and _ZERO <= text[at] <= _ZERO + 9:
+        value = 10 * value + (text[at] - _ZERO)
+        at += 1
+    if at == start or at - start > _MOST_DIGITS or (text[start] == _ZERO and at - start > 1):
+        return 0, 0, -1
+    if at < end and (text[at] == _DOT or text[at] == _E or text[at] == _BIG_E):
+        if whole:
+            return 0, 0, -1
+        if text[at] == _DOT:
+            at += 1
+            first = at
+            while at < end and _ZERO <= text[at] <= _ZERO + 9:
+                if value < _MOST_EXACT:
+                    value = 10 * value + (text[at] - _ZERO)
+                at += 1
+            if at == first:
+                return 0, 0, -1
+            power = first - at
+        if at < end and (text[at] == _E or text[at] == _BIG_E):
+            at += 1
+            down = at < end and text[at] == _MINUS
+            if at < end and (down or text[at] == _PLUS):
+                at += 1
+            first, exponent = at, 0
+            while at < end and _ZERO <= text[at] <= _ZERO + 9:
+                exponent = min(10 * exponent + (text[at] - _ZERO), 1000)
+                at += 1
+            if at == first:
+                return 0, 0, -1
+            power += -exponent if down else exponent
+    if not whole and (value >= _MOST_EXACT or not -22 <= power <= 22):
+        return 0, 0, -1
+    return -value if negative else value, power, at
