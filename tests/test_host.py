@@ -12,6 +12,7 @@ import uvloop
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, Overloaded
 from bray.fake import FakeModel
 from bray.inference.batcher import Batcher
+from bray.inference.engine import lasting
 from bray.inference.host import ModelHost
 
 LIMIT_S = 20
@@ -597,3 +598,19 @@ def test_a_sleeping_model_stays_out_of_the_loop(run):
 
     run(main)
     assert threading.get_ident() not in threads
+
+
+def test_weights_that_nobody_writes_into_are_not_copied():
+    mine = np.arange(6, dtype=np.float32)
+    kept = lasting(mine)
+    assert kept is not mine
+    assert not kept.flags.writeable
+    assert lasting(kept) is kept
+    from_store = np.frombuffer(mine.tobytes(), np.float32).reshape(2, 3)
+    assert lasting(from_store) is from_store
+    view = mine[:]
+    view.flags.writeable = False
+    assert lasting(view) is not view  # `mine` may be written to
+    assert lasting(kept[::2]).flags.c_contiguous
+    mine[:] = 7
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5]

@@ -14,7 +14,7 @@ from bray.algos import dqn, ppo
 from bray.data.replay import Replay
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
 from bray.loop import RunConfig, Training
@@ -659,3 +659,62 @@ def test_a_component_names_its_algorithm():
         actor = AgentActor({name: PolicyAgent}, config)
         with pytest.raises(ConfigError, match=message):
             run(actor.start("g", b""))
+
+
+# --- a buffer that is full --------------------------------------------------------------------------------------------
+
+
+class Full(Buffer):
+    """Has room when it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.room, self.drops, self.refuses = asyncio.Event(), [], False
+
+    def push_batch(self, batch, drop=True):
+        if self.refuses:
+            raise Overloaded("too many wait")
+        super().push_batch(batch)
+        self.drops.append(drop)
+        return self.room.wait()
+
+
+def test_a_game_waits_for_room_in_the_buffer_and_not_for_ever(merged):
+    async def main():
+        buffer = Full()
+        config = make_config(section(), ModelHost("m", Scripted()), buffer, wait_s=0.5)
+        actor = AgentActor({"agent1": PolicyAgent}, config, episode_length=2, serialize="json")
+        await actor.start("g", b"")
+
+        async def tick(i):
+            return await actor.tick(json.dumps({"obs": [i % 5, 0, 0], "reward": 0.0}).encode())
+
+        for i in range(5):  # two episodes wait, and the game goes on
+            await tick(i)
+        waiting = asyncio.create_task(tick(5))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        buffer.room.set()
+        await waiting
+        buffer.room.clear()
+        for i in range(6, 12):  # nobody makes room: each episode waits its time, and the samples are on their way
+            await tick(i)
+        buffer.refuses = True
+        for i in range(12, 16):
+            await tick(i)
+        buffer.room.set()
+        await actor.end(b"")
+        return buffer
+
+    buffer = run(main())
+    assert buffer.drops == [False] * len(buffer.drops)
+    assert len(buffer.pushes) >= 4
+    assert [m[0] for m in merged].count("samples_dropped") >= 1
+
+
+@pytest.mark.parametrize("value", [-1, "long", True, float("inf")])
+def test_a_wait_that_is_no_time_is_refused(value):
+    config = make_config(section(), ModelHost("m", Scripted()), Buffer(), wait_s=value)
+    actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
+    with pytest.raises(ConfigError, match="expected wait_s to be seconds"):
+        run(actor.start("g", b""))

@@ -84,9 +84,10 @@ SIDES: dict[str, dict[str, Side]] = {
     "publish": {"ours": module("ours", "publish")},
     "training": {
         "ours": whole(sys.executable, "ours_training"),
+        "ours, one worker": whole(sys.executable, "ours_training", "actor1.num_workers=1"),
         "original": whole(str(PEER_PYTHON), "original"),
-        "original, relay on uvloop": whole(str(PEER_PYTHON), "original", "--relay", "uvloop"),
-        "original, so, one worker": whole(str(PEER_PYTHON), "original", "--relay", "uvloop", "--workers", "1"),
+        "original, one worker": whole(str(PEER_PYTHON), "original", "--workers", "1"),
+        "original, so, relay on uvloop": whole(str(PEER_PYTHON), "original", "--relay", "uvloop", "--workers", "1"),
     },
 }
 COMPARISONS: dict[str, list[Comparison]] = {
@@ -116,13 +117,15 @@ COMPARISONS: dict[str, list[Comparison]] = {
     ],
     "publish": [],
     "training": [
+        Comparison("two workers each", "ours", ["original"], "rows_per_cpu_second", 5.0),
+        Comparison("one worker", "ours, one worker", ["original"], "rows_per_cpu_second", 5.0),
         Comparison(
-            "training",
-            "ours",
-            ["original", "original, relay on uvloop", "original, so, one worker"],
+            "one worker each",
+            "ours, one worker",
+            ["original, one worker", "original, so, relay on uvloop"],
             "rows_per_cpu_second",
             5.0,
-        )
+        ),
     ],
 }
 

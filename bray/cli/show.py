@@ -57,6 +57,7 @@ def log_shown(level: str = "warning") -> Iterator[None]:
     if level.lower() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS, "--log-level")
     handler, logger = _Handler(_LEVELS[level.lower()]), logging.getLogger("bray")
+    before = logger.level
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
         logger.setLevel(handler.level)
@@ -64,3 +65,4 @@ def log_shown(level: str = "warning") -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)

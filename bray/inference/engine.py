@@ -43,6 +43,29 @@ def gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
         out.append(value)
 
 
+def lasting(array: np.ndarray) -> np.ndarray:
+    """The array itself if nobody writes into it (it is read only, as what comes out of Ray's object store is), else a copy, read only. So weights
+    that eight processes of a machine serve lie in its memory once, and changing to them takes no time."""
+    if array.flags.c_contiguous and _is_read_only(array):
+        return array
+    copy = np.array(array, order="C")
+    copy.flags.writeable = False
+    return copy
+
+
+def _is_read_only(array: Any) -> bool:
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return False
+        if array.base is None:
+            return True
+        array = array.base
+    try:
+        return memoryview(array).readonly
+    except TypeError:
+        return False
+
+
 def fit_weights(wanted: Mapping[str, tuple[np.dtype, tuple[int, ...]]], weights: Mapping[str, Any]) -> dict[str, Any]:
     """The weights that are wanted, by name; one that is missing or of another type or shape is named."""
     wrong = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from bray.errors import BrayError, CheckpointError, ConfigError
 from bray.inference.batcher import Batcher
-from bray.inference.engine import Engine
+from bray.inference.engine import Engine, lasting
 
 log = logging.getLogger("bray.inference")
 
@@ -151,7 +151,7 @@ class ModelHost:
         """Replace the current version between two batches: whoever waits is answered by the new one. `step` is the last one + 1 by default.
 
         An engine with `set_weights` has the new weights when this returns, which may take until the running forward ends. With
-        `make_engine` a new engine is built in a thread meanwhile. The arrays are copied. Raises ConfigError for a step older than the
+        `make_engine` a new engine is built in a thread meanwhile. Arrays that can be written to are copied. Raises ConfigError for a step older than the
         newest, CheckpointError for weights that do not fit; the old version goes on then, as it does when building fails.
         """
         weights = _copy(weights)
@@ -373,7 +373,7 @@ def _is_running(loop: asyncio.AbstractEventLoop | None) -> bool:
 
 def _copy(weights: Weights) -> dict[str, np.ndarray]:
     """Weights of our own: a trainer goes on writing into its arrays."""
-    return {name: np.array(x) for name, x in weights.items()}
+    return {name: lasting(np.asarray(x)) for name, x in weights.items()}
 
 
 def _check(mine: Weights, new: Weights) -> None:

@@ -12,7 +12,7 @@ import onnxruntime
 
 from bray import tree
 from bray.errors import CheckpointError, ConfigError, DataError
-from bray.inference.engine import fit_weights, gather
+from bray.inference.engine import fit_weights, gather, lasting
 from bray.inference.graph import KEY, Signature, leaf_names, with_constant_weights
 
 _DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
@@ -92,7 +92,7 @@ class OnnxEngine:
                 "the weights of this graph are constants: load the graph whose weights are inputs instead"
             )
         fitting = fit_weights(self._wanted, weights)
-        values = {k: onnxruntime.OrtValue.ortvalue_from_numpy(np.array(v, order="C")) for k, v in fitting.items()}
+        values = {k: onnxruntime.OrtValue.ortvalue_from_numpy(lasting(v)) for k, v in fitting.items()}
         with self._lock:
             self._weights = values
             self._bindings.clear()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import bray
+from bray import tree
 from bray.data.files import write_episodes
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
@@ -134,8 +135,8 @@ def test_the_model_answers_each_picture_with_a_logit_per_action_and_a_value(pict
 
 
 class Pushed(list):
-    def push(self, *samples: Any, drop: bool = True) -> None:
-        self.extend(samples)
+    def push_batch(self, batch: Any, drop: bool = True) -> None:
+        self.extend(tree.split(batch))
 
 
 def play(config: dict[str, Any], ticks: list[bytes], **options: Any) -> tuple[list[bytes], list[bray.State]]:

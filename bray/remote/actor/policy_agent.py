@@ -28,7 +28,7 @@ import numpy as np
 from bray import tree
 from bray.data.trajectory import Trajectory
 from bray.envs.rewards import RewardTransform
-from bray.errors import ConfigError, DataError
+from bray.errors import ConfigError, DataError, Overloaded
 from bray.inference.batcher import own_error
 from bray.inference.rows import Template
 from bray.remote.algo import named_setup
@@ -55,7 +55,8 @@ class PolicyAgent(Agent):
     """Plays with the Policy of an algorithm and the newest weights of a model; in training it also pushes samples.
 
     Its section: `algo` names the `kind: config` section that describes the algorithm, `model` the model, `buffer` (if there is one) where
-    samples go, and `explore: false` makes it play its best and learn nothing, as it does in `mode: deploy` and without a buffer. `model` and
+    samples go, `wait_s` how long a game may wait for room there (0: never, old samples are dropped: right for live games, while simulated ones
+    learn more from each tick if they wait), and `explore: false` makes it play its best and learn nothing, as it does in `mode: deploy` and without a buffer. `model` and
     `buffer` may also be the objects themselves.
 
     Override `observe` and `answer` for a game that speaks otherwise. Every State of an episode then has the fields `obs`, `reward`,
@@ -142,9 +143,24 @@ class PolicyAgent(Agent):
         shared = self.shared
         samples = shared.samples(states) if shared.sampled else await shared.first_samples(states)
         if len(samples["action"]):
-            shared.buffer.push_batch(samples)
+            await self._hand_over(samples)
         versions = sum(s.version for s in states) / len(states)
         merge("staleness", shared.model.step - versions, agent=self.name)
+
+    async def _hand_over(self, samples: dict[str, Any]) -> None:
+        from bray.remote.master import merge
+
+        buffer, wait = self.shared.buffer, self.shared.wait_s
+        if not wait:
+            buffer.push_batch(samples)
+            return
+        try:
+            async with asyncio.timeout(wait):
+                await buffer.push_batch(samples, drop=False)
+        except TimeoutError:
+            pass  # they are on their way, and the game goes on
+        except Overloaded:
+            merge("samples_dropped", len(samples["action"]), agent=self.name)
 
     def _count(self, states: list[State]) -> None:
         """Returns and lengths of the episodes that end in these rows, raw."""
@@ -256,6 +272,7 @@ class _Shared:
         learns = section.get("explore", True) and config.get("mode", "train") != "deploy"
         if section.get("buffer") is not None and learns:
             self.buffer, self.rng = _find_buffer(section["buffer"]), np.random.default_rng()
+        self.wait_s = _seconds(name, section.get("wait_s", 0.0))
         self.outputs = (*self.policy.act_outputs, *getattr(self.policy, "keep_outputs", ()))
         algo, env = self.setup.config, self.setup.env_config
         if self.buffer is not None and env.normalize_rewards:
@@ -369,6 +386,12 @@ def _find_model(name: str, section: Mapping[str, Any]) -> Any:
     from bray.remote.model.handle import RemoteModel
 
     return RemoteModel(model)
+
+
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name}: expected wait_s to be seconds, 0 or more, got {value!r}")
+    return float(value)
 
 
 def _find_buffer(buffer: Any) -> Any:
