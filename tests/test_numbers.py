@@ -82,6 +82,11 @@ def test_numbers_that_nothing_holds_are_refused():
         reader(Space.from_gym(BOX["float64"]))(msgspec.Raw(b"[1, 2, -1e400]"))
 
 
+def test_text_that_is_no_text_is_refused():
+    with pytest.raises(DataError, match="obs: "):
+        reader(Space.from_gym(BOX["dict"]))(msgspec.Raw(b'{"\xff": 1}'))
+
+
 def numbers_of(text, size=3, integers=False):
     out = np.zeros(size, np.int64 if integers else np.float64)
     text, shape, most = np.frombuffer(text.encode(), np.uint8), np.array([size]), 1 << 62 if integers else np.inf
@@ -100,7 +105,8 @@ def test_decimals_are_rounded_as_python_rounds_them():
                 fast += 1
                 assert got == [float(v) for v in values]
     assert fast > 15
-    assert numbers_of("[0.00000000000000000001, -0.0, 100000000000000]") == [1e-20, 0.0, 1e14]
+    assert numbers_of("[0.00000000000000000001, -0.5, 100000000000000]") == [1e-20, -0.5, 1e14]
+    assert numbers_of("[-0.0, 1, 1]") is None  # its sign would be lost
     assert numbers_of("[9007199254740992.5, 1, 1]") is None  # more digits than a double has
     assert numbers_of("[1, 2, 3]") == [1.0, 2.0, 3.0]
 

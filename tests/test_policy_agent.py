@@ -709,10 +709,10 @@ def test_a_game_waits_for_room_in_the_buffer_and_not_for_ever(merged):
     buffer = run(main())
     assert buffer.drops == [False] * len(buffer.drops)
     assert len(buffer.pushes) >= 4
-    assert [m[0] for m in merged].count("samples_dropped") >= 1
+    assert [m[0] for m in merged].count("samples_dropped") >= 1  # what was refused for as long as it may wait
 
 
-@pytest.mark.parametrize("value", [-1, "long", True, float("inf")])
+@pytest.mark.parametrize("value", [-1, "long", True, 60])
 def test_a_wait_that_is_no_time_is_refused(value):
     config = make_config(section(), ModelHost("m", Scripted()), Buffer(), wait_s=value)
     actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")

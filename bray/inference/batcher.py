@@ -534,6 +534,8 @@ def own_error(error: BaseException) -> BaseException:
     kind = type(error)
     own = kind.__new__(kind, *error.args)  # not kind(...), which may want other arguments
     own.__dict__.update(error.__dict__)
+    if "__notes__" in own.__dict__:
+        own.__notes__ = list(own.__notes__)
     if str(own) != str(error):  # it keeps its text elsewhere, as UnicodeDecodeError does, and cannot be copied
         return error
     own.__cause__, own.__context__ = error.__cause__, error.__context__

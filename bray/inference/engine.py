@@ -46,7 +46,7 @@ def gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
 def lasting(array: np.ndarray) -> np.ndarray:
     """The array itself if nobody writes into it (it is read only, as what comes out of Ray's object store is), else a copy, read only. So weights
     that eight processes of a machine serve lie in its memory once, and changing to them takes no time."""
-    if array.flags.c_contiguous and _is_read_only(array):
+    if array.flags.c_contiguous and array.flags.aligned and _is_read_only(array):
         return array
     copy = np.array(array, order="C")
     copy.flags.writeable = False

@@ -179,7 +179,7 @@ class Hosted:
                 async def wait() -> None:
                     await done
 
-                io.run(wait(), timeout=10.0)
+                io.run(wait(), timeout=_CLOSE_TIMEOUT - 2.0)
 
 
 # --- this process -----------------------------------------------------------------------------------------------------

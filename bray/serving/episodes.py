@@ -25,6 +25,7 @@ import zstandard
 
 from bray import tree
 from bray.errors import DataError
+from bray.serving.protocol import Refusal
 from bray.serving.state import State
 
 logger = logging.getLogger("bray.serving")
@@ -51,7 +52,10 @@ class PackedMessage(NamedTuple):
 
 def pack_state(state: State) -> bytes:
     """The fields of a State, as far as they can be stored."""
-    _ = state.input  # a field once it is read
+    try:
+        _ = state.input  # a field once it is read
+    except Refusal:  # an agent made sense of it all the same
+        state.input = None
     fields = vars(state)
     try:
         return _encode(fields)

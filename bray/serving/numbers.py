@@ -102,6 +102,6 @@ def _number(text, at, whole):  # pragma: no cover - compiled
             if at == first:
                 return 0, 0, -1
             power += -exponent if down else exponent
-    if not whole and (value >= _MOST_EXACT or not -22 <= power <= 22):
+    if not whole and ((negative and value == 0) or value >= _MOST_EXACT or not -22 <= power <= 22):
         return 0, 0, -1
     return -value if negative else value, power, at

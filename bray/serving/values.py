@@ -56,7 +56,7 @@ def reader(space: Space, where: str = "obs") -> Reader:
 def _parts(value: msgspec.Raw, decode: Callable[[msgspec.Raw], Any], where: str) -> Any:
     try:
         return decode(value)
-    except msgspec.ValidationError:  # something else: the reader says what it expected
+    except (ValueError, RecursionError):  # something else: the reader says what it expected
         return _decode(value, where)
 
 

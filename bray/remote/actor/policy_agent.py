@@ -37,6 +37,8 @@ from bray.serving.protocol import malformed
 from bray.serving.values import plain, reader
 
 _TRAINED = 1 << 62  # the step of a Policy that explores no more
+_AGAIN_S = 0.05
+_MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is answered in time: a tick has 30 s
 
 
 class _Tick(msgspec.Struct):
@@ -115,10 +117,11 @@ class PolicyAgent(Agent):
         memory = self.memory
         decided, i = await shared.decide(obs, memory)
         if memory is not None:
-            state.memory, self.memory = memory, tree.index(decided.state, i)
+            # of the type that it began with, whatever came back; and a copy, as below: a row would keep its whole batch alive
+            state.memory, self.memory = memory, tree.map(lambda a, x: np.array(x[i], a.dtype), memory, decided.state)
         state.obs, state.reward, state.first = obs, reward, first
         state.terminated, state.truncated = terminated, truncated
-        state.outputs, state.version = {k: v[i] for k, v in decided.outputs.items()}, decided.version
+        state.outputs, state.version = {k: v[i].copy() for k, v in decided.outputs.items()}, decided.version
         state.extras = {k: _row(v, i) for k, v in decided.extras.items()}
         state.action = _row(decided.action, i)
         self.answer(state, state.action)
@@ -142,7 +145,7 @@ class PolicyAgent(Agent):
 
         shared = self.shared
         samples = shared.samples(states) if shared.sampled else await shared.first_samples(states)
-        if len(samples["action"]):
+        if tree.length(samples):
             await self._hand_over(samples)
         versions = sum(s.version for s in states) / len(states)
         merge("staleness", shared.model.step - versions, agent=self.name)
@@ -154,13 +157,18 @@ class PolicyAgent(Agent):
         if not wait:
             buffer.push_batch(samples)
             return
+        pushed = None
         try:
             async with asyncio.timeout(wait):
-                await buffer.push_batch(samples, drop=False)
-        except TimeoutError:
-            pass  # they are on their way, and the game goes on
-        except Overloaded:
-            merge("samples_dropped", len(samples["action"]), agent=self.name)
+                while pushed is None:
+                    try:
+                        pushed = buffer.push_batch(samples, drop=False)
+                    except Overloaded:  # so many wait here already
+                        await asyncio.sleep(_AGAIN_S)
+                await pushed
+        except TimeoutError:  # the game goes on, and its samples are on their way, if they were taken
+            if pushed is None:
+                merge("samples_dropped", tree.length(samples), agent=self.name)
 
     def _count(self, states: list[State]) -> None:
         """Returns and lengths of the episodes that end in these rows, raw."""
@@ -200,16 +208,17 @@ class _Turn:
     """Agents that ask in the same turn of the loop, or while the model is busy, are decided on together: one forward and one act for all,
     and not one of each per tick."""
 
-    def __init__(self, shared: _Shared, loop: asyncio.AbstractEventLoop):
-        self.shared, self.loop = shared, loop
+    def __init__(self, shared: _Shared):
+        self.shared = shared
         self.waiting: list[_Asked] = []
         self.running: set[asyncio.Task[None]] = set()
 
     def ask(self, obs: Any, memory: Any) -> asyncio.Future[tuple[_Decided, int]]:
-        future = self.loop.create_future()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
         self.waiting.append((future, obs, memory))
         if len(self.waiting) == 1:
-            self.loop.call_soon(self.go_on)
+            loop.call_soon(self.go_on)
         return future
 
     def go_on(self) -> None:
@@ -227,7 +236,7 @@ class _Turn:
         if decided is not None:
             _answer(items, decided)
         else:
-            task = self.loop.create_task(self.run(items))
+            task = asyncio.get_running_loop().create_task(self.run(items))
             self.running.add(task)
             task.add_done_callback(self.ended)
 
@@ -293,7 +302,7 @@ class _Shared:
         loop = asyncio.get_running_loop()
         turn = self._turns.get(loop)
         if turn is None:
-            turn = self._turns[loop] = _Turn(self, loop)
+            turn = self._turns[loop] = _Turn(self)
         return turn.ask(obs, memory)
 
     def decide_now(self, items: list[_Asked]) -> _Decided | None:
@@ -389,8 +398,8 @@ def _find_model(name: str, section: Mapping[str, Any]) -> Any:
 
 
 def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ConfigError(f"{name}: expected wait_s to be seconds, 0 or more, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_WAIT_S:
+        raise ConfigError(f"{name}: expected wait_s to be seconds, from 0 to {_MOST_WAIT_S:g}, got {value!r}")
     return float(value)
 
 

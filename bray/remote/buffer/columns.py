@@ -213,7 +213,10 @@ class Layouts:
 
     def read_batch(self, batch: Any) -> Chunk:
         """A tree `[N, ...]` as rows."""
-        columns = {path: to_array(leaf) for path, leaf in tree.paths(batch)}
+        leaves = list(tree.paths(batch))
+        columns = {path: to_array(leaf) for path, leaf in leaves}
+        if len(columns) != len(leaves):
+            raise DataError("a batch with two arrays of the same path: a key of a sample may not contain '/'")
         rows = {len(c) if c.ndim else -1 for c in columns.values()}
         if len(rows) != 1 or -1 in rows:
             shapes = {path: c.shape for path, c in columns.items()}
