@@ -442,6 +442,8 @@ def test_dropping_the_current_version_makes_the_newest_other_one_current(run):
 
 
 def test_close_ends_every_version_and_publishing(run):
+    before = set(threading.enumerate())
+
     async def main():
         engine = Linear()
         host = ModelHost("m", engine, inline_below=0.0, make_engine=lambda w: Linear())
@@ -457,7 +459,13 @@ def test_close_ends_every_version_and_publishing(run):
         with pytest.raises(BrayError, match="closed and takes no more weights"):
             host.publish_weights(weights(1.0))
         await until(
-            lambda: not [t for t in threading.enumerate() if t.name.startswith(("bray-batcher", "bray-publish"))]
+            lambda: (
+                not [
+                    t
+                    for t in set(threading.enumerate()) - before
+                    if t.name.startswith(("bray-batcher", "bray-publish"))
+                ]
+            )
         )
 
     run(main)

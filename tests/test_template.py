@@ -71,6 +71,7 @@ class Pushed:
 
     def push_batch(self, batch, drop=True):
         self.push(*tree.split(batch))
+        return asyncio.sleep(0)
 
 
 # --- the grid game ----------------------------------------------------------------------------------------------------

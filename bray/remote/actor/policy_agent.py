@@ -157,17 +157,18 @@ class PolicyAgent(Agent):
         if not wait:
             buffer.push_batch(samples)
             return
-        pushed = None
+        taken = False
         try:
             async with asyncio.timeout(wait):
-                while pushed is None:
+                while not taken:
                     try:
                         pushed = buffer.push_batch(samples, drop=False)
+                        taken = True
                     except Overloaded:  # so many wait here already
                         await asyncio.sleep(_AGAIN_S)
                 await pushed
         except TimeoutError:  # the game goes on, and its samples are on their way, if they were taken
-            if pushed is None:
+            if not taken:
                 merge("samples_dropped", tree.length(samples), agent=self.name)
 
     def _count(self, states: list[State]) -> None:

@@ -70,13 +70,13 @@ class ActorWorker:
         try:
             server.sessions.pool.append(self._first_actor())
             server.sessions.actors_made += 1
-            if self.service.entry is not None:
+            if session().cluster.kind != "local":  # else this is the user's own process
                 collect_seldom()
+            if self.service.entry is not None:
                 await self._stand_behind()
             else:
                 if not self.service.alone:
                     await self._share_machine()
-                    collect_seldom()
                 await server.listen(shared=not self.service.alone)
         except BaseException:
             await self.close()
