@@ -55,7 +55,7 @@ class _Recorder:
         self._sending = threading.Lock()
         self._sums: dict[tuple[str, Labels], list[Any]] = {}
         self._due = False
-        self._under_way: Future[None] | None = None
+        self._under_way: dict[Future[None], None] = {}  # several where the master takes long to answer
 
     def add(self, name: str, labels: Labels, total: float, count: int, desc: Mapping[str, str]) -> None:
         with self._lock:
@@ -72,7 +72,14 @@ class _Recorder:
             loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
 
     def _send_now(self) -> None:
-        self._under_way = io.spawn(self._send_later(), "sending numbers")
+        sending = io.spawn(self._send_later(), "sending numbers")
+        with self._lock:
+            self._under_way[sending] = None
+        sending.add_done_callback(self._sent)
+
+    def _sent(self, sending: Future[None]) -> None:
+        with self._lock:
+            self._under_way.pop(sending, None)
 
     async def _send_later(self) -> None:
         rows = self._take()
@@ -90,9 +97,13 @@ class _Recorder:
     def flush(self) -> None:
         """All that is here goes to the master before this returns."""
         with self._sending:
-            if self._under_way is not None and not io.is_loop():  # the loop cannot wait for itself
-                self._under_way.result(_PATIENCE + 5.0)
             rows = self._take()
+            if not io.is_loop():  # the loop cannot wait for itself
+                with self._lock:
+                    under_way = list(self._under_way)
+                for sending in under_way:
+                    sending.result(_PATIENCE + 5.0)
+                rows += self._take()  # what could not be sent
             if rows:
                 _ask("merged", rows)
 
