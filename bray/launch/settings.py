@@ -138,6 +138,10 @@ class AgentSettings(ComponentSettings):
     """The buffer that a `PolicyAgent` pushes to. It may be absent in deploy mode."""
     algo: Name | None = None
     """A `kind: config` component that names an algorithm, whose `Policy` a `PolicyAgent` acts with."""
+    explore: bool = True
+    """`false`: a `PolicyAgent` plays as well as it can and learns nothing."""
+    wait_s: Annotated[float, Field(ge=0, le=6)] = 0.0
+    """Seconds that a game of a `PolicyAgent` may wait for room in the buffer. 0: never, old samples are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
