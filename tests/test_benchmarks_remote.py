@@ -221,6 +221,13 @@ def test_rows_that_nobody_played_are_noticed(monkeypatch):
         training.measure([sys.executable, "-c", server], 0.3)
 
 
+def test_a_line_that_is_written_only_in_part_is_not_read(tmp_path):
+    updates = tmp_path / "updates.jsonl"
+    for text, lines in (("", 0), ('{"row', 0), ('{"rows": 1}\n', 1), ('{"rows": 1}\n{"row', 1)):
+        updates.write_text(text)
+        assert training.whole_lines(updates) == ['{"rows": 1}'] * lines
+
+
 def test_a_server_that_does_not_start_is_told_with_its_error():
     with pytest.raises(RuntimeError, match="no such luck"):
         training.measure([sys.executable, "-c", "raise SystemExit('no such luck')"], 1.0)

@@ -112,7 +112,7 @@ class Training:
     def after(self, count: int, since: Moment | None = None, seconds: float = 0.0) -> Moment:
         """As soon as the trainer has made `count` updates, and `seconds` have passed since that moment."""
         while True:
-            lines = self.updates.read_text().splitlines()
+            lines = whole_lines(self.updates)
             rows = json.loads(lines[-1])["rows"] if lines else 0
             now = time.monotonic()
             if len(lines) >= count and (since is None or now - since.time >= seconds):
@@ -136,6 +136,11 @@ class Training:
             before, now = now, self.after(now.updates + 1, now, WARM_UP_S)
             if is_steady(before, now):
                 return now
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that another process is still writing to; the last may be there in part."""
+    return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def is_steady(first: Moment, last: Moment) -> bool:
