@@ -389,6 +389,83 @@ def test_a_cancelled_tick_stops_all_its_agents_before_the_next_one(count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_an_agent_may_return_a_future(count):
+    futures, seen = [], []
+
+    def later(state):
+        futures.append(asyncio.get_running_loop().create_future())
+        return futures[-1]
+
+    async def main():
+        agents = {"a": agent(later, lambda episode, done: seen.append(len(episode))), "b": agent(lambda state: None)}
+        actor = AgentActor(
+            {name: agents[name] for name in list(agents)[:count]},
+            serialize="json",
+            episode_length=agent_module.MAX_BACKLOG,
+        )
+        await actor.start("s", b"")
+
+        async def answer(settle):
+            waiting = asyncio.ensure_future(actor.tick(b"{}"))
+            await asyncio.sleep(0)
+            settle(futures[-1])
+            return await waiting
+
+        assert await answer(lambda f: f.set_result("whatever it is")) == b"{}"
+        with pytest.raises(KeyError) as e:
+            await answer(lambda f: f.set_exception(KeyError("x")))
+        assert e.value.__notes__ == ["raised by agent 'a'"]
+        with pytest.raises(RuntimeError, match="agent 'a' awaited something that was cancelled"):
+            await answer(lambda f: f.cancel())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tick(actor), 0.01)
+        assert futures[-1].cancelled()
+        assert await answer(lambda f: f.set_result(None)) == b"{}"
+        await actor.end(b"")
+
+    run(main())
+    assert seen == [2, 0]  # the three ticks that failed are in no episode
+
+
+@pytest.mark.parametrize("end", ["released", "cancelled"])
+def test_an_agent_that_returns_futures_is_held_by_its_backlog_too(end):
+    release = []
+
+    class Slow(Agent):
+        def on_tick(self, state):
+            future = asyncio.get_running_loop().create_future()
+            future.set_result(None)
+            return future
+
+        async def on_episode(self, episode, done):
+            if not done:
+                release.append(asyncio.get_running_loop().create_future())
+                await release[-1]
+
+    async def main():
+        before = asyncio.all_tasks()
+        actor = AgentActor({"a": Slow}, episode_length=1, serialize="json")
+        await actor.start("s", b"")
+        for _ in range(agent_module.MAX_BACKLOG):
+            assert await tick(actor) == b"{}"
+        held = actor.tick(b"{}")
+        done, _ = await asyncio.wait({held}, timeout=0.05)
+        assert not done
+        if end == "released":
+            release[0].set_result(None)
+            assert await held == b"{}"
+        else:
+            held.cancel()
+        while asyncio.all_tasks() != before:
+            for future in release:
+                future.done() or future.set_result(None)
+            await asyncio.sleep(0)
+        assert held.cancelled() == (end == "cancelled")
+
+    run(main())
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_something_cancelled_that_an_agent_awaits_is_an_error_and_no_cancellation(count):
     async def awaits(state):
         future = asyncio.get_running_loop().create_future()

@@ -1281,3 +1281,18 @@ def test_odd_arrays_of_the_right_kind_fit(run):
         await b.close()
 
     run(main)
+
+
+def test_a_batch_is_run_at_once_where_that_takes_a_moment():
+    fn = Doubler()
+    b = Batcher(fn, max_batch_size=4, step=lambda: 7)
+    x = np.arange(3.0)[:, None]
+    assert b.run_now((x,), 3) is None  # how long it takes is not known
+    b.call(x, batch=True)
+    y, step = b.run_now((x,), 3)
+    assert (y["y"].ravel().tolist(), step) == ([0.0, 2.0, 4.0], 7)
+    assert b.run_now((np.zeros((5, 1)),), 5) is None  # more than a batch
+    with b.lock:
+        assert b.run_now((x,), 3) is None  # another forward runs
+    b._mean_s = 2 * module._NOW_BELOW
+    assert b.run_now((x,), 3) is None

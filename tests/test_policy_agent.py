@@ -18,6 +18,7 @@ from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
 from bray.loop import RunConfig, Training
+from bray.remote.actor import policy_agent
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.remote.algo import algo_setup, build_model
 from bray.serving.agent import AgentActor
@@ -718,3 +719,90 @@ def test_a_wait_that_is_no_time_is_refused(value):
     actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
     with pytest.raises(ConfigError, match="expected wait_s to be seconds"):
         run(actor.start("g", b""))
+
+
+class Counts(Scripted):
+    """Remembers the sizes of its batches."""
+
+    def __init__(self):
+        self.batches = []
+
+    def forward(self, obs):
+        self.batches.append(len(obs))
+        return super().forward(obs)
+
+
+def games_that_ask(count, steps):
+    """How ticks are decided on when one more game sends its tick in each turn of the loop."""
+    model = Counts()
+    config = make_config(section(), ModelHost("m", model, max_batch_size=64), Buffer())
+
+    async def main():
+        actors = [AgentActor({"agent1": PolicyAgent}, config, serialize="json") for _ in range(count)]
+        for i, actor in enumerate(actors):
+            await actor.start(f"g{i}", b"")
+        await send(actors[0], tick(0))  # the first takes another way
+        model.batches.clear()
+        for _ in range(steps):
+            waiting = []
+            for actor in actors:
+                waiting.append(asyncio.ensure_future(send(actor, tick(1))))
+                await asyncio.sleep(0)
+            await asyncio.gather(*waiting)
+
+    run(main())
+    return model.batches
+
+
+def test_games_that_play_side_by_side_are_decided_on_together():
+    assert games_that_ask(5, 3) == [5, 5, 5]
+    assert games_that_ask(1, 3) == [1, 1, 1]
+
+
+def test_a_tick_does_not_wait_for_all_the_others():
+    batches = games_that_ask(50, 1)
+    assert batches[0] == policy_agent._ENOUGH
+    assert sum(batches) == 50
+
+
+def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged):
+    class Picky(PolicyAgent):
+        def answer(self, state, action):
+            if state.obs[0] == 2:
+                raise LookupError("not this one")
+            super().answer(state, action)
+
+    config = make_config(section(), ModelHost("m", Scripted()), Buffer())
+
+    async def main():
+        actors = [AgentActor({"agent1": Picky}, config, serialize="json") for _ in range(3)]
+        for i, actor in enumerate(actors):
+            await actor.start(f"g{i}", b"")
+        await send(actors[0], tick(0))
+        return await asyncio.gather(*(send(a, tick(i + 1)) for i, a in enumerate(actors)), return_exceptions=True)
+
+    one, two, three = run(main())
+    assert isinstance(two, LookupError)
+    assert two.__notes__ == ["raised by agent 'agent1'"]
+    assert {one, three} <= {0, 1, 2, 3}
+
+
+def test_a_tick_that_nobody_waits_for_is_not_decided_on():
+    model = Counts()
+    config = make_config(section(), ModelHost("m", model), Buffer())
+
+    async def main():
+        actors = [AgentActor({"agent1": PolicyAgent}, config, serialize="json") for _ in range(2)]
+        for i, actor in enumerate(actors):
+            await actor.start(f"g{i}", b"")
+        await send(actors[0], tick(0))
+        model.batches.clear()
+        given_up = asyncio.ensure_future(send(actors[0], tick(1)))
+        other = asyncio.ensure_future(send(actors[1], tick(1)))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await other
+        await send(actors[0], tick(2))
+
+    run(main())
+    assert model.batches == [1, 1]

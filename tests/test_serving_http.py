@@ -1,5 +1,6 @@
 """The game service over HTTP, byte by byte."""
 
+import asyncio
 import json
 import time
 import urllib.error
@@ -269,6 +270,27 @@ def test_a_tick_that_takes_too_long(either):
         status, reply = wire.step("start", "never", b"hang")
         assert status == 504
         assert wire.step("tick", "never")[0] == 404
+        assert not on_loop(server, lambda: server.sessions.running)
+
+
+class Futures(Orders):
+    """Orders without coroutines."""
+
+    def tick(self, data):
+        return asyncio.ensure_future(super().tick(data))
+
+
+def test_an_actor_may_return_futures(either):
+    with running(Futures, uvloop=either, tick_timeout_s=0.2) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        assert wire.step("tick", "g", b"x") == (200, b"1:x")
+        assert wire.step("tick", "g", b"array abc") == (200, b"abc")
+        assert wire.step("tick", "g", b"raise")[0] == 500
+        assert wire.step("tick", "g", b"text")[0] == 500
+        status, reply = wire.step("tick", "g", b"sleep 60")
+        assert (status, code(reply)) == (504, "tick_timeout")
+        assert wire.step("tick", "g", b"y") == (200, b"2:y")
+        assert wire.step("auto", None, b"z") == (200, b"1:z")
         assert not on_loop(server, lambda: server.sessions.running)
 
 

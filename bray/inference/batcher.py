@@ -31,6 +31,7 @@ _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their ti
 _WATCH_S = 1.0  # how often we look whether the thread of a running batch is alive
 _EXIT_S = 2.0  # how long the process waits for running forwards when it ends
 _MOST_TEMPLATES = 16
+_NOW_BELOW = 1e-3  # of run_now: nobody it keeps waiting could be answered before this forward ends
 _CLOSED = "the batcher is closed and takes no more samples"
 
 # What waits in the queue: a future, the arguments, whether the step is wanted, and the rows of a batch of its own (0: one sample).
@@ -151,8 +152,8 @@ class Batcher:
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, Any] | None:
         """`(outputs, step)` of a batch of arrays, run here and now, past all queues: for who gathers batches itself. None where it would hold up the
-        loop (forwards take long, or one runs), or where batches have fixed sizes: `submit_batch` is for those."""
-        if self._closed or self.pad_to or rows > self.max_batch_size or not self._is_quick(1):
+        loop for long (or a forward runs), or where batches have fixed sizes: `submit_batch` is for those."""
+        if self._closed or self.pad_to or rows > self.max_batch_size or not self._is_below(_NOW_BELOW):
             return None
         if not self.lock.acquire(blocking=False):
             return None
@@ -305,7 +306,10 @@ class Batcher:
             self._loop.call_soon(self._flush)
 
     def _is_quick(self, forwards: int) -> bool:
-        return self._mean_s is not None and self._mean_s * forwards < self.inline_below
+        return self._is_below(self.inline_below / forwards)
+
+    def _is_below(self, seconds: float) -> bool:
+        return self._mean_s is not None and self._mean_s < seconds
 
     def _start(self, items: list[_Item]) -> None:
         """Run a batch in the thread."""

@@ -57,7 +57,7 @@ class Agent:
     def __init__(self, name: str, config: Any, state: State):
         self.name, self.config = name, config
 
-    async def on_tick(self, state: State) -> None:
+    def on_tick(self, state: State) -> Awaitable[None] | None:
         """Decide: read `state.input` (and what other agents set, with `await state.wait(field)`), fill `state.output`,
         and set as fields of the state whatever other agents or the episode need."""
         raise NotImplementedError(f"{type(self).__name__} has no method on_tick(state)")
@@ -169,9 +169,13 @@ class AgentActor(Actor):
         except Exception as e:
             e.add_note(f"raised by agent {name!r}")
             raise
+        if running is None:
+            return self._answer(state)  # a plain method: neither we nor the server need a task
+        if asyncio.isfuture(running):
+            return _Reply(self, name, running, state)  # nor here
         if hasattr(running, "__await__"):
             return self._tick_alone(name, running, state)
-        return self._answer(state)  # a plain method: neither we nor the server need a task
+        return self._answer(state)
 
     async def end(self, data: bytes) -> None:
         """When this returns, the last episode has been handled, and saved if it was due."""
@@ -291,6 +295,43 @@ class AgentActor(Actor):
             logger.exception("session %r: an episode could not be saved", session)
 
 
+class _Reply(asyncio.Future[bytes]):
+    """The reply to a tick whose only agent has returned a future. Whoever cancels it cancels what it waits for."""
+
+    def __init__(self, actor: AgentActor, agent: str, running: asyncio.Future[Any], state: State):
+        super().__init__(loop=running.get_loop())
+        self._actor, self._agent, self._running, self._tick = actor, agent, running, state
+        running.add_done_callback(self._ran)
+
+    def cancel(self, msg: Any = None) -> bool:
+        self._running.cancel()
+        return super().cancel(msg)
+
+    def _ran(self, running: asyncio.Future[Any]) -> None:
+        if self.done():
+            return
+        try:
+            if running.cancelled():
+                raise _was_cancelled(self._agent)
+            running.result()
+            reply = self._actor._answer(self._tick)
+        except Exception as e:
+            e.add_note(f"raised by agent {self._agent!r}")
+            self.set_exception(e)
+            return
+        if isinstance(reply, bytes):
+            self.set_result(reply)
+        else:
+            self._running = asyncio.ensure_future(reply)
+            self._running.add_done_callback(self._held)
+
+    def _held(self, reply: asyncio.Future[bytes]) -> None:
+        if reply.cancelled():
+            self.cancel()
+        elif not self.done():
+            self.set_result(reply.result())
+
+
 async def _run(name: str, agent: Any, state: State, errors: list[Exception]) -> None:
     """One of several agents in one tick: its error is told to the agents that wait for it, and kept."""
     try:
@@ -321,8 +362,12 @@ async def _finish(agent: str, running: Awaitable[Any]) -> None:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # nobody cancelled the agent: to the server it would look like a tick that ran out of time
-        raise RuntimeError(f"agent {agent!r} awaited something that was cancelled") from None
+        raise _was_cancelled(agent) from None
+
+
+def _was_cancelled(agent: str) -> RuntimeError:
+    """Nobody cancelled the agent: to the server it would look like a tick that ran out of time."""
+    return RuntimeError(f"agent {agent!r} awaited something that was cancelled")
 
 
 def _learns(agent: Any) -> bool:

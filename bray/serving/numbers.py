@@ -31,7 +31,11 @@ def read_numbers(text, shape, whole, low, high, out):  # pragma: no cover - comp
         if c == _MINUS or _ZERO <= c <= _ZERO + 9:
             if not value_next or depth != shape.size or k == out.size:
                 return False
-            value, power, at = _number(text, at, whole)
+            after = text[at + 1] if at + 1 < end else _COMMA
+            if c != _MINUS and after in (_COMMA, _CLOSE):  # one digit: most numbers of most pictures
+                value, power, at = np.int64(c) - _ZERO, 0, at + 1
+            else:
+                value, power, at = _number(text, at, whole)
             if at < 0 or value < low or value > high:
                 return False
             if whole:

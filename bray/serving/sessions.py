@@ -14,6 +14,7 @@ import traceback
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, Protocol
@@ -89,7 +90,7 @@ class Session:
         own_end = getattr(type(actor), "end", None) not in (None, Actor.end)
         self.finish = actor.end if own_end or not hasattr(actor, "stop") else actor.stop
         self.request: Request | None = None  # the one that is being answered
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Future[Any] | None = None
         self.waiting: deque[Request] | None = (
             None  # made when it is needed: an empty one is more than the rest of a session
         )
@@ -247,6 +248,9 @@ class Sessions:
             return
         if type(reply) is bytes:
             self._finish(session, request, 200, reply)
+        elif asyncio.isfuture(reply):  # no task for it
+            session.task = reply
+            reply.add_done_callback(partial(self._replied, session, request))
         elif type(reply) is CoroutineType or inspect.isawaitable(reply):
             session.task = self.loop.create_task(self._wait(session, request, reply))
         else:
@@ -255,18 +259,29 @@ class Sessions:
     async def _wait(self, session: Session, request: Request, reply: Awaitable[Any]) -> None:
         try:
             body = await reply
-        except asyncio.CancelledError as e:
-            if request in self.running:  # what it waited for was cancelled
-                self._failed(session, request, e)
-            else:
-                self._finish(session, request, 504, b"")  # whoever cancelled it has answered
-        except FAILURES as e:
-            self._failed(session, request, e)
+        except (*FAILURES, asyncio.CancelledError) as e:
+            self._raised(session, request, e)
         else:
-            if type(body) is bytes:
-                self._finish(session, request, 200, body)
-            else:
-                self._odd_reply(session, request, body)
+            self._returned(session, request, body)
+
+    def _replied(self, session: Session, request: Request, reply: asyncio.Future[Any]) -> None:
+        error = asyncio.CancelledError() if reply.cancelled() else reply.exception()
+        if error is None:
+            self._returned(session, request, reply.result())
+        else:
+            self._raised(session, request, error)
+
+    def _returned(self, session: Session, request: Request, body: Any) -> None:
+        if type(body) is bytes:
+            self._finish(session, request, 200, body)
+        else:
+            self._odd_reply(session, request, body)
+
+    def _raised(self, session: Session, request: Request, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError) and request not in self.running:
+            self._finish(session, request, 504, b"")  # whoever cancelled it has answered
+        else:  # else what it waited for was cancelled
+            self._failed(session, request, error)
 
     def _odd_reply(self, session: Session, request: Request, reply: Any) -> None:
         """What is not bytes: nothing at all is fine where no answer is expected."""

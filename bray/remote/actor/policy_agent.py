@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from bray.data.trajectory import Trajectory
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, DataError, Overloaded
 from bray.inference.batcher import own_error
-from bray.inference.rows import Template
+from bray.inference.rows import Template, split
 from bray.remote.algo import named_setup
 from bray.serving.agent import Agent, State
 from bray.serving.protocol import malformed
@@ -38,6 +38,7 @@ from bray.serving.values import plain, reader
 
 _TRAINED = 1 << 62  # the step of a Policy that explores no more
 _AGAIN_S = 0.05
+_ENOUGH = 32  # ticks; a row of a larger forward is hardly cheaper
 _MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is answered in time: a tick has 30 s
 
 
@@ -72,6 +73,7 @@ class PolicyAgent(Agent):
         self.shared = _find_shared(name, config)
         self.memory = self.shared.setup.initial_state
         self._first = True
+        self._turn: _Turn | None = None  # of the loop that this session is played in
         self._kept: list[State] = []  # ticks whose rows are not pushed yet
         self._return, self._length = 0.0, 0
 
@@ -103,27 +105,44 @@ class PolicyAgent(Agent):
         """Tell the game what to do; `action` is one action of the environment's space."""
         state.output["action"] = plain(action)
 
-    async def on_tick(self, state: Any) -> None:
-        shared = self.shared
+    def on_tick(self, state: Any) -> Awaitable[None]:
+        # no coroutine: its task would cost as much as the rest of what is done here for a tick
         try:
             obs, reward, terminated, truncated = self.observe(state)
-            obs = shared.read(obs) if shared.acted else await asyncio.to_thread(shared.read, obs)
-            reward = _number(reward)
+            if not self.shared.acted:
+                return self._first_tick(state, obs, reward, terminated, truncated)
+            return self._ask(state, self.shared.read(obs), _number(reward), terminated, truncated)
         except DataError as e:
             raise malformed(str(e)) from None
+
+    async def _first_tick(self, state: Any, obs: Any, reward: Any, terminated: bool, truncated: bool) -> None:
+        """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes on."""
+        try:
+            obs, reward = await asyncio.to_thread(self.shared.read, obs), _number(reward)
+        except DataError as e:
+            raise malformed(str(e)) from None
+        await self._ask(state, obs, reward, terminated, truncated)
+
+    def _ask(self, state: Any, obs: Any, reward: float, terminated: bool, truncated: bool) -> asyncio.Future[None]:
+        """Have this tick decided on, together with those of other games; then `decided` is called."""
         first, self._first = self._first, terminated or truncated
         if first:
-            self.memory = shared.setup.initial_state
-        memory = self.memory
-        decided, i = await shared.decide(obs, memory)
-        if memory is not None:
-            # of the type that it began with, whatever came back; and a copy, as below: a row would keep its whole batch alive
-            state.memory, self.memory = memory, tree.map(lambda a, x: np.array(x[i], a.dtype), memory, decided.state)
+            self.memory = self.shared.setup.initial_state
         state.obs, state.reward, state.first = obs, reward, first
         state.terminated, state.truncated = terminated, truncated
-        state.outputs, state.version = {k: v[i].copy() for k, v in decided.outputs.items()}, decided.version
-        state.extras = {k: _row(v, i) for k, v in decided.extras.items()}
-        state.action = _row(decided.action, i)
+        if self.memory is not None:
+            state.memory = self.memory
+        if self._turn is None:
+            self._turn = self.shared.turn()
+        return self._turn.ask(self, state)
+
+    def decided(self, state: Any, decided: _Decided, i: int) -> None:
+        """What was decided for this tick is row i."""
+        if self.memory is not None:
+            # of the type that it began with, whatever came back; and a copy: a row would keep its whole batch alive
+            self.memory = tree.map(lambda a, x: np.array(x[i], a.dtype), self.memory, decided.state)
+        state.outputs, state.version = decided.outputs[i], decided.version
+        state.extras, state.action = decided.extras[i], decided.action[i]
         self.answer(state, state.action)
 
     async def on_episode(self, episode: list[State], done: bool) -> None:
@@ -192,52 +211,66 @@ class PolicyAgent(Agent):
 
 
 class _Decided(NamedTuple):
-    """What became of observations that were decided on together, one row each."""
+    """What became of observations that were decided on together, a row for each."""
 
-    outputs: dict[str, Any]
+    outputs: list[dict[str, Any]]
     """Of the Model, those that the Policy reads."""
     state: Any
+    """Of the Model, if it has a memory: a batch, not rows."""
     version: int
-    action: Any
-    extras: dict[str, Any]
+    action: list[Any]
+    extras: list[dict[str, Any]]
 
 
-_Asked = tuple[asyncio.Future[tuple[_Decided, int]], Any, Any]
+class _Asked(NamedTuple):
+    agent: PolicyAgent
+    state: Any
+    future: asyncio.Future[None]
 
 
 class _Turn:
     """Agents that ask in the same turn of the loop, or while the model is busy, are decided on together: one forward and one act for all,
-    and not one of each per tick."""
+    and not one of each per tick. As long as each turn brings more of them, up to `_ENOUGH`, we wait for another: games that play side by side
+    then stay together. A lone game waits for one turn that brings nothing, which is microseconds."""
 
     def __init__(self, shared: _Shared):
         self.shared = shared
+        self.loop = asyncio.get_running_loop()
         self.waiting: list[_Asked] = []
+        self.seen = 0  # of those that wait, when we last looked
         self.running: set[asyncio.Task[None]] = set()
 
-    def ask(self, obs: Any, memory: Any) -> asyncio.Future[tuple[_Decided, int]]:
-        loop = asyncio.get_running_loop()
-        future = loop.create_future()
-        self.waiting.append((future, obs, memory))
+    def ask(self, agent: PolicyAgent, state: Any) -> asyncio.Future[None]:
+        future = self.loop.create_future()
+        self.waiting.append(_Asked(agent, state, future))
         if len(self.waiting) == 1:
-            loop.call_soon(self.go_on)
+            self.seen = 0
+            self.loop.call_soon(self.look)
         return future
+
+    def look(self) -> None:
+        if self.seen < len(self.waiting) < _ENOUGH:
+            self.seen = len(self.waiting)
+            self.loop.call_soon(self.look)
+        else:
+            self.go_on()
 
     def go_on(self) -> None:
         # as many forwards at once as somebody may work on, and one that is on its way; more would only be smaller ones
         if not self.waiting or len(self.running) > getattr(self.shared.model, "num_workers", 0):
             return
-        items, self.waiting = [item for item in self.waiting if not item[0].done()], []
-        if not items:
+        asked, self.waiting = [a for a in self.waiting if not a.future.done()], []
+        if not asked:
             return
         try:
-            decided = None if self.running else self.shared.decide_now(items)
+            decided = None if self.running else self.shared.decide_now(asked)
         except Exception as e:
-            _fail(items, e)
+            _fail(asked, e)
             return
         if decided is not None:
-            _answer(items, decided)
+            _answer(asked, decided)
         else:
-            task = asyncio.get_running_loop().create_task(self.run(items))
+            task = self.loop.create_task(self.run(asked))
             self.running.add(task)
             task.add_done_callback(self.ended)
 
@@ -245,26 +278,32 @@ class _Turn:
         self.running.discard(task)
         self.go_on()
 
-    async def run(self, items: list[_Asked]) -> None:
+    async def run(self, asked: list[_Asked]) -> None:
         try:
-            _answer(items, await self.shared.decide_all(items))
+            _answer(asked, await self.shared.decide_all(asked))
         except Exception as e:
-            _fail(items, e)
+            _fail(asked, e)
         finally:
-            for future, _, _ in items:
-                future.cancel()  # those that have no answer, because the loop is being closed
+            for a in asked:
+                a.future.cancel()  # those that have no answer, because the loop is being closed
 
 
-def _answer(items: list[_Asked], decided: _Decided) -> None:
-    for i, (future, _, _) in enumerate(items):
-        if not future.done():
-            future.set_result((decided, i))
+def _answer(asked: list[_Asked], decided: _Decided) -> None:
+    for i, (agent, state, future) in enumerate(asked):
+        if future.done():
+            continue  # its deadline passed meanwhile
+        try:
+            agent.decided(state, decided, i)
+        except Exception as e:
+            future.set_exception(e)
+        else:
+            future.set_result(None)
 
 
-def _fail(items: list[_Asked], error: Exception) -> None:
-    for future, _, _ in items:
-        if not future.done():
-            future.set_exception(own_error(error))
+def _fail(asked: list[_Asked], error: Exception) -> None:
+    for a in asked:
+        if not a.future.done():
+            a.future.set_exception(own_error(error))
 
 
 class _Shared:
@@ -296,51 +335,52 @@ class _Shared:
         self.rewards = RewardTransform(env, 1, algo.gamma)
         self.acted = self.sampled = False
         self._template: Template | None = None
-        self._turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turn] = WeakKeyDictionary()
+        self._turn: _Turn | None = None
 
-    def decide(self, obs: Any, memory: Any) -> asyncio.Future[tuple[_Decided, int]]:
-        """What to do after one observation: a row of what was decided on together with others."""
-        loop = asyncio.get_running_loop()
-        turn = self._turns.get(loop)
-        if turn is None:
-            turn = self._turns[loop] = _Turn(self)
-        return turn.ask(obs, memory)
+    def turn(self) -> _Turn:
+        """That of the running loop; a process that serves has one loop, tests have several after each other."""
+        turn = self._turn
+        if turn is None or turn.loop is not asyncio.get_running_loop():
+            turn = self._turn = _Turn(self)
+        return turn
 
-    def decide_now(self, items: list[_Asked]) -> _Decided | None:
+    def decide_now(self, asked: list[_Asked]) -> _Decided | None:
         """If the model is in this process and quick; else None."""
         run_now = getattr(self.model, "run_now", None)
         if run_now is None or not self.acted:
             return None
-        args = self._stack(items)
-        done = run_now(args, len(items))
+        args = self._stack(asked)
+        done = run_now(args, len(asked))
         if done is None:
             return None
         outputs, version = done
         return self._decided(args, outputs, version, *self.policy.act(*self._acting(args, outputs, version)))
 
-    async def decide_all(self, items: list[_Asked]) -> _Decided:
-        args = self._stack(items)
+    async def decide_all(self, asked: list[_Asked]) -> _Decided:
+        args = self._stack(asked)
         outputs, version = await self.model.forward(*args, batch=True, with_step=True)
         given = self._acting(args, outputs, version)
         action, extras = self.policy.act(*given) if self.acted else await self.first_act(*given)
         return self._decided(args, outputs, version, action, extras)
 
-    def _stack(self, items: list[_Asked]) -> tuple[Any, ...]:
+    def _stack(self, asked: list[_Asked]) -> tuple[Any, ...]:
         """Observations, and states where the Model remembers, as batches."""
+        samples: list[tuple[Any, ...]] = [(a.state.obs,) for a in asked]
+        if self.setup.initial_state is not None:
+            samples = [(a.state.obs, a.state.memory) for a in asked]
         if self._template is None:
-            self._template = Template(self._sample(items[0]))
-        return tuple(self._template.stack([self._sample(item) for item in items]))
-
-    def _sample(self, item: _Asked) -> tuple[Any, ...]:
-        return item[1:2] if item[2] is None else item[1:3]
+            self._template = Template(samples[0])
+        return tuple(self._template.stack(samples))
 
     def _acting(self, args: tuple[Any, ...], outputs: Any, version: int) -> tuple[Any, ...]:
         step = _TRAINED if self.rng is None else self.setup.env_steps(version)
         return {k: outputs[k] for k in self.policy.act_outputs}, args[0], self.rng, step
 
     def _decided(self, args: tuple[Any, ...], outputs: Any, version: int, action: Any, extras: Any) -> _Decided:
+        rows = len(tree.leaves(args)[0])
         state = outputs["state"] if len(args) > 1 else None
-        return _Decided({k: outputs[k] for k in self.outputs}, state, version, action, extras)
+        kept = split({k: outputs[k] for k in self.outputs}, rows, rows)
+        return _Decided(kept, state, version, split(action, rows, rows), split(extras, rows, rows))
 
     async def first_act(self, *args: Any) -> Any:
         """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes on."""
@@ -420,10 +460,6 @@ def _number(reward: Any) -> float:
     if not math.isfinite(number):
         raise DataError(f"expected reward to be a finite number, got {reward!r:.60}")
     return number
-
-
-def _row(x: Any, i: int) -> Any:
-    return x[i] if isinstance(x, np.ndarray) else tree.index(x, i)
 
 
 def _column(rows: list[Any]) -> Any:
