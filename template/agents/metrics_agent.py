@@ -10,6 +10,8 @@ import bray
 
 
 class MetricsAgent(bray.Agent):
+    late_input = True  # it reads no state.input, so that need not be decoded for it
+
     def __init__(self, name: str, config: dict[str, Any], state: bray.State):
         self.name = name
         self.value = bray.Metric("agent/value", up_bound=100.0, low_bound=-100.0)  # beyond these something is wrong
