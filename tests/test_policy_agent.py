@@ -765,11 +765,12 @@ def test_a_tick_does_not_wait_for_all_the_others():
     assert sum(batches) == 50
 
 
-def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged):
+@pytest.mark.parametrize("error", [LookupError("not this one"), StopIteration(), SystemExit(3)])
+def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged, error):
     class Picky(PolicyAgent):
         def answer(self, state, action):
             if state.obs[0] == 2:
-                raise LookupError("not this one")
+                raise error
             super().answer(state, action)
 
     config = make_config(section(), ModelHost("m", Scripted()), Buffer())
@@ -779,12 +780,16 @@ def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged):
         for i, actor in enumerate(actors):
             await actor.start(f"g{i}", b"")
         await send(actors[0], tick(0))
-        return await asyncio.gather(*(send(a, tick(i + 1)) for i, a in enumerate(actors)), return_exceptions=True)
+        ticks = [{"obs": tick(i + 1), "reward": 0.0} for i in range(3)]
+        replies = [actor.tick(json.dumps(t).encode()) for actor, t in zip(actors, ticks, strict=True)]
+        await asyncio.wait(replies)
+        return replies
 
     one, two, three = run(main())
-    assert isinstance(two, LookupError)
-    assert two.__notes__ == ["raised by agent 'agent1'"]
-    assert {one, three} <= {0, 1, 2, 3}
+    raised = two.exception()
+    assert isinstance(raised, RuntimeError) if isinstance(error, StopIteration) else raised is error
+    assert raised.__notes__ == ["raised by agent 'agent1'"]
+    assert {"action"} == set(json.loads(one.result())) == set(json.loads(three.result()))
 
 
 def test_a_tick_that_nobody_waits_for_is_not_decided_on():

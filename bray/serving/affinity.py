@@ -151,7 +151,7 @@ class Table:
                             raise KeyError(owner)
                         dead = owner
                 if dead < 0:
-                    best = self._choose(me, keep=self.slots // 10)
+                    best = self._choose(me, keep=self.slots // 4)
                     if best is None:
                         return None
                     if self._lives(best):
@@ -164,7 +164,8 @@ class Table:
             return best
 
     def _choose(self, me: int, keep: int) -> int | None:
-        """The worker with the most free slots; `me` if the best has at most `keep` more."""
+        """The worker with the most free slots; `me` if the best has at most `keep` more: a session that is played elsewhere than where its
+        connection ends costs half as much again, most of it here."""
         free = self._free()
         best = int(free.argmax())
         if free[best] <= 0:

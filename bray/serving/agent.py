@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import ConfigError, WaitError
-from bray.serving.actor import Actor
+from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
 from bray.serving.messages import make_codec
 from bray.serving.state import State, parse_session, running_agent
@@ -44,7 +44,7 @@ def number_actors(first: int, slots: int) -> None:
 
 
 class Agent:
-    """A decision maker. One is made for every session, at its start. Its methods may be `async` or plain.
+    """A decision maker. One is made for every session, at its start. Its methods may be `async` or plain; a plain `on_tick` may return a future.
 
     `state` is there before the first tick: it has `session`, `game`, `agent`, `actor`, and as `input` the bytes of the
     start.
@@ -315,7 +315,7 @@ class _Reply(asyncio.Future[bytes]):
                 raise _was_cancelled(self._agent)
             running.result()
             reply = self._actor._answer(self._tick)
-        except Exception as e:
+        except FAILURES as e:
             e.add_note(f"raised by agent {self._agent!r}")
             self.set_exception(e)
             return

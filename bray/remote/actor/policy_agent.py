@@ -32,6 +32,7 @@ from bray.errors import ConfigError, DataError, Overloaded
 from bray.inference.batcher import own_error
 from bray.inference.rows import Template, split
 from bray.remote.algo import named_setup
+from bray.serving.actor import FAILURES
 from bray.serving.agent import Agent, State
 from bray.serving.protocol import malformed
 from bray.serving.values import plain, reader
@@ -106,7 +107,7 @@ class PolicyAgent(Agent):
         state.output["action"] = plain(action)
 
     def on_tick(self, state: Any) -> Awaitable[None]:
-        # no coroutine: its task would cost as much as the rest of what is done here for a tick
+        # no coroutine, which would need a task for every tick
         try:
             obs, reward, terminated, truncated = self.observe(state)
             if not self.shared.acted:
@@ -233,9 +234,8 @@ class _Turn:
     and not one of each per tick. As long as each turn brings more of them, up to `_ENOUGH`, we wait for another: games that play side by side
     then stay together. A lone game waits for one turn that brings nothing, which is microseconds."""
 
-    def __init__(self, shared: _Shared):
-        self.shared = shared
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, shared: _Shared, loop: asyncio.AbstractEventLoop):
+        self.shared, self.loop = shared, loop
         self.waiting: list[_Asked] = []
         self.seen = 0  # of those that wait, when we last looked
         self.running: set[asyncio.Task[None]] = set()
@@ -294,7 +294,9 @@ def _answer(asked: list[_Asked], decided: _Decided) -> None:
             continue  # its deadline passed meanwhile
         try:
             agent.decided(state, decided, i)
-        except Exception as e:
+        except StopIteration as e:  # which no future takes
+            future.set_exception(RuntimeError(f"agent {agent.name!r} raised {e!r}"))
+        except FAILURES as e:
             future.set_exception(e)
         else:
             future.set_result(None)
@@ -335,14 +337,14 @@ class _Shared:
         self.rewards = RewardTransform(env, 1, algo.gamma)
         self.acted = self.sampled = False
         self._template: Template | None = None
-        self._turn: _Turn | None = None
+        self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
 
     def turn(self) -> _Turn:
-        """That of the running loop; a process that serves has one loop, tests have several after each other."""
-        turn = self._turn
-        if turn is None or turn.loop is not asyncio.get_running_loop():
-            turn = self._turn = _Turn(self)
-        return turn
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._turns:
+            self._turns[loop] = _Turn(self, loop)
+        return self._turns[loop]
 
     def decide_now(self, asked: list[_Asked]) -> _Decided | None:
         """If the model is in this process and quick; else None."""
