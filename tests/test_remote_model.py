@@ -592,6 +592,26 @@ def test_waiting_for_something_newer():
     assert (news.step, cluster.session().cluster.get(news.weights)["w"].tolist()) == (1, [3.0])
 
 
+@inside
+def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
+    RemoteModel("m", Scale(0), (X,))
+    here = cluster.session().cluster
+    keeper = here._hosted["model/m"].worker
+    monkeypatch.setattr(keeper_module, "_GAP_S", 0.2)
+    monkeypatch.setattr(keeper_module, "_MOST_GAPS_S", 10.0)
+
+    async def main():
+        waiting = [asyncio.create_task(keeper.newer(keeper._news.key, -1, wait=LIMIT_S)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        keeper.publish(here.put(weights_of(3)), 5, "five")
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        told = sum(task.done() for task in waiting)
+        keeper.publish(here.put(weights_of(4)), 6, "six")
+        return told, sorted([(await task).step for task in waiting])
+
+    assert cluster.io.run(main()) == (1, [5, 6, 6])  # who is told later is told of the newest
+
+
 # --- ONNX -------------------------------------------------------------------------------------------------------------
 
 ENGINES = {"train": "onnx", "infer": "constant", "quantize": "int8"}

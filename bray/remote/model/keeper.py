@@ -33,6 +33,8 @@ KEEP = 5
 """Versions that stay in the run directory, besides clones, members of the pool, and what checkpoints hold."""
 SAVE_EVERY_S = 600.0
 POLL_S = 20.0
+_GAP_S = 0.012  # between two that are told of a new version
+_MOST_GAPS_S = 0.12  # and between the first and the last
 CALIBRATION_ROWS = 256
 """Rows that int8 is calibrated on."""
 _FILES = 4  # old versions that are held for those who ask
@@ -218,9 +220,11 @@ class Keeper:
         io.loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
+        """One after the other: to answer a call of Ray takes milliseconds of both processes, and where many workers share few cores, all of
+        them at once would keep those waiting who ask for forwards."""
+        gap = min(_GAP_S, _MOST_GAPS_S / max(1, len(self._waiting)))
+        for i, waiting in enumerate(self._waiting):
+            io.loop().call_later(i * gap, _settle, waiting)
 
     async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> News | None:
         """What is newer than what the caller knows, as soon as there is something; None when nothing came in `wait` seconds. `holds`: the
@@ -454,6 +458,11 @@ class Keeper:
                 if version[1] == self._tag:
                     self._quantizing = False
                     return
+
+
+def _settle(waiting: asyncio.Future[None]) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
 
 
 def _own_copy(module: Any) -> Any:
