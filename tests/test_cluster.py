@@ -176,6 +176,7 @@ def test_infeasible_requests_fail_at_once(session):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.slow
 @on_ray
 def test_a_request_that_others_leave_no_room_for_fails(session, monkeypatch):
     session.cluster.start("counter/large", Counter, cpus=15)

@@ -98,6 +98,7 @@ def serve(tmp_path, trial, step):
         bray.shutdown()
 
 
+@pytest.mark.slow
 def test_the_loop(tmp_path):
     exp = bray.Experiment(
         run="PPO",

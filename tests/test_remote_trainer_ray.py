@@ -56,6 +56,7 @@ def train_function(model, buffer, batch_size, weights_publish_interval, num_step
     return {"equal": equal, "pid": os.getpid(), "backend": dist.get_backend(), "rows": len(batch["x"])}
 
 
+@pytest.mark.slow
 def test_a_function_runs_on_two_ranks(parts):
     before = parts.step
     end = bray.RemoteTrainer("f", use_gpu=False, num_workers=2).train(
