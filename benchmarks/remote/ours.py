@@ -266,9 +266,9 @@ def publish(case: str, seconds: float) -> dict[str, Any]:
             "forward_ms": round(1e3 * statistics.median(usual), 2),
             "pause_ms": round(statistics.median(pauses), 1),
             "pause_ms_most": round(max(pauses), 1),
-            "pause_ms_without": round(
-                statistics.median(quiet), 1
-            ),  # the longest wait of as many seconds in which nothing is published
+            # the longest wait of as many seconds in which nothing is published
+            "pause_ms_without": round(statistics.median(quiet), 1),
+            "pause_ms_more": round(statistics.median(p - q for p, q in zip(pauses, quiet, strict=True)), 1),
             "publishes": PUBLISHES,
             "bytes": sum(x.nbytes for x in weights.values()),
         }
