@@ -14,7 +14,7 @@ from bray.errors import ConfigError, ResourceError
 from bray.remote import cluster
 from bray.remote.trainer.drive import Hook
 from bray.remote.trainer.worker import trainer_path
-from bray.rundir import RunDir
+from bray.rundir import RunDir, write_atomic
 from tests.ray_for_tests import ray_session  # noqa: F401
 from tests.trainer_for_tests import Regression, batch_of, net
 
@@ -85,16 +85,11 @@ class Slow(Regression):
 def write_pid(drive):
     path = cluster.session().path / f"pid-{drive.ranks.rank}"
     if drive.steps % 5 == 0:
-        path.write_text(f"{os.getpid()} {drive.steps}")
+        write_atomic(path, str(os.getpid()).encode())  # whoever reads it finds all of it
 
 
 def pids(session):
-    out = {}
-    for rank in (0, 1):
-        words = (session.path / f"pid-{rank}").read_text().split()
-        if len(words) == 2:
-            out[rank] = int(words[0])
-    return out
+    return {rank: int((session.path / f"pid-{rank}").read_text()) for rank in (0, 1)}
 
 
 def test_a_trainer_is_driven_on_two_ranks_and_its_errors_are_not_tried_again(parts, ray_session):  # noqa: F811
