@@ -108,6 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="0 = until Ctrl-C")
     parser.add_argument("--tcp", action="store_true", help="framed TCP in place of HTTP (use_tcp: true)")
     a = parser.parse_args(arguments)
+    if a.games < 1 or a.processes < 1:
+        parser.error(f"expected at least one game and one process, got --games {a.games} --processes {a.processes}")
     share = [a.games // a.processes + (i < a.games % a.processes) for i in range(a.processes)]
     others = [
         multiprocessing.Process(

@@ -273,6 +273,13 @@ def test_the_gamecore_plays_with_a_policy_agent(game, shape, actions, quiet):
         assert games.episodes == len(games.returns) > 0
 
 
+@pytest.mark.parametrize("arguments", [["--games", "0"], ["--processes", "0"]])
+def test_no_games_at_all_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        gamecore.main(arguments)
+    assert "expected at least one game and one process" in capsys.readouterr().err
+
+
 def test_games_wait_for_a_service_that_is_not_there_yet():
     with BackgroundServer(lambda: None, ServiceConfig(port=0, admin_port=0)) as server:
         port = server.port

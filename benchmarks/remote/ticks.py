@@ -115,6 +115,10 @@ def main() -> None:
     parser.add_argument("--games", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--ticks", type=int, default=20000)
     args = parser.parse_args()
+    if min(args.games) < 1 or args.ticks < 4 * max(args.games):
+        parser.error(
+            f"expected at least one game and four ticks of each, got --games {args.games} --ticks {args.ticks}"
+        )
     os.environ.setdefault("BENCH_UPDATES", os.devnull)
     sent = messages()
     say(reading(sent[0]))
