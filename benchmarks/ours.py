@@ -1,6 +1,6 @@
 """Bray's side of a training case: python -m benchmarks.ours CASE --seconds N prints one JSON line, like the scripts in peers/.
 
-Hyper-parameters are those of peers/cases.py; the path is the one `bray train` takes (bray.loop.Training), nothing is special-cased.
+Hyper-parameters are those of peers/cases.py; the path is the one `bray train` takes (bray.train.local.LocalTraining), nothing is special-cased.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay, per second: add 1, sample 256, update 256 priorities, and the cycle of the three; medians of five.
+"""ReplayRing, per second: add 1, sample 256, update 256 priorities, and the cycle of the three; medians of five.
 
 `replay-84`: 1e6 transitions of float32[84]. `replay-frames`: 1e5 transitions of uint8[4, 84, 84], stacked frames. One environment,
 prioritized (alpha 0.6, beta 0.4), obs and next_obs returned, the replay full. Each case runs in a process of its own, so that
@@ -46,11 +46,11 @@ def per_second(function: Callable[[], Any], seconds: float) -> float:
 
 def measure(case: str, seconds: float = 2.0) -> dict[str, Any]:
     """Fill a replay in this process and time it; `seconds` per number."""
-    from bray.data import Replay
+    from bray.data import ReplayRing
 
     capacity, shape, dtype, stack = CASES[case]
     example = {"obs": np.zeros(shape, dtype), "action": np.int64(0)}
-    replay = Replay(capacity, 1, example, prioritized=True, alpha=0.6, beta=0.4, frame_stack=stack)
+    replay = ReplayRing(capacity, 1, example, prioritized=True, alpha=0.6, beta=0.4, frame_stack=stack)
     rng = np.random.default_rng(0)
     if stack:
         frames = rng.integers(0, 256, (EPISODE + stack, *shape[1:]), dtype)

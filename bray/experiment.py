@@ -25,28 +25,22 @@ import torch
 
 from bray import figures, rundir, tree
 from bray._version import __version__
+from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
 from bray.algos import algo_name, get_algo
 from bray.config import Resolved, Source, load_config, load_yaml, resolve
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, UnknownName
-from bray.inference.torch_engine import TorchEngine, is_recurrent, load_weights
-from bray.loop import (
-    EVAL_SEED,
-    RunConfig,
-    Training,
-    eval_config,
-    play,
-    play_steps,
-    resolve_device,
-    summarize,
-)
+from bray.inference.torch_engine import is_recurrent, load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
 from bray.serving.values import reader
 from bray.spec import EnvSpec
+from bray.train.config import RunConfig, resolve_device
+from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.local import LocalTraining, acting_engine, initial_state
 
 logger = logging.getLogger("bray")
 
@@ -206,13 +200,14 @@ class Experiment:
             path = Path(project or "runs") / (trial or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._path = Path(path) if path else None
         self._dir: RunDir | None = None
-        self._training: Training | None = None
+        self._training: LocalTraining | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
         self._spec: EnvSpec | None = None
         self._served: ServedPolicy | None = None
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
+        self._saved_time = time.monotonic()
         self._replay_states: dict[int, Any] = {}
         self._last_row: dict[str, Any] | None = None
         self._stop_requested = False
@@ -222,10 +217,10 @@ class Experiment:
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> Training:
+    def training(self) -> LocalTraining:
         if self._training is None:
             c = self.config
-            self._training = Training(self.algo, c["run"], c["env"], c["model"], c["algo"])
+            self._training = LocalTraining(self.algo, c["run"], c["env"], c["model"], c["algo"])
             if self._weights is not None:
                 self._training.set_weights(self._weights)
         return self._training
@@ -280,7 +275,7 @@ class Experiment:
             ) as out,
         ):
             if training.iteration:
-                out.truncate_after(training.iteration, training.rollout.env_steps)
+                out.truncate_after(training.iteration, training.env_steps)
             logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
             if training.env.waits:
                 logger.warning(
@@ -289,9 +284,13 @@ class Experiment:
                     self.config["env"].wait_num,
                 )
             try:
+                if not training.iteration and not self.saved:
+                    self.save()  # a run can be resumed from its first second
                 while not self._stop_requested and not self._reached(stop):
                     start = time.perf_counter()
                     row = training.iterate(most_episodes)
+                    if row is None:
+                        break
                     if run.eval_freq and training.iteration % run.eval_freq == 0:
                         row |= training.evaluate()
                     self._time += time.perf_counter() - start
@@ -350,7 +349,8 @@ class Experiment:
         if key.startswith(OWN_KEYS) and key not in row and any(k.startswith("loss/") for k in row):
             raise UnknownName("key of a result row", key, row, "run.checkpoint_score")
         due = run.checkpoint_freq and iteration % run.checkpoint_freq == 0
-        if due or (key.startswith("eval/") and self._is_better(self._score(row))):
+        late = run.checkpoint_every_s and time.monotonic() - self._saved_time >= run.checkpoint_every_s
+        if due or late or (key.startswith("eval/") and self._is_better(self._score(row))):
             self.save()
 
     def save(self) -> Path:
@@ -360,7 +360,7 @@ class Experiment:
         score = self._score(row)
         best = self._is_better(score)
         replay_dir = directory.path / "replay"
-        state = training.get_state(replay_dir)
+        state = training.get_state(replay_dir if self._saves_replay() else None)
         recent = training.recent_observations()
         previous, self._best = self._best, score if best else self._best
         state["json"] |= {"best": self._best, "best_by": self._score_key, "time": self._time, "row": row}
@@ -375,7 +375,7 @@ class Experiment:
             "env": self.env_id,
             "seed": run.seed,
             "training_iteration": training.iteration,
-            "env_steps_total": training.rollout.env_steps,
+            "env_steps_total": training.env_steps,
             "learner_steps_total": training.learner.steps,
             "episode_return_mean": row.get("episode_return_mean"),
             "eval/return_mean": row.get("eval/return_mean"),
@@ -388,15 +388,18 @@ class Experiment:
         except BaseException:
             self._best = previous
             raise
-        self._saved_at = training.iteration
-        if training.replay is not None and "replay" in state["arrays"]:
-            self._replay_states[training.learner.steps] = {"segments": state["arrays"]["replay"]["segments"]}
-            for step in directory.steps():
-                if step not in self._replay_states:  # made before this process
-                    self._replay_states[step] = directory.load_checkpoint(step).state["arrays"].get("replay")
-            kept = [self._replay_states[s] for s in directory.steps()]
-            training.replay.prune(replay_dir, [s for s in kept if s])
+        self._saved_at, self._saved_time = training.iteration, time.monotonic()
+        self._replay_states[training.learner.steps] = state["arrays"]["experience"]
+        for step in directory.steps():
+            if step not in self._replay_states:  # made before this process
+                self._replay_states[step] = directory.load_checkpoint(step).state["arrays"].get("experience")
+        self._replay_states = {s: self._replay_states[s] for s in directory.steps()}
+        training.experience.prune(replay_dir, self._replay_states.values())
         return path
+
+    def _saves_replay(self) -> bool:
+        how = self.config["run"].checkpoint_replay
+        return how == "always" or (how == "auto" and self.training.experience.nbytes <= 2 << 30)
 
     def _draw(self, stop: Mapping[str, float]) -> None:
         assert self._dir is not None
@@ -488,37 +491,38 @@ class Experiment:
             self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
         return self._served
 
-    def policy(self, obs: Any, state: Any = None, explore: bool = False) -> Any:
-        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model."""
-        return self.served(obs, state, explore)
+    def policy(self, obs: Any, state: Any = None, act: str = GREEDY) -> Any:
+        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model. `act="sample"` draws it as in
+        training."""
+        return self.served(obs, state, check_mode(act))
 
-    def evaluate(self, episodes: int = 10, seed: int | None = None) -> dict[str, Any]:
-        """Mean return of greedy episodes with its 95 % confidence interval; the same episodes in every call."""
-        return summarize(self.play(episodes, seed=seed))
+    def evaluate(self, episodes: int = 10, seed: int | None = None, act: str = GREEDY) -> dict[str, Any]:
+        """Mean return of episodes with its 95 % confidence interval; the same episodes in every call."""
+        return summarize(self.play(episodes, seed=seed, act=act))
 
     def play(
         self,
         episodes: int,
         seed: int | None = None,
-        explore: bool = False,
+        act: str = GREEDY,
         num_envs: int | None = None,
         on_step: Any = None,
     ) -> list[tuple[float, int]]:
         """Whole episodes with this policy: (return, length) of each."""
-        with self._stage(num_envs or min(episodes, 16), seed, explore) as stage:
+        with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
             return play(episodes=episodes, on_step=on_step, **stage)
 
     def play_steps(
-        self, steps: int, seed: int | None = None, explore: bool = False
+        self, steps: int, seed: int | None = None, act: str = GREEDY
     ) -> tuple[list[tuple[float, int]], tuple[float, int]]:
         """Exactly `steps` steps with this policy in one environment: (return, length) of each whole episode, and of the one that was cut
         (length 0: none was)."""
-        with self._stage(1, seed, explore) as stage:
+        with self._stage(1, seed, act) as stage:
             return play_steps(steps=steps, **stage)
 
     @contextlib.contextmanager
-    def _stage(self, num_envs: int, seed: int | None, explore: bool) -> Iterator[dict[str, Any]]:
-        """What `bray.loop` needs to play with this policy."""
+    def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
+        """What `bray.train.evaluate` needs to play with this policy."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
         with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
@@ -527,9 +531,9 @@ class Experiment:
             yield {
                 "env": env,
                 "engine": served.engine,
-                "policy": _Trained(served.policy),
+                "policy": served.policy,
                 "seed": seed,
-                "rng": np.random.default_rng(seed) if explore else None,
+                "mode": check_mode(act),
                 "initial_state": served.initial_state,
             }
 
@@ -605,33 +609,15 @@ def _saved_config(directory: RunDir) -> Source:
     return load_yaml(directory.path / "config.yaml")
 
 
-TRAINED = 1 << 62
-"""The step that a Policy is told when training is over: exploration schedules are at their end."""
-
-
-class _Trained:
-    """A Policy that acts as at the end of its training."""
-
-    def __init__(self, policy: Any):
-        self.policy = policy
-
-    def act(
-        self, outputs: dict[str, Any], obs: Any, rng: np.random.Generator | None, step: int
-    ) -> tuple[Any, dict[str, Any]]:
-        return self.policy.act(outputs, obs, rng, TRAINED)
-
-
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
     """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has a way of its own."""
-    kind = type(policy)
-    owner = {name: next((c for c in kind.__mro__ if name in vars(c)), None) for name in ("act", "rule")}
-    rule = policy.rule if owner["rule"] is not None and owner["rule"] is owner["act"] else None
     recurrent = is_recurrent(model)
     initial = model.initial_state(1) if recurrent else None
+    by_rule = policy.acts_by_rule()
     return {
-        "rule": rule,
-        "outputs": list(policy.act_outputs),
-        "epsilon": float(policy.epsilon(TRAINED)) if rule == "q" else 0.0,
+        "rule": policy.rule.name if by_rule else None,
+        "settings": policy.rule.trained() if by_rule else {},
+        "outputs": list(policy.reads),
         "recurrent": recurrent,
         "state": tree.map(lambda x: {"shape": list(x.shape[1:]), "dtype": str(np.asarray(x).dtype)}, initial)
         if recurrent
@@ -654,7 +640,7 @@ def export_graph(path: str | Path) -> Path:
     rng = np.random.default_rng(0)
     obs = tree.map(np.asarray, tree.stack([served.spec.observation.sample(rng) for _ in range(2)]))
     args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
-    outputs = (*served.policy.act_outputs, *(["state"] if served.recurrent else []))
+    outputs = (*served.policy.reads, *(["state"] if served.recurrent else []))
     file = run.models / "default" / "graph.onnx"
     rundir.write_atomic(file, export_onnx(served.model, args, outputs))
     return file
@@ -665,20 +651,28 @@ class ServedPolicy:
 
     def __init__(self, policy: Any, model: torch.nn.Module, spec: EnvSpec):
         self.policy, self.model, self.spec = policy, model, spec
-        self.recurrent = is_recurrent(model)
-        initial = getattr(model, "initial_state", None) if self.recurrent else None
-        self.initial_state = (lambda n: tree.map(np.asarray, initial(n))) if initial else None
-        self.engine = TorchEngine(model, None if self.recurrent else policy.act_outputs)
+        self.policy.draws = getattr(model, "draws", None) or {}
+        self.initial_state = initial_state(model)
+        self.engine = acting_engine(model, policy)
         self.rng = np.random.default_rng()
         self._read = reader(spec.observation)
 
-    def __call__(self, obs: Any, state: Any = None, explore: bool = False) -> Any:
+    @property
+    def recurrent(self) -> bool:
+        return self.initial_state is not None
+
+    def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY) -> Any:
         batch = tree.map(lambda x: x[None], self._read(obs))
-        args = []
-        if self.initial_state is not None:
-            args = [self.initial_state(1) if state is None else state]
-        outputs = self.engine.forward(batch, *args)
-        after = outputs.pop("state", None)
-        action, _ = self.policy.act(outputs, batch, self.rng if explore else None, TRAINED)
-        action = tree.index(action, 0)
-        return (action, after) if self.recurrent else action
+        if self.initial_state is not None and state is None:
+            state = self.initial_state(1)
+        deciding = self.policy.decide(Tick(batch), state, self.rng, mode, TRAINED)
+        decision = decide_now(deciding, self.engine.forward)
+        action = tree.index(decision.action, 0)
+        return (action, decision.carry) if self.recurrent else action
+
+
+def check_mode(mode: str) -> str:
+    """How to act: `sample` or `greedy`."""
+    if mode not in MODES:
+        raise UnknownName("way to act", mode, MODES, "--act")
+    return mode

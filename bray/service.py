@@ -25,11 +25,11 @@ import msgspec
 import numpy as np
 from pydantic import Field
 
-from bray import tree
+from bray import act, tree
+from bray.act import GREEDY, SAMPLE, TRAINED, Tick, decide_now
 from bray.config import Source, resolve
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
 from bray.inference.host import ModelHost
-from bray.rl import act
 from bray.rundir import RunDir, write_atomic
 from bray.serving.actor import Actor
 from bray.serving.config import ServiceConfig
@@ -59,8 +59,8 @@ class ModelService:
         default_factory=dict
     )  # not {"latest": 1}: what is given is merged into a default
     """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
-    sample: bool = False
-    """Draw actions from the policy's distribution instead of taking the best one."""
+    act: Literal["greedy", "sample"] = "greedy"
+    """How actions are chosen: greedy = the best one, sample = drawn as in training."""
     follow: bool = False
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Annotated[float, Field(gt=0)] = 1.0
@@ -86,32 +86,41 @@ SECTIONS = {"service": ServiceConfig, "model": ModelService}
 def configure(sources: Sequence[Source]) -> tuple[ServiceConfig, ModelService]:
     """The settings of a service and of its models; unknown keys get the nearest one."""
     defaults = Source("defaults of bray serve", {"service": {"actors_per_worker": 1000}})
-    config = resolve(SECTIONS, [defaults, *sources])
+    config = resolve(SECTIONS, [defaults, *map(_renamed, sources)])
     return config["service"], config["model"]
+
+
+def _renamed(source: Source) -> Source:
+    """`sample: true` was the name of `act: sample` in 0.1."""
+    values = dict(source.values)
+    section = values["model"] = dict(values["model"]) if isinstance(values.get("model"), dict) else {}
+    for place in (values, section):
+        if "sample" in place:
+            logger.warning("`sample` is now `act`: say act=sample or act=greedy (%s)", source.name)
+            place["act"] = SAMPLE if place.pop("sample") else GREEDY
+    if not section:
+        del values["model"]
+    return Source(source.name, values, source.lines, source.texts)
 
 
 # --- a model --------------------------------------------------------------------------------------------------------------
 
 
 class ActingEngine:
-    """An engine whose outputs are actions: the Model's forward, then the choice of actions for the whole batch."""
+    """An engine whose outputs are actions: the Policy decides for the whole batch, with as many forwards as it likes."""
 
-    def __init__(
-        self,
-        engine: Any,
-        choose: Callable[[dict[str, Any], Any, np.ndarray | None], Any],
-        masked: bool,
-        recurrent: bool,
-    ):
-        self.engine, self.choose, self.masked, self.recurrent = engine, choose, masked, recurrent
+    def __init__(self, engine: Any, policy: act.Policy, mode: str, masked: bool, recurrent: bool):
+        self.engine, self.policy, self.mode, self.masked, self.recurrent = engine, policy, mode, masked, recurrent
+        self.rng = np.random.default_rng()
 
     def forward(self, obs: Any, *rest: Any) -> dict[str, Any]:
         """rest: a mask where there are choices, then a state where the Model remembers."""
         mask, state = (rest[0], rest[1:]) if self.masked else (None, rest)
-        outputs = self.engine.forward(obs, *state)
-        out = {"action": self.choose(outputs, obs, mask)}
+        deciding = self.policy.decide(Tick(obs, mask=mask), state[0] if state else None, self.rng, self.mode, TRAINED)
+        decision = decide_now(deciding, self.engine.forward)
+        out = {"action": decision.action}
         if self.recurrent:
-            out["state"] = outputs["state"]
+            out["state"] = decision.carry
         return out
 
 
@@ -241,7 +250,7 @@ class ServedModel:
 
     def _acting(self, step: int) -> ActingEngine:
         engine = self._engines.make(step)
-        return ActingEngine(engine, self._engines.choose, self.masked, self.recurrent)
+        return ActingEngine(engine, self._engines.policy, self.config.act, self.masked, self.recurrent)
 
     def _use(self, arm: Arm, step: int, engine: ActingEngine | None = None) -> Arm:
         if step not in self.host.steps:
@@ -311,7 +320,7 @@ class ServedModel:
 
     # observations in, actions out
 
-    def read(self, message: Tick) -> tuple[Any, ...]:
+    def read(self, message: TickMessage) -> tuple[Any, ...]:
         """A tick's message as what the model is asked."""
         obs, mask = message.obs, message.action_mask
         if self._in_obs and mask is not None and isinstance(obs, dict):
@@ -345,9 +354,11 @@ class ServedModel:
         return self._initial
 
     def random_action(self, mask: np.ndarray | None = None) -> Any:
-        outputs = self._engines.noise(1)
-        masks = None if mask is None else mask[None]
-        return plain(tree.index(self._engines.choose(outputs, None, masks, self._rng), 0))
+        outputs: dict[str, Any] = {}
+        for rule in ("dist", "q"):  # a Policy of one's own reads what it likes
+            outputs |= act.make_rule(rule).blank(self.layout, 1, self._rng)
+        tick = Tick(None, mask=None if mask is None else mask[None])
+        return plain(tree.index(self._engines.policy.act(outputs, tick, self._rng, SAMPLE, TRAINED)[0], 0))
 
 
 def _choices(action: Space) -> Space | None:
@@ -400,13 +411,15 @@ class _Engines:
     def __init__(self, model: ServedModel):
         self.model, self.config = model, model.config
         self._graph: Any = None
-        policy = model.policy
-        self.rule = policy.get("rule")
-        self.epsilon = float(policy.get("epsilon", 0.0))
-        self._own: Any = None  # the algorithm's own Policy, where it has no rule
-        if self.rule is None and self.config.engine != "torch":
-            why = f"the Policy of {policy.get('algorithm')} acts in a way of its own, which needs its code"
-            if "rule" not in policy:
+        saved = model.policy
+        rule = saved.get("rule")
+        self.policy: act.Policy = act.Policy(model.layout)
+        if rule is not None:
+            settings = saved.get("settings", {"epsilon": saved.get("epsilon", 0.0)} if rule == "q" else {})
+            self.policy = act.Policy(model.layout, act.make_rule(rule, settings))
+        elif self.config.engine != "torch":
+            why = f"the Policy of {saved.get('algorithm')} acts in a way of its own, which needs its code"
+            if "rule" not in saved:
                 why = "its policy.json is of an older Bray and does not say how actions are chosen"
             raise ConfigError(f"{model.run.path}: {why}: serve it with --engine torch")
 
@@ -437,24 +450,9 @@ class _Engines:
     def _torch(self, step: int) -> Any:
         if self.model.torch_engine is None:
             raise ConfigError("--engine torch needs what training needs: pip install 'bray[train]'")
-        engine, self._own = self.model.torch_engine(self.model.run.path, step)
+        engine, policy = self.model.torch_engine(self.model.run.path, step)
+        self.policy = policy  # also where there is a rule: it may draw inputs that an exported graph does not have
         return engine
-
-    def choose(self, outputs: Any, obs: Any, mask: Any, rng: Any = None) -> Any:
-        rng = self.model._rng if self.config.sample else rng
-        if self.rule is not None:
-            return act.decide(self.rule, self.model.layout, outputs, rng, mask, self.epsilon)
-        if mask is not None and isinstance(obs, dict):
-            obs = {**obs, ACTION_MASK: mask}
-        return self._own.act(outputs, obs, rng, 1 << 62)[0]
-
-    def noise(self, rows: int) -> dict[str, np.ndarray]:
-        """Outputs that know nothing, for actions at random."""
-        width = self.model.layout.num_params
-        return {
-            "dist": np.zeros((rows, width), np.float32),
-            "q": np.random.default_rng().random((rows, width), np.float32),
-        }
 
 
 def export_graph(path: Path) -> None:
@@ -484,7 +482,7 @@ def _zeros(state: Any, path: Path) -> Any:
 # --- a session ------------------------------------------------------------------------------------------------------------
 
 
-class Tick(msgspec.Struct):
+class TickMessage(msgspec.Struct):
     """What a game sends each tick."""
 
     obs: Any
@@ -498,7 +496,7 @@ class Opening(msgspec.Struct):
     version: int | None = None
 
 
-_read_tick = msgspec.json.Decoder(Tick).decode
+_read_tick = msgspec.json.Decoder(TickMessage).decode
 _read_opening = msgspec.json.Decoder(Opening).decode
 _write = msgspec.json.Encoder(enc_hook=plain).encode
 

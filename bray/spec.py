@@ -340,6 +340,13 @@ class EnvSpec:
             raise ConfigError(f"this algorithm needs a Discrete action space, {self.id} has {self.action.kind}")
         return self.action.n[0]
 
+    @property
+    def frame_stack(self) -> int | None:
+        """How many frames an observation stacks, when the preprocessing says so and they come first."""
+        stack = self.preprocessing.get("frame_stack") or self.preprocessing.get("atari", {}).get("frame_stack")
+        space = self.observation
+        return stack if stack and stack > 1 and space.kind == "box" and space.shape[0] == stack else None
+
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,

@@ -11,9 +11,10 @@ from bray.algos.base import minibatches, to_torch
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
-from bray.loop import RunConfig, Training
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
+from bray.train.config import RunConfig
+from bray.train.local import LocalTraining
 
 DISCRETE = EnvSpec("test", Space("box", (3,)), Space("discrete", n=(4,), start=(0,)))
 CONTINUOUS = EnvSpec("test", Space("box", (3,)), Space("box", (2,), "float32", -1.0, 1.0))
@@ -391,7 +392,9 @@ def test_bfloat16_updates_learn_too():
 
 def test_observation_normalisation_is_part_of_the_weights():
     env = EnvConfig(id="Pendulum-v1", num_envs=4)
-    training = Training(ppo, RunConfig(), env, ModelConfig(normalize_observations=True), ppo.Config(rollout_length=16))
+    training = LocalTraining(
+        ppo, RunConfig(), env, ModelConfig(normalize_observations=True), ppo.Config(rollout_length=16)
+    )
     before = training.weights()
     training.iterate()
     after = training.weights()
@@ -404,7 +407,7 @@ def test_values_of_a_rollout_are_those_of_the_model():
     """Computed once at the end of a rollout (separate networks) or step by step (shared ones): the same numbers."""
     for shared in (False, True):
         model = ModelConfig(vf_share_layers=shared)
-        training = Training(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), model, ppo.Config())
+        training = LocalTraining(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), model, ppo.Config())
         assert (training._later is None) == shared
         t = training.collect(16)
         with torch.no_grad():
@@ -414,7 +417,7 @@ def test_values_of_a_rollout_are_those_of_the_model():
 
 
 def test_no_transition_crosses_an_episode_end():
-    training = Training(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), ModelConfig(), ppo.Config())
+    training = LocalTraining(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), ModelConfig(), ppo.Config())
     t = training.collect(200)
     ended = t.terminated | t.truncated
     assert ended.any()

@@ -24,15 +24,16 @@ from bray import loop
 from bray.algos import a2c, dqn, ppo, sac
 from bray.cli.main import app, main
 from bray.config import field_docs, load_yaml, to_plain
-from bray.data.replay import Replay
+from bray.data.ring import ReplayRing
 from bray.envs import EnvConfig, env_spec, make_env
 from bray.errors import ConfigError, DataError, EnvError, UnknownName
 from bray.experiment import Experiment
 from bray.figures import read_results
-from bray.loop import RunConfig, Training, resolve_device
 from bray.metrics import pretty_print
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir
+from bray.train.config import RunConfig, resolve_device
+from bray.train.local import LocalTraining
 
 DOCS = Path(__file__).parent.parent / "docs"
 ALGOS = {"PPO": ppo, "A2C": a2c, "DQN": dqn, "SAC": sac}
@@ -469,7 +470,7 @@ def test_threads_and_recording():
     before = torch.get_num_threads()
     try:
         for threads, record in ((2, True), (1, False)):
-            training = Training(
+            training = LocalTraining(
                 ppo,
                 RunConfig(threads=threads, record=record),
                 EnvConfig("CartPole-v1"),
@@ -570,14 +571,14 @@ def test_nothing_is_learned_before_learning_starts(monkeypatch):
 
 
 def test_an_episode_loop_of_ones_own():
-    """Model, Policy, Replay and Learner are ordinary objects: a user's own loop drives them."""
+    """Model, Policy, ReplayRing and Learner are ordinary objects: a user's own loop drives them."""
     game = EnvConfig(OnlyTheMethods, env_config={"goal": 1})
     env, spec = make_env(game), env_spec(game)
     config, net = dqn.Config(lr=1e-2, epsilon=0.3, batch_size=16), ModelConfig(fcnet_hiddens=(8,))
     torch.manual_seed(0)
     model = dqn.make_model(config, spec, net)
     policy, learner = dqn.Policy(config, spec), dqn.Learner(config, spec, model, net, record=False)
-    replay = Replay(500, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, gamma=config.gamma)
+    replay = ReplayRing(500, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, gamma=config.gamma)
     rng = np.random.default_rng(0)
 
     def remember(obs, action, reward=0.0, terminated=False, valid=True):

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from bray import tree
-from bray.data.replay import Replay
+from bray.data.ring import ReplayRing
 from bray.envs import EnvConfig, episode_seed, make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, EnvError
 from bray.experiment import Experiment
-from bray.loop import eval_config
 from bray.nn import distributions
 from bray.rundir import RunDir
+from bray.train.evaluate import eval_config
 
 PACES = [{"terminate_at": 7}, {"terminate_at": None, "truncate_at": 4}, {"seconds": 0.003}, {"seconds": 0.01}]
 PACES[2] |= {"slow_reset": True, "terminate_at": 3}
@@ -378,7 +378,7 @@ def test_evaluation_waits_for_all():
 
 def test_frame_stacks_are_rebuilt_across_rows_that_wait():
     """A stack that is repeated is no shifted one; the replay keeps it as it is."""
-    replay = Replay(60, 1, {"obs": np.zeros((3, 2), np.float32), "action": np.int64(0)}, frame_stack=3)
+    replay = ReplayRing(60, 1, {"obs": np.zeros((3, 2), np.float32), "action": np.int64(0)}, frame_stack=3)
     rng = np.random.default_rng(0)
     stack, t = np.zeros((3, 2), np.float32), 0
     no = np.zeros(1, bool)

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 LAYERS = [
     {"_version", "errors", "tree", "spec", "schedules"},
     {"config", "metrics", "rundir", "capture", "optim", "figures", "video"},
-    {"rl", "nn", "envs", "data", "inference", "serving", "client"},
+    {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
-    {"loop"},
+    {"train"},
     {"remote"},
     {"service"},
     {"experiment", "fake"},

@@ -11,18 +11,19 @@ import torch
 import bray.remote.master
 from bray import tree
 from bray.algos import dqn, ppo
-from bray.data.replay import Replay
+from bray.data.ring import ReplayRing
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
-from bray.loop import RunConfig, Training
 from bray.remote.actor import policy_agent
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.remote.algo import algo_setup, build_model
 from bray.serving.agent import AgentActor
 from bray.serving.protocol import Refusal
+from bray.train.config import RunConfig
+from bray.train.local import LocalTraining
 
 SCRIPTED = "tests.envs_for_tests:Scripted"
 
@@ -133,7 +134,7 @@ def make_training(algo, env_config, **model):
     """The loop, and the setup of the same algorithm on the same environment."""
     env = {"id": env_config} if isinstance(env_config, str) else env_config
     setup = algo_setup(section(env=env, settings=algo, model=model))
-    training = Training(ppo, RunConfig(), EnvConfig(num_envs=1, **env), setup.model_config, setup.config)
+    training = LocalTraining(ppo, RunConfig(), EnvConfig(num_envs=1, **env), setup.model_config, setup.config)
     return setup, training
 
 
@@ -550,7 +551,7 @@ def test_transitions_of_dqn_are_those_of_the_replay(game, n_step):
     host = ModelHost("m", TorchEngine(setup.make_model()))
     actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, host, buffer), episode_length=None, serialize="json")
     example = {"obs": np.zeros(3, np.float32), "action": np.int64(0)}
-    replay = Replay(64, 1, example, gamma=0.9, n_step=n_step)
+    replay = ReplayRing(64, 1, example, gamma=0.9, n_step=n_step)
 
     async def main():
         with make_vec(setup.env_config, seed=0) as env:

@@ -1,4 +1,4 @@
-"""Replay: what is sampled, how often, and with which numbers. The reference is a plain loop over the whole history."""
+"""ReplayRing: what is sampled, how often, and with which numbers. The reference is a plain loop over the whole history."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from bray.data import Replay
+from bray.data import ReplayRing
 from bray.data.prioritized import SumTree
 from bray.errors import ConfigError, DataError, UnknownName
 
@@ -79,13 +79,13 @@ class Stream:
         return total, discount, self.rows[t]["obs"][b]
 
 
-def make(stream: Stream, capacity: int, **options) -> Replay:
+def make(stream: Stream, capacity: int, **options) -> ReplayRing:
     obs = np.zeros(3, np.float32) if stream.padding is None else np.zeros((4, 3, 2), np.uint8)
     example = {"obs": obs, "action": np.int64(0), "logp": np.zeros(2, np.float32)}
-    return Replay(capacity, stream.n, example, gamma=GAMMA, **options)
+    return ReplayRing(capacity, stream.n, example, gamma=GAMMA, **options)
 
 
-def fill(replay: Replay, rows: int, end: tuple = ()) -> None:
+def fill(replay: ReplayRing, rows: int, end: tuple = ()) -> None:
     """One environment, observation t at row t, no episode ends but at the given rows."""
     no = np.zeros(1, bool)
     for t in range(rows):
@@ -93,8 +93,8 @@ def fill(replay: Replay, rows: int, end: tuple = ()) -> None:
         replay.add(obs, np.zeros(1, np.int64), np.ones(1), np.array([t in end]), no, valid)
 
 
-def plain(capacity: int, **options) -> Replay:
-    return Replay(capacity, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, **options)
+def plain(capacity: int, **options) -> ReplayRing:
+    return ReplayRing(capacity, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, **options)
 
 
 @pytest.mark.parametrize("prioritized", [False, True])
@@ -475,7 +475,7 @@ def test_groups_are_whole_episodes(frames):
 def test_groups_by_an_extra_in_runs_of_a_length():
     """Rows of four tasks, mixed: a run holds neighbours of one task only, from anywhere in it; short groups are filled up."""
     example = {"obs": np.zeros(1, np.float32), "action": np.int64(0), "task": np.int64(0), "name": np.zeros(2)}
-    replay = Replay(100, 1, example, max_use=200)
+    replay = ReplayRing(100, 1, example, max_use=200)
     no, yes = np.zeros(1, bool), np.ones(1, bool)
     tasks = [7 if t % 2 else (5 if t % 4 else 9) for t in range(40)] + [3, 3, 0]
     for t, task in enumerate(tasks):
@@ -586,16 +586,16 @@ def test_kept_frames_are_given_back():
 
 def test_frames_take_a_third_of_the_memory_of_stacks():
     example = {"obs": np.zeros((4, 84, 84), np.uint8), "action": np.int64(0)}
-    replay = Replay(1000, 1, example, prioritized=True, frame_stack=4)
+    replay = ReplayRing(1000, 1, example, prioritized=True, frame_stack=4)
     assert replay.nbytes < 1000 * 2 * 4 * 7056 / 3
     assert replay.nbytes < 1.02 * 1000 * (7056 + 8 + 4 + 1)
 
 
 def test_frame_stack_wants_one_array_of_that_many_frames():
     with pytest.raises(ConfigError, match=r"shape \[4, ...\]"):
-        Replay(10, 1, {"obs": np.zeros((3, 84, 84), np.uint8), "action": np.int64(0)}, frame_stack=4)
+        ReplayRing(10, 1, {"obs": np.zeros((3, 84, 84), np.uint8), "action": np.int64(0)}, frame_stack=4)
     with pytest.raises(ConfigError, match="one array"):
-        Replay(10, 1, {"obs": {"a": np.zeros((4, 2))}, "action": np.int64(0)}, frame_stack=4)
+        ReplayRing(10, 1, {"obs": {"a": np.zeros((4, 2))}, "action": np.int64(0)}, frame_stack=4)
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------
@@ -610,7 +610,7 @@ def test_sequences_are_runs_of_one_environment(prioritized):
         "logp": np.zeros(2, np.float32),
         "state": np.zeros(1),
     }
-    replay = Replay(90, 3, example, prioritized=prioritized)
+    replay = ReplayRing(90, 3, example, prioritized=prioritized)
     for t in range(70):
         row = stream.next()
         replay.add(**row, state=row["obs"][:, 2:].astype(np.float64) + 0.5)
@@ -677,8 +677,8 @@ def test_memory_stays_near_the_raw_bytes():
     for num_envs in (1, 16):
         example = {"obs": np.zeros(84, np.float32), "action": np.int64(0)}
         raw = 20_000 * (84 * 4 + 8 + 4 + 3)
-        assert Replay(20_000, num_envs, example).nbytes < 1.15 * raw
-        assert Replay(20_000, num_envs, example, n_step=3, prioritized=True).nbytes < 1.15 * raw + 16 * 20_000
+        assert ReplayRing(20_000, num_envs, example).nbytes < 1.15 * raw
+        assert ReplayRing(20_000, num_envs, example, n_step=3, prioritized=True).nbytes < 1.15 * raw + 16 * 20_000
 
 
 def test_trees_of_observations_and_actions():
@@ -686,7 +686,7 @@ def test_trees_of_observations_and_actions():
         "obs": {"pixels": np.zeros((2, 2), np.uint8), "rest": (np.zeros(3, np.float32), np.int64(0))},
         "action": {"move": np.zeros(2, np.float32), "jump": np.int64(0)},
     }
-    replay = Replay(10, 2, example)
+    replay = ReplayRing(10, 2, example)
     for t in range(4):
         obs = {"pixels": np.full((2, 2, 2), t, np.uint8), "rest": (np.full((2, 3), t, np.float32), np.array([t, t]))}
         action = {"move": np.full((2, 2), t, np.float32), "jump": np.array([t, -t])}
@@ -744,11 +744,11 @@ def test_an_end_without_its_final_observation_is_refused():
         "reward": np.zeros(2),
         "terminated": np.zeros(2, bool),
     }
-    replay = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
+    replay = ReplayRing(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
     replay.add(**row, truncated=np.array([False, True]), valid=np.ones(2, bool))
     with pytest.raises(DataError, match="environment 1: its episode ended"):
         replay.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
-    again = Replay(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
+    again = ReplayRing(10, 2, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
     again.set_state(replay.get_state())
     with pytest.raises(DataError, match="environment 1: its episode ended"):
         again.add(**row, truncated=np.zeros(2, bool), valid=np.ones(2, bool))
@@ -773,7 +773,7 @@ def test_wrong_settings_and_priorities_are_refused():
         ({"example": {"obs": np.array(["a"]), "action": np.int64(0)}}, "numbers"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Replay(**{"capacity": 10, "num_envs": 1, "example": example, **options})
+            ReplayRing(**{"capacity": 10, "num_envs": 1, "example": example, **options})
     replay = plain(10, prioritized=True)
     fill(replay, 5)
     before = replay._tree.tree.copy()
@@ -795,8 +795,8 @@ def test_uniform_replay_needs_neither_numba_nor_torch():
     """Compiling costs seconds at the first use; who does not need it does not pay."""
     code = """
 import sys, numpy as np
-from bray.data import Replay
-r = Replay(10, 1, {"obs": np.zeros(1), "action": np.int64(0)})
+from bray.data import ReplayRing
+r = ReplayRing(10, 1, {"obs": np.zeros(1), "action": np.int64(0)})
 for _ in range(3):
     r.add(np.zeros((1, 1)), np.zeros(1, int), np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), np.ones(1, bool))
 r.sample(4, np.random.default_rng(0)); r.sample_sequences(2, 1, 0, np.random.default_rng(0))
@@ -835,7 +835,7 @@ def test_sum_tree_finds_the_slot_of_every_point(size):
 
 def test_a_lost_life_ends_the_return_but_not_the_episode():
     """terminated with a valid row after it: discount 0, n-step sums stop there, and the next row is sampled like any other."""
-    replay = Replay(100, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, n_step=3, gamma=0.5)
+    replay = ReplayRing(100, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, n_step=3, gamma=0.5)
     no, yes, one = np.zeros(1, bool), np.ones(1, bool), np.ones(1, np.float32)
     for t in range(8):
         replay.add(np.full((1, 1), t, np.float32), np.zeros(1, np.int64), one, yes if t == 3 else no, no, yes)

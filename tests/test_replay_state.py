@@ -96,7 +96,7 @@ def test_a_save_appends_only_what_is_new(tmp_path):
 
 
 def test_large_saves_are_cut_into_segments(tmp_path, monkeypatch):
-    monkeypatch.setattr("bray.data.replay._SEGMENT_BYTES", 200)
+    monkeypatch.setattr("bray.data.ring._SEGMENT_BYTES", 200)
     stream = Stream(2, 0)
     replay = make(stream, 40)
     for _ in range(30):
@@ -127,7 +127,7 @@ def test_a_kill_while_saving_leaves_the_last_state_whole(tmp_path, monkeypatch):
         replaced.append(target)
         replace(source, target)
 
-    monkeypatch.setattr("bray.data.replay._SEGMENT_BYTES", 200)
+    monkeypatch.setattr("bray.data.ring._SEGMENT_BYTES", 200)
     with monkeypatch.context() as m:
         m.setattr("bray.data.segments.os.replace", dies)
         with pytest.raises(KeyboardInterrupt):

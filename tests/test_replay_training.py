@@ -5,7 +5,7 @@ import pytest
 
 from bray import loop
 from bray.cli.main import main
-from bray.data import Replay
+from bray.data import ReplayRing
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
@@ -30,7 +30,7 @@ def train(algo, iterations=2, **config):
     """The rows of a short training, and of each batch of its learner: ids, and gradient steps since they were collected."""
     exp = Experiment(algo, ENVS[algo], use_preset=False, config={**SMALL, **config})
     training, batches, came = exp.training, [], []
-    update, add = training.learner.update, Replay.add
+    update, add = training.learner.update, ReplayRing.add
 
     def spy_add(replay, *row, **extras):
         came.append(training.learner.steps)
@@ -44,7 +44,7 @@ def train(algo, iterations=2, **config):
 
     training.learner.update = spy_update
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Replay, "add", spy_add)
+        patch.setattr(ReplayRing, "add", spy_add)
         rows = [training.iterate() for _ in range(iterations)]
     exp.close()
     return rows, batches

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bray
-from bray.data import RateLimit, Replay
+from bray.data import RateLimit, ReplayRing
 from bray.errors import ConfigError, DataError
 
 
@@ -204,7 +204,7 @@ def test_actors_and_a_learner_of_any_pace_keep_the_ratio_and_never_both_wait():
     for actors, learner in ((10, 1), (1, 10)):
         clock = Clock()
         limit = RateLimit(least=0.5, most=0.6, window=5.0, clock=clock)
-        replay = Replay(1000, 4, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
+        replay = ReplayRing(1000, 4, {"obs": np.zeros(1, np.float32), "action": np.int64(0)})
         pushed = sampled = 0
         for _ in range(2000):
             clock.now += 0.01

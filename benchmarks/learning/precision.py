@@ -19,13 +19,14 @@ HERE = Path(__file__).parent
 def train(precision: str, device: str, seconds: float, num_envs: int, seed: int, out: Path) -> None:
     from bray.algos import ppo
     from bray.envs.config import EnvConfig
-    from bray.loop import RunConfig, Training
     from bray.metrics import flatten_row
     from bray.nn.catalog import ModelConfig
+    from bray.train.config import RunConfig
+    from bray.train.local import LocalTraining
 
     env = EnvConfig(id="ALE/Pong-v5", num_envs=num_envs, clip_rewards=True)
     config = ppo.Config(precision=precision, lr=5e-4, clip=0.1, epochs=4, minibatches=8, entropy_coef=0.01)  # type: ignore[arg-type]
-    training = Training(ppo, RunConfig(seed=seed, device=device), env, ModelConfig(), config)
+    training = LocalTraining(ppo, RunConfig(seed=seed, device=device), env, ModelConfig(), config)
     (out / precision).mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with open(out / precision / "result.jsonl", "w") as file:

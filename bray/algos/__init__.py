@@ -1,7 +1,7 @@
-"""Algorithms by name. Each is one module with four names: Config, make_model, Policy, Learner.
+"""Algorithms by name. Each is one module with five names: Config, make_model, experience, Policy, Learner.
 
 `register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one without
-touching this package; anything with the four attributes will do.
+touching this package; anything with the attributes will do. `experience` may be left out: see `make_experience`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,24 @@ def get_algo(name: Any) -> Any:
             f"{algo_name(name)} is not an algorithm: it needs {', '.join(NAMES)}; {', '.join(missing)} missing"
         )
     return algo
+
+
+def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:
+    """What an algorithm learns from: its own `experience`, else by the fields of its Config: `Rollouts` where it has a `rollout_length`, `Replay`
+    where it has a `replay_size`."""
+    if hasattr(algo, "experience"):
+        return algo.experience(config, spec, model)
+    from bray.algos.rows import rollouts
+    from bray.data.experience import Replay
+
+    if hasattr(config, "rollout_length"):
+        return rollouts(config, model)
+    if hasattr(config, "replay_size"):
+        return Replay.of(config, spec.frame_stack)
+    raise ConfigError(
+        f"{algo_name(algo)} does not say what it learns from: give it experience(config, spec, model), or a Config with rollout_length or "
+        "replay_size"
+    )
 
 
 def algo_name(algo: Any) -> str:

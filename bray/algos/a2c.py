@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray.algos import ppo
-from bray.algos.base import Update, actor_critic, explained_variance, flat_obs, load_learner, save_learner, to_torch
-from bray.capture import capture
+from bray.act import Clock
+from bray.algos import base, ppo, rows
+from bray.algos.base import Update, to_torch
+from bray.data.experience import Rollouts
+from bray.data.piece import Piece
 from bray.nn import catalog, distributions
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.schedules import Schedule, make_schedule
+from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 
 @dataclass(frozen=True)
 class Config:
-    on_policy: ClassVar[bool] = True
-
     rollout_length: Annotated[int, Field(gt=0)] = 16
     """Steps T that each environment takes between two updates."""
     lr: Schedule = 1e-3
@@ -48,63 +47,53 @@ class Config:
 
 METRICS = ("policy_loss", "value_loss", "entropy", "grad_norm")
 Policy = ppo.Policy
-"""The same acting and the same advantages as PPO's."""
+"""The same acting as PPO's."""
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("actor_critic", spec, model)
 
 
-class Learner:
-    """In the trainer: a rollout's samples in, better weights out."""
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
+    return rows.rollouts(config, model)
 
-    def __init__(
-        self,
-        config: Config,
-        spec: EnvSpec,
-        model: nn.Module,
-        model_config: ModelConfig,
-        seed: int = 0,
-        record: bool = True,
-    ):
-        self.config, self.layout, self.model = config, spec.layout, model
-        self.device = next(model.parameters()).device
-        self.lr = make_schedule(config.lr)
+
+class Learner(base.Learner):
+    """In the trainer: rollouts in, better weights out."""
+
+    config: Config
+
+    def build(self) -> None:
+        c = self.config
         self.optimizer = Optimizer(
-            model.parameters(),
+            self.model.parameters(),
             self.lr(0),
-            kind=config.optimizer,
-            max_grad_norm=config.max_grad_norm,
+            kind=c.optimizer,
+            max_grad_norm=c.max_grad_norm,
             eps=1e-5,
             betas=(0.9, 0.99),
         )
-        self.rng = np.random.default_rng([seed, 1])
-        self.steps = 0
-        self._step = capture(self._gradient_step, enabled=record)
 
-    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
-        update_normalizers(self.model, flat_obs(batch), batch["weight"].reshape(-1))
-        self.optimizer.set_lr(self.lr(env_steps))
-        explained = explained_variance(batch["value"], batch["target"], batch["weight"])
-        values = self._step(to_torch(ppo.pack(batch), self.device)).cpu()
+    def prepare(self, data: Piece) -> dict[str, Any]:
+        c = self.config
+        return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
+
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+        update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
+        self.optimizer.set_lr(self.lr(clock.env_steps))
+        explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
+        values = self._step(to_torch(rows.pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
         return Update((*METRICS, "explained_variance"), torch.cat([values, torch.tensor([explained])]))
 
-    def _gradient_step(self, batch: dict[str, Any]) -> Tensor:
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
+        """METRICS."""
         c = self.config
-        dist, value, batch = actor_critic(self.model, batch)
-        _, _, advantage, target, weight = batch["floats"].unbind(0)
-        logp, entropy = distributions.log_prob_entropy(self.layout, dist, batch["action"], batch.get("mask"))
-        policy_loss = -logp * advantage
-        value_loss = losses.value_loss(value, target)
-        grad_norm = self.optimizer.step(
-            torch.dot(weight, policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
-        )
-        means = torch.mv(torch.stack([policy_loss, value_loss, entropy]).detach(), weight)
+        dist, value, old = rows.actor_critic(self.model, batch, draws)
+        logp, entropy = distributions.log_prob_entropy(self.layout, dist, old["action"], old.get("mask"))
+        policy_loss = -logp * old["advantage"]
+        value_loss = losses.value_loss(value, old["target"])
+        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
+        grad_norm = self.optimizer.step(loss)
+        means = torch.mv(torch.stack([policy_loss, value_loss, entropy]).detach(), old["weight"])
         return torch.cat([means, grad_norm.unsqueeze(0)])
-
-    def state_dict(self) -> dict[str, Any]:
-        return save_learner(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_learner(self, state)

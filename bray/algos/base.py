@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bray import tree
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
+from bray.act import Clock
+from bray.capture import capture
+from bray.schedules import make_schedule
+from bray.spec import EnvSpec
 
 
 @dataclass
@@ -38,65 +38,77 @@ def to_torch(batch: Any, device: torch.device) -> Any:
     return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True), batch)
 
 
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    dtype = PRECISIONS[precision]
-    # Weight caching would keep casts of old weights inside a recording.
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+class Learner:
+    """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state, steps, saved state.
+
+    An algorithm makes its optimizers in `build` and says in `parts` what a checkpoint keeps of them; `gradient_step` is recorded."""
+
+    parts: tuple[str, ...] = ("optimizer",)
+    """Attributes that checkpoints hold: whatever has a `state_dict`, and parameters."""
+
+    def __init__(
+        self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: bool = True
+    ):
+        self.config, self.spec, self.layout, self.model, self.model_config = (
+            config,
+            spec,
+            spec.layout,
+            model,
+            model_config,
+        )
+        self.device = next(model.parameters()).device
+        self.lr = make_schedule(config.lr)
+        self.rng = np.random.default_rng([seed, 1])
+        self.steps = 0
+        """Gradient steps; the version of the weights."""
+        self.build()
+        self._step = capture(self.gradient_step, enabled=record)
+
+    def build(self) -> None:
+        """Make optimizers, targets, critics."""
+        raise NotImplementedError
+
+    def prepare(self, data: Any) -> Any:
+        """What a batch goes through before `update`, maybe in another thread: advantages and the like. It reads no weights."""
+        return data
+
+    def update(self, batch: Any, clock: Clock) -> Update:
+        """Learn from what `prepare` returned."""
+        raise NotImplementedError
+
+    def gradient_step(self, *args: Any) -> Any:
+        """Forward, losses, gradients, optimizers: a function of tensors."""
+        raise NotImplementedError
+
+    def draw(self, count: int = 1) -> list[Tensor]:
+        """The Model's random inputs (`model.draws`), `count` of each, as tensors."""
+        draws = getattr(self.model, "draws", None) or {}
+        noise = [self.rng.standard_normal((count, *shape), np.float32) for shape in draws.values()]
+        return [torch.from_numpy(x).to(self.device) for x in noise]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizers, targets, counters and random state; the Model's weights are its owner's."""
+
+        def arrays(part: Any) -> dict[str, np.ndarray]:
+            state = {"": part} if isinstance(part, Tensor) else part.state_dict()
+            return {k: v.detach().cpu().numpy().copy() for k, v in state.items()}
+
+        saved = {name: arrays(getattr(self, name)) for name in self.parts}
+        return {"parts": saved, "rng": self.rng.bit_generator.state, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, values in state["parts"].items():
+            part = getattr(self, name)
+            if isinstance(part, Tensor):
+                with torch.no_grad():
+                    part.copy_(torch.as_tensor(values[""]))
+            else:
+                part.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in values.items()})
+        self.rng.bit_generator.state = state["rng"]
+        self.steps = int(state["steps"])
 
 
-def actor_critic(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """dist `[N, P]`, value `[N]` and the batch's columns as rows `[N, ...]`, whether the Model is recurrent or not."""
-    if "first" not in batch:
-        outputs = model(batch["obs"])
-        return outputs["dist"].float(), outputs["value"].float(), batch
-    outputs = model.unroll(batch["obs"], batch["state"], batch["first"])
-    rows = {
-        k: v.flatten(1) if k == "floats" else v.flatten(0, 1)
-        for k, v in batch.items()
-        if k not in ("obs", "state", "first")
-    }
-    return outputs["dist"].flatten(0, 1).float(), outputs["value"].flatten().float(), rows
-
-
-def flat_obs(batch: dict[str, Any]) -> Any:
-    """The observations of rows `[N, ...]`, also where the batch holds sequences `[L, S, ...]`."""
-    return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch["obs"]) if "first" in batch else batch["obs"]
-
-
-def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
-    """A random order of the rows, cut into equal pieces; up to `pieces - 1` rows are left out of one pass so that shapes stay fixed."""
-    order = rng.permutation(rows)
-    size = max(1, rows // pieces)
-    for i in range(min(pieces, rows)):
-        yield order[i * size : (i + 1) * size]
-
-
-def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
-    """1 - Var(target - value) / Var(target) over the rows that count; 0 where the targets do not vary."""
-    value, target = value[weight > 0], target[weight > 0]
-    variance = float(np.var(target))
-    return 1.0 - float(np.var(target - value)) / variance if variance > 1e-12 else 0.0
-
-
-def save_learner(learner: Any) -> dict[str, Any]:
-    """Model, optimizers, targets, counters and random state of a Learner. Attributes are found by their `state_dict`."""
-    parts = {}
-    for name, part in vars(learner).items():
-        if name != "model" and hasattr(part, "state_dict"):
-            parts[name] = {k: v.detach().cpu().numpy().copy() for k, v in part.state_dict().items()}
-        elif isinstance(part, Tensor):
-            parts[name] = {"": part.detach().cpu().numpy().copy()}
-    return {"parts": parts, "rng": learner.rng.bit_generator.state, "steps": learner.steps}
-
-
-def load_learner(learner: Any, state: dict[str, Any]) -> None:
-    """The inverse of `save_learner`; the Model's weights are loaded by its owner."""
-    for name, values in state["parts"].items():
-        part = getattr(learner, name)
-        if isinstance(part, Tensor):
-            with torch.no_grad():
-                part.copy_(torch.as_tensor(values[""]))
-        else:
-            part.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in values.items()})
-    learner.rng.bit_generator.state = state["rng"]
-    learner.steps = int(state["steps"])
+def drawn(model: nn.Module, draws: list[Tensor] | tuple[Tensor, ...]) -> tuple[dict[str, Tensor], ...]:
+    """One draw of each random input as the last argument of a Model that has such; nothing for one that has none."""
+    names = getattr(model, "draws", None) or {}
+    return (dict(zip(names, draws, strict=True)),) if names else ()

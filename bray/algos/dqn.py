@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray.algos.base import Update, load_learner, save_learner, to_torch
-from bray.capture import capture
+from bray import act
+from bray.act import Clock
+from bray.algos import base
+from bray.algos.base import Update, drawn, to_torch
+from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer, Target
-from bray.rl import act, losses
-from bray.schedules import Schedule, make_schedule
+from bray.rl import losses
+from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 
@@ -28,8 +30,6 @@ def _epsilon() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    on_policy: ClassVar[bool] = False
-
     lr: Schedule = 5e-4
     """Learning rate of Adam; a number or a schedule over env steps."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
@@ -82,68 +82,50 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("q", spec, model, dueling=config.dueling)
 
 
-class Policy:
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
+    return Replay.of(config, spec.frame_stack)
+
+
+class Policy(act.Policy):
     """Beside the environment: epsilon-greedy over the Model's action values."""
 
-    act_outputs = ("q",)
-    rule = "q"
-
-    def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
-        self.layout = spec.layout
+    def __init__(self, config: Config, spec: EnvSpec):
         self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
-        self.epsilon = make_schedule(config.epsilon)
-
-    def act(
-        self, outputs: dict[str, np.ndarray], obs: Any, rng: np.random.Generator | None, step: int
-    ) -> tuple[Any, dict[str, Any]]:
-        action = act.epsilon_greedy(outputs["q"], self.epsilon(step), rng, self.layout.mask(obs))
-        return self.layout.to_env(action), {"action": action}
-
-    def numbers(self, step: int) -> dict[str, float]:
-        """What a result row says of acting at this step."""
-        return {"epsilon": self.epsilon(step)}
+        super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon}))
 
 
-class Learner:
+class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights and new priorities out."""
 
-    def __init__(
-        self,
-        config: Config,
-        spec: EnvSpec,
-        model: nn.Module,
-        model_config: ModelConfig,
-        seed: int = 0,
-        record: bool = True,
-    ):
-        self.config, self.layout, self.model = config, spec.layout, model
-        self.device = next(model.parameters()).device
-        self.lr = make_schedule(config.lr)
-        self.optimizer = Optimizer(model.parameters(), self.lr(0), max_grad_norm=config.max_grad_norm)
-        self.target = Target(model, self.optimizer, config.tau or 1.0)
-        self.rng = np.random.default_rng([seed, 1])
-        self.steps = 0
-        self._step = capture(self._gradient_step, enabled=record)
+    parts = ("optimizer", "target")
+    config: Config
 
-    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
+    def build(self) -> None:
+        c = self.config
+        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
+        self.target = Target(self.model, self.optimizer, c.tau or 1.0)
+
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.target.module):  # both see the same scale
             update_normalizers(module, batch["obs"], batch["weight"])
-        self.optimizer.set_lr(self.lr(env_steps))
+        self.optimizer.set_lr(self.lr(clock.env_steps))
         columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
         mask = self.layout.mask(batch["next_obs"])
         if mask is not None:
             columns["next_mask"] = mask
-        values, td_error = self._step(to_torch(columns, self.device))
+        values, td_error = self._step(to_torch(columns, self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
             self.target.copy()
         return Update(METRICS, values, td_error.abs().cpu().numpy() if self.config.prioritized else None)
 
-    def _gradient_step(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        q = losses.select(self.model(batch["obs"])["q"], batch["action"])
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:
+        """METRICS, and the TD errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
+        online, target, choose = (drawn(self.model, [x[i] for x in draws]) for i in range(3))
+        q = losses.select(self.model(batch["obs"], *online)["q"], batch["action"])
         with torch.no_grad():
-            q_target = self.target(batch["next_obs"])["q"]
-            chooser = self.model(batch["next_obs"])["q"] if self.config.double else q_target
+            q_target = self.target(batch["next_obs"], *target)["q"]
+            chooser = self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target
             if "next_mask" in batch:
                 chooser = chooser.masked_fill(~batch["next_mask"], -torch.inf)
             q_next = losses.select(q_target, chooser.argmax(-1))
@@ -154,9 +136,3 @@ class Learner:
             self.target.follow()
         td_error = td_error.detach()
         return torch.stack([loss.detach(), q.detach().mean(), td_error.abs().mean(), grad_norm]), td_error
-
-    def state_dict(self) -> dict[str, Any]:
-        return save_learner(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_learner(self, state)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray.algos.base import Update, load_learner, save_learner, to_torch
-from bray.capture import capture
+from bray import act
+from bray.act import Clock
+from bray.algos import base
+from bray.algos.base import Update, drawn, to_torch
+from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog, distributions
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer, Target
-from bray.rl import act, losses
-from bray.schedules import Schedule, make_schedule
+from bray.rl import losses
+from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 
 @dataclass(frozen=True)
 class Config:
-    on_policy: ClassVar[bool] = False
-
     lr: Schedule = 3e-4
     """Learning rate of the actor; a number or a schedule over env steps."""
     critic_lr: Annotated[float, Field(gt=0)] = 1e-3
@@ -75,84 +76,63 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("squashed_gaussian", spec, model)
 
 
-class Policy:
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
+    return Replay.of(config, spec.frame_stack)
+
+
+class Policy(act.Policy):
     """Beside the environment: tanh-squashed Gaussian actions; uniformly random ones before learning starts."""
 
-    act_outputs = ("dist",)
-    rule = "squashed"
-
-    def __init__(self, config: Config, spec: EnvSpec, max_seq_len: int | None = None):
-        self.layout = spec.layout
-        if not self.layout.continuous:
+    def __init__(self, config: Config, spec: EnvSpec):
+        if not spec.layout.continuous:
             raise ConfigError(
                 f"SAC needs a Box action space, {spec.id} has {spec.action.kind}; PPO and DQN take discrete ones"
             )
-        self.learning_starts = config.learning_starts
-
-    def act(
-        self, outputs: dict[str, np.ndarray], obs: Any, rng: np.random.Generator | None, step: int
-    ) -> tuple[Any, dict[str, Any]]:
-        if rng is not None and step < self.learning_starts:
-            action = rng.uniform(-1.0, 1.0, (len(outputs["dist"]), self.layout.size)).astype(np.float32)
-        else:
-            action = act.squashed(outputs["dist"], rng)
-        return self.layout.to_env(action), {"action": action}
+        super().__init__(spec.layout, act.make_rule("squashed", {"learning_starts": config.learning_starts}))
 
 
-class Learner:
+class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights out. Critics and their targets never leave it."""
 
-    def __init__(
-        self,
-        config: Config,
-        spec: EnvSpec,
-        model: nn.Module,
-        model_config: ModelConfig,
-        seed: int = 0,
-        record: bool = True,
-    ):
-        self.config, self.model = config, model
-        self.device = next(model.parameters()).device
-        self.size = spec.layout.size
-        self.target_entropy = -float(self.size) if config.target_entropy is None else config.target_entropy
-        self.lr = make_schedule(config.lr)
-        self.critic = catalog.make_model("continuous_q", spec, model_config).to(self.device)
-        self.optimizer = Optimizer(model.parameters(), self.lr(0), max_grad_norm=config.max_grad_norm)
-        self.critic_optimizer = Optimizer(
-            self.critic.parameters(), config.critic_lr, max_grad_norm=config.max_grad_norm
-        )
-        self.target = Target(self.critic, self.critic_optimizer, config.tau)
-        self.log_alpha = nn.Parameter(
-            torch.tensor([np.log(config.initial_alpha)], dtype=torch.float32, device=self.device)
-        )
-        self.alpha_optimizer = Optimizer([self.log_alpha], config.alpha_lr)
-        self.rng = np.random.default_rng([seed, 1])
-        self.steps = 0
-        self._step = capture(self._gradient_step, enabled=record)
+    parts = ("critic", "optimizer", "critic_optimizer", "target", "log_alpha", "alpha_optimizer")
+    config: Config
 
-    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
+    def build(self) -> None:
+        c = self.config
+        self.size = self.layout.size
+        self.target_entropy = -float(self.size) if c.target_entropy is None else c.target_entropy
+        self.critic = catalog.make_model("continuous_q", self.spec, self.model_config).to(self.device)
+        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
+        self.critic_optimizer = Optimizer(self.critic.parameters(), c.critic_lr, max_grad_norm=c.max_grad_norm)
+        self.target = Target(self.critic, self.critic_optimizer, c.tau)
+        self.log_alpha = nn.Parameter(torch.tensor([np.log(c.initial_alpha)], dtype=torch.float32, device=self.device))
+        self.alpha_optimizer = Optimizer([self.log_alpha], c.alpha_lr)
+
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.critic, self.target.module):  # all three see the same scale
             update_normalizers(module, batch["obs"], batch["weight"])
-        self.optimizer.set_lr(self.lr(env_steps))
+        self.optimizer.set_lr(self.lr(clock.env_steps))
         columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
         columns["noise"] = self.rng.standard_normal((2, len(batch["reward"]), self.size), np.float32)
-        values, td_error = self._step(to_torch(columns, self.device))
+        values, td_error = self._step(to_torch(columns, self.device), *self.draw(2))
         self.steps += 1
         return Update(METRICS, values, td_error.cpu().numpy() if self.config.prioritized else None)
 
-    def _gradient_step(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:
+        """METRICS, and the size of the TD errors."""
         obs, next_obs, (noise, next_noise) = batch["obs"], batch["next_obs"], batch["noise"].unbind(0)
+        now, then = (drawn(self.model, [x[i] for x in draws]) for i in range(2))
         alpha = self.log_alpha.detach().exp()
 
         with torch.no_grad():
-            next_action, next_logp = distributions.squashed_sample(self.model(next_obs)["dist"], next_noise)
+            next_action, next_logp = distributions.squashed_sample(self.model(next_obs, *then)["dist"], next_noise)
             q_next = self.target(next_obs, next_action).amin(0) - alpha * next_logp
         q = self.critic(obs, batch["action"])
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
         critic_loss = 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()
         grad_norm = self.critic_optimizer.step(critic_loss)
 
-        action, logp = distributions.squashed_sample(self.model(obs)["dist"], noise)
+        action, logp = distributions.squashed_sample(self.model(obs, *now)["dist"], noise)
         actor_loss = torch.mean(alpha * logp - self.critic(obs, action).amin(0))
         self.optimizer.step(actor_loss)
 
@@ -164,9 +144,3 @@ class Learner:
             [critic_loss.detach(), actor_loss.detach(), alpha.squeeze(), entropy, q.detach().mean(), grad_norm]
         )
         return values, td_error.detach().abs().mean(0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return save_learner(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_learner(self, state)

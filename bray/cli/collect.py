@@ -10,52 +10,38 @@ from typing import Any, Literal
 import numpy as np
 
 from bray import tree
+from bray.act import GREEDY
 from bray.cli.show import facts, log_shown, make_console, say
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
-from bray.experiment import TRAINED, Experiment
-from bray.loop import EVAL_SEED, Rollout, eval_config
+from bray.experiment import Experiment
 from bray.metrics import short
-
-
-class _Acting:
-    """A Policy that remembers its last actions in the environment's own units."""
-
-    def __init__(self, policy: Any):
-        self.policy = policy
-        self.actions: Any = None
-
-    def act(self, outputs: Any, obs: Any, rng: Any, step: int) -> Any:
-        self.actions, extras = self.policy.act(outputs, obs, rng, TRAINED)
-        return self.actions, extras
+from bray.train.evaluate import EVAL_SEED, eval_config, trained
 
 
 def episodes(
-    exp: Experiment, count: int, seed: int, explore: bool = False, num_envs: int | None = None, steps: int | None = None
+    exp: Experiment, count: int, seed: int, act: str = GREEDY, num_envs: int | None = None, steps: int | None = None
 ) -> Iterator[Episode]:
     """`count` whole episodes in the order they end, each environment its share of them, as columns: obs `[T + 1, ...]`,
     action (in the environment's units), reward (raw), terminated, truncated `[T]`.
 
     With `steps` it is exactly that many in one environment instead; an episode that is cut by that is truncated."""
     served = exp.served
-    policy = _Acting(served.policy)
     if steps is not None:
         count, num_envs = steps, 1  # no episode is shorter than a step
     config = eval_config(exp.config["env"], num_envs or min(count, 16))
-    rng = np.random.default_rng(seed) if explore else None
     with make_vec(config, seed=seed) as env:
         if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
             raise CheckpointError("the environment has other spaces than the policy was trained for")
         left = [count // env.num_envs + (b < count % env.num_envs) for b in range(env.num_envs)]
         rows: list[list[dict[str, Any]]] = [[] for _ in left]
-        rollout = Rollout(env, served.engine, policy, rng, None, served.initial_state)
-        rollout.reset(seed)
+        rollout = trained(env, served.engine, served.policy, seed, act, served.initial_state)
         while any(left):
             step = rollout.step()
             columns = {
                 "obs": step.obs,
-                "action": policy.actions,
+                "action": step.action,
                 "reward": step.reward,
                 "terminated": step.terminated,
                 "truncated": step.truncated,
@@ -88,7 +74,7 @@ def collect(
     out: Path | None,
     format: Literal["bray", "pkl"],
     checkpoint: str,
-    explore: bool,
+    act: str,
     seed: int | None,
     per_file: int,
 ) -> int:
@@ -104,7 +90,7 @@ def collect(
     def played() -> Iterator[Episode]:
         nonlocal done
         with console.status("") as status:
-            for episode in episodes(exp, count or 100, EVAL_SEED if seed is None else seed, explore, steps=steps):
+            for episode in episodes(exp, count or 100, EVAL_SEED if seed is None else seed, act, steps=steps):
                 returns.append(float(np.sum(episode["reward"], dtype=np.float64)))
                 done += len(episode["reward"])
                 if console.is_terminal:

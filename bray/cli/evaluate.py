@@ -10,14 +10,15 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from bray.act import GREEDY, SAMPLE
 from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.envs.make import make_env
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
-from bray.loop import EVAL_SEED, eval_config, summarize
 from bray.metrics import short
 from bray.rundir import RunDir
+from bray.train.evaluate import EVAL_SEED, eval_config, summarize
 from bray.video import write_video
 
 Render = Literal["video", "human"]
@@ -31,7 +32,7 @@ def evaluate(
     episodes: int | None,
     steps: int | None,
     checkpoint: str,
-    explore: bool,
+    act: str,
     render: Render | None,
     seed: int | None,
 ) -> int:
@@ -41,7 +42,7 @@ def evaluate(
     exp = Experiment.load(path, checkpoint)
     console = make_console()
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
-    how: dict[str, Any] = {"out": path, "explore": explore, "seed": seed, "note": f", checkpoint {number}"}
+    how: dict[str, Any] = {"out": path, "act": act, "seed": seed, "note": f", checkpoint {number}"}
     videos = judge(exp, console, episodes or 10, render, steps=steps, **how)
     facts(console, [("video", video) for video in videos])
     exp.close()
@@ -56,7 +57,7 @@ def judge(
     *,
     out: Path,
     steps: int | None = None,
-    explore: bool = False,
+    act: str = GREEDY,
     seed: int | None = None,
     quiet: bool = False,
     note: str = "",
@@ -64,18 +65,18 @@ def judge(
     """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked; returns the videos."""
     cut = (0.0, 0)
     if steps is None:
-        results = exp.play(episodes, seed=seed, explore=explore)
+        results = exp.play(episodes, seed=seed, act=act)
     else:
-        results, cut = exp.play_steps(steps, seed=seed, explore=explore)
+        results, cut = exp.play_steps(steps, seed=seed, act=act)
     if not quiet:
         say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
         if results:
-            _table(console, summarize(results), explore)
+            _table(console, summarize(results), act)
         if steps is not None:
             say(console, _played(steps, len(results), *cut))
     if render is None:
         return []
-    frames, return_, length, fps = film(exp, render, explore=explore, seed=seed)
+    frames, return_, length, fps = film(exp, render, act=act, seed=seed)
     videos = []
     if render == "video":
         videos.append(write_video(frames, out / "videos" / "eval.mp4", fps))
@@ -94,19 +95,20 @@ def _played(steps: int, episodes: int, return_: float, length: int) -> str:
     return said + (f", {length:,} of one that was cut, return {short(return_)} so far" if length else "")
 
 
-def _table(console: Console, result: dict[str, Any], explore: bool) -> None:
-    how = "with exploration" if explore else "greedy"
+def _table(console: Console, result: dict[str, Any], act: str) -> None:
     table = plain_table("episodes", ">mean return", ">95 % interval", ">min", ">max", ">mean length")
     half = result["eval/return_ci95"]
     mean = result["eval/return_mean"]
     interval = "–" if half is None else f"{short(mean - half)} … {short(mean + half)}"
     numbers = [short(result[f"eval/{k}"]) for k in ("return_min", "return_max", "length_mean")]
-    table.add_row(f"{result['eval/episodes']} {how}", short(mean), interval, *numbers)
+    table.add_row(
+        f"{result['eval/episodes']} {'sampled' if act == SAMPLE else 'greedy'}", short(mean), interval, *numbers
+    )
     console.print(table)
 
 
 def film(
-    exp: Experiment, render: Render, explore: bool = False, seed: int | None = None
+    exp: Experiment, render: Render, act: str = GREEDY, seed: int | None = None
 ) -> tuple[list[np.ndarray], float, int, float]:
     """One episode in one environment that draws: frames (the first picture, then one per step), return, steps, frames/s."""
     served, name = exp.served, exp.env_id
@@ -137,7 +139,7 @@ def film(
         shoot()
         total, steps, state, over = 0.0, 0, None, False
         while not over:
-            action = served(obs, state, explore)
+            action = served(obs, state, act)
             if served.recurrent:
                 action, state = action
             obs, reward, terminated, truncated, info = env.step(action)

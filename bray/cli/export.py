@@ -10,10 +10,11 @@ import torch
 from rich.console import Console
 
 from bray import tree
+from bray.act import GREEDY, TRAINED, Tick
 from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.config import Source
 from bray.errors import ConfigError, ExportError
-from bray.experiment import TRAINED, Experiment
+from bray.experiment import Experiment
 from bray.inference.engine import Engine
 from bray.inference.export import export_onnx
 from bray.inference.graph import with_constant_weights
@@ -75,7 +76,7 @@ class _Exporter:
     def __init__(self, exp: Experiment, saved: Checkpoint, needs_recorded: bool):
         served = exp.served
         self.policy, self.spec, self.saved = served.policy, served.spec, saved
-        self.outputs = (*self.policy.act_outputs, *(["state"] if served.recurrent else []))
+        self.outputs = (*self.policy.reads, *(["state"] if served.recurrent else []))
         self.model = TorchEngine(served.model, self.outputs)
         obs = saved.state["arrays"]["observations"].get("obs")
         self.recorded = obs is not None
@@ -120,7 +121,7 @@ class _Exporter:
         return verify(engine, self.args, self.expected, self._act, self.spec.action)
 
     def _act(self, outputs: Any, obs: Any) -> Any:
-        return self.policy.act(outputs, obs, None, TRAINED)[0]
+        return self.policy.act(outputs, Tick(obs), None, GREEDY, TRAINED)[0]
 
 
 def _table(console: Console, reports: dict[str, Report], sizes: dict[str, int], rows: int, recorded: bool) -> None:

@@ -26,10 +26,10 @@ def algos(name: str | None) -> int:
     if name is not None:
         _keys(console, algo_name(name), get_algo(name))
         return 0
-    table = plain_table("name", "learns", "action spaces", "what it is")
+    table = plain_table("name", "learns from", "action spaces", "what it is")
     for known in ALGORITHMS:
         algo = get_algo(known)
-        learns = "on-policy" if algo.Config.on_policy else "off-policy"
+        learns = learns_from(algo)
         table.add_row(Text(known, "bold"), learns, ", ".join(action_spaces(algo)), _first_line(algo).partition(": ")[2])
     console.print(table)
     say(console, "\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
@@ -38,6 +38,16 @@ def algos(name: str | None) -> int:
 
 def _first_line(algo: Any) -> str:
     return (inspect.getdoc(algo) or "").partition("\n")[0].partition("   ")[0].strip()
+
+
+def learns_from(algo: Any) -> str:
+    """The kind of its experience."""
+    from bray.algos import make_experience
+    from bray.nn.catalog import ModelConfig
+    from bray.spec import EnvSpec, Space
+
+    spec = EnvSpec("probe", Space("box", (4,), "float32"), Space("discrete", (), "int64", n=(3,), start=(0,)))
+    return type(make_experience(algo, algo.Config(), spec, ModelConfig())).__name__.lower()
 
 
 def action_spaces(algo: Any) -> list[str]:
@@ -69,7 +79,7 @@ def action_spaces(algo: Any) -> list[str]:
 def _keys(console: Any, name: str, algo: Any) -> None:
     say(
         console,
-        f"{name} · {'on' if algo.Config.on_policy else 'off'}-policy · {', '.join(action_spaces(algo))}",
+        f"{name} · learns from {learns_from(algo)} · {', '.join(action_spaces(algo))}",
         "bold",
     )
     say(console, inspect.getdoc(algo) or "", "dim")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bray.errors import BrayError, did_you_mean
+from bray.errors import BrayError, ConfigError, did_you_mean
 
 NOT_YET = ("tune", "dashboard")
 """Commands that are planned and are not there."""
@@ -64,7 +64,27 @@ def _root(
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of errors.")]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory, as `bray train` names it.")]
 Which = Annotated[str, typer.Option("--checkpoint", metavar="latest|best|STEP", help="Which checkpoint.")]
-Explore = Annotated[bool, typer.Option("--explore", help="Act as in training, with noise, instead of greedily.")]
+Act = Annotated[
+    Literal["greedy", "sample"] | None,
+    typer.Option(
+        "--act",
+        help="How actions are chosen: greedy = the best one, sample = drawn as in training.",
+        show_default="greedy",
+    ),
+]
+Explore = Annotated[bool, typer.Option("--explore", help="The old name of --act sample.", hidden=True)]
+
+
+def _acting(act: str | None, old: bool, flag: str) -> str | None:
+    """What --act says; `old` is the flag that it replaces, for one release."""
+    if not old:
+        return act
+    typer.echo(f"{flag} is now --act sample; {flag} goes with the next release", err=True)
+    if act == "greedy":
+        raise ConfigError(f"--act greedy and {flag} contradict each other: leave out {flag}")
+    return "sample"
+
+
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Other episodes than in every evaluation.")]
 Steps = Annotated[
     int | None,
@@ -133,6 +153,7 @@ def evaluate(
     episodes: Annotated[int | None, typer.Option("--episodes", metavar="N", min=1, help="Whole episodes [10].")] = None,
     steps: Steps = None,
     checkpoint: Which = "latest",
+    act: Act = None,
     explore: Explore = False,
     render: Annotated[
         bool, typer.Option("--render", help="Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window.")
@@ -145,7 +166,13 @@ def evaluate(
     from bray.cli import evaluate as command
 
     return command.evaluate(
-        path, episodes, steps, checkpoint, explore, "human" if human else "video" if render else None, seed
+        path,
+        episodes,
+        steps,
+        checkpoint,
+        _acting(act, explore, "--explore") or "greedy",
+        "human" if human else "video" if render else None,
+        seed,
     )
 
 
@@ -161,6 +188,7 @@ def collect(
         Literal["bray", "pkl"], typer.Option("--format", help="pkl is for other tools; Bray does not read it.")
     ] = "bray",
     checkpoint: Which = "latest",
+    act: Act = None,
     explore: Explore = False,
     seed: Seed = None,
     per_file: Annotated[int, typer.Option("--per-file", metavar="N", min=1, help="Episodes in one file.")] = 1000,
@@ -169,7 +197,9 @@ def collect(
     """Play whole episodes and save them, for imitation and offline learning."""
     from bray.cli import collect as command
 
-    return command.collect(path, episodes, steps, out, format, checkpoint, explore, seed, per_file)
+    return command.collect(
+        path, episodes, steps, out, format, checkpoint, _acting(act, explore, "--explore") or "greedy", seed, per_file
+    )
 
 
 _NET, _MODEL = "Where it listens", "What answers"
@@ -208,7 +238,8 @@ def serve(
             "latest (if nothing is said), best or a step; several share the sessions.",
         ),
     ] = None,
-    sample: Annotated[bool, _opt(_MODEL, "--sample", None, "Draw actions instead of taking the best.")] = False,
+    act: Act = None,
+    sample: Annotated[bool, typer.Option("--sample", help="The old name of --act sample.", hidden=True)] = False,
     follow: Annotated[bool, _opt(_MODEL, "--follow", None, "Go on to new checkpoints while games run.")] = False,
     fallback: Annotated[
         str | None, _opt(_MODEL, "--fallback", "ACTION", "Sent when a tick is late: last, random or an action as JSON.")
@@ -230,7 +261,7 @@ def serve(
         "tick_timeout_s": tick_timeout,
         "engine": engine,
         "versions": command.parse_versions(versions) if versions else None,
-        "sample": sample or None,
+        "act": _acting(act, sample, "--sample"),
         "follow": follow or None,
         "fallback": command.parse_fallback(fallback) if fallback is not None else None,
         "record": str(record) if record is not None else None,

@@ -1,19 +1,28 @@
 """Data: rollouts, replay and trajectory files. Numpy and Numba only."""
 
+from bray.data.experience import Batch, Counts, Dataset, EndOfData, Experience, Replay, Rollouts, Sequences
 from bray.data.files import EpisodeReader, EpisodeWriter, to_pickle, write_episodes
 from bray.data.limit import RateLimit
-from bray.data.replay import Replay
+from bray.data.piece import Piece, nstep, unroll
+from bray.data.ring import ReplayRing
 from bray.data.store import PrioritizedBuffer, ReplayBuffer
-from bray.data.trajectory import Trajectory, nstep, unroll
 
 __all__ = [
+    "Batch",
+    "Counts",
+    "Dataset",
+    "EndOfData",
     "EpisodeReader",
     "EpisodeWriter",
+    "Experience",
+    "Piece",
     "PrioritizedBuffer",
     "RateLimit",
     "Replay",
     "ReplayBuffer",
-    "Trajectory",
+    "ReplayRing",
+    "Rollouts",
+    "Sequences",
     "nstep",
     "to_pickle",
     "unroll",

@@ -1,4 +1,4 @@
-"""Buffers of plain Python objects, for small programs and for data that has no fixed shape. `Replay` is the one for training at speed:
+"""Buffers of plain Python objects, for small programs and for data that has no fixed shape. `ReplayRing` is the one for training at speed:
 columns instead of objects, n-step returns, checkpoints."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PrioritizedBuffer:
     """The newest `maxlen` items of any kind, drawn by priority (Schaul 2016); without priorities, uniformly.
 
     An item is drawn with probability ~ (|priority| + eps) ** alpha. New items get the largest of these so far. Draws are
-    stratified and with replacement, as those of `Replay`.
+    stratified and with replacement, as those of `ReplayRing`.
 
         buffer = PrioritizedBuffer(maxlen=10_000)
         buffer.append({"obs": obs, "action": action})

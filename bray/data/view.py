@@ -10,14 +10,14 @@ from bray.errors import ConfigError
 from bray.tree import NestedArray
 
 if TYPE_CHECKING:
-    from bray.data.replay import Replay
+    from bray.data.ring import ReplayRing
 
 
 class View:
-    """Some rows of a replay (`Replay.view`). It stores nothing: rows added to the replay show up here, draws count there, and
+    """Some rows of a replay (`ReplayRing.view`). It stores nothing: rows added to the replay show up here, draws count there, and
     new priorities go there. A draw looks at all rows of the part."""
 
-    def __init__(self, replay: Replay, rows: slice):
+    def __init__(self, replay: ReplayRing, rows: slice):
         if rows.step not in (None, 1):
             raise ConfigError(f"a view is a run of rows, so its slice has no step; got {rows}")
         self.replay, self.rows = replay, rows
@@ -31,23 +31,23 @@ class View:
         return self.replay._ids(*self._range())
 
     def sample(self, batch_size: int, rng: np.random.Generator, beta: float | None = None) -> dict[str, NestedArray]:
-        """As `Replay.sample`. N-step windows may reach beyond the view."""
+        """As `ReplayRing.sample`. N-step windows may reach beyond the view."""
         return self.replay._sample(batch_size, rng, beta, self._range())
 
     def sample_sequences(
         self, batch_size: int, length: int, burn_in: int, rng: np.random.Generator, beta: float | None = None
     ) -> dict[str, NestedArray]:
-        """As `Replay.sample_sequences`; the sequences lie inside the view."""
+        """As `ReplayRing.sample_sequences`; the sequences lie inside the view."""
         return self.replay._sequences(batch_size, length, burn_in, rng, beta, self._range())
 
     def sample_groups(
         self, batch_size: int, rng: np.random.Generator, by: str = "episode", length: int | None = None
     ) -> dict[str, NestedArray]:
-        """As `Replay.sample_groups`, of the transitions inside the view."""
+        """As `ReplayRing.sample_groups`, of the transitions inside the view."""
         return self.replay._groups(batch_size, rng, by, length, *self._range())
 
     def update_priorities(self, id: np.ndarray, priority: np.ndarray) -> None:
-        """As `Replay.update_priorities`."""
+        """As `ReplayRing.update_priorities`."""
         self.replay.update_priorities(id, priority)
 
     def _range(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Replay: a ring of rows of B environments, sampled as n-step transitions or as sequences.
+"""ReplayRing: a ring of rows of B environments, sampled as n-step transitions or as sequences.
 
 Row t of environment b holds obs_t, action_t, reward_t, terminated_t, truncated_t, valid_t and whatever else the algorithm
 keeps. The successor of a valid row is the next row of the same environment (docs/architecture.md, the autoreset rule), so each
@@ -49,7 +49,7 @@ _SEGMENT_BYTES = 64 << 20
 _VERSION = 1
 
 
-class Replay:
+class ReplayRing:
     """Uniform or prioritized replay.
 
     `capacity` counts transitions of all environments. `example` gives shapes and dtypes by ONE environment's row: `obs`, `action`
@@ -102,6 +102,8 @@ class Replay:
             if name in _RESERVED[2:]:
                 raise ConfigError(f"replay column {name!r} is always there and cannot be an extra")
         self.capacity, self.num_envs = capacity, num_envs
+        self.example = tree.map(np.asarray, example)
+        """One row of one environment: names, shapes and dtypes."""
         self.gamma, self.n_step = gamma, n_step
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.max_use, self.max_staleness, self.frame_stack = max_use, max_staleness, frame_stack
@@ -258,7 +260,7 @@ class Replay:
     def update_priorities(self, id: np.ndarray, priority: np.ndarray) -> None:
         """New priorities for sampled transitions. Rows overwritten since are left alone and counted in `late_updates`."""
         if self._tree is None:
-            raise ConfigError("this replay is uniform: update_priorities needs Replay(prioritized=True)")
+            raise ConfigError("this replay is uniform: update_priorities needs ReplayRing(prioritized=True)")
         ids = np.ascontiguousarray(id, np.int64).reshape(-1)
         priorities = np.ascontiguousarray(priority, np.float64).reshape(-1)
         if ids.shape != priorities.shape:
@@ -343,9 +345,9 @@ class Replay:
 
     def stats(self) -> dict[str, float]:
         """Mean and maximum of use, staleness and (when prioritized) priority of the rows drawn since the last call, measured in
-        one batch of 16; empty when nothing was drawn. Sequences are left out. For `Replay(monitor=True)`."""
+        one batch of 16; empty when nothing was drawn. Sequences are left out. For `ReplayRing(monitor=True)`."""
         if self._monitor is None:
-            raise ConfigError("this replay keeps no numbers about its draws: stats needs Replay(monitor=True)")
+            raise ConfigError("this replay keeps no numbers about its draws: stats needs ReplayRing(monitor=True)")
         return self._monitor.row()
 
     def _sample(

@@ -1,8 +1,9 @@
-"""Trajectory: the columns of one rollout, and cutting it into pieces."""
+"""Piece: the columns of a stretch of trajectory, the same whether an environment in this process, a worker, a live game or a file
+brought it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ _LAST = ("drop", "last", "null_padding")
 
 
 @dataclass
-class Trajectory:
-    """T rows of B environments, time first. Rows follow the autoreset rule of docs/architecture.md: where `valid[t]`, the
+class Piece:
+    """T rows of B games, time first. Rows follow the autoreset rule of docs/architecture.md: where `valid[t]`, the
     successor of row t is row t + 1, which is why observations and outputs have one row more than actions."""
 
     obs: NestedArray
@@ -25,7 +26,7 @@ class Trajectory:
     action: NestedArray
     """`[T, B, ...]`, as the learner wants them."""
     reward: np.ndarray
-    """`[T, B]` float32"""
+    """`[T, B]` float32, clipped or normalised where that is asked for."""
     terminated: np.ndarray
     """`[T, B]` bool: the episode ended and there is no future."""
     truncated: np.ndarray
@@ -35,11 +36,20 @@ class Trajectory:
     first: np.ndarray
     """`[T + 1, B]` bool: an episode starts here; recurrent state is zeroed before it."""
     outputs: NestedArray = field(default_factory=dict)
-    """`[T + 1, B, ...]`: what the policy asked to keep of the model's outputs, such as `value`."""
+    """`[T + 1, B, ...]`: what the Policy keeps of the Model's outputs, such as `value`."""
     extras: dict[str, NestedArray] = field(default_factory=dict)
-    """`[T, B, ...]`: what `act` returned beside the action, such as `logp`."""
+    """`[T, B, ...]`: what the Policy decided beside the action, such as `logp`."""
     state: NestedArray | None = None
-    """`[B, ...]`: the recurrent state before row 0."""
+    """`[ceil(T / state_every), B, ...]`: what a Model with memory knew before rows 0, state_every, 2 state_every, ..."""
+    state_every: int = 1
+    version: int | np.ndarray = 0
+    """Of the weights that acted: one number, or `[T, B]` where they changed on the way."""
+    stream: np.ndarray | None = None
+    """`[B]`: which game each column is of; None = environment b of this process."""
+    start: int | np.ndarray = 0
+    """The tick (`[B]`, or one for all) of row 0. Pieces of a stream that follow each other have no gap."""
+    side: str = "default"
+    """Whose policy acted."""
 
     @property
     def length(self) -> int:
@@ -49,39 +59,39 @@ class Trajectory:
     def num_envs(self) -> int:
         return self.reward.shape[1]
 
-    def check(self) -> Trajectory:
+    def check(self) -> Piece:
         """Raise DataError unless all columns have the same T and B; returns itself."""
         if np.ndim(self.reward) != 2:
-            raise DataError(f"a trajectory's reward is [T, B], got shape {np.shape(self.reward)}")
+            raise DataError(f"a piece's reward is [T, B], got shape {np.shape(self.reward)}")
         t, b = self.reward.shape
         for name, rows in _ROWS.items():
             for path, leaf in tree.paths(getattr(self, name), name):
                 if np.shape(leaf)[:2] != (t + rows, b):
                     raise DataError(
-                        f"trajectory column {path!r}: expected shape ({t + rows}, {b}, ...), got {np.shape(leaf)}"
+                        f"piece column {path!r}: expected shape ({t + rows}, {b}, ...), got {np.shape(leaf)}"
                     )
+        known = -(-t // self.state_every)
         for path, leaf in tree.paths(self.state, "state") if self.state is not None else ():
-            if np.shape(leaf)[:1] != (b,):
-                raise DataError(f"trajectory column {path!r}: expected shape ({b}, ...), got {np.shape(leaf)}")
+            if np.shape(leaf)[:2] != (known, b):
+                raise DataError(f"piece column {path!r}: expected shape ({known}, {b}, ...), got {np.shape(leaf)}")
         return self
 
-    def rows(self, start: int, end: int) -> Trajectory:
-        """Rows [start, end) as views. A piece that does not start at row 0 needs the recurrent state there: `outputs["state"]` (the
-        state before each row) where the policy kept it."""
+    def rows(self, start: int, end: int) -> Piece:
+        """Rows [start, end) as views."""
         if not 0 <= start < end <= self.length:
             raise DataError(
                 f"a piece of a trajectory of {self.length} rows is 0 <= start < end <= {self.length}, got {start}, {end}"
             )
         state = self.state
-        if state is not None and start > 0:
-            if not isinstance(self.outputs, dict) or "state" not in self.outputs:
+        if state is not None:
+            if start % self.state_every:
                 raise ConfigError(
-                    "a recurrent trajectory is cut into pieces where outputs['state'] holds the state before each row; "
-                    f"this one has outputs {sorted(self.outputs)}"
+                    f"a piece of a Model with memory is cut where its state is known, every {self.state_every} rows; got row {start}"
                 )
-            state = tree.index(self.outputs["state"], start)
+            state = tree.index(state, slice(start // self.state_every, -(-end // self.state_every)))
         cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
-        return Trajectory(**cut, state=state)
+        version = self.version if isinstance(self.version, int) else self.version[start:end]
+        return replace(self, **cut, state=state, version=version, start=self.start + start)
 
 
 _ROWS = {
@@ -97,7 +107,7 @@ _ROWS = {
 }  # rows of a column beyond T
 
 
-def unroll(trajectory: Trajectory, length: int, last: str = "drop") -> list[Trajectory]:
+def unroll(piece: Piece, length: int, last: str = "drop") -> list[Piece]:
     """Cut into pieces of `length` rows. What remains at the end is left out (`drop`), covered by a piece of the last `length`
     rows that overlaps the one before (`last`), or filled up with null rows: zeros, and `valid` False (`null_padding`).
     A trajectory shorter than `length` has no last `length` rows, so `last` pads it. 10 rows of 4: 2, 3 and 3 pieces."""
@@ -105,40 +115,41 @@ def unroll(trajectory: Trajectory, length: int, last: str = "drop") -> list[Traj
         raise UnknownName("way to treat the last piece", last, _LAST)
     if length < 1:
         raise ConfigError(f"pieces have at least 1 row, got {length}")
-    total = trajectory.length
+    total = piece.length
     whole = total // length
-    pieces = [trajectory.rows(i * length, (i + 1) * length) for i in range(whole)]
+    pieces = [piece.rows(i * length, (i + 1) * length) for i in range(whole)]
     rest = total - whole * length
     if rest and last == "last" and whole:
-        pieces.append(trajectory.rows(total - length, total))
+        pieces.append(piece.rows(total - length, total))
     elif rest and last != "drop":
-        pieces.append(_pad(trajectory.rows(total - rest, total), length))
+        pieces.append(_pad(piece.rows(total - rest, total), length))
     return pieces
 
 
-def nstep(trajectory: Trajectory, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For each row, `[T, B]`: the discounted sum of m <= n rewards, gamma**m (0 where the last one terminated), and the row to
-    bootstrap from. Windows end with the episode or with the trajectory, as those of `Replay` end with the newest row. Dead
+    bootstrap from. Windows end with the episode or with the trajectory, as those of a `ReplayRing` end with the newest row. Dead
     rows have sum 0, discount 1 and themselves as bootstrap; `valid` weighs them out."""
     from bray.data.windows import nstep_windows
 
     if n < 1:
         raise ConfigError(f"n-step returns sum at least 1 reward, got n = {n}")
-    t, b = trajectory.reward.shape
-    flags = trajectory.terminated * TERMINATED + trajectory.truncated * TRUNCATED + trajectory.valid * VALID
+    t, b = piece.reward.shape
+    flags = piece.terminated * TERMINATED + piece.truncated * TRUNCATED + piece.valid * VALID
     flat = np.append(
         flags.astype(np.uint8).reshape(-1), np.zeros(b, np.uint8)
     )  # the row after the last is never summed
-    reward = np.append(np.asarray(trajectory.reward, np.float32).reshape(-1), np.zeros(b, np.float32))
+    reward = np.append(np.asarray(piece.reward, np.float32).reshape(-1), np.zeros(b, np.float32))
     total, discount, after = nstep_windows(reward, flat, np.arange(t * b), t * b, b, n, gamma)
     return total.reshape(t, b), discount.reshape(t, b), (after // b).reshape(t, b)
 
 
-def _pad(piece: Trajectory, length: int) -> Trajectory:
+def _pad(piece: Piece, length: int) -> Piece:
     missing = length - piece.length
 
     def grow(x: Any) -> np.ndarray:
         x = np.asarray(x)
         return np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
 
-    return Trajectory(**{name: tree.map(grow, getattr(piece, name)) for name in _ROWS}, state=piece.state)
+    version = piece.version if isinstance(piece.version, int) else grow(piece.version)
+    return replace(piece, **{name: tree.map(grow, getattr(piece, name)) for name in _ROWS}, version=version)

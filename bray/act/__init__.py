@@ -1,0 +1,22 @@
+"""One way to act, without torch: what a Policy is told (`Tick`, `Clock`, mode), what it decides, and the rules by which it chooses.
+
+A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
+"""
+
+from bray.act.policy import GREEDY, MODES, SAMPLE, TRAINED, Clock, Decision, Policy, Tick, decide_now
+from bray.act.rules import RULES, Rule, make_rule
+
+__all__ = [
+    "GREEDY",
+    "MODES",
+    "RULES",
+    "SAMPLE",
+    "TRAINED",
+    "Clock",
+    "Decision",
+    "Policy",
+    "Rule",
+    "Tick",
+    "decide_now",
+    "make_rule",
+]

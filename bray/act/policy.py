@@ -1,0 +1,126 @@
+"""Policy: beside the environment, model outputs in, actions out.
+
+`decide` is a generator: it yields the arguments of a forward and is sent the outputs, as often as it likes, and returns a Decision.
+Whoever drives it owns the Model: a rollout calls it in line, a game session awaits a batched or remote forward. A Policy that searches
+yields many times; the default yields once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bray.act.rules import Rule
+from bray.spec import ActionLayout
+from bray.tree import NestedArray
+
+SAMPLE, GREEDY = "sample", "greedy"
+MODES = (SAMPLE, GREEDY)
+"""How actions are chosen: drawn as in training, or the best one."""
+
+
+class Clock(NamedTuple):
+    """How far training is. It travels with published weights, so that schedules read the same everywhere."""
+
+    env_steps: int = 0
+    version: int = 0
+    """Gradient steps of the weights."""
+
+
+TRAINED = Clock(sys.maxsize, sys.maxsize)
+"""The time of a policy whose training is over: exploration schedules are at their end."""
+
+
+class Tick(NamedTuple):
+    """What B games show before a decision, leaves `[B, ...]`."""
+
+    obs: NestedArray
+    reward: np.ndarray | None = None
+    """Of the previous action."""
+    first: np.ndarray | None = None
+    """Where an episode starts."""
+    mask: np.ndarray | None = None
+    """Legal choices `[B, num_logits]` that came beside the observation; else those in it count."""
+
+
+class Decision(NamedTuple):
+    """What was decided for B games."""
+
+    action: NestedArray
+    """In the environment's units."""
+    extras: dict[str, NestedArray]
+    """Columns for the learner: `action` (flat), `logp`, ..."""
+    carry: NestedArray | None
+    """What a Model with memory remembers."""
+    outputs: dict[str, NestedArray]
+    """Of the last forward."""
+
+
+Deciding = Generator[tuple[Any, ...], dict[str, Any], Decision]
+
+
+class Policy:
+    """Acts by a rule of `bray.act`; a Policy of your own overrides `act`, or `decide` for several forwards."""
+
+    reads: tuple[str, ...] = ()
+    """Outputs of the Model that `act` reads."""
+    keeps: tuple[str, ...] = ()
+    """Outputs that the Learner wants for all T + 1 rows of a piece."""
+    rule: Rule | None = None
+    """What a service acts by where it does not have this class; None where `act` is a way of its own."""
+    draws: Mapping[str, tuple[int, ...]] = {}
+    """Random inputs of the Model (`model.draws`): name -> shape."""
+
+    def __init__(self, layout: ActionLayout, rule: Rule | None = None):
+        self.layout, self.rule = layout, rule
+        if rule is not None and not self.reads:
+            self.reads = rule.reads
+
+    def act(
+        self, outputs: dict[str, np.ndarray], tick: Tick, rng: np.random.Generator | None, mode: str, clock: Clock
+    ) -> tuple[Any, dict[str, Any]]:
+        """(actions in the environment's units, columns to keep). `rng` is used in mode `sample` only."""
+        assert self.rule is not None, f"{type(self).__name__} has neither a rule nor an `act` of its own"
+        mask = self.layout.mask(tick.obs) if tick.mask is None else tick.mask
+        extras = self.rule.choose(self.layout, outputs, mask, rng if mode == SAMPLE else None, clock.env_steps)
+        return self.layout.to_env(extras["action"]), extras
+
+    def decide(
+        self, tick: Tick, carry: NestedArray | None, rng: np.random.Generator | None, mode: str, clock: Clock
+    ) -> Deciding:
+        """Yield inputs of the Model, get its outputs, return a Decision. By default: one forward, then `act`."""
+        inputs = (tick.obs,) if carry is None else (tick.obs, carry)
+        if self.draws:
+            inputs += (self.draw(rng if mode == SAMPLE else None),)
+        outputs = yield inputs
+        action, extras = self.act(outputs, tick, rng, mode, clock)
+        return Decision(action, extras, outputs.get("state"), outputs)
+
+    def draw(self, rng: np.random.Generator | None) -> dict[str, np.ndarray]:
+        """The Model's random inputs; zeros (the mean weights, as in an exported graph) without a generator."""
+        if rng is None:
+            return {name: np.zeros(shape, np.float32) for name, shape in self.draws.items()}
+        return {name: rng.standard_normal(shape, np.float32) for name, shape in self.draws.items()}
+
+    def numbers(self, clock: Clock) -> dict[str, float]:
+        """What a result row says of acting now (`policy/*`)."""
+        return {} if self.rule is None else self.rule.numbers(clock.env_steps)
+
+    def acts_by_rule(self) -> bool:
+        """Whether `rule` alone says how this Policy acts."""
+        kind = type(self)
+        return self.rule is not None and kind.act is Policy.act and kind.decide is Policy.decide
+
+
+def decide_now(deciding: Deciding, forward: Callable[..., dict[str, Any]]) -> Decision:
+    """Drive a decision in line."""
+    inputs = next(deciding)
+    while True:
+        outputs = forward(*inputs)
+        try:
+            inputs = deciding.send(outputs)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,131 @@
+"""Rollouts as rows: advantages, minibatches, and one forward over rows or sequences. For algorithms that learn from `Rollouts`.
+
+T steps, B games, N = T * B rows; L rows per sequence and S sequences where the Model has a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bray import tree
+from bray.algos.base import drawn
+from bray.data.experience import Rollouts
+from bray.data.piece import Piece
+from bray.rl import returns
+from bray.spec import ActionLayout
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
+FLOATS = ("logp", "value", "advantage", "target", "weight")
+"""Columns of single floats, which travel as one array."""
+
+
+def rollouts(config: Any, model: Any) -> Rollouts:
+    """`rollout_length` rows of each game, cut into sequences where the Model has a memory."""
+    steps, most = config.rollout_length, getattr(model, "max_seq_len", None)
+    return Rollouts(steps, state_every=sequence_length(steps, most))
+
+
+def sequence_length(steps: int, max_seq_len: int | None) -> int:
+    """The longest divisor of the rollout length that is at most `max_seq_len`."""
+    return max(n for n in range(1, min(steps, max_seq_len or steps) + 1) if steps % n == 0)
+
+
+def advantage_rows(
+    piece: Piece, layout: ActionLayout, gamma: float, lambda_: float, standardize: bool
+) -> dict[str, Any]:
+    """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where the Model has a memory."""
+    value, steps = piece.outputs["value"], piece.length
+    advantage = returns.gae(value, piece.reward, piece.terminated, piece.truncated, piece.valid, gamma, lambda_)
+    target = advantage + value[:-1]
+    if standardize:
+        advantage = returns.standardize(advantage, piece.valid)
+    rows = {
+        "obs": tree.map(lambda x: x[:-1], piece.obs),
+        "action": piece.action,
+        "logp": piece.extras["logp"],
+        "value": value[:-1],
+        "advantage": advantage,
+        "target": target,
+        "weight": piece.valid.astype(np.float32),
+    }
+    mask = layout.mask(tree.map(lambda x: x[:steps].reshape(-1, *x.shape[2:]), piece.obs))
+    if mask is not None:
+        rows["mask"] = mask.reshape(steps, -1, mask.shape[-1])
+    if piece.state is None:
+        return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+    rows["first"] = piece.first[:-1]
+    length = piece.state_every
+    sequences = tree.map(lambda x: _cut(x, length), rows)
+    sequences["state"] = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.state)
+    return sequences
+
+
+def _cut(x: np.ndarray, length: int) -> np.ndarray:
+    """`[T, B, ...]` -> `[L, T/L * B, ...]`: runs of L rows, side by side."""
+    steps, batch = x.shape[:2]
+    pieces = x.reshape(steps // length, length, batch, *x.shape[2:]).swapaxes(0, 1)
+    return np.ascontiguousarray(pieces.reshape(length, -1, *x.shape[2:]))
+
+
+def flat_obs(batch: dict[str, Any]) -> Any:
+    """The observations of rows `[N, ...]`, also where the batch holds sequences `[L, S, ...]`."""
+    return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch["obs"]) if "first" in batch else batch["obs"]
+
+
+def pack(batch: dict[str, Any], pieces: int = 1) -> dict[str, Any]:
+    """FLOATS as one array `[5, ...]`: a minibatch takes its rows from it in one operation. Weights are scaled so that the rows of one of
+    `pieces` minibatches sum to one: a weighted mean is then a dot product."""
+    scale = pieces / max(1.0, float(batch["weight"].sum()))
+    floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
+    return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}
+
+
+def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
+    """A minibatch of a packed batch: rows, or whole sequences (whose axis is the second, but for their states)."""
+    axis = 1 if "first" in batch else 0
+    axes = {"floats": axis + 1, "state": 0}
+    return {k: tree.map(lambda x, k=k: x.index_select(axes.get(k, axis), index), v) for k, v in batch.items()}
+
+
+def actor_critic(
+    model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """dist `[N, P]`, value `[N]` and the columns of a packed batch as rows `[N, ...]`, whether the Model has a memory or not."""
+    noise = drawn(model, draws)
+    if "first" not in batch:
+        outputs = model(batch["obs"], *noise)
+        columns, floats = batch, batch["floats"]
+    else:
+        outputs = model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
+        outputs = {k: outputs[k].flatten(0, 1) for k in ("dist", "value")}
+        columns = {k: batch[k].flatten(0, 1) for k in ("action", "mask") if k in batch}
+        floats = batch["floats"].flatten(1)
+    rows = {k: columns[k] for k in ("action", "mask") if k in columns}
+    return outputs["dist"].float(), outputs["value"].float(), rows | dict(zip(FLOATS, floats.unbind(0), strict=True))
+
+
+def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
+    """A random order of the rows, cut into equal pieces; up to `pieces - 1` rows are left out of one pass so that shapes stay fixed."""
+    order = rng.permutation(rows)
+    size = max(1, rows // pieces)
+    for i in range(min(pieces, rows)):
+        yield order[i * size : (i + 1) * size]
+
+
+def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
+    """1 - Var(target - value) / Var(target) over the rows that count; 0 where the targets do not vary."""
+    value, target = value[weight > 0], target[weight > 0]
+    variance = float(np.var(target))
+    return 1.0 - float(np.var(target - value)) / variance if variance > 1e-12 else 0.0
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    dtype = PRECISIONS[precision]
+    # Weight caching would keep casts of old weights inside a recording.
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)

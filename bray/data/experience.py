@@ -1,0 +1,548 @@
+"""Experience: what an algorithm learns from. Pieces of trajectory in, batches out, priorities back.
+
+    Rollouts    the newest rows, once: a canvas `[T, B]` (PPO, A2C)
+    Replay      transitions drawn again and again, uniform or prioritized (DQN, SAC)
+    Sequences   runs of rows drawn again and again, for Models with memory
+    Dataset     all transitions of files, epoch by epoch
+
+How much is learnt per gathered row is a debt kept here, so that it is the same whoever gathers. An experience of your own has the
+methods of `Experience`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bray import tree
+from bray.data.piece import Piece, nstep
+from bray.data.ring import ReplayRing
+from bray.errors import ConfigError, DataError
+from bray.schedules import Schedule, make_schedule
+from bray.tree import NestedArray
+
+ITERATION_STEPS = 1000
+"""Environment steps of an iteration of an algorithm that replays."""
+
+
+class EndOfData(Exception):
+    """There is nothing more to learn from."""
+
+
+class Counts(NamedTuple):
+    """What happened in the games. It travels beside the pieces, so that a dropped piece loses no count."""
+
+    env_steps: int = 0
+    episodes: tuple[tuple[float, int], ...] = ()
+    """(return, length) of each episode that ended, raw."""
+    dropped: int = 0
+    """Rows that nobody will learn from."""
+
+
+@dataclass
+class Batch:
+    """What one `Learner.update` gets."""
+
+    data: Any
+    rows: int
+    """Rows that count."""
+    ids: Any = None
+    """Of its transitions, where priorities come back."""
+    origin: str = ""
+
+
+class Experience:
+    """The contract, with defaults. Times are given as (env_steps, version), a `Clock`."""
+
+    piece_length: int | None = None
+    """Rows that a source brings at a time; None = as they come."""
+    state_every: int = 1
+    """At which rows of a piece the memory of a Model is kept."""
+    iteration_steps: int | None = None
+    """Environment steps of an iteration; None = an iteration is one batch."""
+
+    def seed(self, seed: int) -> None:
+        """Draws depend on this alone."""
+
+    def add(self, piece: Piece) -> None:
+        """Take a piece; whatever is kept of it is copied."""
+        raise NotImplementedError
+
+    def room(self) -> bool:
+        """Whether more is wanted; False holds up sources that can wait."""
+        return True
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        """A batch that is due, or None. Raises EndOfData when there will be none."""
+        raise NotImplementedError
+
+    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
+        """The batch was learnt from; the weights are now of this version. Ids that are gone are counted, never an error."""
+
+    def complete(self) -> None:
+        """No more pieces will come."""
+        raise EndOfData("the source of pieces has ended")
+
+    def cut(self) -> None:
+        """What comes next does not follow what came last."""
+
+    def waiting_for(self) -> str:
+        """Why `next` gives nothing, in words."""
+        return "no batch is due yet"
+
+    def numbers(self) -> dict[str, float]:
+        """For result rows, `replay/*`."""
+        return {}
+
+    def newest_obs(self, rows: int) -> NestedArray | None:
+        """The newest observations `[N, ...]`, to check and calibrate exported models."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def get_state(self, directory: Path | None) -> dict[str, Any]:
+        """{"arrays": tree, "json": plain data}; large parts go to files in the directory, or nowhere without one."""
+        return {"arrays": {}, "json": {}}
+
+    def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
+        """Go on from `get_state`; returns whether that is exact."""
+        return True
+
+    def prune(self, directory: Path, kept: Iterable[Any]) -> None:
+        """Delete files that none of these states (the `arrays` of kept checkpoints) needs."""
+
+
+# --- rollouts ---------------------------------------------------------------------------------------------------------------
+
+
+class Rollouts(Experience):
+    """Each row once, while it is fresh: batches are canvases of `length` rows by `columns` games.
+
+    A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live games are ragged and are laid one
+    after the other: behind each goes its last observation as a dead row and its last row counts as truncated, so nothing leaks from one to the
+    next. What does not fit goes to the next canvas. Rows of a Model with memory are not joined but padded, in sequences of `state_every` rows.
+    """
+
+    def __init__(self, length: int, columns: int | None = None, state_every: int = 1):
+        self.piece_length, self.columns, self.state_every = length, columns, state_every
+        self._ready: deque[Piece] = deque()
+        self._canvas: _Canvas | None = None
+        self._last: Piece | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.stream is None and piece.length == self.piece_length:
+            self._ready.append(piece)
+            return
+        if self._canvas is None:
+            assert self.piece_length is not None
+            rows = self.piece_length * (self.columns or 1)
+            length = self.state_every if piece.state is not None else min(self.piece_length, rows)
+            self._canvas = _Canvas(piece, length, max(1, -(-rows // length)))
+        self._ready.extend(self._canvas.lay(piece))
+
+    def room(self) -> bool:
+        return len(self._ready) < 2
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        if not self._ready:
+            return None
+        piece = self._last = self._ready.popleft()
+        return Batch(piece, int(np.count_nonzero(piece.valid)))
+
+    def cut(self) -> None:
+        self._ready.clear()
+        if self._canvas is not None:
+            self._canvas.clear()
+
+    def waiting_for(self) -> str:
+        if self._canvas is None:
+            return "no game has sent a row to learn from yet"
+        c = self._canvas
+        return f"{c.filled:,} of {c.length * c.columns:,} rows of the next rollout have come"
+
+    def newest_obs(self, rows: int) -> NestedArray | None:
+        if self._last is None:
+            return None
+        return tree.map(lambda x: x.reshape(-1, *x.shape[2:])[-rows:], self._last.obs)
+
+
+class _Canvas:
+    """A piece `[length, columns]` that is being filled, column after column."""
+
+    def __init__(self, example: Piece, length: int, columns: int):
+        self.length, self.columns = length, columns
+        self._example = example.rows(0, 1)
+        self.clear()
+
+    def clear(self) -> None:
+        self._piece, self._row, self._column = self._blank(), 0, 0
+
+    @property
+    def filled(self) -> int:
+        return self._column * self.length + self._row
+
+    def _blank(self) -> Piece:
+        def column(rows: int) -> Any:
+            return lambda x: np.zeros((rows, self.columns, *x.shape[2:]), x.dtype)
+
+        e, t = self._example, self.length
+        return Piece(
+            obs=tree.map(column(t + 1), e.obs),
+            action=tree.map(column(t), e.action),
+            reward=np.zeros((t, self.columns), np.float32),
+            terminated=np.zeros((t, self.columns), bool),
+            truncated=np.zeros((t, self.columns), bool),
+            valid=np.zeros((t, self.columns), bool),
+            first=np.zeros((t + 1, self.columns), bool),
+            outputs=tree.map(column(t + 1), e.outputs),
+            extras=tree.map(column(t), e.extras),
+            state=None if e.state is None else tree.map(column(1), e.state),
+            state_every=t if e.state is not None else 1,
+            version=np.zeros((t, self.columns), np.int64),
+        )
+
+    def lay(self, piece: Piece) -> Iterator[Piece]:
+        """Put in the columns of a piece; gives back the canvases that are full."""
+        for b in range(piece.num_envs):
+            at = 0
+            while at < piece.length:
+                # A column of T rows has T + 1 observations, so at its end the last observation needs no row of its own.
+                n = min(piece.length - at, self.length - self._row)
+                self._write(piece, b, at, n)
+                at += n
+                self._row += n + 1
+                if self._row >= self.length or piece.state is not None:
+                    self._row, self._column = 0, self._column + 1
+                if self._column == self.columns:
+                    yield self._piece
+                    self.clear()
+
+    def _write(self, piece: Piece, b: int, at: int, n: int) -> None:
+        mine, row, column = self._piece, self._row, self._column
+
+        def put(to: Any, of: Any, rows: int) -> None:
+            tree.map(lambda x, y: x.__setitem__((slice(row, row + rows), column), y[at : at + rows, b]), to, of)
+
+        put(mine.obs, piece.obs, n + 1)
+        put(mine.first, piece.first, n + 1)
+        put(mine.outputs, piece.outputs, n + 1)
+        for name in ("action", "reward", "terminated", "truncated", "valid", "extras"):
+            put(getattr(mine, name), getattr(piece, name), n)
+        mine.version[row : row + n, column] = (  # type: ignore[index]
+            piece.version if isinstance(piece.version, int) else piece.version[at : at + n, b]
+        )
+        last = row + n - 1
+        if mine.valid[last, column] and not mine.terminated[last, column]:
+            mine.truncated[last, column] = True
+        if row + n < self.length:
+            mine.valid[row + n, column] = False
+        if piece.state is not None:
+            tree.map(lambda x, y: x.__setitem__((0, column), y[at // piece.state_every, b]), mine.state, piece.state)
+
+
+# --- replay -----------------------------------------------------------------------------------------------------------------
+
+
+class Replay(Experience):
+    """Transitions of `size` rows at most, drawn in batches again and again.
+
+    After `learning_starts` environment steps, `updates` batches are due for every `train_every` steps. Environments of this process step together
+    and share rows of the ring; pieces of live games lie one after the other, each with its last observation behind it.
+    """
+
+    piece_length: int | None = 1
+    iteration_steps = ITERATION_STEPS
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        *,
+        gamma: float = 0.99,
+        n_step: int = 1,
+        prioritized: bool = False,
+        alpha: float = 0.6,
+        beta: Schedule = 0.4,
+        learning_starts: int = 0,
+        train_every: int = 1,
+        updates: int = 1,
+        max_use: int | None = None,
+        max_staleness: int | None = None,
+        frame_stack: int | None = None,
+    ):
+        self.size, self.batch_size = size, batch_size
+        self.learning_starts, self.train_every, self.updates = learning_starts, train_every, updates
+        self.prioritized, self._beta = prioritized, make_schedule(beta if prioritized else 1.0)
+        self._options: dict[str, Any] = {"gamma": gamma, "n_step": n_step, "prioritized": prioritized}
+        if prioritized:
+            self._options["alpha"] = alpha
+        self._options |= {"max_use": max_use, "max_staleness": max_staleness, "frame_stack": frame_stack}
+        self.least = batch_size if max_use or max_staleness else 1
+        """Transitions that must be there for a draw."""
+        self.ring: ReplayRing | None = None
+        self._due = 0  # environment steps that are not learnt from yet
+        self._left = 0  # batches of the visit under way
+        self._version = 0
+        self._ragged = False
+        self.seed(0)
+
+    @staticmethod
+    def of(config: Any, frame_stack: int | None = None) -> Replay:
+        """By the fields of an algorithm's Config that have the usual names."""
+        names = (
+            "gamma",
+            "n_step",
+            "prioritized",
+            "learning_starts",
+            "train_every",
+            "updates",
+            "max_use",
+            "max_staleness",
+        )
+        options = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        for name in ("alpha", "beta"):
+            if hasattr(config, f"priority_{name}"):
+                options[name] = getattr(config, f"priority_{name}")
+        return Replay(config.replay_size, config.batch_size, frame_stack=frame_stack, **options)
+
+    def seed(self, seed: int) -> None:
+        self.rng = np.random.default_rng([seed, 2])
+
+    def check_rows(self, num_envs: int, ready: int) -> None:
+        """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may be a dead one."""
+        size = -(-2 * self.batch_size * num_envs // ready)
+        if self.least > 1 and self.size < size:
+            raise ConfigError(
+                f"with max_use or max_staleness a gradient step waits until batch_size={self.batch_size} transitions can be "
+                f"drawn, so replay_size is at least {size}; got {self.size}"
+            )
+
+    def _make_ring(self, example: dict[str, NestedArray], lanes: int) -> ReplayRing:
+        ring = ReplayRing(self.size, lanes, example, monitor=True, **self._options)
+        ring.advance(self._version)
+        return ring
+
+    def add(self, piece: Piece) -> None:
+        self._ragged = piece.stream is not None
+        if self.ring is None:
+            row = {"obs": piece.obs, "action": piece.action, **self._kept(piece)}
+            example = tree.map(lambda x: x[0, 0], row)
+            self.ring = self._make_ring(example, 1 if self._ragged else piece.num_envs)
+        if self._ragged:
+            for b in range(piece.num_envs):
+                self._add_ragged(piece, b)
+        else:
+            add, kept = self.ring.add, self._kept(piece)
+            for t in range(piece.length):
+                extras = {k: tree.index(v, t) for k, v in kept.items()} if kept else {}
+                add(
+                    tree.index(piece.obs, t), tree.index(piece.action, t), piece.reward[t], piece.terminated[t],
+                    piece.truncated[t], piece.valid[t], **extras,
+                )  # fmt: skip
+        self._due += int(np.count_nonzero(piece.valid))
+
+    def _kept(self, piece: Piece) -> dict[str, NestedArray]:
+        return piece.extras
+
+    def _add_ragged(self, piece: Piece, b: int) -> None:
+        """The rows of one game, then its last observation as a dead row: the row before it has a successor, and nothing follows."""
+        assert self.ring is not None
+        kept, t = self._kept(piece), piece.length
+        for i in range(t + 1):
+            row = min(i, t - 1)
+            dead = i == t or not piece.valid[row, b]
+            terminated = bool(piece.terminated[row, b]) and not dead
+            cut = (i == t - 1 and not terminated) or bool(piece.truncated[row, b])
+            self.ring.add(
+                tree.index(piece.obs, (i, slice(b, b + 1))),
+                tree.index(piece.action, (row, slice(b, b + 1))),
+                np.array([0.0 if dead else piece.reward[row, b]], np.float32),
+                np.array([terminated]),
+                np.array([cut and not dead]),
+                np.array([not dead]),
+                **tree.index(kept, (row, slice(b, b + 1))),
+            )
+
+    def __len__(self) -> int:
+        return 0 if self.ring is None else len(self.ring)
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        if self._left == 0:
+            if clock.env_steps <= self.learning_starts or len(self) < self.least:
+                self._due = min(self._due, self.train_every)
+                return None
+            if self._due < self.train_every:
+                return None
+            self._due -= self.train_every
+            self._left = self.updates
+        if len(self) < self.least:  # the rest is used up or stale: wait for new rows
+            self._due %= self.train_every
+            self._left = 0
+            return None
+        self._left -= 1
+        data = self._draw(self._beta(clock.env_steps))
+        return Batch(data, self.batch_size, data["id"])
+
+    def _draw(self, beta: float) -> dict[str, NestedArray]:
+        assert self.ring is not None
+        return self.ring.sample(self.batch_size, self.rng, beta)
+
+    def room(self) -> bool:
+        return self._due < max(4 * self.train_every, self.batch_size) or len(self) < self.least
+
+    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
+        assert self.ring is not None
+        if priorities is not None:
+            self.ring.update_priorities(batch.ids, priorities)
+        self._version = version
+        self.ring.advance(version)
+
+    def cut(self) -> None:
+        if self.ring is not None:
+            self.ring.cut()
+
+    def waiting_for(self) -> str:
+        if self.ring is None:
+            return "no game has sent a row to learn from yet"
+        return f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps"
+
+    def numbers(self) -> dict[str, float]:
+        return {} if self.ring is None else {"size": len(self.ring), **self.ring.stats()}
+
+    def newest_obs(self, rows: int) -> NestedArray | None:
+        if self.ring is None:
+            return None
+        newest = self.ring.newest(rows)["obs"]  # looked at, not drawn: saving must not count as use
+        return newest if tree.length(newest) else None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.ring is None else self.ring.nbytes
+
+    def get_state(self, directory: Path | None) -> dict[str, Any]:
+        json = {"rng": self.rng.bit_generator.state, "due": self._due, "left": self._left, "version": self._version}
+        if self.ring is None or directory is None:
+            return {"arrays": {}, "json": {**json, "rows": False, "came": self.ring is not None}}
+        arrays = {"ring": self.ring.save(directory), "example": self.ring.example}
+        return {"arrays": arrays, "json": {**json, "rows": True, "came": True, "ragged": self._ragged}}
+
+    def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
+        arrays, json = state["arrays"], state["json"]
+        self.rng.bit_generator.state = json["rng"]
+        self._due, self._left, self._version = int(json["due"]), int(json["left"]), int(json["version"])
+        if not json["rows"] or directory is None:
+            return not json["came"]
+        self._ragged = bool(json["ragged"])
+        self.ring = self._make_ring(arrays["example"], int(arrays["ring"]["layout"][0]))
+        self.ring.load(directory, arrays["ring"])
+        return True
+
+    def prune(self, directory: Path, kept: Iterable[Any]) -> None:
+        if self.ring is not None:
+            self.ring.prune(directory, [state["ring"] for state in kept if state and "ring" in state])
+
+
+class Sequences(Replay):
+    """Runs of `burn_in + length` rows of one game, `[T, B, ...]`, drawn again and again. Every row may begin one, so neighbouring sequences overlap
+    as chance has it. The memory of a Model is kept for every row and handed out for the first."""
+
+    def __init__(self, size: int, batch_size: int, length: int, burn_in: int = 0, **options: Any):
+        super().__init__(size, batch_size, **options)
+        self.length, self.burn_in = length, burn_in
+        self.least = max(self.least, length + burn_in + 1)
+
+    def _kept(self, piece: Piece) -> dict[str, NestedArray]:
+        return piece.extras if piece.state is None else {**piece.extras, "state": piece.state}
+
+    def _draw(self, beta: float) -> dict[str, NestedArray]:
+        assert self.ring is not None
+        return self.ring.sample_sequences(self.batch_size, self.length, self.burn_in, self.rng, beta)
+
+    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
+        """One priority per sequence goes to the row at which its learning part begins."""
+        ids = batch.ids[self.burn_in]
+        super().feedback(replace(batch, ids=ids), priorities, version)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------
+
+
+class Dataset(Experience):
+    """All transitions of a source that ends, in a new random order each epoch; batches as those of `Replay`, without priorities."""
+
+    def __init__(self, batch_size: int, epochs: int = 1, gamma: float = 0.99, n_step: int = 1):
+        if batch_size < 1 or epochs < 1:
+            raise ConfigError(f"a Dataset has batch_size >= 1 and epochs >= 1, got {batch_size} and {epochs}")
+        self.batch_size, self.epochs, self.gamma, self.n_step = batch_size, epochs, gamma, n_step
+        self._parts: list[dict[str, NestedArray]] = []
+        self._rows: dict[str, NestedArray] | None = None
+        self._order = np.zeros(0, np.int64)
+        self.epoch = self._at = 0
+        self.seed(0)
+
+    def seed(self, seed: int) -> None:
+        self.rng = np.random.default_rng([seed, 2])
+
+    def add(self, piece: Piece) -> None:
+        if self._rows is not None:
+            raise DataError("this Dataset is complete: no more pieces are taken")
+        self._parts.append(transitions(piece, self.n_step, self.gamma))
+
+    def complete(self) -> None:
+        if not sum(len(p["reward"]) for p in self._parts):
+            raise DataError("the data set has no transitions to learn from")
+        self._rows, self._parts = tree.concat(self._parts), []
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        if self._rows is None:
+            return None
+        count = len(self._rows["reward"])
+        size = min(
+            self.batch_size, count
+        )  # what is left at the end of an epoch comes first in the next: shapes stay fixed
+        while len(self._order) - self._at < size:
+            if self.epoch == self.epochs:
+                raise EndOfData(f"{self.epochs} epochs of {count:,} transitions are learnt")
+            self._order = np.concatenate([self._order[self._at :], self.rng.permutation(count)])
+            self._at, self.epoch = 0, self.epoch + 1
+        rows = self._order[self._at : self._at + size]
+        self._at += size
+        return Batch(tree.map(lambda x: x[rows], self._rows), size)
+
+    def waiting_for(self) -> str:
+        return "the files are still being read"
+
+    def newest_obs(self, rows: int) -> NestedArray | None:
+        return None if self._rows is None else tree.map(lambda x: x[-rows:], self._rows["obs"])
+
+    def get_state(self, directory: Path | None) -> dict[str, Any]:
+        json = {"rng": self.rng.bit_generator.state, "epoch": self.epoch, "at": self._at}
+        return {"arrays": {"order": self._order}, "json": json}
+
+    def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
+        self._order = np.array(state["arrays"]["order"], np.int64)
+        self.rng.bit_generator.state = state["json"]["rng"]
+        self.epoch, self._at = int(state["json"]["epoch"]), int(state["json"]["at"])
+        return True
+
+
+def transitions(piece: Piece, n_step: int, gamma: float) -> dict[str, Any]:
+    """The valid rows of a piece as transitions `[N, ...]`, each with the observation that it bootstraps from."""
+    total, discount, after = nstep(piece, n_step, gamma)
+    row, env = np.nonzero(piece.valid)
+    return {
+        "obs": tree.index(piece.obs, (row, env)),
+        "action": tree.index(piece.action, (row, env)),
+        "reward": total[row, env],
+        "discount": discount[row, env],
+        "next_obs": tree.index(piece.obs, (after[row, env], env)),
+        "weight": np.ones(len(row), np.float32),
+        **tree.index(piece.extras, (row, env)),
+    }

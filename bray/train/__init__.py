@@ -1,0 +1,1 @@
+"""Training: sources of pieces, one driver over them, evaluation. No Ray, no files of its own."""

@@ -1,0 +1,339 @@
+"""The driver: gather pieces, add them to the experience, learn from every batch that is due. One for every way to train.
+
+    before_run    resume
+    gather -> add -> for every due batch: before_step -> update, feedback -> after_step (log, publish, save)
+    after_run     publish, save
+
+In one process it is asked for iterations (`bray train`); with live games it waits for pieces; a rank of a launched trainer runs it to the end.
+Counters, result rows and the state of a training exist here once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from bray import tree
+from bray.act import Clock
+from bray.data.experience import Batch, Counts, EndOfData, Experience
+from bray.errors import UnknownName
+from bray.inference.torch_engine import load_weights
+from bray.metrics import EpisodeStats
+from bray.train.source import Source
+
+logger = logging.getLogger("bray")
+
+POSITIONS = ("before_run", "before_step", "after_step", "after_run")
+SAY_AFTER = 30.0
+"""Seconds without a batch after which the log says why."""
+_WAIT = 0.5  # seconds: a source that has nothing is asked again, and whoever wants to stop is heard
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Something that is done at a point of the loop: `call(driver)`. Lower priorities come first; ours are 10, 20, ..."""
+
+    position: str
+    call: Callable[[Any], None]
+    priority: float = 100.0
+
+    def __post_init__(self) -> None:
+        if self.position not in POSITIONS:
+            raise UnknownName("position", self.position, POSITIONS, "of a Hook")
+
+
+@dataclass
+class Side:
+    """One policy of a run: what acts, what it learns from, what learns. Without a learner it is frozen."""
+
+    model: nn.Module
+    policy: Any
+    experience: Experience
+    learner: Any
+    name: str = "default"
+    config: Any = None
+    """Of the algorithm."""
+
+
+@dataclass
+class Totals:
+    """Counters of a run, from what happened in the games."""
+
+    env_steps: int = 0
+    episodes: EpisodeStats = field(default_factory=EpisodeStats)
+    dropped: int = 0
+
+    def add(self, counts: Counts) -> None:
+        self.env_steps += counts.env_steps
+        self.dropped += counts.dropped
+        for return_, length in counts.episodes:
+            self.episodes.add(return_, length)
+
+
+class Driver:
+    """Trains sides from sources. `iterate` is one iteration and returns a row of numbers; `run` goes on until it is stopped or the data ends."""
+
+    def __init__(self, sides: Sequence[Side], sources: Sequence[Source], hooks: Sequence[Hook] = ()):
+        self.sides = {side.name: side for side in sides}
+        self.side = next(iter(self.sides.values()))
+        """The first one: `default` where there is one policy."""
+        self.sources = list(sources)
+        self.totals = Totals()
+        self.iteration = 0
+        self.update: Any = None
+        """Of the last step."""
+        self.batch: Batch | None = None
+        self._hooks = {
+            p: [h.call for h in sorted(hooks, key=lambda h: h.priority) if h.position == p] for p in POSITIONS
+        }
+        self._stop = threading.Event()
+        self._learn_seconds = 0.0
+        self._last_batch = time.monotonic()
+        self._say_after = SAY_AFTER
+        self.why_waiting = ""
+        """Why no batch has come for a while; empty while they do."""
+
+    # --- the parts of the common case, one side -----------------------------------------------------------------------
+
+    @property
+    def learner(self) -> Any:
+        return self.side.learner
+
+    @property
+    def policy(self) -> Any:
+        return self.side.policy
+
+    @property
+    def model(self) -> nn.Module:
+        return self.side.model
+
+    @property
+    def experience(self) -> Experience:
+        return self.side.experience
+
+    @property
+    def env_steps(self) -> int:
+        return self.totals.env_steps
+
+    @property
+    def clock(self) -> Clock:
+        return Clock(self.totals.env_steps, self.learner.steps)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End after this step; may be called from any thread."""
+        self._stop.set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.is_set()
+
+    def call(self, position: str) -> None:
+        for hook in self._hooks[position]:
+            hook(self)
+
+    def gather(self, timeout: float = 0.0) -> bool:
+        """Take what the sources have; whether pieces came."""
+        came = False
+        for source in self.sources:
+            try:
+                pieces, counts = source.gather(timeout)
+            except EndOfData:
+                self.sources.remove(source)
+                source.close()
+                if not self.sources:
+                    for side in self.sides.values():
+                        side.experience.complete()
+                return True
+            self.totals.add(counts)
+            for piece in pieces:
+                self.sides[piece.side].experience.add(piece)
+            came = came or bool(pieces)
+        return came
+
+    def learn(self, total: _Means | None = None) -> int:
+        """Every batch that is due; how many there were."""
+        count = 0
+        for side in self.sides.values():
+            if side.learner is None:
+                continue
+            start = time.perf_counter()
+            while (batch := side.experience.next(self.clock)) is not None:
+                self._learn_from(side, batch)
+                if total is not None:
+                    total.add(self.update)
+                count += 1
+            if count:
+                self._learn_seconds += time.perf_counter() - start
+        return count
+
+    def _learn_from(self, side: Side, batch: Batch) -> None:
+        learner = side.learner
+        self.batch = batch
+        if self._hooks["before_step"]:
+            self.call("before_step")
+        update = self.update = learner.update(learner.prepare(batch.data), self.clock)
+        side.experience.feedback(batch, update.priorities, learner.steps)
+        clock = Clock(self.totals.env_steps, learner.steps)
+        for source in self.sources:
+            source.publish(None, clock)
+        if self._hooks["after_step"]:
+            self.call("after_step")
+
+    def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
+        """One iteration: a batch learnt from, or so many environment steps as the experience says. Returns its row of numbers; None where the data
+        has ended or somebody asked to stop before there was anything to tell. It ends early when `most_episodes` have been finished since training
+        began."""
+        start, steps = time.perf_counter(), self.totals.env_steps
+        self._learn_seconds = 0.0
+        means = _Means()
+        every = self.experience.iteration_steps
+        until = None if every is None else (steps // every + 1) * every
+        left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
+        for source in self.sources:
+            source.limit_episodes(left)
+        try:
+            while not self._stop.is_set() or self._exact:
+                came = self.gather(0.0 if self._exact else _WAIT)
+                learnt = self.learn(means)
+                if not self._exact:
+                    self._watch(came, learnt)
+                if until is None and (learnt or not came):
+                    if learnt or self._exact:
+                        break
+                elif until is not None and self.totals.env_steps >= until:
+                    break
+                if most_episodes is not None and self.totals.episodes.total >= most_episodes:
+                    break
+        except EndOfData as e:
+            logger.info("training ends: %s", e)
+            self.ended = True
+            if not means.count:
+                return None
+        self.iteration += 1
+        return self._row(means, steps, time.perf_counter() - start)
+
+    ended = False
+    """Whether the data has ended."""
+
+    @property
+    def _exact(self) -> bool:
+        return bool(self.sources) and all(source.exact for source in self.sources)
+
+    def _watch(self, came: bool, learnt: int) -> None:
+        """Say why nothing is learnt, when that lasts."""
+        now = time.monotonic()
+        if learnt:
+            self._last_batch, self._say_after, self.why_waiting = now, SAY_AFTER, ""
+        elif now - self._last_batch > self._say_after:
+            self._say_after *= 2
+            why = [w for w in (source.waiting_for() for source in self.sources) if w]
+            self.why_waiting = "; ".join([*why, self.experience.waiting_for()])
+            logger.warning("nothing to learn from for %.0f s: %s", now - self._last_batch, self.why_waiting)
+
+    def _row(self, means: _Means, steps: int, seconds: float) -> dict[str, Any]:
+        perf: dict[str, float] = {"env": 0.0, "forward": 0.0}
+        for source in self.sources:
+            perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
+        perf["learn"] = self._learn_seconds
+        perf["idle"] = max(0.0, seconds - sum(perf.values()))
+        return {
+            "training_iteration": self.iteration,
+            "env_steps_total": self.totals.env_steps,
+            "learner_steps_total": self.learner.steps,
+            **self.totals.episodes.row(),
+            **{f"loss/{k}": v for k, v in means.row().items()},
+            **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
+            **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
+            **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
+            "env_steps_per_second": (self.totals.env_steps - steps) / seconds,
+            "time_this_iter_s": seconds,
+        }
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def get_state(self, replay_dir: Path | None = None) -> dict[str, Any]:
+        """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to files in `replay_dir`."""
+        learner = self.learner.state_dict()
+        experience = self.experience.get_state(replay_dir)
+        sources = [source.get_state() for source in self.sources]
+        arrays: dict[str, Any] = {
+            "sources": {str(i): state["arrays"] for i, state in enumerate(sources)},
+            "learner": learner["parts"],
+            "experience": experience["arrays"],
+            "episodes": self.totals.episodes.get_state(),
+        }
+        json: dict[str, Any] = {
+            "sources": [state["json"] for state in sources],
+            "learner": {k: v for k, v in learner.items() if k != "parts"},
+            "experience": experience["json"],
+            "iteration": self.iteration,
+            "env_steps": self.totals.env_steps,
+            "dropped": self.totals.dropped,
+        }
+        return {"arrays": arrays, "json": json}
+
+    def set_state(
+        self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
+    ) -> bool:
+        """Go on from a state; returns whether that is exact."""
+        arrays, json = state["arrays"], state["json"]
+        self.set_weights(weights)
+        self.learner.load_state_dict({"parts": arrays["learner"], **json["learner"]})
+        self.iteration = int(json["iteration"])
+        self.totals = Totals(int(json["env_steps"]), dropped=int(json["dropped"]))
+        self.totals.episodes.set_state(arrays["episodes"])
+        exact = self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
+        goes_on = True
+        for i, source in enumerate(self.sources):
+            saved = {"arrays": arrays["sources"][str(i)], "json": json["sources"][i]}
+            goes_on = source.set_state(saved, self.clock) and goes_on
+        if not goes_on:
+            self.experience.cut()
+        return exact and goes_on
+
+    def recent_observations(self, rows: int = 1024, most_bytes: int = 8 << 20) -> Any:
+        """The newest raw observations, for checking and calibrating exported models; at most `most_bytes` of them."""
+        obs = self.experience.newest_obs(rows)
+        if obs is None or not tree.length(obs):
+            return None
+        rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
+        return tree.map(lambda x: np.ascontiguousarray(x[-rows:]), obs)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {k: v.detach().cpu().numpy().copy() for k, v in self.model.state_dict().items()}
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        load_weights(self.model, weights)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
+
+class _Means:
+    """Means of the numbers of several updates; read once, since reading a tensor waits for its device."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._names: tuple[str, ...] = ()
+        self._total: Tensor | None = None
+
+    def add(self, update: Any) -> None:
+        self._names = update.names
+        self._total = update.values if self._total is None else self._total + update.values
+        self.count += 1
+
+    def row(self) -> dict[str, float]:
+        if self._total is None:
+            return {}
+        return dict(zip(self._names, (self._total / self.count).tolist(), strict=True))

@@ -1,0 +1,110 @@
+"""Evaluation: whole episodes, raw rewards, the same seeds in every run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bray.act import GREEDY, TRAINED
+from bray.envs.config import EnvConfig
+from bray.envs.vector import VecEnv
+from bray.train.rollout import Rollout, Step
+
+EVAL_SEED = 1_000_003
+"""Evaluation episodes are the same ones in every run."""
+
+
+def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
+    """The environment as it is judged: whole episodes, raw rewards, all waited for. An environment given as an object is there only
+    once."""
+    if not isinstance(config.id, (str, type)) and hasattr(config.id, "step"):
+        num_envs = 1
+    atari = dataclasses.replace(config.atari, episodic_life=False)
+    return dataclasses.replace(
+        config,
+        num_envs=num_envs,
+        per_env=config.per_env[:num_envs],
+        atari=atari,
+        clip_rewards=None,
+        normalize_rewards=False,
+        wait_num=None,
+        step_wait_timeout=0.0,
+    )
+
+
+def trained(
+    env: VecEnv,
+    engine: Any,
+    policy: Any,
+    seed: int,
+    mode: str = GREEDY,
+    initial_state: Callable[[int], Any] | None = None,
+) -> Rollout:
+    """A rollout of a policy whose training is over, at the start of its first episodes."""
+    rollout = Rollout(env, engine, policy, np.random.default_rng(seed), mode, initial_state=initial_state)
+    rollout.clock = TRAINED
+    rollout.reset(seed)
+    return rollout
+
+
+def play(
+    env: VecEnv,
+    engine: Any,
+    policy: Any,
+    episodes: int,
+    seed: int,
+    *,
+    mode: str = GREEDY,
+    initial_state: Callable[[int], Any] | None = None,
+    on_step: Callable[[Step], None] | None = None,
+) -> list[tuple[float, int]]:
+    """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return, length) each."""
+    share = [episodes // env.num_envs + (b < episodes % env.num_envs) for b in range(env.num_envs)]
+    done: list[list[tuple[float, int]]] = [[] for _ in share]
+    rollout = trained(env, engine, policy, seed, mode, initial_state)
+    while any(len(d) < s for d, s in zip(done, share, strict=True)):
+        step = rollout.step()
+        if on_step is not None:
+            on_step(step)
+        for b, return_, length in rollout.ended:
+            if len(done[b]) < share[b]:
+                done[b].append((return_, length))
+    return [result for d in done for result in d]
+
+
+def play_steps(
+    env: VecEnv,
+    engine: Any,
+    policy: Any,
+    steps: int,
+    seed: int,
+    *,
+    mode: str = GREEDY,
+    initial_state: Callable[[int], Any] | None = None,
+) -> tuple[list[tuple[float, int]], tuple[float, int]]:
+    """Play exactly `steps` steps in one environment, episode after episode: (return, length) of each whole one, and of the one that was
+    cut (length 0: none was)."""
+    done: list[tuple[float, int]] = []
+    rollout = trained(env, engine, policy, seed, mode, initial_state)
+    while rollout.env_steps < steps:
+        rollout.step()
+        done += [(return_, length) for _, return_, length in rollout.ended]
+    return done, (float(rollout.returns[0]), int(rollout.lengths[0]))
+
+
+def summarize(results: list[tuple[float, int]]) -> dict[str, Any]:
+    """Mean return of evaluation episodes with the half width of its 95 % confidence interval."""
+    returns = np.array([r for r, _ in results])
+    n = len(returns)
+    return {
+        "eval/return_mean": float(returns.mean()),
+        "eval/return_ci95": float(1.96 * returns.std(ddof=1) / math.sqrt(n)) if n > 1 else None,
+        "eval/return_min": float(returns.min()),
+        "eval/return_max": float(returns.max()),
+        "eval/length_mean": float(np.mean([n for _, n in results])),
+        "eval/episodes": n,
+    }

@@ -1,0 +1,118 @@
+"""A training in this process: an algorithm's names, an environment, a driver over both."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from bray import tree
+from bray.algos import make_experience
+from bray.envs.config import EnvConfig
+from bray.envs.make import make_vec
+from bray.envs.rewards import RewardTransform
+from bray.errors import ConfigError
+from bray.inference.torch_engine import TorchEngine, is_recurrent
+from bray.spec import EnvSpec
+from bray.train.config import RunConfig, resolve_device
+from bray.train.driver import Driver, Side
+from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
+from bray.train.rollout import EnvSource, Rollout
+
+
+def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
+    """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
+    device = resolve_device(run.device)
+    torch.set_num_threads(run.threads or threads_for(spec))
+    torch.manual_seed(run.seed)
+    policy = algo.Policy(config, spec)
+    model: nn.Module = algo.make_model(config, spec, model_config).to(device)
+    policy.draws = getattr(model, "draws", None) or {}
+    learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
+    experience = make_experience(algo, config, spec, model_config)
+    experience.seed(run.seed)
+    return Side(model, policy, experience, learner, config=config)
+
+
+def initial_state(model: nn.Module) -> Any:
+    """`initial_state(n)` of a Model with memory, as arrays; None for one without."""
+    if not is_recurrent(model):
+        return None
+    return lambda n: tree.map(np.asarray, model.initial_state(n))  # type: ignore[operator]
+
+
+def acting_engine(model: nn.Module, policy: Any, record: bool = True) -> TorchEngine:
+    """The Model as a Policy asks it."""
+    return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)
+
+
+class LocalTraining(Driver):
+    """An algorithm at work on an environment, in this process."""
+
+    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
+        if run.num_workers:
+            raise ConfigError(
+                f"num_workers={run.num_workers}: rollouts in other processes (Ray) are not there yet, use num_workers=0"
+            )
+        self.algo, self.run_config, self.env_config = algo, run, env
+        self.device = resolve_device(run.device)
+        self.env = make_vec(env, seed=run.seed)
+        self.spec = self.env.spec
+        try:
+            side = make_side(algo, run, self.spec, model, config)
+            if env.wait_num is not None:
+                _refuse_waiting(env.wait_num, side)
+            if hasattr(side.experience, "check_rows"):
+                side.experience.check_rows(env.num_envs, env.wait_num or env.num_envs)
+        except BaseException:
+            self.env.close()
+            raise
+        rewards = RewardTransform(env, env.num_envs, config.gamma)
+        self.rollout = Rollout(
+            self.env,
+            acting_engine(side.model, side.policy, run.record),
+            side.policy,
+            np.random.default_rng([run.seed, 0]),
+            rewards=rewards if rewards.active else None,
+            initial_state=initial_state(side.model),
+        )
+        self.rollout.reset(run.seed)
+        super().__init__([side], [EnvSource(self.rollout, side.experience, run.record)])
+
+    def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
+        """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
+        episodes = episodes or self.run_config.eval_episodes
+        config = eval_config(self.env_config, min(episodes, 16))
+        with make_vec(config, seed=EVAL_SEED) as env:
+            engine = acting_engine(self.model, self.policy, self.run_config.record)
+            results = play(env, engine, self.policy, episodes, EVAL_SEED, initial_state=initial_state(self.model))
+        return summarize(results)
+
+
+def _refuse_waiting(wait_num: int, side: Side) -> None:
+    """`env.wait_num` is for algorithms that learn from single transitions and sums over them."""
+    n_step = getattr(side.config, "n_step", 1)
+    if n_step > 1:
+        what, instead = f"n_step={n_step}", "n_step=1"
+    elif is_recurrent(side.model):
+        what, instead = "a model with memory", "use_lstm=false"
+    else:
+        return
+    raise ConfigError(
+        f"env.wait_num={wait_num} does not go with {what}: between two steps of an environment that is waited for lie "
+        f"rows in which nothing happened to it, and {what} takes neighbouring rows for neighbouring steps. Set {instead}, or leave "
+        "env.wait_num out."
+    )
+
+
+def threads_for(spec: EnvSpec) -> int:
+    """One thread for vector observations (more are slower there), all cores for pictures."""
+    pictures = any(len(s.shape) >= 2 for s in _leaf_spaces(spec.observation))
+    return (os.cpu_count() or 1) if pictures else 1
+
+
+def _leaf_spaces(space: Any) -> list[Any]:
+    return [leaf for part in space.parts for leaf in _leaf_spaces(part)] if space.parts else [space]

@@ -1,0 +1,327 @@
+"""An environment of this process played by a Policy, row by row; and as a source of pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.act import SAMPLE, Clock, Tick, decide_now
+from bray.data.experience import Counts, Experience
+from bray.data.piece import Piece
+from bray.envs.rewards import RewardTransform
+from bray.envs.vector import VecEnv
+from bray.inference.torch_engine import TorchEngine
+from bray.train.source import Source
+
+SEPARATE = 0.3
+"""Outputs that `act` does not read are computed once per rollout instead of at each step when at least this share of the Model's
+parameters serves only them (a value network of its own; not a value head on a shared body)."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One row of all environments: what was seen, done and got."""
+
+    obs: Any
+    valid: np.ndarray
+    first: np.ndarray
+    state: Any
+    outputs: dict[str, Any]
+    extras: dict[str, Any]
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+    action: Any
+    """In the environment's units."""
+
+
+class Rollout:
+    """An environment, an engine and a Policy driven together; knows where each episode stands."""
+
+    def __init__(
+        self,
+        env: VecEnv,
+        engine: TorchEngine,
+        policy: Any,
+        rng: np.random.Generator,
+        mode: str = SAMPLE,
+        rewards: RewardTransform | None = None,
+        initial_state: Callable[[int], Any] | None = None,
+    ):
+        self.env, self.engine, self.policy, self.rng, self.mode, self.rewards = env, engine, policy, rng, mode, rewards
+        self.returns = np.zeros(env.num_envs)
+        self.lengths = np.zeros(env.num_envs, np.int64)
+        self.first = np.ones(env.num_envs, bool)
+        self.state = initial_state(env.num_envs) if initial_state else None
+        self._under_way: dict[str, Any] | None = None  # the extras of the last row, where environments are waited for
+        self.env_steps = 0
+        self.version = 0
+        """Of the weights that act."""
+        self.clock: Clock | None = None
+        """What schedules are told instead of these two."""
+        self.obs: Any = None
+        self.ended: list[tuple[int, float, int]] = []
+        """(environment, return, length) of the episodes that the last step ended."""
+        self.episodes_left: int | None = None
+        """Episodes that still count; those beyond are not told of."""
+        self.seconds = {"env": 0.0, "forward": 0.0}
+
+    @property
+    def full(self) -> bool:
+        """Whether all episodes that count have been played."""
+        return self.episodes_left == 0
+
+    def reset(self, seed: int) -> None:
+        self.obs = self.env.reset(seed)
+
+    def step(self) -> Step:
+        """One decision in every environment."""
+        obs, first, state, env = self.obs, self.first, self.state, self.env
+        dead, waits = env.dead, env.waits
+        valid = ~dead
+        t0 = time.perf_counter()
+        if state is not None and first.any():
+            state = zeroed(state, first)
+        clock = self.clock or Clock(self.env_steps, self.version)
+        deciding = self.policy.decide(Tick(obs, None, first), state, self.rng, self.mode, clock)
+        actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
+        if waits:
+            extras = self._under_way = self._taken(extras)
+        t1 = time.perf_counter()
+        self.obs, reward, terminated, truncated, _ = env.step(actions)
+        t2 = time.perf_counter()
+        self.seconds["forward"] += t1 - t0
+        self.seconds["env"] += t2 - t1
+        ended = env.dead
+        self.first = dead  # the row after a dead one is the first of an episode
+        if waits:
+            here = ~env.waiting
+            valid &= here
+            ended = ended & valid  # it stays dead while its next episode is waited for, but ended once
+            self.first = dead & here
+        self.returns += reward
+        self.lengths += valid
+        self.env_steps += int(np.count_nonzero(valid))
+        if self.ended:
+            self.ended = []
+        ends = ended.tolist()  # a list is searched ten times faster than an array of a few flags
+        if True in ends:
+            self._end([b for b, end in enumerate(ends) if end])
+        learned = reward
+        if self.rewards is not None:
+            learned = self.rewards(reward, env.dead, valid if waits else None)
+        return Step(obs, valid, first, state, outputs, extras, learned, terminated, truncated, actions)
+
+    def _end(self, environments: list[int]) -> None:
+        for b in environments:
+            if not self.full:
+                self.ended.append((b, float(self.returns[b]), int(self.lengths[b])))
+                if self.episodes_left is not None:
+                    self.episodes_left -= 1
+            self.returns[b] = 0.0
+            self.lengths[b] = 0
+
+    def _taken(self, extras: dict[str, Any]) -> dict[str, Any]:
+        """The extras of the actions that are carried out in this row: the last ones where they are still under way. The row in which a
+        result comes so holds the action that it came from."""
+        waiting = self.env.waiting
+        if self._under_way is None or not waiting.any():
+            return extras
+
+        def choose(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+            return np.where(waiting.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+        return tree.map(choose, extras, self._under_way)
+
+    def get_state(self) -> dict[str, Any]:
+        """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}."""
+        env = self.env.get_state()
+        arrays = {
+            "env": env["arrays"],
+            "obs": self.obs,
+            "returns": self.returns.copy(),
+            "lengths": self.lengths.copy(),
+            "first": self.first.copy(),
+            "dead": self.env.dead.copy(),
+            "state": {} if self.state is None else self.state,
+            "rewards": self.rewards.get_state() if self.rewards else {},
+        }
+        return {"arrays": arrays, "json": {"env": env["json"], "rng": self.rng.bit_generator.state}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from `get_state`; where the environment cannot, new episodes start and `env.exact` is False."""
+        arrays, json = state["arrays"], state["json"]
+        self.rng.bit_generator.state = json["rng"]
+        if self.rewards:
+            self.rewards.set_state(arrays["rewards"])
+        self.obs = self.env.set_state({"arrays": arrays["env"], "json": json["env"]})
+        same = tree.equal(self.obs, tree.map(np.asarray, arrays["obs"])) and np.array_equal(
+            self.env.dead, arrays["dead"]
+        )
+        if self.env.exact and same:
+            self.returns, self.lengths = np.array(arrays["returns"]), np.array(arrays["lengths"])
+            self.first = np.array(arrays["first"])
+            if self.state is not None:
+                self.state = tree.map(np.array, arrays["state"])
+        else:
+            self.env.exact = False
+
+
+class EnvSource(Source):
+    """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in place."""
+
+    exact = True
+
+    def __init__(self, rollout: Rollout, experience: Experience, record: bool = True):
+        self.rollout = rollout
+        assert experience.piece_length is not None
+        self.rows, self._state_every = experience.piece_length, experience.state_every
+        self._keep = rollout.policy.keeps
+        self._later: TorchEngine | None = None
+        if self._keep and rollout.state is None:
+            self._later = self._separate_outputs(record)
+        self._row: _Columns | None = None
+
+    def _separate_outputs(self, record: bool) -> TorchEngine | None:
+        """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
+        rollout, reads = self.rollout, self.rollout.policy.reads
+        model = rollout.engine.model
+        both = TorchEngine(model, (*reads, *self._keep), record)
+        draws = rollout.policy.draw(None) if rollout.policy.draws else None
+        inputs = (rollout.obs,) if draws is None else (rollout.obs, draws)
+        if record:
+            all_, some = both.parameters_read(*inputs), rollout.engine.parameters_read(*inputs)
+            if all_ and some and some < (1.0 - SEPARATE) * all_:
+                return TorchEngine(model, self._keep, record)
+        rollout.engine = both
+        return None
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a fixed shape."""
+        rollout, before = self.rollout, self.rollout.env_steps
+        episodes: list[tuple[float, int]] = []
+        columns = self._row if self.rows == 1 else None
+        whole = True
+        for t in range(self.rows):
+            step = rollout.step()
+            if columns is None:
+                columns = _Columns(step, self.rows, self._keep, self._state_every)
+            columns.write(t, step)
+            if rollout.ended:
+                episodes += [(return_, length) for _, return_, length in rollout.ended]
+            if rollout.full and t + 1 < self.rows:
+                whole = False
+                break
+        assert columns is not None
+        if self.rows == 1:
+            self._row = columns  # whoever keeps rows copies them
+        counts = Counts(rollout.env_steps - before, tuple(episodes))
+        return ([self._piece(columns)] if whole else []), counts
+
+    def _piece(self, columns: _Columns) -> Piece:
+        rollout, rows = self.rollout, self.rows
+        columns.write_last(rollout.obs, rollout.first)
+        outputs = columns.outputs
+        if self._later is not None:
+            late = self._later.forward(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs))
+            outputs = {k: late[k].reshape(rows + 1, -1, *late[k].shape[1:]) for k in self._keep}
+        elif self._keep:
+            state = None if rollout.state is None else zeroed(rollout.state, rollout.first)
+            inputs = next(rollout.policy.decide(Tick(rollout.obs), state, None, "greedy", Clock()))
+            last = rollout.engine.forward(*inputs)
+            for k in self._keep:
+                outputs[k][rows] = last[k]
+        return columns.piece(outputs, rollout.version, self._state_every)
+
+    def limit_episodes(self, left: int | None) -> None:
+        self.rollout.episodes_left = left
+
+    def publish(self, weights: Any, clock: Clock) -> None:
+        """The parameters are shared: only their version is news."""
+        self.rollout.version = clock.version
+
+    def seconds(self) -> dict[str, float]:
+        spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}
+        return spent
+
+    def get_state(self) -> dict[str, Any]:
+        return self.rollout.get_state()
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        self.rollout.set_state(state)
+        self.rollout.env_steps, self.rollout.version = clock
+        return self.rollout.env.exact
+
+    def close(self) -> None:
+        self.rollout.env.close()
+
+
+class _Columns:
+    """Preallocated columns of `rows` rows, written row by row."""
+
+    def __init__(self, step: Step, rows: int, keep: tuple[str, ...], state_every: int):
+        def column(x: np.ndarray, rows: int = rows) -> np.ndarray:
+            return np.empty((rows, *x.shape), x.dtype)
+
+        def longer(x: np.ndarray) -> np.ndarray:
+            return column(x, rows + 1)
+
+        self.rows, self._state_every = rows, state_every
+        self.obs = tree.map(longer, step.obs)
+        self.first = longer(step.first)
+        self.outputs = {k: longer(step.outputs[k]) for k in keep if k in step.outputs}
+        self.extras = tree.map(column, step.extras)
+        self.reward, self.valid = column(step.reward), column(step.valid)
+        self.terminated, self.truncated = column(step.terminated), column(step.truncated)
+        self.state = None
+        if step.state is not None:
+            self.state = tree.map(lambda x: column(x, -(-rows // state_every)), step.state)
+
+    def write(self, t: int, step: Step) -> None:
+        obs = self.obs
+        if isinstance(obs, np.ndarray):
+            obs[t] = step.obs
+        else:
+            tree.map(lambda column, x: column.__setitem__(t, x), obs, step.obs)
+        for k, column in self.outputs.items():
+            column[t] = step.outputs[k]
+        for k, x in step.extras.items():
+            self.extras[k][t] = x
+        if self.state is not None and t % self._state_every == 0:
+            tree.map(lambda column, x: column.__setitem__(t // self._state_every, x), self.state, step.state)
+        self.first[t] = step.first
+        self.reward[t] = step.reward
+        self.terminated[t] = step.terminated
+        self.truncated[t] = step.truncated
+        self.valid[t] = step.valid
+
+    def write_last(self, obs: Any, first: np.ndarray) -> None:
+        tree.map(lambda column, x: column.__setitem__(self.rows, x), self.obs, obs)
+        self.first[self.rows] = first
+
+    def piece(self, outputs: dict[str, Any], version: int, state_every: int) -> Piece:
+        extras = dict(self.extras)
+        return Piece(
+            obs=self.obs,
+            action=extras.pop("action"),
+            reward=self.reward,
+            terminated=self.terminated,
+            truncated=self.truncated,
+            valid=self.valid,
+            first=self.first,
+            outputs=outputs,
+            extras=extras,
+            state=self.state,
+            state_every=state_every,
+            version=version,
+        )
+
+
+def zeroed(state: Any, first: np.ndarray) -> Any:
+    """A batch of memories with those of games that begin an episode at zero."""
+    return tree.map(lambda x: np.where(first.reshape(-1, *[1] * (x.ndim - 1)), np.float32(0.0), x), state)

@@ -1,0 +1,94 @@
+"""Sources: where pieces of trajectory come from. A piece is the same thing from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.act import Clock
+from bray.data.experience import Counts, EndOfData
+from bray.data.files import EpisodeReader
+from bray.data.piece import Piece
+
+
+class Source:
+    """The contract, with defaults."""
+
+    exact = False
+    """Whether it is asked in the learner's own thread and shares its parameters, so that a run can be repeated bit for bit."""
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        """What has come, waiting at most so long; nothing may have. Raises EndOfData when nothing will."""
+        raise NotImplementedError
+
+    def publish(self, weights: Mapping[str, np.ndarray] | None, clock: Clock) -> None:
+        """There are new weights; None where the source shares the parameters."""
+
+    def limit_episodes(self, left: int | None) -> None:
+        """Count so many more episodes and no others; None = all."""
+
+    def waiting_for(self) -> str:
+        """Why nothing comes, in words; empty where something does."""
+        return ""
+
+    def seconds(self) -> dict[str, float]:
+        """Time spent per phase since the last call."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """{"arrays": tree, "json": plain data}"""
+        return {"arrays": {}, "json": {}}
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        """Go on; returns whether that is exact."""
+        return False
+
+    def close(self) -> None: ...
+
+
+class FileSource(Source):
+    """Trajectory files of ours (`bray collect`), an episode at a time, once."""
+
+    exact = True
+
+    def __init__(self, files: EpisodeReader | str | Path | Iterable[str | Path]):
+        self._reader = files if isinstance(files, EpisodeReader) else EpisodeReader(files)
+        self._at = 0
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        if self._at >= len(self._reader):
+            raise EndOfData("all trajectory files are read")
+        episode = self._reader[self._at]
+        piece = episode_piece(episode, self._at)
+        self._at += 1
+        ended = (float(np.sum(episode["reward"], dtype=np.float64)), len(episode["reward"]))
+        return [piece], Counts(piece.length, (ended,))
+
+    def get_state(self) -> dict[str, Any]:
+        return {"arrays": {}, "json": {}}
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        return True  # the files are read again: what was drawn of them is the experience's to know
+
+
+def episode_piece(episode: Mapping[str, Any], stream: int = 0) -> Piece:
+    """An episode of a trajectory file as a piece of one game."""
+    n = len(episode["reward"])
+
+    def column(x: Any) -> Any:
+        return tree.map(lambda leaf: np.asarray(leaf)[:, None], x)
+
+    first = np.zeros((n + 1, 1), bool)
+    first[0] = True
+    names = ("obs", "action", "reward", "terminated", "truncated")
+    return Piece(
+        **{k: column(episode[k]) for k in names},
+        valid=np.ones((n, 1), bool),
+        first=first,
+        extras={k: column(tree.index(v, slice(0, n))) for k, v in episode.items() if k not in names},
+        stream=np.array([stream]),
+    )
