@@ -40,6 +40,7 @@ from bray.serving.values import reader
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig, resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.live import ID as LIVE, LiveConfig, LiveTraining
 from bray.train.local import LocalTraining, acting_engine, initial_state
 
 logger = logging.getLogger("bray")
@@ -162,8 +163,11 @@ class Experiment:
         path: str | Path | None = None,
         project: str | Path | None = None,
         trial: str | None = None,
+        live: bool = False,
         **overrides: Any,
     ):
+        """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
+        of `LiveConfig` say where and what."""
         given = [_spread(s) for s in sources]
         if config:
             given.append(Source("python", dict(config)))
@@ -171,11 +175,18 @@ class Experiment:
             given.append(Source("python", dict(overrides)))
         run = _first(run, given, "run", "algorithm")
         env = _first(env, given, "env", "id")
+        live = live or any("live" in source.values for source in given)
+        if live and env is None:
+            env = LIVE
         if run is None or env is None:
-            raise ConfigError("an experiment needs an algorithm (run=, --run) and an environment (env=, --env)")
+            raise ConfigError(
+                "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), or live games (live=True, --live)"
+            )
         self.algo = get_algo(run)
         name = algo_name(run)
         sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": self.algo.Config}
+        if live:
+            sections["live"] = LiveConfig
         layers = [Source("named", {"run": {"algorithm": name}, "env": {"id": env}})]
         defaults = getattr(self.algo, "DEFAULTS", None)  # e.g. another network for this algorithm
         if defaults:
@@ -193,6 +204,7 @@ class Experiment:
         for alias, known in STOP_ALIASES.items():
             if f"run.stop.{alias}" in places:
                 places[f"run.stop.{known}"] = places.pop(f"run.stop.{alias}")
+        self.live = live
         self.env_id = env_name(env)
         if path is not None and (project or trial):
             raise ConfigError("give either a path or project and trial, not both")
@@ -200,7 +212,7 @@ class Experiment:
             path = Path(project or "runs") / (trial or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._path = Path(path) if path else None
         self._dir: RunDir | None = None
-        self._training: LocalTraining | None = None
+        self._training: LocalTraining | LiveTraining | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
         self._spec: EnvSpec | None = None
         self._served: ServedPolicy | None = None
@@ -211,16 +223,17 @@ class Experiment:
         self._replay_states: dict[int, Any] = {}
         self._last_row: dict[str, Any] | None = None
         self._stop_requested = False
-        self.exact = self.config["env"].wait_num is None
+        self.exact = self.config["env"].wait_num is None and not live
         """Whether another run of this seed, or a resumed one, is the same run."""
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> LocalTraining:
+    def training(self) -> LocalTraining | LiveTraining:
         if self._training is None:
             c = self.config
-            self._training = LocalTraining(self.algo, c["run"], c["env"], c["model"], c["algo"])
+            parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
+            self._training = LiveTraining(*parts, c["live"]) if self.live else LocalTraining(*parts)
             if self._weights is not None:
                 self._training.set_weights(self._weights)
         return self._training
@@ -263,6 +276,7 @@ class Experiment:
         most_episodes = int(stop["episodes_total"]) if "episodes_total" in stop else None
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
+        training.start()
         with (
             rundir.logging_to(directory.log),
             Sinks(
@@ -277,11 +291,11 @@ class Experiment:
             if training.iteration:
                 out.truncate_after(training.iteration, training.env_steps)
             logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
-            if training.env.waits:
+            if training.depends_on_timing:
+                why = "the games are live" if self.live else f"env.wait_num={self.config['env'].wait_num}"
                 logger.warning(
-                    "env.wait_num=%d: what is learned depends on timing, another run of this seed will differ "
-                    "(exact: false in meta.json)",
-                    self.config["env"].wait_num,
+                    "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
+                    why,
                 )
             try:
                 if not training.iteration and not self.saved:
@@ -292,6 +306,7 @@ class Experiment:
                     if row is None:
                         break
                     if run.eval_freq and training.iteration % run.eval_freq == 0:
+                        assert isinstance(training, LocalTraining)
                         row |= training.evaluate()
                     self._time += time.perf_counter() - start
                     row["time_total_s"] = self._time
@@ -325,8 +340,10 @@ class Experiment:
         return self._dir is not None and bool(self._dir.steps())
 
     def request_stop(self) -> None:
-        """End `train` after the iteration under way (signal handlers call this)."""
+        """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
         self._stop_requested = True
+        if self._training is not None:
+            self._training.stop()
 
     @property
     def _score_key(self) -> str:
@@ -525,6 +542,11 @@ class Experiment:
         """What `bray.train.evaluate` needs to play with this policy."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
+        if self.config["env"].id == LIVE:
+            raise ConfigError(
+                "this run learnt from live games and has no environment to play in: `bray serve` answers its games; to evaluate it, name an "
+                "environment with the same spaces (--env module:Class)"
+            )
         with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
             if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
                 raise CheckpointError("the environment has other spaces than the policy was trained for")

@@ -33,12 +33,13 @@ from bray.inference.host import ModelHost
 from bray.rundir import RunDir, write_atomic
 from bray.serving.actor import Actor
 from bray.serving.config import ServiceConfig
+from bray.serving.observe import Observations
 from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
 from bray.serving.server import Numbers, Server
 from bray.serving.values import plain, reader
 from bray.serving.workers import Ready, serve as serve_workers
-from bray.spec import ACTION_MASK, EnvSpec, Space
+from bray.spec import EnvSpec
 
 logger = logging.getLogger("bray.serving")
 
@@ -158,15 +159,8 @@ class ServedModel:
         self.host: ModelHost
         self._engines = _Engines(self)
         self._rng = np.random.default_rng()
-        self._read_obs = reader(self.spec.observation)
-        self._in_obs = self.spec.observation.kind == "dict" and ACTION_MASK in self.spec.observation.names
-        self._all_legal = np.ones(self.layout.num_logits, np.bool_)
-        self.masked = bool(len(self._all_legal))
-        self._read_flat_mask = reader(Space("multi_binary", self._all_legal.shape, "int8"), ACTION_MASK)
-        parts = _choices(self.spec.action)
-        self._read_parts = None if parts is None or parts.kind == "multi_binary" else reader(parts, ACTION_MASK)
-        ends = np.cumsum([p.n for p in self.layout.parts if p.kind == "categorical"]).tolist()
-        self._choices = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]  # of each part, in a mask
+        self.observations = Observations(self.spec)
+        self.masked = self.observations.masked
         self._initial = None
         if self.recurrent:
             self._initial = _zeros(self.policy.get("state"), self.run.path)
@@ -235,7 +229,7 @@ class ServedModel:
     def sample(self) -> tuple[Any, ...]:
         """What one tick may ask the model."""
         obs = tree.map(np.asarray, self.spec.observation.sample(np.random.default_rng(0)))
-        mask = self._all_legal if self.masked else None
+        mask = self.observations.all_legal if self.masked else None
         return tuple(x for x in (obs, mask, self._initial) if x is not None)
 
     def _step_of(self, label: str) -> int:
@@ -322,30 +316,10 @@ class ServedModel:
 
     def read(self, message: TickMessage) -> tuple[Any, ...]:
         """A tick's message as what the model is asked."""
-        obs, mask = message.obs, message.action_mask
-        if self._in_obs and mask is not None and isinstance(obs, dict):
-            obs = {**obs, ACTION_MASK: mask}
-        x = self._read_obs(obs)
+        obs, mask = self.observations.read(message.obs, message.action_mask)
         if not self.masked:
-            return (x,)
-        if self._in_obs:
-            return x, self._legal(self.layout.mask(tree.map(lambda leaf: leaf[None], x))[0])  # type: ignore[index]
-        return x, self._all_legal if mask is None else self._mask(mask)
-
-    def _mask(self, value: Any) -> np.ndarray:
-        """A mask as it was sent (flat, or in the parts of a composite action) -> one bool per choice."""
-        parts = isinstance(value, dict) and "base64" not in value
-        if isinstance(value, list) and value and self._read_parts is not None:
-            parts = isinstance(value[0], (list, dict))
-        if parts and self._read_parts is not None:
-            leaves = tree.leaves(self._read_parts(value))
-            return self._legal(np.concatenate([leaf.ravel() for leaf in leaves]) > 0)
-        return self._legal(self._read_flat_mask(value) > 0)
-
-    def _legal(self, mask: np.ndarray) -> np.ndarray:
-        if len(mask) == len(self._all_legal) and not all(mask[part].any() for part in self._choices):
-            raise DataError(f"{ACTION_MASK}: expected at least one legal action for every choice, got none")
-        return mask
+            return (obs,)
+        return obs, self.observations.all_legal if mask is None else mask
 
     def graph(self) -> Path:
         return self._engines.graph()
@@ -359,18 +333,6 @@ class ServedModel:
             outputs |= act.make_rule(rule).blank(self.layout, 1, self._rng)
         tick = Tick(None, mask=None if mask is None else mask[None])
         return plain(tree.index(self._engines.policy.act(outputs, tick, self._rng, SAMPLE, TRAINED)[0], 0))
-
-
-def _choices(action: Space) -> Space | None:
-    """The space of an action's mask in parts: 0 or 1 for every choice, in the shape of the action; None where there are none."""
-    if action.kind in ("dict", "tuple"):
-        found = {name: part for name, space in action.items if (part := _choices(space)) is not None}
-        names = tuple(found) if action.kind == "dict" else ()
-        return Space(action.kind, names=names, parts=tuple(found.values())) if found else None
-    if action.kind == "box":
-        return None
-    n = sum(action.n) if action.n else 2 * int(np.prod(action.shape, dtype=int))
-    return Space("multi_binary", (n,), "int8")
 
 
 class Marks:
@@ -487,6 +449,9 @@ class TickMessage(msgspec.Struct):
 
     obs: Any
     action_mask: Any = None
+    terminated: Any = False
+    truncated: Any = False
+    """The observation is its episode's last; the next tick starts another."""
 
 
 class Opening(msgspec.Struct):
@@ -543,7 +508,8 @@ class PolicyActor(Actor):
     async def tick(self, data: bytes) -> bytes:
         model = self.model
         try:
-            asked = model.read(_read_tick(data))
+            message = _read_tick(data)
+            asked = model.read(message)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise malformed(f'expected a JSON object {{"obs": ...}}, got {_short(data)} ({e})') from None
         except DataError as e:
@@ -553,7 +519,9 @@ class PolicyActor(Actor):
             out = await model.host.forward(*asked, step=step)
         else:
             out = await model.host.forward(*asked, self.state, step=step)
-            self.state = tree.map(np.copy, out["state"])  # a row of the batch would keep the whole batch alive
+            over = message.terminated or message.truncated  # the next tick starts an episode, and remembers nothing
+            # a row of the batch would keep the whole batch alive
+            self.state = model.zero_state() if over else tree.map(np.copy, out["state"])
         action = out["action"]
         self.last = action
         if type(action) is np.int64:

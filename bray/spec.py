@@ -21,6 +21,7 @@ So a Model's distribution head is one array `[..., layout.num_params]`, an actio
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -183,6 +184,40 @@ def _bound(x: np.ndarray) -> Any:
     if x.size and (x == x.flat[0]).all():
         return x.flat[0].item()
     return tuple(np.clip(x.astype(np.float64), *_NO_BOUND).ravel().tolist())  # JSON has no infinity
+
+
+_BOX = re.compile(r"\s*(\w+)\s*\[([\d\s,]*)\]\s*(?:(\S+?)\s*\.\.\s*(\S+))?\s*")
+_SPACE_EXAMPLES = (
+    "float32[6], 'float32[2] -1..1', uint8[4,84,84], 3 (three choices) or 3,2 (two choices of three and two)"
+)
+
+
+def parse_space(text: Any) -> Space:
+    """A space as people write it: `float32[6]`, `float32[2] -1..1`, `uint8[4,84,84]`; `3` is a choice of three, `3,2` two choices; a dict of
+    such is a dict of spaces."""
+    if isinstance(text, dict):
+        return Space("dict", names=tuple(map(str, text)), parts=tuple(parse_space(v) for v in text.values()))
+    words = str(text).strip()
+    try:
+        if (found := _BOX.fullmatch(words)) is not None:
+            dtype = np.dtype(found[1])
+            shape = tuple(int(n) for n in found[2].split(",") if n.strip())
+            if dtype.kind not in "fiu" or min(shape, default=1) < 1:
+                raise ValueError
+            low, high = (None if x is None else float(x) for x in found.groups()[2:])
+            if dtype.kind in "iu" and low is None:
+                low, high = (int(x) for x in (np.iinfo(dtype).min, np.iinfo(dtype).max))
+            if low is not None and high is not None and low >= high:
+                raise ValueError
+            return Space("box", shape, dtype.name, low, high)
+        sizes = tuple(int(n) for n in words.split(","))
+        if min(sizes) < 1:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ConfigError(f"expected a space like {_SPACE_EXAMPLES}; got {text!r}") from None
+    if len(sizes) == 1:
+        return Space("discrete", (), "int64", n=sizes, start=(0,))
+    return Space("multi_discrete", (len(sizes),), "int64", n=sizes, start=(0,) * len(sizes))
 
 
 @lru_cache(maxsize=256)

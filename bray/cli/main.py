@@ -94,6 +94,7 @@ Keys = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="lr=1e-3 model.layer_norm=true", show_default=False)
 ]
 _WHAT, _ENDS, _HOW, _SHOW = "What runs", "Where it begins and ends", "How it runs", "What is shown"
+_LIVE = "Live games, in place of an environment"
 
 
 def _opt(panel: str, names: str, metavar: str | None, help: str) -> Any:
@@ -126,6 +127,16 @@ def train(
     checkpoint_score: Annotated[
         str | None, _opt(_ENDS, "--checkpoint-score", "KEY", "What the best goes by; -KEY: lower is better.")
     ] = None,
+    live: Annotated[bool, _opt(_LIVE, "--live", None, "Learn from the games that call.")] = False,
+    port: Annotated[int | None, _opt(_LIVE, "--port", "N", "Where they call; default 8000.")] = None,
+    host: Annotated[
+        str | None, _opt(_LIVE, "--host", "H", "0.0.0.0 = every network; default this machine alone.")
+    ] = None,
+    obs: Annotated[str | None, _opt(_LIVE, "--obs", "SPACE", "What they send: 'float32[6]', 'uint8[4,84,84]'.")] = None,
+    actions: Annotated[
+        str | None, _opt(_LIVE, "--actions", "SPACE", "What they want: 3, '3,2', 'float32[2] -1..1'.")
+    ] = None,
+    spec: Annotated[Path | None, _opt(_LIVE, "--spec", "FILE", "Or both as JSON; or --env, for its spaces.")] = None,
     device: Annotated[str | None, _opt(_HOW, "--device", "D", "cpu, cuda, cuda:N or auto")] = None,
     num_workers: Annotated[int | None, _opt(_HOW, "--num-workers", "N", "Rollout processes; 0 = this one.")] = None,
     num_envs: Annotated[int | None, _opt(_HOW, "--num-envs-per-worker", "N", "Stepped together: env.num_envs.")] = None,

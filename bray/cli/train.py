@@ -23,6 +23,7 @@ from bray.config import Source, parse_assignments, parse_json
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment, load_run_file, preset, show_figure
 from bray.metrics import TerminalSink, duration, short
+from bray.train.live import LiveTraining
 
 _FLAGS = {  # what a flag sets
     "run": ("--run", "run", "algorithm"),
@@ -35,6 +36,11 @@ _FLAGS = {  # what a flag sets
     "checkpoint_score": ("--checkpoint-score", "run", "checkpoint_score"),
     "eval_freq": ("--eval-freq", "run", "eval_freq"),
     "eval_episodes": ("--eval-episodes", "run", "eval_episodes"),
+    "port": ("--port", "live", "port"),
+    "host": ("--host", "live", "host"),
+    "obs": ("--obs", "live", "obs"),
+    "actions": ("--actions", "live", "actions"),
+    "spec": ("--spec", "live", "spec"),
 }
 _FIXED = ("run", "env", "file", "seeds", "project", "trial", "init_from")
 """What a run that is resumed has already decided."""
@@ -65,6 +71,12 @@ class Options:
     num_envs: int | None = None
     eval_freq: int | None = None
     eval_episodes: int | None = None
+    live: bool = False
+    port: int | None = None
+    host: str | None = None
+    obs: str | None = None
+    actions: str | None = None
+    spec: Path | None = None
     print_config: bool = False
     render: bool = False
     log_level: str = "warning"
@@ -85,7 +97,10 @@ class Options:
         texts: dict[tuple[str, ...], str] = {}
         for name, (flag, section, key) in _FLAGS.items():
             value = getattr(self, name)
+            if value is not None and section == "live" and not (self.live or self.resume):
+                raise ConfigError(f"{flag} is for live games: add --live")
             if value is not None:
+                value = str(value) if isinstance(value, Path) else value
                 values.setdefault(section, {})[key] = algo_name(value) if name == "run" else value
                 texts[section, key] = f"{flag} {value}"
         if self.seeds:
@@ -190,7 +205,7 @@ def _experiment(options: Options, path: Path | None = None) -> Experiment:
             raise ConfigError(f"--resume {options.resume} goes on with that run: leave out {flags}")
         return Experiment.resume(options.resume, options.sources())
     place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
-    exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, **place)
+    exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, live=options.live, **place)
     if options.init_from is not None:
         exp.init_from(options.init_from)
     return exp
@@ -240,13 +255,13 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
     import torch
 
     training, run = exp.training, exp.config["run"]
-    envs, threads = training.env.num_envs, torch.get_num_threads()
+    threads = torch.get_num_threads()
     device = str(training.device)
     if device == "cpu":
         device += f", {threads} thread{'s' if threads > 1 else ''}"
     what = [
         f"{run.algorithm} on {exp.env_id}",
-        f"{envs} env{'s' if envs > 1 else ''} ({_form(training.env)})",
+        training.describe(),
         device,
         f"seed {run.seed}",
     ]
@@ -261,17 +276,15 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
         rows.append(("goes on", f"{how} after iteration {training.iteration}, {short(training.env_steps)} steps"))
     if options.init_from is not None:
         rows.append(("weights", f"of {options.init_from}"))
+    if isinstance(training, LiveTraining):
+        training.source.open()
+        url = f"http://{training.live.host}:{training.source.port}/step"
+        rows.append(("games call", f"POST {url}"))
+        rows.append(("how it goes", f"http://127.0.0.1:{training.source.admin_port}/training"))
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
     rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))
     rows.append(("writes to", exp.path))
     facts(console, rows)
-
-
-def _form(env: Any) -> str:
-    """A VecEnv's form in words."""
-    name = type(env).__name__.removesuffix("VecEnv")
-    words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
-    return words.get(name, name)
 
 
 def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, went_on: bool) -> None:

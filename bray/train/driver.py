@@ -133,6 +133,11 @@ class Driver:
         """End after this step; may be called from any thread."""
         self._stop.set()
 
+    def start(self) -> None:
+        """Forget an earlier `stop`."""
+        self._stop.clear()
+        self._last_batch = time.monotonic()
+
     @property
     def stopped(self) -> bool:
         return self._stop.is_set()
@@ -185,7 +190,7 @@ class Driver:
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.totals.env_steps, learner.steps)
         for source in self.sources:
-            source.publish(None, clock)
+            source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
 
@@ -308,6 +313,10 @@ class Driver:
             return None
         rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
         return tree.map(lambda x: np.ascontiguousarray(x[-rows:]), obs)
+
+    def _weights_now(self) -> dict[str, np.ndarray]:
+        """As they are; they change as training goes on, so whoever keeps them copies them."""
+        return {k: v.detach().cpu().numpy() for k, v in self.model.state_dict().items()}
 
     def weights(self) -> dict[str, np.ndarray]:
         return {k: v.detach().cpu().numpy().copy() for k, v in self.model.state_dict().items()}

@@ -82,6 +82,17 @@ class LocalTraining(Driver):
         self.rollout.reset(run.seed)
         super().__init__([side], [EnvSource(self.rollout, side.experience, run.record)])
 
+    @property
+    def depends_on_timing(self) -> bool:
+        return self.env.waits
+
+    def describe(self) -> str:
+        """Where pieces come from, in words."""
+        form = type(self.env).__name__.removesuffix("VecEnv")
+        words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
+        n = self.env.num_envs
+        return f"{n} env{'s' if n > 1 else ''} ({words.get(form, form)})"
+
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
         episodes = episodes or self.run_config.eval_episodes

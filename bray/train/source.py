@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class Source:
         """What has come, waiting at most so long; nothing may have. Raises EndOfData when nothing will."""
         raise NotImplementedError
 
-    def publish(self, weights: Mapping[str, np.ndarray] | None, clock: Clock) -> None:
-        """There are new weights; None where the source shares the parameters."""
+    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
+        """There are new weights; a source that does not share the parameters asks for them and copies them."""
 
     def limit_episodes(self, left: int | None) -> None:
         """Count so many more episodes and no others; None = all."""

@@ -1,0 +1,303 @@
+"""Training from live games: they call an HTTP service, a Policy answers, and what happens in them is learnt from, all in one process.
+
+The service runs in a thread with its own copy of the weights; the driver learns in the main one. A game that is played faster than is learnt loses
+its oldest rows, unless it may wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from bray import tree
+from bray.act import Clock
+from bray.data.experience import Counts, Experience, Rollouts
+from bray.data.piece import Piece
+from bray.envs.config import EnvConfig
+from bray.envs.make import env_spec
+from bray.envs.rewards import RewardTransform
+from bray.errors import ConfigError
+from bray.inference.host import ModelHost
+from bray.inference.torch_engine import is_recurrent
+from bray.serving.agent import AgentActor
+from bray.serving.background import BackgroundServer
+from bray.serving.config import ServiceConfig
+from bray.serving.observe import masked_spec
+from bray.serving.server import Server
+from bray.spec import EnvSpec, parse_space
+from bray.train.agent import Player, PolicyAgent
+from bray.train.config import RunConfig, resolve_device
+from bray.train.driver import Driver, Side
+from bray.train.local import acting_engine, initial_state, make_side
+from bray.train.source import Source
+
+ID = "live"
+"""The environment's name of a run whose games call."""
+COLUMNS = 8
+"""Rollouts of live games have this many times `rollout_length` rows, or `env.num_envs` times where that is more."""
+PIECE = 32
+"""Ticks of a game that are learnt from together, at most."""
+_PUBLISH_EVERY = 0.02  # seconds: a learner of small steps makes hundreds of versions in that time
+_AGAIN = 0.02
+
+
+@dataclass(frozen=True)
+class LiveConfig:
+    """Where games call, and what they send."""
+
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port of the games; 0 = any free one."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 = every network of this machine."""
+    use_tcp: bool = False
+    """Answer framed TCP too, on the same port."""
+    token: str | None = None
+    """When given, every request must carry it."""
+    max_games: Annotated[int, Field(gt=0)] = 1000
+    """Sessions at once."""
+    obs: Any = None
+    """The observation: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
+    actions: Any = None
+    """The action: 3 (choices), '3,2' (two choices), or 'float32[2] -1..1'."""
+    spec: str | None = None
+    """Or a JSON file that says both: {"obs": ..., "actions": ...}, or a run's spec.json."""
+    rows: Annotated[int, Field(gt=0)] | None = None
+    """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
+    wait_s: Annotated[float, Field(ge=0, le=6)] = 0.0
+    """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
+    from each tick if they wait."""
+
+
+def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
+    """What the games send and want: by `obs` and `actions`, by a file, or by an environment's spaces."""
+    given = [live.obs is not None or live.actions is not None, live.spec is not None, env.id not in ("", ID)]
+    if sum(given) != 1:
+        raise ConfigError(
+            "live games: say what they send in one way: obs= and actions= (--obs 'float32[6]' --actions 3), spec=FILE.json (--spec), or an "
+            f"environment whose spaces they have (--env module:Class); got {sum(given)} of the three"
+        )
+    if given[2]:
+        return env_spec(env)
+    obs, actions = live.obs, live.actions
+    if live.spec is not None:
+        try:
+            said = json.loads(Path(live.spec).read_text())
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"--spec {live.spec}: expected a JSON file ({e})") from None
+        if isinstance(said, dict) and {"observation", "action"} <= said.keys():
+            return EnvSpec.from_json({"id": ID, **said})
+        if not isinstance(said, dict) or not {"obs", "actions"} <= said.keys():
+            raise ConfigError(
+                f'--spec {live.spec}: expected {{"obs": "float32[6]", "actions": 3}}, got {str(said)[:60]}'
+            )
+        obs, actions = said["obs"], said["actions"]
+    if obs is None or actions is None:
+        raise ConfigError("live games: both are needed, obs= (--obs 'float32[6]') and actions= (--actions 3)")
+    return masked_spec(ID, parse_space(obs), parse_space(actions))
+
+
+class LiveSource(Source):
+    """Games that call a service in this process."""
+
+    def __init__(self, side: Side, spec: EnvSpec, live: LiveConfig, env: EnvConfig, seed: int):
+        if env.normalize_rewards:
+            raise ConfigError(
+                "normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
+            )
+        self.live, self._experience = live, side.experience
+        self.clock = Clock()
+        self._came: deque[tuple[Piece, Counts]] = deque()
+        self._rows = 0
+        self._news = threading.Condition()
+        self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
+        self._published = 0.0
+        self._games = 0
+        self._model = copy.deepcopy(side.model).cpu().eval()
+        self.host = ModelHost(ID, acting_engine(self._model, _Kept(side.policy)), weights=_weights(self._model))
+        rewards = RewardTransform(env, 1, side.config.gamma)
+        memory = initial_state(self._model)
+        self.player = Player(
+            spec,
+            side.policy,
+            self.host,
+            sink=self,
+            initial_state=None if memory is None else tree.map(lambda x: x[0], memory(1)),
+            state_every=side.experience.state_every if memory is not None else 1,
+            rewards=rewards if rewards.active else None,
+            clock=lambda: self.clock,
+            seed=[seed, 0],
+        )
+        self.server: BackgroundServer | None = None
+        self.about: Callable[[], dict[str, Any]] = dict
+        """What the page of the games' owner says of training."""
+
+    def open(self) -> None:
+        """Begin to answer."""
+        length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
+        config = {"policy": {"player": self.player}}
+        service = ServiceConfig(
+            host=self.live.host,
+            port=self.live.port,
+            admin_port=0 if self.live.port == 0 else None,
+            use_tcp=self.live.use_tcp,
+            actors_per_worker=self.live.max_games,
+            tokens=() if self.live.token is None else (self.live.token,),
+        )
+
+        def make_actor() -> AgentActor:
+            return AgentActor({"policy": PolicyAgent}, config, episode_length=length, serialize="json")
+
+        def prepare(server: Server) -> None:
+            server.routes["training"] = self._page
+
+        self.server = BackgroundServer(make_actor, service, prepare)
+
+    async def _page(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
+        return 200, "application/json", json.dumps(self.about()).encode()
+
+    @property
+    def port(self) -> int:
+        assert self.server is not None
+        return self.server.port
+
+    @property
+    def admin_port(self) -> int:
+        assert self.server is not None
+        return self.server.admin_port
+
+    # --- from the games, in the service's thread ----------------------------------------------------------------------
+
+    async def push(self, piece: Piece, counts: Counts) -> None:
+        until = time.monotonic() + self.live.wait_s
+        while self._full(piece) and time.monotonic() < until:
+            await asyncio.sleep(_AGAIN)
+        with self._news:
+            while self._came and self._full(piece):
+                old, lost = self._came.popleft()
+                self._rows -= old.length
+                counts = _sum(counts, lost)._replace(dropped=counts.dropped + lost.dropped + old.length)
+            self._came.append((piece, counts))
+            self._rows += piece.length
+            self._news.notify()
+
+    def _full(self, piece: Piece) -> bool:
+        most = getattr(self._experience, "rows", None) or 4 * PIECE * COLUMNS
+        return self._rows + piece.length > 2 * most or (self._rows > 0 and not self._experience.room())
+
+    # --- to the driver ------------------------------------------------------------------------------------------------
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        if self.server is None:
+            self.open()
+        self._publish_pending()
+        with self._news:
+            if not self._came:
+                self._news.wait(timeout)
+            came, self._rows = list(self._came), 0
+            self._came.clear()
+        counts = Counts()
+        for _, more in came:
+            counts = _sum(counts, more)
+        return [piece for piece, _ in came], counts
+
+    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
+        self._pending = weights, clock
+        if time.monotonic() - self._published > _PUBLISH_EVERY:
+            self._publish_pending()
+
+    def _publish_pending(self) -> None:
+        if self._pending is not None:
+            weights, clock = self._pending
+            self.host.publish_weights(weights(), clock.version).result()
+            self.clock, self._pending, self._published = clock, None, time.monotonic()
+
+    def waiting_for(self) -> str:
+        sessions = 0
+        if self.server is not None:
+            sessions = int(self.server.server.all_numbers().get("bray_sessions", 0))
+        if not sessions:
+            return f"no game is connected: they call POST http://{self.live.host}:{self.port}/step"
+        return f"{sessions} game{'s are' if sessions > 1 else ' is'} connected"
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        self.clock = clock
+        return False  # games go on by themselves
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
+
+
+class _Kept:
+    """What a live game asks of the Model: for acting and for learning, in one forward."""
+
+    def __init__(self, policy: Any):
+        self.reads = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
+
+
+def _sum(a: Counts, b: Counts) -> Counts:
+    return Counts(a.env_steps + b.env_steps, a.episodes + b.episodes, a.dropped + b.dropped)
+
+
+def _weights(model: Any) -> dict[str, np.ndarray]:
+    return {k: v.detach().cpu().numpy() for k, v in model.state_dict().items()}
+
+
+class LiveTraining(Driver):
+    """An algorithm that learns from the games that call, in this process."""
+
+    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, live: LiveConfig):
+        self.algo, self.run_config, self.env_config, self.live = algo, run, env, live
+        if run.eval_freq:
+            raise ConfigError("eval_freq: live games cannot be evaluated in; leave it out")
+        self.device = resolve_device(run.device)
+        self.spec = live_spec(live, env)
+        side = make_side(algo, run, self.spec, model, config)
+        _fit(side.experience, live, env, is_recurrent(side.model))
+        self.source = LiveSource(side, self.spec, live, env, run.seed)
+        super().__init__([side], [self.source])
+        self.source.about = self.about
+
+    depends_on_timing = True
+
+    def describe(self) -> str:
+        return f"live games on port {self.live.port}"
+
+    def about(self) -> dict[str, Any]:
+        """For the admin port's /training."""
+        row = self.totals.episodes.row()
+        return {
+            "env_steps_total": self.totals.env_steps,
+            "learner_steps_total": self.learner.steps,
+            "episode_return_mean": row.get("episode_return_mean"),
+            "episodes_total": self.totals.episodes.total,
+            "rows_dropped": self.totals.dropped,
+            "waiting": self.why_waiting or None,
+        }
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        super().set_weights(weights)
+        self.source.publish(self._weights_now, self.clock)
+
+
+def _fit(experience: Experience, live: LiveConfig, env: EnvConfig, recurrent: bool) -> None:
+    """Size a rollout, and refuse what live games cannot bring."""
+    if isinstance(experience, Rollouts):
+        assert experience.piece_length is not None
+        rows = live.rows or experience.piece_length * max(COLUMNS, env.num_envs)
+        experience.piece_length = min(experience.piece_length, rows)
+        experience.columns = max(1, rows // experience.piece_length)
+    elif recurrent:
+        raise ConfigError("this algorithm replays single steps and cannot train a memory: set use_lstm=false")
