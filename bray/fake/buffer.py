@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from bray import tree
-from bray.errors import BrayError, ConfigError
+from bray.errors import ConfigError
 from bray.remote.cluster import session
 
 logger = logging.getLogger("bray.remote")
@@ -138,35 +138,35 @@ def algo_sample(setup: Any, rng: np.random.Generator) -> Callable[[np.random.Gen
 
 
 def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> list[Any]:
-    from bray.data.trajectory import Trajectory
+    from bray.act import SAMPLE, Clock, Tick, decide_now
+    from bray.data.piece import Piece
+    from bray.data.rows import to_samples
     from bray.inference.torch_engine import TorchEngine
 
     policy, engine = setup.make_policy(), TorchEngine(setup.make_model(), record=False)
     obs = tree.stack([setup.spec.observation.sample(rng) for _ in range(ticks + 1)])
     state = setup.initial_state
-    memory = () if state is None else (tree.map(lambda x: np.repeat(x[None], ticks + 1, 0), state),)
-    outputs: Mapping[str, Any] = engine.forward(obs, *memory)
-    _, extras = policy.act({k: outputs[k] for k in policy.act_outputs}, obs, rng, 0)
+    memory = None if state is None else tree.map(lambda x: np.repeat(x[None], ticks + 1, 0), state)
+    decision = decide_now(policy.decide(Tick(obs), memory, rng, SAMPLE, Clock()), engine.forward)
 
     def column(x: Any, rows: int) -> Any:
         return tree.map(lambda leaf: leaf[:rows, None], x)
 
-    rows: dict[str, Any] = {k: column(v, ticks) for k, v in extras.items()}
-    if memory:
-        rows["state"] = column(memory[0], ticks)
+    rows: dict[str, Any] = {k: column(v, ticks) for k, v in decision.extras.items()}
     ends = rng.random((ticks, 1)) < 0.05
-    trajectory = Trajectory(
+    every = 1 if memory is None else setup.make_experience().state_every
+    piece = Piece(
         obs=column(obs, ticks + 1),
-        action=rows["action"],
+        action=rows.pop("action"),
         reward=rng.standard_normal((ticks, 1)).astype(np.float32),
         terminated=ends,
         truncated=np.zeros_like(ends),
         valid=np.ones_like(ends),
         first=np.concatenate([np.ones((1, 1), bool), ends]),
-        outputs={k: column(outputs[k], ticks + 1) for k in getattr(policy, "keep_outputs", ())},
+        outputs={k: column(decision.outputs[k], ticks + 1) for k in policy.keeps},
         extras=rows,
+        state=None if memory is None else tree.map(lambda x: x[:ticks:every, None], memory),
+        state_every=every,
+        stream=np.array([int(rng.integers(1 << 62))]),
     )
-    samples = tree.split(setup.samples(policy, trajectory))
-    if not samples:
-        raise BrayError("the algorithm made no samples of 64 ticks")
-    return samples
+    return tree.split(to_samples(piece, 0, ticks, ()))

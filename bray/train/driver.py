@@ -27,6 +27,7 @@ from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
+from bray.train.ranks import Ranks, Together
 from bray.train.source import Source
 
 logger = logging.getLogger("bray")
@@ -81,11 +82,19 @@ class Totals:
 class Driver:
     """Trains sides from sources. `iterate` is one iteration and returns a row of numbers; `run` goes on until it is stopped or the data ends."""
 
-    def __init__(self, sides: Sequence[Side], sources: Sequence[Source], hooks: Sequence[Hook] = ()):
+    def __init__(
+        self,
+        sides: Sequence[Side],
+        sources: Sequence[Source],
+        hooks: Sequence[Hook] = (),
+        ranks: Ranks | None = None,
+    ):
         self.sides = {side.name: side for side in sides}
         self.side = next(iter(self.sides.values()))
         """The first one: `default` where there is one policy."""
         self.sources = list(sources)
+        self.ranks = ranks or Ranks()
+        self._together = {side.name: Together(side.learner, self.ranks) for side in sides if self.ranks.size > 1}
         self.totals = Totals()
         self.iteration = 0
         self.update: Any = None
@@ -126,6 +135,11 @@ class Driver:
     @property
     def clock(self) -> Clock:
         return Clock(self.totals.env_steps, self.learner.steps)
+
+    @property
+    def steps(self) -> int:
+        """Gradient steps: the version of the weights."""
+        return int(self.learner.steps)
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -186,13 +200,65 @@ class Driver:
         self.batch = batch
         if self._hooks["before_step"]:
             self.call("before_step")
-        update = self.update = learner.update(learner.prepare(batch.data), self.clock)
+        learn = self._together[side.name].update if self._together else learner.update
+        update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.totals.env_steps, learner.steps)
         for source in self.sources:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
+
+    def run(self) -> None:
+        """Batch after batch, until somebody stops it or the data has ended."""
+        self.call("before_run")
+        while (batch := self.next_batch()) is not None:
+            self._learn_from(self.side, batch)
+        self.call("after_run")
+
+    def next_batch(self) -> Batch | None:
+        """Wait until every rank has a batch; None when one wants to end or has no more data. The ranks tell each other before each step, so that
+        one whose buffer is slow is waited for, and all end together."""
+        batch: Batch | None = None
+        while True:
+            end: EndOfData | None = None
+            if batch is None and not self.stopped:
+                try:
+                    batch = self._look_for_batch(_WAIT)
+                except EndOfData as e:
+                    end = e
+            rows = 0 if batch is None else batch.rows
+            said = (batch is not None, end is not None, self.stopped, self.wants_to_save(), rows)
+            ready, ends, stops, saves, all_rows = self.ranks.total(*said)
+            if stops:
+                self.stop()
+                return None
+            if ends:
+                self.ended = True
+                logger.info("training ends: %s", end or "another rank has no more data")
+                return None
+            self._watch(batch is not None, batch is not None)
+            if ready == self.ranks.size:
+                self.save_now, self.rows = saves > 0, self.rows + int(all_rows)
+                if self.ranks.size > 1:  # schedules are to be the same on all of them
+                    self.totals.env_steps = int(self.ranks.most(self.totals.env_steps))
+                return batch
+
+    rows = 0
+    """Rows that all ranks have learnt from in `run`."""
+    save_now = False
+    """Whether a rank asked for a checkpoint after this step."""
+
+    def wants_to_save(self) -> bool:
+        """Whether it is time for a checkpoint; asked before each step of `run`."""
+        return False
+
+    def _look_for_batch(self, timeout: float) -> Batch | None:
+        batch = self.experience.next(self.clock, 0.0 if self.sources else timeout)
+        if batch is None and self.sources:
+            self.gather(timeout)
+            batch = self.experience.next(self.clock)
+        return batch
 
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
         """One iteration: a batch learnt from, or so many environment steps as the experience says. Returns its row of numbers; None where the data
@@ -234,7 +300,7 @@ class Driver:
     def _exact(self) -> bool:
         return bool(self.sources) and all(source.exact for source in self.sources)
 
-    def _watch(self, came: bool, learnt: int) -> None:
+    def _watch(self, came: bool, learnt: int | bool) -> None:
         """Say why nothing is learnt, when that lasts."""
         now = time.monotonic()
         if learnt:
@@ -243,7 +309,10 @@ class Driver:
             self._say_after *= 2
             why = [w for w in (source.waiting_for() for source in self.sources) if w]
             self.why_waiting = "; ".join([*why, self.experience.waiting_for()])
-            logger.warning("nothing to learn from for %.0f s: %s", now - self._last_batch, self.why_waiting)
+            logger.warning("%sno batch for %.0f s: %s", self.label, now - self._last_batch, self.why_waiting)
+
+    label = ""
+    """Whose words they are, in the log."""
 
     def _row(self, means: _Means, steps: int, seconds: float) -> dict[str, Any]:
         perf: dict[str, float] = {"env": 0.0, "forward": 0.0}

@@ -112,6 +112,7 @@ class Client:
             if old is not None:
                 follower.published = old.published
                 follower.step = max(follower.step, old.step)
+                follower.env_steps = max(follower.env_steps, old.env_steps)
                 old.close()
 
     def follower(self) -> Follower:
@@ -152,12 +153,12 @@ class Client:
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
-    def publish(self, weights: Mapping[str, Any], step: int | None) -> Promise:
+    def publish(self, weights: Mapping[str, Any], step: int | None, env_steps: int = 0) -> Promise:
         """One publication is under way at a time. Of those that come meanwhile the newest follows it, and stands for them all."""
         arrays = as_arrays(weights)
         if self.session.cluster.kind == "local":
             arrays = {k: np.array(x) for k, x in arrays.items()}  # a trainer goes on writing into its arrays
-        made = _Publication([Promise()], self.session.cluster.put(arrays), step)
+        made = _Publication([Promise()], self.session.cluster.put(arrays), step, env_steps=env_steps)
         made.promises[0].set_running_or_notify_cancel()
         self.follower()
         with self._lock:
@@ -169,7 +170,9 @@ class Client:
         return made.promises[-1]
 
     def _send(self, made: _Publication) -> None:
-        call = self.keeper.call("publish", made.ref, made.step, made.tag, made.count, self.step, again=True)
+        call = self.keeper.call(
+            "publish", made.ref, made.step, made.tag, made.count, self.step, made.env_steps, again=True
+        )
         call.add_done_callback(lambda done: self._published(made, done))
 
     def _published(self, made: _Publication, done: Future[Any]) -> None:
@@ -214,6 +217,7 @@ class _Publication:
     count: int = 1
     """Versions that it stands for, where they are only counted."""
     tag: str = ""
+    env_steps: int = 0
 
     def __post_init__(self) -> None:
         self.tag = self.tag or uuid.uuid4().hex
@@ -223,4 +227,4 @@ class _Publication:
         step, count = newer.step, newer.count
         if step is None:
             step, count = (None, self.count + count) if self.step is None else (self.step + count, 1)
-        return _Publication([*self.promises, *newer.promises], newer.ref, step, count, newer.tag)
+        return _Publication([*self.promises, *newer.promises], newer.ref, step, count, newer.tag, newer.env_steps)

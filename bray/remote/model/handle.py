@@ -175,12 +175,17 @@ class RemoteModel:
         """The newest version that this process knows of; it grows with each publish."""
         return self._known().step
 
-    def publish_weights(self, weights: Mapping[str, Any], step: int | None = None) -> Promise:
+    @property
+    def env_steps(self) -> int:
+        """Environment steps that stand behind the newest version, where its trainer said so: exploration schedules read them."""
+        return self._known().follower().env_steps
+
+    def publish_weights(self, weights: Mapping[str, Any], step: int | None = None, env_steps: int = 0) -> Promise:
         """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1 by default.
 
         It does not wait; the Promise gives the step. The arrays are copied before it returns. Where publications come faster than they
         travel, the newest stands for those before it."""
-        return self._known().publish(weights, step)
+        return self._known().publish(weights, step, env_steps)
 
     def get_weights(self) -> tuple[dict[str, np.ndarray], int]:
         """(weights of the newest version by name, its step). They are read only."""

@@ -57,6 +57,8 @@ class News:
     """A reference to the bytes of an ONNX graph, weights as inputs; None: torch."""
     int8: Any = None
     """A reference to the bytes of this version in int8."""
+    env_steps: int = 0
+    """Environment steps that stand behind these weights, where the trainer said so."""
     wants: str = ""
     """"offer": whoever asked has something newer. "rows": inputs to calibrate int8 on are missing."""
 
@@ -88,6 +90,7 @@ class Keeper:
         self._module = module
         self._run = RunDir(session().path)
         self._folder = self._run.models / self.name
+        self._env_steps = 0
         self._lock = threading.RLock()
         self._save_lock = threading.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -216,7 +219,7 @@ class Keeper:
         """Those who wait learn what is newest."""
         step, tag, ref = version or (self._step, self._tag, self._ref)
         wants = "rows" if self.definition.use_onnx == "quantize" and self._rows is None else ""
-        self._news = News(self.definition.id, step, tag, ref, self._graph, int8, wants)
+        self._news = News(self.definition.id, step, tag, ref, self._graph, int8, self._env_steps, wants)
         io.loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -246,12 +249,15 @@ class Keeper:
             finally:
                 self._waiting.discard(future)
 
-    def publish(self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0) -> int:
+    def publish(
+        self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0, env_steps: int = 0
+    ) -> int:
         """New weights (a reference) of `step`; without one, of the newest step + `count`. `least` is the newest step that the publisher
         knows of. The same publication may come twice."""
         with self._lock:
             if tag == self._tag:
                 return self._step
+            self._env_steps = max(self._env_steps, env_steps)
             if step is None:
                 step = max(self._step, least) + count
             elif step < self._step:

@@ -220,6 +220,8 @@ class Follower:
         self.name, self._keeper, self._served, self._ended = name, keeper, served, ended
         self._key = key
         self.step = key[1]
+        self.env_steps = 0
+        """Environment steps behind the newest weights."""
         self.published: tuple[Any, int, str] | None = None
         """(a reference to weights, their step, their tag) that this process published last."""
         self._task = io.spawn(self._follow(), f"following model {name}")
@@ -241,6 +243,7 @@ class Follower:
                     await asyncio.to_thread(self._served.take, news)
                 self._key = news.key
                 self.step = max(self.step, news.step)
+                self.env_steps = max(self.env_steps, news.env_steps)
             except (
                 Exception
             ) as e:  # the keeper has died, and with it what it was about to give; or a version cannot be built

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bray import tree
 from bray.algos.base import Update
 from bray.errors import BrayError, ConfigError
-from bray.remote.trainer.ranks import Ranks, average_gradients
+from bray.train.ranks import Ranks, average_gradients
 
 LEARNING_RATE = 5e-4
 
@@ -99,7 +99,7 @@ class LossLearner:
         self._with_step = takes(self.trainer.loss, 2, "step")
         self.steps = 0
 
-    def update(self, batches: Sequence[Any], env_steps: int = 0) -> Update:
+    def update(self, batches: Sequence[Any], clock: Any = None) -> Update:
         """One step down the mean gradient of some batches, each as large as memory allows."""
         self.optimizer.zero_grad(set_to_none=True)
         seen: dict[str, list[Any]] = {}
@@ -126,7 +126,10 @@ class LossLearner:
         ]
         return Update(tuple(seen), torch.stack(values))
 
-    def prepare(self, replay: Any) -> Any:
+    def prepare(self, data: Any) -> Any:
+        return data  # `handle_batch` has run in the feed's thread
+
+    def handle_batch(self, replay: Any) -> Any:
         """A batch as the loss gets it."""
         device = next(self.model.parameters()).device
         handle = getattr(self.trainer, "handle", None)

@@ -1,62 +1,42 @@
-"""The training loop of a rank: batches in, better weights out, published, evaluated, saved. It runs without a cluster too.
+"""A rank of a launched training: the one driver, with hooks that resume, log, publish, evaluate and save. It runs without a cluster too.
 
-    hooks before_run:   resume
-    per step:           all ranks have a batch -> hooks before_step -> update -> hooks after_step: priorities, log, publish, evaluate, save
-    hooks after_run:    publish, save
-
-Every rank makes the same steps. Before each they tell each other who has a batch, whether somebody wants to stop and whether it is time to
-save; so a rank whose buffer is slow is waited for, and all end together.
+before_run    resume
+after_step    log, publish, evaluate, save
+after_run     publish, save
 """
 
 from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bray.algos.base import Update
-from bray.errors import BrayError, CheckpointError, ConfigError, UnknownName, Unreachable
+from bray.data.experience import Batch, EndOfData
+from bray.errors import BrayError, CheckpointError, ConfigError, Unreachable
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
 from bray.remote.trainer.base import LossLearner
-from bray.remote.trainer.feed import Batch, EndOfData, Feed
-from bray.remote.trainer.ranks import Ranks, Together
+from bray.remote.trainer.feed import Feed
 from bray.rundir import RunDir, pack_state, unpack_state
+from bray.train.driver import Driver, Hook, Side
+from bray.train.ranks import Ranks
+from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
 
 SAVE_EVERY = 60.0
 """Seconds between checkpoints where no number of steps is given."""
-_KEEP = 2
-_WAIT = 0.5  # a rank without a batch tells the others so after this long
-_SAY_AFTER = 30.0  # and the log after this long
+_KEEP = 5
+_EVAL_WAIT = 30.0
 _REPORT_EVERY = 60.0
 _LOCK_PATIENCE = 15.0  # a rank that was killed may hold the directory a moment longer
-
-POSITIONS = ("before_run", "before_step", "after_step", "after_run")
-
-
-@dataclass(frozen=True)
-class Hook:
-    """Something that is done at a point of the loop: `call(drive)`. Lower priorities come first; ours are 10, 20, ...
-
-    `drive.steps`, `.learner`, `.model`, `.update` (the last step's), `.ranks` and `.stop()` are there to be used. Hooks run on every rank."""
-
-    position: str
-    call: Callable[[Drive], None]
-    priority: float = 100.0
-
-    def __post_init__(self) -> None:
-        if self.position not in POSITIONS:
-            raise UnknownName("position", self.position, POSITIONS, "of a Hook")
 
 
 @dataclass(frozen=True)
@@ -91,113 +71,72 @@ class Settings:
                 raise ConfigError(f"{key}: expected a whole number >= 1, got {value}")
 
 
-class Drive:
+class RankDriver(Driver):
     """One rank's training.
 
     name          of the trainer; its checkpoints are in `run_path`
-    learner       a LossLearner, or an algorithm's Learner; its `model` is the torch module that is trained
-    remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step) -> Promise`
-    buffers       by name: iterables of batches; those that want them have `update_priorities(ids, priorities)`
-    eval_buffer   an iterable of batches
-    env_steps     `env_steps(rows, steps) -> int`: what schedules count, of the rows that all ranks have trained on and the steps made
+    side          its learner is a LossLearner, or an algorithm's Learner; its model is the torch module that is trained
+    sources       of pieces; none where the side's experience reads buffers itself
+    remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step, env_steps) -> Promise`
+    eval_feed     batches of the evaluation
     merge         `merge(name, value, **labels)`: takes numbers for the log
     """
 
     def __init__(
         self,
         name: str,
-        learner: Any,
+        side: Side,
+        sources: Sequence[Source],
         remote_model: Any,
-        buffers: Mapping[str, Any],
         settings: Settings | None = None,
         *,
-        eval_buffer: Any = None,
+        eval_feed: Feed | None = None,
         run_path: Path | None = None,
+        about: Callable[[RunDir], None] | None = None,
         ranks: Ranks | None = None,
-        env_steps: Callable[[int, int], int] = lambda rows, steps: rows,
         merge: Callable[..., None] = lambda *a, **k: None,
+        feeds: Sequence[Feed] = (),
     ):
-        self.name, self.learner, self.remote_model, self.buffers = name, learner, remote_model, buffers
+        self.name, self.remote_model = name, remote_model
         self.settings = s = settings or Settings()
-        self.ranks = ranks or Ranks()
-        self.model: torch.nn.Module = learner.model
-        self._env_steps, self._merge, self._run_path = env_steps, merge, run_path
-        self._by_loss = isinstance(learner, LossLearner)
+        self._merge, self._run_path, self._about, self._feeds = merge, run_path, about, feeds
+        self._by_loss = isinstance(side.learner, LossLearner)
         if s.accumulate > 1 and not self._by_loss:
             raise ConfigError(f"accumulate={s.accumulate} needs a bray.Trainer; a Learner makes its own minibatches")
-        if eval_buffer is not None and not hasattr(getattr(learner, "trainer", None), "eval"):
+        if eval_feed is not None and not hasattr(getattr(side.learner, "trainer", None), "eval"):
             raise ConfigError("eval needs a bray.Trainer with a method `eval`")
-        self._together = None if self._by_loss else Together(learner, self.ranks)
-        prepare = learner.prepare if self._by_loss else None
-        self.feed = Feed(
-            buffers,
-            s.buffer_weights,
-            s.batch_size,
-            s.batch_kind,
-            prepare,
-            s.prefetch_size,
-            s.max_reuse,
-            self.ranks.rank,
-        )
-        self._eval_feed = None
-        if eval_buffer is not None and self.ranks.first:
-            self._eval_feed = Feed({"eval": eval_buffer}, None, s.batch_size, s.batch_kind, prepare, 0)
+        self._eval_feed = eval_feed
         self.first = 0
         """The model's step when this training began."""
-        self.rows = 0
-        """Samples that all ranks have trained on."""
         self.resumed: int | None = None
         """The step of the checkpoint that this process went on from."""
-        self.update: Update | None = None
-        self.batches: list[Batch] = []
-        """What the last step was made of."""
-        self._stop = threading.Event()
-        self._ended = self._save_now = False
-        self._published = self._saved = self._evaluated = 0
+        self._published = self._saved = self._evaluated = self._reuses = 0
         self._saved_at = self._reported_at = time.monotonic()
         self._reported = 0
         self._publishing: Promise | None = None
         self._publish_step = 0
         self._run_dir: RunDir | None = None
-        self._since = time.monotonic()
+        self._since, self._begun = time.monotonic(), 0
         ours = [
-            Hook("before_run", Drive._resume, 10),
-            Hook("after_step", Drive._give_priorities, 10),
-            Hook("after_step", Drive._log, 20),
-            Hook("after_step", Drive._publish, 30),
-            Hook("after_step", Drive._evaluate, 40),
-            Hook("after_step", Drive._save, 50),
-            Hook("after_run", Drive._publish_last, 10),
-            Hook("after_run", Drive._save_last, 20),
+            Hook("before_run", RankDriver._resume, 10),
+            Hook("after_step", RankDriver._log, 20),
+            Hook("after_step", RankDriver._publish, 30),
+            Hook("after_step", RankDriver._evaluate, 40),
+            Hook("after_step", RankDriver._save, 50),
+            Hook("after_run", RankDriver._publish_last, 10),
+            Hook("after_run", RankDriver._save_last, 20),
         ]
-        every = sorted([*ours, *s.hooks], key=lambda h: h.priority)
-        self._hooks = {p: [h.call for h in every if h.position == p] for p in POSITIONS}
+        super().__init__([side], sources, [*ours, *s.hooks], ranks)
+        self.label = f"trainer {name}, rank {self.ranks.rank} of {self.ranks.size}: "
 
-    @property
-    def steps(self) -> int:
-        """Gradient steps; with those of the model before: the version of its weights."""
-        return int(self.learner.steps)
-
-    def stop(self) -> None:
-        """End after this step; may be called from any thread, on any rank."""
-        self._stop.set()
-
-    def run(self) -> dict[str, Any]:
-        """Train; the summary."""
+    def train(self) -> dict[str, Any]:
+        """Run to the end; the summary."""
         try:
-            self._call("before_run")
-            self.model.train()
-            self._since, begun = time.monotonic(), self.steps
-            last = None if self.settings.num_steps is None else self.first + self.settings.num_steps
-            while (last is None or self.steps < last) and self._next():
-                self._call("before_step")
-                self._step()
-                self._call("after_step")
-            self._call("after_run")
+            self.run()
         finally:
-            self.feed.close()
-            if self._eval_feed is not None:
-                self._eval_feed.close()
+            self.close()
+            for feed in (*self._feeds, *([self._eval_feed] if self._eval_feed else [])):
+                feed.close()
             if self._run_dir is not None:
                 self._run_dir.close()
         seconds = time.monotonic() - self._since
@@ -207,80 +146,50 @@ class Drive:
             "model_step": self.steps,
             "samples": self.rows,
             "ranks": self.ranks.size,
-            "stopped": self._stop.is_set(),
-            "out_of_data": self._ended,
+            "stopped": self.stopped,
+            "out_of_data": self.ended,
             "resumed_from": self.resumed,
             "seconds": round(seconds, 3),
-            "steps_per_second": round((self.steps - begun) / max(seconds, 1e-9), 3),
+            "steps_per_second": round((self.steps - self._begun) / max(seconds, 1e-9), 3),
             "metrics": {} if self.update is None else self.update.metrics,
         }
 
-    def _call(self, position: str) -> None:
-        for call in self._hooks[position]:
-            call(self)
-
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def _next(self) -> bool:
-        """Wait until every rank has its batches; False when one wants to end or has no more data."""
-        batches: list[Batch] = []
-        began, say = time.monotonic(), _SAY_AFTER
-        while True:
-            error = None
-            try:
-                while len(batches) < self.settings.accumulate and not self._stop.is_set():
-                    batch = self.feed.get(_WAIT)
-                    if batch is None:
-                        break
-                    batches.append(batch)
-            except EndOfData as e:
-                error = e
-            has_all = len(batches) == self.settings.accumulate
-            due = (
-                self.ranks.first
-                and self.settings.checkpoint_interval is None
-                and time.monotonic() > self._saved_at + SAVE_EVERY
-            )
-            rows = sum(b.rows for b in batches)
-            ready, ends, stops, saves, all_rows = self.ranks.total(
-                has_all, error is not None, self._stop.is_set(), due, rows
-            )
-            if stops or ends:
-                if stops:
-                    self._stop.set()
-                else:
-                    self._ended = True
-                    logger.info("trainer %s ends: %s", self.name, error or "another rank has no more data")
-                return False
-            if ready == self.ranks.size:
-                self.batches, self._save_now = batches, saves > 0
-                self.rows += int(all_rows)
-                waited = time.monotonic() - began
-                self._merge("perf/wait_ms", 1000.0 * waited, trainer=self.name)
-                return True
-            waited = time.monotonic() - began
-            if waited > say and not has_all:
-                say *= 2
-                logger.warning(
-                    "trainer %s, rank %d of %d: no batch from %s for %.0f s. Is anything pushed there?",
-                    self.name, self.ranks.rank, self.ranks.size, ", ".join(self.buffers), waited,
-                )  # fmt: skip
-
-    def _step(self) -> None:
+    def next_batch(self) -> Batch | None:
+        most = self.settings.num_steps
+        if most is not None and self.steps >= self.first + most:
+            return None
         began = time.monotonic()
-        if self._together is None:
-            self.update = self.learner.update([b.data for b in self.batches])
+        batch = super().next_batch()
+        if batch is not None:
+            self._merge("perf/wait_ms", 1000.0 * (time.monotonic() - began), trainer=self.name)
+        return batch
+
+    def _look_for_batch(self, timeout: float) -> Batch | None:
+        """With `max_reuse` the last batch is learnt from again while the next one is not ready."""
+        last = self.batch
+        if not self._by_loss and last is not None and self._reuses < self.settings.max_reuse:
+            batch = super()._look_for_batch(0.0)
+            if batch is None:
+                self._reuses += 1
+                return replace(last, rows=0)  # its rows are counted already
         else:
-            self.update = self._together.update(self.batches[0].data, self._env_steps(self.rows, self.steps))
+            batch = super()._look_for_batch(timeout)
+        if batch is not None:
+            self._reuses = 0
+        return batch
+
+    def wants_to_save(self) -> bool:
+        by_time = self.ranks.first and self.settings.checkpoint_interval is None
+        return by_time and time.monotonic() > self._saved_at + SAVE_EVERY
+
+    def _learn_from(self, side: Side, batch: Batch) -> None:
+        began = time.monotonic()
+        super()._learn_from(side, batch)
         self._merge("perf/step_ms", 1000.0 * (time.monotonic() - began), trainer=self.name)
 
     # --- after each step ----------------------------------------------------------------------------------------------
-
-    def _give_priorities(self) -> None:
-        assert self.update is not None
-        for batch in self.batches:
-            if batch.ids is not None and self.update.priorities is not None:
-                self.buffers[batch.buffer].update_priorities(batch.ids, self.update.priorities)
 
     def _log(self) -> None:
         assert self.update is not None
@@ -313,7 +222,9 @@ class Drive:
         self._settle()
         self._published = self._publish_step = self.steps
         try:
-            self._publishing = self.remote_model.publish_weights(weights_of(self.model), step=self.steps)
+            self._publishing = self.remote_model.publish_weights(
+                weights_of(self.model), step=self.steps, env_steps=self.env_steps
+            )
         except Unreachable as e:
             self._not_published(e)
 
@@ -337,7 +248,7 @@ class Drive:
         self._evaluated = self.steps
         for done in range(self.settings.eval_steps):
             try:
-                batch = self._eval_feed.get(_SAY_AFTER)
+                batch = self._eval_feed.get(_EVAL_WAIT)
             except EndOfData:
                 batch = None
             if batch is None:
@@ -352,7 +263,7 @@ class Drive:
 
     def _save(self) -> None:
         interval = self.settings.checkpoint_interval
-        if self._save_now or (interval is not None and self.steps - self._saved >= interval):
+        if self.save_now or (interval is not None and self.steps - self._saved >= interval):
             self._checkpoint()
 
     def _save_last(self) -> None:
@@ -360,7 +271,7 @@ class Drive:
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        self._save_now = False
+        self.save_now = False
         if self._run_path is None:
             return
         states = self.ranks.gather(pack_state({"process": random_state(), "learner": self._rng_state()}))
@@ -368,8 +279,23 @@ class Drive:
         if not self.ranks.first:
             return
         assert self._run_dir is not None
-        state = {"learner": self.learner.state_dict(), "first": self.first, "rows": self.rows, "ranks": states}
-        meta = {"trainer": self.name, "ranks": self.ranks.size, "samples": self.rows}
+        state = {
+            "learner": self.learner.state_dict(),
+            "first": self.first,
+            "rows": self.rows,
+            "env_steps": self.env_steps,
+            "episodes": self.totals.episodes.get_state(),
+            "ranks": states,
+        }
+        row = self.totals.episodes.row()
+        meta = {
+            "trainer": self.name,
+            "ranks": self.ranks.size,
+            "samples": self.rows,
+            "env_steps_total": self.env_steps,
+            "learner_steps_total": self.steps,
+            "episode_return_mean": row.get("episode_return_mean"),
+        }
         self._run_dir.save_checkpoint(
             self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, keep=_KEEP
         )
@@ -386,6 +312,8 @@ class Drive:
             start = {"weights": dict(weights), "model_step": int(step), "saved": None}
             if self._run_path is not None:
                 self._run_dir = open_run(self._run_path)
+                if self._about is not None:
+                    self._about(self._run_dir)
                 if self._run_dir.pointer("latest") is not None:
                     saved = self._run_dir.load_checkpoint()
                     start.update(weights=saved.weights, saved=saved.state, step=saved.step)
@@ -403,6 +331,9 @@ class Drive:
             saved = start["saved"]
             self.learner.load_state_dict(saved["learner"])
             self.first, self.rows, self.resumed = int(saved["first"]), int(saved["rows"]), int(start["step"])
+            self.totals.env_steps = int(saved.get("env_steps", 0))
+            if "episodes" in saved:
+                self.totals.episodes.set_state(saved["episodes"])
             if self.ranks.rank < len(saved["ranks"]):
                 state = unpack_state(saved["ranks"][self.ranks.rank])
                 set_random_state(state["process"])
@@ -417,6 +348,9 @@ class Drive:
         self._published = start["model_step"]
         if self.steps > self._published:
             self._send_weights(wait=True)
+        self.model.train()
+        self._since, self._begun = time.monotonic(), self.steps
+        self.start()
 
 
 def open_run(path: Path) -> RunDir:

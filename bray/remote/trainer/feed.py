@@ -5,31 +5,20 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.act import Clock
+from bray.data.experience import Batch, Counts, EndOfData, Experience
+from bray.data.piece import Piece
+from bray.data.rows import Decoder
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer.iterators import BatchBuffer, SampleBuffer
 from bray.remote.buffer.reader import forget_interrupt, interrupt
-
-
-@dataclass
-class Batch:
-    data: Any
-    """What `prepare` made of it."""
-    rows: int
-    """Environment steps (samples) in it."""
-    buffer: str
-    """Where it is from."""
-    ids: Any = None
-    """Of its samples, where the buffer replays."""
-
-
-class EndOfData(Exception):
-    """The buffers have nothing more to give."""
+from bray.train.source import Source
 
 
 class Feed:
@@ -63,7 +52,7 @@ class Feed:
         first = turn % len(buffers)
         batches = [_Batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
         self._batches = SampleBuffer(batches[first:] + batches[:first], shares[first:] + shares[:first])
-        self._names = ", ".join(buffers)
+        self.names = ", ".join(buffers)
         self._prefetch, self._max_reuse = prefetch_size, max_reuse if prefetch_size else 0
         self._wanted = threading.Semaphore(prefetch_size)
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
@@ -113,7 +102,7 @@ class Feed:
                     return
                 self._ready.put(next(self._batches))
         except StopIteration:
-            self._ready.put(EndOfData(f"{self._names}: no more data"))
+            self._ready.put(EndOfData(f"{self.names}: no more data"))
         except BaseException as e:
             self._ready.put(e)
         finally:
@@ -149,7 +138,7 @@ class _Batches:
                 "Samples of different shapes come as a list with batch_kind=None."
             ) from None
         ids = data["id"] if isinstance(data, dict) and "id" in data else None
-        return Batch(data if self._prepare is None else self._prepare(data), self._rows, self._name, ids)
+        return Batch(data if self._prepare is None else self._prepare(data), self._rows, ids, self._name)
 
 
 def count_rows(batch: Any) -> int:
@@ -158,3 +147,68 @@ def count_rows(batch: Any) -> int:
         return int((batch["weight"] > 0).sum())
     first = next(iter(tree.leaves(batch)), None)
     return len(first) if isinstance(first, np.ndarray) and first.ndim else 1
+
+
+class BufferSource(Source):
+    """Pieces that agents pushed into buffers."""
+
+    def __init__(self, feed: Feed):
+        self.feed = feed
+        self._decoders: dict[str, Decoder] = {}
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        batch = self.feed.get(timeout)
+        if batch is None:
+            return [], Counts()
+        decoder = self._decoders.setdefault(batch.origin, Decoder())
+        return decoder.decode(batch.data)
+
+    def waiting_for(self) -> str:
+        return f"nothing comes from {self.feed.names}: is anything pushed there?"
+
+    def close(self) -> None:
+        self.feed.close()
+
+
+class BufferBatches(Experience):
+    """Opaque samples of buffers, for a `bray.Trainer`: `accumulate` batches a step."""
+
+    def __init__(self, feed: Feed, buffers: Mapping[str, Any], accumulate: int = 1):
+        self.feed, self._buffers, self._accumulate = feed, buffers, accumulate
+        self._have: list[Batch] = []
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        while len(self._have) < self._accumulate:
+            batch = self.feed.get(timeout)
+            if batch is None:
+                return None
+            self._have.append(batch)
+        have, self._have = self._have, []
+        return Batch([b.data for b in have], sum(b.rows for b in have), have)
+
+    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
+        for part in batch.ids:
+            if part.ids is not None and priorities is not None:
+                self._buffers[part.origin].update_priorities(part.ids, priorities)
+
+    def waiting_for(self) -> str:
+        return f"nothing comes from {self.feed.names}: is anything pushed there?"
+
+
+class PreparedRows:
+    """For a `bray.Trainer` whose agents play with an algorithm: what they push, as batches of rows that the algorithm's Learner would get."""
+
+    def __init__(self, buffer: Any, experience: Experience, prepare: Callable[[Any], Any]):
+        self.name, self._buffer, self._experience, self._prepare = buffer.name, buffer, experience, prepare
+        self._decoder = Decoder()
+
+    def __iter__(self) -> Iterator[Any]:
+        for samples in self._buffer:
+            pieces, _ = self._decoder.decode(samples)
+            for piece in pieces:
+                self._experience.add(piece)
+            while (batch := self._experience.next(Clock())) is not None:
+                yield self._prepare(batch.data)
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        """Rollouts have none."""

@@ -26,8 +26,9 @@ from bray.remote import cluster, io, wire
 from bray.remote.cluster import Session, session
 
 if TYPE_CHECKING:
-    from bray.remote.trainer.drive import Drive, Hook
+    from bray.remote.trainer.drive import RankDriver
     from bray.remote.trainer.worker import Plan
+    from bray.train.driver import Hook
 
 logger = logging.getLogger("bray.remote")
 
@@ -214,7 +215,7 @@ class _LocalRun(_Run):
 
     def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
-        self._drive: Drive | None = None
+        self._drive: RankDriver | None = None
         self._over = False
         if trainer.num_workers > 1:
             logger.warning("trainer %s: cluster='local' has one rank, not %d", plan.name, trainer.num_workers)
@@ -236,7 +237,7 @@ class _LocalRun(_Run):
             e.add_note(f"raised in trainer {self.plan.name} (a thread of this process)")
             raise
 
-    def _started(self, drive: Drive) -> None:
+    def _started(self, drive: RankDriver) -> None:
         self._drive = drive
         if self._over:
             drive.stop()

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import torch
 
+from bray.data.experience import Rollouts
 from bray.errors import BrayError, ConfigError, Unreachable
 from bray.remote import cluster, io, wire
+from bray.remote.algo import AlgoSetup, named_setup
 from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
-from bray.remote.trainer.drive import Drive, Hook, Settings
-from bray.remote.trainer.ranks import Ranks, is_rank_lost
-from bray.schedules import make_schedule
+from bray.remote.trainer.drive import RankDriver, Settings
+from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
+from bray.train.driver import Side
+from bray.train.live import COLUMNS
+from bray.train.ranks import Ranks, is_rank_lost
 
 logger = logging.getLogger("bray.remote")
 
@@ -51,59 +55,100 @@ class Plan:
     settings: Settings = field(default_factory=Settings)
 
 
-def execute(plan: Plan, device: torch.device, started: Callable[[Drive], None]) -> Any:
-    """Do it; `started` is told of the Drive, where there is one."""
+def execute(plan: Plan, device: torch.device, started: Callable[[RankDriver], None]) -> Any:
+    """Do it; `started` is told of the driver, where there is one."""
     if plan.train is not None:
         return plan.train(*plan.args, **plan.kwargs)
-    drive = make_drive(plan, Ranks(), device)
-    started(drive)
-    return drive.run()
+    driver = make_driver(plan, Ranks(), device)
+    started(driver)
+    return driver.train()
 
 
-def make_drive(plan: Plan, ranks: Ranks, device: torch.device) -> Drive:
+def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
     """The loop over the components that the plan names."""
     from bray.remote.buffer.handle import RemoteBuffer
     from bray.remote.master import merge
     from bray.remote.model.handle import RemoteModel
 
-    def buffer(given: Any) -> Any:
+    def found(given: Any) -> Any:
         return RemoteBuffer(given) if isinstance(given, str) else given
 
     remote_model = RemoteModel(plan.model) if isinstance(plan.model, str) else plan.model
     model = remote_model.get_model().to(device)
-    learner, env_steps = make_learner(plan, model, ranks)
-    buffers = [buffer(b) for b in plan.buffers]
-    config: Any = getattr(learner, "config", None)
-    settings = plan.settings
-    if getattr(config, "prioritized", False):
-        settings = replace(
-            settings, hooks=[*settings.hooks, Hook("before_step", _follow_beta(config.priority_beta, env_steps), 10)]
+    buffers = [found(b) for b in plan.buffers]
+    eval_buffer = None if plan.eval_buffer is None else found(plan.eval_buffer)
+    path = trainer_path(session().path, plan.name)
+    by_name = {b.name: b for b in buffers}
+    return assemble(plan, model, remote_model, by_name, eval_buffer, ranks=ranks, run_path=path, merge=merge)
+
+
+def assemble(
+    plan: Plan,
+    model: torch.nn.Module,
+    remote_model: Any,
+    buffers: Mapping[str, Any],
+    eval_buffer: Any = None,
+    *,
+    ranks: Ranks,
+    **place: Any,
+) -> RankDriver:
+    """A driver over these parts: of a `bray.Trainer` over opaque samples, or of an algorithm's Learner over pieces."""
+    s = plan.settings
+    cls = find_class(plan.trainer)
+    if hasattr(cls, "loss"):
+        learner: Any = LossLearner(
+            cls, plan.name, plan.config, model, ranks, plan.learning_rate, plan.clip_grad_max_norm
         )
-    return Drive(
-        plan.name,
-        learner,
-        remote_model,
-        {b.name: b for b in buffers},
-        settings,
-        eval_buffer=None if plan.eval_buffer is None else buffer(plan.eval_buffer),
-        run_path=trainer_path(session().path, plan.name),
-        ranks=ranks,
-        env_steps=env_steps,
-        merge=merge,
-    )
+        rows = {name: _as_rows(plan, name, buffer, model) for name, buffer in buffers.items()}
+        feed = Feed(
+            rows, s.buffer_weights, s.batch_size, s.batch_kind, learner.handle_batch, s.prefetch_size, s.max_reuse,
+            ranks.rank,
+        )  # fmt: skip
+        side = Side(model, None, BufferBatches(feed, rows, s.accumulate), learner)
+        eval_feed = None
+        if eval_buffer is not None and ranks.first:
+            eval_feed = Feed({"eval": eval_buffer}, None, s.batch_size, s.batch_kind, learner.handle_batch, 0)
+        elif eval_buffer is not None and not hasattr(learner.trainer, "eval"):
+            raise ConfigError("eval needs a bray.Trainer with a method `eval`")
+        return RankDriver(plan.name, side, [], remote_model, s, eval_feed=eval_feed, ranks=ranks, feeds=[feed], **place)
+    setup, cls = _algorithm(plan, cls)
+    if eval_buffer is not None:
+        raise ConfigError("eval needs a bray.Trainer with a method `eval`")
+    # A recording cannot hold the conversation between ranks.
+    learner = setup.make_learner(model, plan.seed + 10_007 * ranks.rank, ranks.size == 1, cls)
+    experience = setup.make_experience()
+    experience.seed(plan.seed + 10_007 * ranks.rank)
+    fit_experience(setup, experience, buffers.values(), s.batch_size)
+    feed = Feed(buffers, s.buffer_weights, 1, "concate", None, s.prefetch_size, 0, ranks.rank)
+    side = Side(model, setup.make_policy(), experience, learner, config=setup.config)
+    return RankDriver(plan.name, side, [BufferSource(feed)], remote_model, s, ranks=ranks, **place)
 
 
-def _follow_beta(schedule: Any, env_steps: Callable[[int, int], int]) -> Callable[[Drive], None]:
-    """The correction of prioritized draws follows the algorithm's schedule, in the buffers that have one."""
-    beta = make_schedule(schedule)
+def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], batch_size: int) -> None:
+    """A rollout has as many samples as a batch of the buffer, times those that the trainer puts together. A sample is a row, or a sequence for a
+    Model with memory."""
+    sizes = [getattr(getattr(b, "settings", None), "batch_size", None) for b in buffers]
+    size = next((n for n in sizes if n), None)
+    if not isinstance(experience, Rollouts):
+        return
+    assert experience.piece_length is not None
+    sequences = 1 if setup.initial_state is None else experience.state_every
+    rows = COLUMNS * experience.piece_length if size is None else size * batch_size * sequences
+    experience.piece_length = min(experience.piece_length, rows)
+    experience.columns = max(1, rows // experience.piece_length)
 
-    def follow(drive: Drive) -> None:
-        value = beta(env_steps(drive.rows, drive.steps))
-        for buffer in drive.buffers.values():
-            if buffer.settings.store == "prioritized" and buffer.beta != value:
-                buffer.beta = value
 
-    return follow
+def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
+    """A buffer that agents with an algorithm push into, as rows prepared by that algorithm; any other as it is."""
+    for section in plan.config.values():
+        if isinstance(section, Mapping) and section.get("buffer") == name and section.get("algo") is not None:
+            agent = next(k for k, v in plan.config.items() if v is section)
+            setup = named_setup(plan.config, agent)
+            experience = setup.make_experience()
+            fit_experience(setup, experience, [buffer], 1)
+            learner = setup.make_learner(copy.deepcopy(model), record=False)
+            return PreparedRows(buffer, experience, learner.prepare)
+    return buffer
 
 
 def trainer_path(run: Path, name: str) -> Path:
@@ -111,32 +156,18 @@ def trainer_path(run: Path, name: str) -> Path:
     return run / "trainers" / name.replace("/", "-")
 
 
-def make_learner(plan: Plan, model: torch.nn.Module, ranks: Ranks) -> tuple[Any, Callable[[int, int], int]]:
-    """The Learner of a plan, and how it counts environment steps: (rows trained on, gradient steps) -> environment steps."""
-    cls = find_class(plan.trainer)
-    if hasattr(cls, "loss"):
-        rate, norm = plan.learning_rate, plan.clip_grad_max_norm
-        return LossLearner(cls, plan.name, plan.config, model, ranks, rate, norm), lambda rows, steps: rows
+def _algorithm(plan: Plan, cls: Any) -> tuple[AlgoSetup, Any]:
+    """The algorithm of a plan, and the class of its Learner where that is another one."""
     if cls is not None and not hasattr(cls, "update"):
         raise ConfigError(
             f"trainer {plan.name}: expected a bray.Trainer (with `loss`) or a Learner (with `update`), got {plan.trainer!r}"
         )
-    from bray.remote.algo import named_setup
-
     if plan.name not in plan.config:
         raise ConfigError(
             f"trainer {plan.name}: a Learner is made from config[{plan.name!r}]['algo'], the name of a section with algorithm and env; "
             f"config has {', '.join(map(repr, plan.config)) or 'nothing'}"
         )
-    setup = named_setup(plan.config, plan.name)
-    if cls is not None and cls is not setup.algo.Learner:
-        names = {n: getattr(setup.algo, n) for n in ("Config", "make_model", "Policy")}
-        setup = replace(setup, algo=SimpleNamespace(**names, Learner=cls))
-    # A recording cannot hold the conversation between ranks.
-    learner = setup.make_learner(model, seed=plan.seed + 10_007 * ranks.rank, record=ranks.size == 1)
-    if setup.config.on_policy:
-        return learner, lambda rows, steps: rows
-    return learner, lambda rows, steps: setup.env_steps(steps)
+    return named_setup(plan.config, plan.name), cls
 
 
 def find_class(given: Any) -> Any:
@@ -219,7 +250,7 @@ class _Line:
 
     def __init__(self, address: wire.Address, plan: Plan):
         self._driven = plan.train is None
-        self._drive: Drive | None = None
+        self._drive: RankDriver | None = None
         self._over = self._left = False
         try:
             self._link: wire.Link = io.run(session().connect(address, self._heard, self._lost))
@@ -232,7 +263,7 @@ class _Line:
     def __exit__(self, *_: Any) -> None:
         self._left = True
 
-    def started(self, drive: Drive) -> None:
+    def started(self, drive: RankDriver) -> None:
         self._drive = drive
         if self._over:
             drive.stop()

@@ -61,6 +61,10 @@ class Ranks:
         """The smallest of the ranks' numbers."""
         return self._reduced((number,), dist.ReduceOp.MIN)[0]
 
+    def most(self, number: float) -> float:
+        """The largest of the ranks' numbers."""
+        return self._reduced((number,), dist.ReduceOp.MAX)[0]
+
     def _reduced(self, numbers: Sequence[float], op: Any) -> list[float]:
         if self.size == 1:
             return [float(x) for x in numbers]
@@ -148,11 +152,11 @@ class Together:
             if isinstance(module, nn.Module):
                 self._buffers += module.buffers()
 
-    def update(self, batch: Any, env_steps: int) -> Any:
+    def update(self, batch: Any, clock: Any) -> Any:
         if self.ranks.size == 1:
-            return self.learner.update(batch, env_steps)
+            return self.learner.update(batch, clock)
         self._over = self._differ = False
-        out = self.learner.update(batch, env_steps)
+        out = self.learner.update(batch, clock)
         if not self._over:
             self._differ = self.ranks.total(0)[0] > 0
         if self._differ:
