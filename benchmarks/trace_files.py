@@ -244,6 +244,7 @@ def trace_samples(tracer: Tracer, games: subprocess.Popen[bytes], traced: thread
             wait_until(lambda: not tracer.on)
         traced.set()
     finally:
+        games.kill()  # first: they would say that the service is gone
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -267,7 +268,7 @@ def trace_launched() -> list[str]:
 
 def trace_live() -> list[str]:
     """`bray train --live`, where this tree has it."""
-    asked = subprocess.run([sys.executable, "-m", "bray", "train", "--help"], capture_output=True, text=True)
+    asked = subprocess.run([sys.executable, "-m", "bray", "train", "--help"], capture_output=True, text=True, cwd=ROOT)
     if "--live" not in asked.stdout:
         print("sample, bray train --live: this tree does not have it")
         return []

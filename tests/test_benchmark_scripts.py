@@ -1,10 +1,12 @@
 """benchmarks/trace_files.py and benchmarks/same_weights.py see what they say they see."""
 
+import subprocess
 import sys
 import threading
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from benchmarks import same_weights, trace_files
@@ -65,3 +67,17 @@ def test_a_fingerprint_is_of_tensors_not_of_the_header(tmp_path):
     save_file(weights, tmp_path / "3.safetensors")
     first, same, other = (same_weights.fingerprint(tmp_path / f"{i}.safetensors") for i in (1, 2, 3))
     assert first == same != other
+
+
+@pytest.mark.skipif(not (same_weights.ROOT / ".git").exists(), reason="these files are not a git repository")
+def test_the_tree_of_another_commit_is_removed_also_after_an_error(tmp_path):
+    def trees():
+        words = ["git", "worktree", "list", "--porcelain"]
+        return subprocess.run(words, cwd=same_weights.ROOT, capture_output=True, text=True, check=True).stdout
+
+    with pytest.raises(ZeroDivisionError), same_weights.other_tree("HEAD", tmp_path) as tree:
+        assert (tree / "bray" / "__init__.py").is_file()
+        assert str(tree) in trees()
+        raise ZeroDivisionError
+    assert not tree.exists()
+    assert str(tree) not in trees()
