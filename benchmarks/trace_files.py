@@ -55,6 +55,8 @@ ROUNDS = 3
 """Traces from a tick to the end of an update."""
 QUIET = 2.0
 """Seconds without an update after which the learner is taken to wait."""
+IDLE = 12.0
+"""Seconds for which is looked at what runs while no game plays: longer than the slowest timer, the result rows of every 10 s."""
 PATIENCE = 180.0
 """Seconds until a trace that does not come to its end is given up."""
 
@@ -234,11 +236,11 @@ def trace_samples(tracer: Tracer, games: subprocess.Popen[bytes], traced: thread
     """Trace samples of halted games that go on; then end the command."""
     try:
         wait_until(lambda: tracer.updates >= WARM_UP)
-        for _ in range(ROUNDS):
+        for i in range(ROUNDS):
             games.send_signal(signal.SIGSTOP)
             wait_until(lambda: time.monotonic() - tracer.last_update > QUIET)
             tracer.start(tracer.idle)
-            time.sleep(QUIET)
+            time.sleep(QUIET if i else IDLE)
             tracer.start(tracer.calls, until_update=True)
             games.send_signal(signal.SIGCONT)
             wait_until(lambda: not tracer.on)

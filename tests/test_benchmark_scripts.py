@@ -75,9 +75,13 @@ def test_the_tree_of_another_commit_is_removed_also_after_an_error(tmp_path):
         words = ["git", "worktree", "list", "--porcelain"]
         return subprocess.run(words, cwd=same_weights.ROOT, capture_output=True, text=True, check=True).stdout
 
-    with pytest.raises(ZeroDivisionError), same_weights.other_tree("HEAD", tmp_path) as tree:
-        assert (tree / "bray" / "__init__.py").is_file()
-        assert str(tree) in trees()
-        raise ZeroDivisionError
-    assert not tree.exists()
-    assert str(tree) not in trees()
+    def fail():
+        with same_weights.other_tree("HEAD", tmp_path) as tree:
+            assert (tree / "bray" / "__init__.py").is_file()
+            assert str(tree) in trees()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not list(tmp_path.iterdir())
+    assert str(tmp_path) not in trees()
