@@ -1,0 +1,87 @@
+"""benchmarks/trace_files.py and benchmarks/same_weights.py see what they say they see."""
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from benchmarks import same_weights, trace_files
+from benchmarks.same_weights import Trained, difference
+
+
+def test_the_lines_of_ppo_are_counted(capsys):
+    total = trace_files.count_ppo()
+    assert f"ppo: {total} lines" in capsys.readouterr().out
+    assert total > 200
+
+
+def test_a_tick_is_traced_from_the_socket_on(capsys):
+    files = trace_files.trace_tick(ticks=3, warm_up=5, idle=0.3, engine="torch")
+    assert files[0].startswith("bray/serving/")
+    assert len(files) == len(set(files)) > 3
+    assert not [f for f in files if f.startswith(("bray/cli/", "bray/envs/"))]
+    assert f"{len(files)} files of bray/" in capsys.readouterr().out
+    assert sys.getprofile() is None
+    assert threading.getprofile() is None
+
+
+def test_a_trace_ends_with_the_update_and_leaves_out_what_runs_idle(capsys):
+    tracer, names = trace_files.Tracer(), {}
+    learner = "class Learner:\n    def update(self): tick()"
+    sources = {**{f: f"def {f}(): pass" for f in ("tick", "timer", "late")}, "learner": learner}
+    for file, source in sources.items():
+        exec(compile(source, f"{trace_files.PACKAGE}{file}.py", "exec"), names)
+    with tracer:
+        tracer.start(tracer.idle)
+        names["timer"]()
+        tracer.start(tracer.calls, until_update=True)
+        names["timer"]()
+        names["Learner"]().update()
+        names["late"]()
+    assert tracer.report("x") == ["bray/learner.py", "bray/tick.py"]
+    assert tracer.updates == 1
+    assert "runs also while no game plays: bray/timer.py" in capsys.readouterr().out
+
+
+def test_a_difference_is_found_and_the_time_is_none():
+    row = {"env_steps_total": 8, "loss/kl": 0.5, "eval/return_mean": float("nan"), "time_total_s": 1.0, "perf/env": 0.1}
+    ours = Trained(1.0, "abc", (row, row))
+    later = replace(ours, rows=(row, {**row, "time_total_s": 2.0, "perf/env": 0.2, "env_steps_per_second": 7.0}))
+    assert difference(ours, later) == ""
+    assert difference(ours, replace(ours, rows=(row, {**row, "loss/new": 1.0}))) == ""
+    assert "row 2: loss/kl is 0.5" in difference(ours, replace(ours, rows=(row, {**row, "loss/kl": 0.25})))
+    assert "weights" in difference(ours, replace(ours, weights="abd"))
+    assert "rows" in difference(ours, replace(ours, rows=(row,)))
+    assert "out of memory" in difference(ours, Trained(1.0, error="out of memory"))
+
+
+def test_a_fingerprint_is_of_tensors_not_of_the_header(tmp_path):
+    weights = {"a": np.arange(3, dtype=np.float32), "b": np.zeros((2, 2), np.float32)}
+    save_file(weights, tmp_path / "1.safetensors")
+    save_file(weights, tmp_path / "2.safetensors", metadata={"bray": "0.2"})
+    weights["b"][1, 1] = 1e-30
+    save_file(weights, tmp_path / "3.safetensors")
+    first, same, other = (same_weights.fingerprint(tmp_path / f"{i}.safetensors") for i in (1, 2, 3))
+    assert first == same != other
+
+
+@pytest.mark.skipif(not (same_weights.ROOT / ".git").exists(), reason="these files are not a git repository")
+def test_the_tree_of_another_commit_is_removed_also_after_an_error(tmp_path):
+    def trees():
+        words = ["git", "worktree", "list", "--porcelain"]
+        return subprocess.run(words, cwd=same_weights.ROOT, capture_output=True, text=True, check=True).stdout
+
+    def fail():
+        with same_weights.other_tree("HEAD", tmp_path) as tree:
+            assert (tree / "bray" / "__init__.py").is_file()
+            assert str(tree) in trees()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not list(tmp_path.iterdir())
+    assert str(tmp_path) not in trees()
