@@ -11,6 +11,7 @@ training); `Experiment.resume(path)` goes on exactly where a run stopped.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 import platform
@@ -32,7 +33,7 @@ from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, UnknownName
-from bray.inference.torch_engine import is_recurrent, load_weights
+from bray.inference.torch_engine import load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
@@ -41,7 +42,7 @@ from bray.spec import EnvSpec
 from bray.train.config import RunConfig, resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.live import ID as LIVE, LiveConfig, LiveTraining
-from bray.train.local import LocalTraining, acting_engine, initial_state
+from bray.train.local import LocalTraining, acting_engine, describe_policy, initial_state
 
 logger = logging.getLogger("bray")
 
@@ -450,15 +451,21 @@ class Experiment:
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
         exp._loaded_from, exp._loaded_step = checkpoint.path, checkpoint.step
+        if (directory.path / "launch.json").exists():
+            exp._launched = directory.read_json("launch.json")
         return exp
 
     _loaded_from: Path | None = None
+    _launched: dict[str, Any] | None = None
+    """What a launch file said of the model, where its network is the project's own."""
     _loaded_step = -1
 
     @classmethod
     def resume(cls, path: str | Path, sources: Sequence[Source] = (), env: Any = None) -> Experiment:
         """Go on with a run in its own directory, exactly where its latest checkpoint is."""
         directory = RunDir.open(path)
+        if (directory.path / "trainer.json").exists():
+            raise ConfigError(f"{path} was made by `bray launch`: the same launch file goes on with it")
         checkpoint = directory.load_checkpoint("latest")
         exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False, path=path)
         training = exp.training
@@ -501,9 +508,13 @@ class Experiment:
             else:
                 c = self.config
                 torch.manual_seed(c["run"].seed)
-                model = self.algo.make_model(c["algo"], spec, c["model"]).to(resolve_device(c["run"].device))
                 if self._weights is None:
                     raise ConfigError("there is nothing to act with yet: train first, or load a run")
+                if self._launched is not None:
+                    model = _launched_model(self._launched)
+                else:
+                    model = self.algo.make_model(c["algo"], spec, c["model"])
+                model = model.to(resolve_device(c["run"].device))
                 load_weights(model, self._weights)
             self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
         return self._served
@@ -631,20 +642,17 @@ def _saved_config(directory: RunDir) -> Source:
     return load_yaml(directory.path / "config.yaml")
 
 
-def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
-    """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has a way of its own."""
-    recurrent = is_recurrent(model)
-    initial = model.initial_state(1) if recurrent else None
-    by_rule = policy.acts_by_rule()
-    return {
-        "rule": policy.rule.name if by_rule else None,
-        "settings": policy.rule.trained() if by_rule else {},
-        "outputs": list(policy.reads),
-        "recurrent": recurrent,
-        "state": tree.map(lambda x: {"shape": list(x.shape[1:]), "dtype": str(np.asarray(x).dtype)}, initial)
-        if recurrent
-        else None,
-    }
+def _launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
+    """The network of a launched run, made by the project's own `build_model(name, config)`."""
+    name, config = launched["model"], launched["config"]
+    module = config[name]["module"]
+    try:
+        made = importlib.import_module(module).build_model(name, config)
+    except ModuleNotFoundError as e:
+        raise ConfigError(
+            f"the network of model {name} is made by {module}, which cannot be imported here ({e}): run this where the project is"
+        ) from None
+    return made[0]
 
 
 def torch_engine(path: Path, step: int) -> tuple[Any, Any]:
@@ -663,7 +671,7 @@ def export_graph(path: str | Path) -> Path:
     obs = tree.map(np.asarray, tree.stack([served.spec.observation.sample(rng) for _ in range(2)]))
     args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
     outputs = (*served.policy.reads, *(["state"] if served.recurrent else []))
-    file = run.models / "default" / "graph.onnx"
+    file = run.models / run.model_name() / "graph.onnx"
     rundir.write_atomic(file, export_onnx(served.model, args, outputs))
     return file
 

@@ -414,6 +414,13 @@ class RunDir:
 
     # --- model versions
 
+    def model_name(self) -> str:
+        """The name under which the run keeps the weights that are served: `default`, or a launched model's."""
+        try:
+            return str(self.read_json("policy.json").get("model", "default"))
+        except CheckpointError:
+            return "default"
+
     def weights_path(self, step: int, name: str = "default") -> Path:
         return self.models / _safe_name(name) / f"{_step(step)}.safetensors"
 

@@ -43,8 +43,6 @@ from bray.spec import EnvSpec
 
 logger = logging.getLogger("bray.serving")
 
-MODEL = "default"
-"""The name under which a run keeps its weights."""
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have torch."""
 EngineName = Literal["onnx", "int8", "torch"]
@@ -148,9 +146,16 @@ class ServedModel:
     ):
         self.name, self.config, self.torch_engine = name, config, torch_engine
         self.run = RunDir.open(path)
+        if not (self.run.path / "spec.json").exists() and (self.run.path / "master.state").exists():
+            raise ConfigError(
+                f"{self.run.path} was made by `bray launch` of Bray 0.1, which did not write down what its games look like: go on with it once "
+                "(`bray launch` with its file), then it can be served"
+            )
         self.spec = EnvSpec.from_json(self.run.read_json("spec.json"))
         self.policy = self.run.read_json("policy.json")
         self.layout = self.spec.layout
+        self.kept_as = str(self.policy.get("model", "default"))
+        """The name under which the run keeps its weights."""
         self.recurrent = bool(self.policy.get("recurrent"))
         self.arms: list[Arm] = []
         self.pinned: int | None = None
@@ -193,8 +198,8 @@ class ServedModel:
             raise ConfigError(f"versions: expected shares above 0, got {versions}")
         steps = {label: self._step_of(label) for label in versions}
         for step in steps.values():
-            if self.config.engine == "onnx" and not self.run.weights_path(step, MODEL).exists():
-                there = ", ".join(map(str, self.run.versions(MODEL)[-8:])) or "none"
+            if self.config.engine == "onnx" and not self.run.weights_path(step, self.kept_as).exists():
+                there = ", ".join(map(str, self.run.versions(self.kept_as)[-8:])) or "none"
                 raise CheckpointError(f"{self.run.path}: the weights of step {step} are missing. There are: {there}.")
         return {"versions": versions, "steps": steps, "pinned": pin}
 
@@ -250,7 +255,7 @@ class ServedModel:
         if step not in self.host.steps:
             self.host.add_version(step, engine or self._acting(step))
         arm.step = step
-        self._marks.set(self.run, step)
+        self._marks.set(self.run, self.kept_as, step)
         if arm.label == "latest" and (not self.served or self.served[-1] != step):
             self.served.append(step)
             del self.served[:-_REMEMBERED]
@@ -259,7 +264,7 @@ class ServedModel:
     def let_go(self, steps: Iterable[int]) -> None:
         """These versions are not served any more."""
         for step in steps:
-            self._marks.remove(self.run, step)
+            self._marks.remove(self.run, self.kept_as, step)
 
     def unused(self) -> list[int]:
         """Versions in memory that no session is given any more; the one before the newest stays, for rolling back."""
@@ -307,7 +312,7 @@ class ServedModel:
         """The version before the one that is served."""
         now = self.arms[0].step
         before = self.served[: self.served.index(now)] if now in self.served else []
-        before = before or [s for s in self.run.versions(MODEL) if s < now]
+        before = before or [s for s in self.run.versions(self.kept_as) if s < now]
         if not before:
             raise ConfigError(f"{self.name}: there is no version before step {now}")
         return before[-1]
@@ -341,30 +346,32 @@ class Marks:
 
     def __init__(self, ledger: Path | None = None):
         self._ledger = ledger
-        self._ours: set[tuple[str, int]] = set()
+        self._ours: set[tuple[str, str, int]] = set()  # run, model, step
         if ledger is not None and ledger.exists():
-            self._ours = {(run, step) for run, step in map(json.loads, ledger.read_text().splitlines())}
+            self._ours = {(run, name, step) for run, name, step in map(json.loads, ledger.read_text().splitlines())}
 
-    def set(self, run: RunDir, step: int) -> None:
+    def set(self, run: RunDir, name: str, step: int) -> None:
+        mark = (str(run.path), name, step)
         try:
-            if (str(run.path), step) in self._ours or not run.is_protected(step, MODEL):
-                run.protect(step, MODEL)
-                self._ours.add((str(run.path), step))
+            if mark in self._ours or not run.is_protected(step, name):
+                run.protect(step, name)
+                self._ours.add(mark)
                 if self._ledger is not None:
                     with self._ledger.open("a") as f:
-                        f.write(json.dumps([str(run.path), step]) + "\n")
+                        f.write(json.dumps(mark) + "\n")
         except (BrayError, OSError) as e:  # a run that can only be read is served all the same
             logger.debug("%s: %s", run.path, e)
 
-    def remove(self, run: RunDir, step: int) -> None:
-        if (str(run.path), step) in self._ours:
-            self._ours.discard((str(run.path), step))
+    def remove(self, run: RunDir, name: str, step: int) -> None:
+        mark = (str(run.path), name, step)
+        if mark in self._ours:
+            self._ours.discard(mark)
             with contextlib.suppress(OSError):
-                run.protect(step, MODEL, on=False)
+                run.protect(step, name, on=False)
 
     def remove_all(self) -> None:
-        for run, step in list(self._ours):
-            self.remove(RunDir(run), step)
+        for run, name, step in list(self._ours):
+            self.remove(RunDir(run), name, step)
 
 
 class _Engines:
@@ -392,7 +399,7 @@ class _Engines:
         from bray.inference.onnx_engine import OnnxEngine
 
         if name == "int8":
-            engine = OnnxEngine(run.models / MODEL / "model.int8.onnx", self.config.threads)
+            engine = OnnxEngine(run.models / self.model.kept_as / "model.int8.onnx", self.config.threads)
             if engine.step != step:
                 raise ConfigError(
                     f"{run.path}: the int8 model is of step {engine.step}, step {step} was asked for: `bray export {run.path} --quantize --checkpoint {step}`"
@@ -400,11 +407,11 @@ class _Engines:
             return engine
         if self._graph is None:
             self._graph = OnnxEngine(self.graph(), self.config.threads)
-        return self._graph.with_weights(run.load_weights(step, MODEL), step)
+        return self._graph.with_weights(run.load_weights(step, self.model.kept_as), step)
 
     def graph(self) -> Path:
         """The run's graph.onnx, exported if it is not there yet."""
-        path = self.model.run.models / MODEL / "graph.onnx"
+        path = self.model.run.models / self.model.kept_as / "graph.onnx"
         if not path.exists():
             export_graph(self.model.run.path)
         return path
@@ -716,7 +723,7 @@ def serve(
             marks = Marks(shared / _MARKS)
             for name, each in models.items():
                 for step in wishes[name]["steps"].values() if not model.follow else ():
-                    marks.set(each.run, step)
+                    marks.set(each.run, each.kept_as, step)
                 if model.engine == "onnx":
                     each.graph()
             return serve_workers(make_actor, service, on_ready=on_ready, prepare=prepare)

@@ -23,13 +23,14 @@ import numpy as np
 
 from bray import tree
 from bray.algos import algo_name, get_algo, make_experience
-from bray.config import Source, resolve
+from bray.config import Resolved, Source, resolve
 from bray.envs.config import EnvConfig
 from bray.envs.make import env_spec
 from bray.errors import ConfigError, UnknownName
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
 from bray.spec import EnvSpec
+from bray.train.config import RunConfig
 
 KEYS = ("algorithm", "env", "settings", "model")
 """What a section may say, beside what every component may."""
@@ -63,6 +64,7 @@ def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
     algo = get_algo(section["algorithm"])
     env = section["env"]
     values = {
+        "run": {"algorithm": algo_name(section["algorithm"])},
         "env": dict(env) if isinstance(env, Mapping) else {"id": env},
         "model": dict(section.get("model") or {}),
         "algo": dict(section.get("settings") or {}),
@@ -71,8 +73,9 @@ def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
     defaults = getattr(algo, "DEFAULTS", None)
     if defaults:
         sources.insert(0, Source(f"defaults of {algo_name(algo)}", defaults))
-    config = resolve({"env": EnvConfig, "model": ModelConfig, "algo": algo.Config}, sources)
-    return AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"])
+    sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
+    config = resolve(sections, sources)
+    return AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
 
 
 def build_model(name: str, config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -107,6 +110,8 @@ class AlgoSetup:
     spec: EnvSpec
     model_config: ModelConfig
     env_config: EnvConfig
+    resolved: Resolved
+    """All sections, as `config.yaml` holds them."""
 
     # --- the Model ----------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,22 @@ def acting_engine(model: nn.Module, policy: Any, record: bool = True) -> TorchEn
     return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)
 
 
+def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
+    """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has a way of its own."""
+    recurrent = is_recurrent(model)
+    initial = model.initial_state(1) if recurrent else None
+    by_rule = policy.acts_by_rule()
+    return {
+        "rule": policy.rule.name if by_rule else None,
+        "settings": policy.rule.trained() if by_rule else {},
+        "outputs": list(policy.reads),
+        "recurrent": recurrent,
+        "state": tree.map(lambda x: {"shape": list(x.shape[1:]), "dtype": str(np.asarray(x).dtype)}, initial)
+        if recurrent
+        else None,
+    }
+
+
 class LocalTraining(Driver):
     """An algorithm at work on an environment, in this process."""
 

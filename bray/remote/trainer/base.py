@@ -145,20 +145,21 @@ class LossLearner:
             self.model.train()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"optimizer": to_arrays(self.optimizer.state_dict()), "steps": self.steps}
+        parts = {"optimizer": to_arrays(self.optimizer.state_dict())}
         if hasattr(self.trainer, "state_dict"):
-            state["trainer"] = to_arrays(self.trainer.state_dict())
-        return state
+            parts["trainer"] = to_arrays(self.trainer.state_dict())
+        return {"parts": parts, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        parts = state["parts"]
         try:
-            self.optimizer.load_state_dict(to_tensors(state["optimizer"], torch.device("cpu")))
+            self.optimizer.load_state_dict(to_tensors(parts["optimizer"], torch.device("cpu")))
         except ValueError as e:
             raise ConfigError(
                 f"the checkpoint's optimizer is another one than {type(self.optimizer).__name__} ({e})"
             ) from None
-        if "trainer" in state and hasattr(self.trainer, "load_state_dict"):
-            self.trainer.load_state_dict(state["trainer"])
+        if "trainer" in parts and hasattr(self.trainer, "load_state_dict"):
+            self.trainer.load_state_dict(parts["trainer"])
         self.steps = int(state["steps"])
 
 

@@ -116,6 +116,8 @@ class RankDriver(Driver):
         self._publishing: Promise | None = None
         self._publish_step = 0
         self._run_dir: RunDir | None = None
+        self._owns_dir = True
+        self._best: float | None = None
         self._since, self._begun = time.monotonic(), 0
         ours = [
             Hook("before_run", RankDriver._resume, 10),
@@ -137,7 +139,7 @@ class RankDriver(Driver):
             self.close()
             for feed in (*self._feeds, *([self._eval_feed] if self._eval_feed else [])):
                 feed.close()
-            if self._run_dir is not None:
+            if self._run_dir is not None and self._owns_dir:
                 self._run_dir.close()
         seconds = time.monotonic() - self._since
         return {
@@ -279,15 +281,14 @@ class RankDriver(Driver):
         if not self.ranks.first:
             return
         assert self._run_dir is not None
-        state = {
-            "learner": self.learner.state_dict(),
-            "first": self.first,
-            "rows": self.rows,
-            "env_steps": self.env_steps,
-            "episodes": self.totals.episodes.get_state(),
-            "ranks": states,
-        }
         row = self.totals.episodes.row()
+        score = row.get("episode_return_mean")
+        best = score is not None and (self._best is None or score > self._best)
+        self._best = score if best else self._best
+        state = self.get_state()
+        recent = self.recent_observations()
+        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
+        state["json"] |= {"first": self.first, "rows": self.rows, "best": self._best, "ranks": states}
         meta = {
             "trainer": self.name,
             "ranks": self.ranks.size,
@@ -297,7 +298,7 @@ class RankDriver(Driver):
             "episode_return_mean": row.get("episode_return_mean"),
         }
         self._run_dir.save_checkpoint(
-            self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, keep=_KEEP
+            self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
         )
 
     def _rng_state(self) -> Any:
@@ -311,11 +312,17 @@ class RankDriver(Driver):
             weights, step = self.remote_model.get_weights()
             start = {"weights": dict(weights), "model_step": int(step), "saved": None}
             if self._run_path is not None:
-                self._run_dir = open_run(self._run_path)
+                self._owns_dir = not (self._run_path / "trainer.json").exists()  # else the session has locked it
+                self._run_dir = open_run(self._run_path) if self._owns_dir else RunDir(self._run_path)
                 if self._about is not None:
                     self._about(self._run_dir)
                 if self._run_dir.pointer("latest") is not None:
                     saved = self._run_dir.load_checkpoint()
+                    if "arrays" not in saved.state:
+                        raise CheckpointError(
+                            f"{self._run_path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
+                            f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
+                        )
                     start.update(weights=saved.weights, saved=saved.state, step=saved.step)
             if (
                 start["saved"] is None
@@ -328,12 +335,11 @@ class RankDriver(Driver):
             self.learner.load_state_dict(start["drawn"])
             self.first = self.learner.steps = start["model_step"]
         else:
-            saved = start["saved"]
-            self.learner.load_state_dict(saved["learner"])
+            arrays, saved = start["saved"]["arrays"], start["saved"]["json"]
+            self.learner.load_state_dict({"parts": arrays["learner"], **saved["learner"]})
             self.first, self.rows, self.resumed = int(saved["first"]), int(saved["rows"]), int(start["step"])
-            self.totals.env_steps = int(saved.get("env_steps", 0))
-            if "episodes" in saved:
-                self.totals.episodes.set_state(saved["episodes"])
+            self.totals.env_steps, self._best = int(saved["env_steps"]), saved["best"]
+            self.totals.episodes.set_state(arrays["episodes"])
             if self.ranks.rank < len(saved["ranks"]):
                 state = unpack_state(saved["ranks"][self.ranks.rank])
                 set_random_state(state["process"])

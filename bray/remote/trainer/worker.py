@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import logging
 import os
 import pickle
@@ -11,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
+from bray.rundir import RunDir, read_json, write_atomic
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
+from bray.train.local import describe_policy
 from bray.train.ranks import Ranks, is_rank_lost
 
 logger = logging.getLogger("bray.remote")
@@ -78,8 +82,12 @@ def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
     buffers = [found(b) for b in plan.buffers]
     eval_buffer = None if plan.eval_buffer is None else found(plan.eval_buffer)
     path = trainer_path(session().path, plan.name)
+    setup = described_by(plan)
+    about = None if setup is None else partial(describe_run, setup, model, remote_model.name, plan.config)
     by_name = {b.name: b for b in buffers}
-    return assemble(plan, model, remote_model, by_name, eval_buffer, ranks=ranks, run_path=path, merge=merge)
+    return assemble(
+        plan, model, remote_model, by_name, eval_buffer, ranks=ranks, run_path=path, merge=merge, about=about
+    )
 
 
 def assemble(
@@ -152,8 +160,41 @@ def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
 
 
 def trainer_path(run: Path, name: str) -> Path:
-    """Where a trainer's checkpoints are."""
-    return run / "trainers" / name.replace("/", "-")
+    """Where a trainer's checkpoints are: in the run directory itself, which makes it one like any other; those of a second trainer in a directory of
+    its own."""
+    own = run / "trainers" / name.replace("/", "-")
+    if (own / "checkpoints").exists():  # as Bray 0.1 did
+        return own
+    claim = run / "trainer.json"
+    if not claim.exists():
+        write_atomic(claim, json.dumps({"name": name}))
+    return run if read_json(claim).get("name") == name else own
+
+
+def described_by(plan: Plan) -> AlgoSetup | None:
+    """The algorithm that plays with the model that is trained: the trainer's own, or that of an agent. It knows spaces and acting rule."""
+    model = plan.model if isinstance(plan.model, str) else plan.model.name
+    sections = {k: v for k, v in plan.config.items() if isinstance(v, Mapping)}
+    mine = sections.get(plan.name, {})
+    players = [k for k, v in sections.items() if v.get("kind") == "agent" and v.get("model") == model]
+    for name in [plan.name, *players]:
+        if (mine if name == plan.name else sections[name]).get("algo") is not None:
+            return named_setup(plan.config, name)
+    return None
+
+
+def describe_run(setup: AlgoSetup, module: Any, model: str, config: Mapping[str, Any], run: RunDir) -> None:
+    """What serving, exporting and evaluating need to know of a launched run, beside its weights."""
+    policy = {"algorithm": setup.resolved["run"].algorithm, "model": model}
+    run.write_config(setup.resolved)
+    run.write_spec(setup.spec)
+    run.write_policy(policy | describe_policy(setup.make_policy(), module))
+    section = config.get(model)
+    if isinstance(section, Mapping) and section.get("module"):  # its network is the project's own
+        try:
+            run.write_json("launch.json", {"model": model, "config": dict(config)})
+        except TypeError as e:
+            logger.warning("%s: `bray eval` will not find the network of %s: %s", run.path, model, e)
 
 
 def _algorithm(plan: Plan, cls: Any) -> tuple[AlgoSetup, Any]:
