@@ -84,7 +84,7 @@ class TorchEngine:
         self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
         self._on_cpu = self.device.type == "cpu"
         self._captured = capture(self._forward, enabled=record, name=f"the forward of {type(model).__name__}")
-        self._structure: Any = None
+        self._structures: dict[int, Any] = {}  # by the number of arguments: draws may be left out
         self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 
     def _forward(self, *args: Any) -> Any:
@@ -93,14 +93,14 @@ class TorchEngine:
         return out if self.outputs is None else {k: out[k] for k in self.outputs}
 
     def forward(self, *args: Any) -> Any:
-        """A batch of what the Model takes (observations; and recurrent states) -> its outputs, all numpy."""
+        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy."""
         if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
             return self._run([torch.from_numpy(args[0])], args[0].shape, args)
-        expected = tree.map(lambda _: "", args) if self._structure is None else self._structure
+        expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
         leaves: list[Any] = []
         gather(expected, args, leaves)
         out = self._run([torch.from_numpy(x) for x in leaves], tuple([x.shape for x in leaves]), expected)
-        self._structure = expected  # only now: what the Model refuses is no example for others
+        self._structures[len(args)] = expected  # only now: what the Model refuses is no example for others
         return out
 
     def _run(self, flat: list[Tensor], shapes: Any, example: Any) -> Any:
