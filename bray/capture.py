@@ -47,6 +47,10 @@ MAX_PROGRAMS = 8
 _ARM = platform.machine() in ("aarch64", "arm64")
 
 
+class NotRecordable(ValueError):
+    """Why a function runs eagerly."""
+
+
 class capture:
     """A callable that records `fn` at its first call for each shape of the inputs and replays the recording from then on."""
 
@@ -130,7 +134,7 @@ class Program:
         return self._replay(flat)
 
     def check(self, flat: list[Tensor]) -> None:
-        """Try the recording on made up inputs; ValueError if it differs from the function."""
+        """Try the recording on made up inputs; NotRecordable if it differs from the function."""
         others = [_other(x) for x in flat]
         self._subject.compare(self._replay, [others, flat])
         self._untried = {i: x.clone() for i, (x, o) in enumerate(zip(flat, others, strict=True)) if _equal(x, o)}
@@ -139,9 +143,12 @@ class Program:
         new = [i for i, x in self._untried.items() if not _equal(x, flat[i])]
         if not new:
             return
+        state = PythonState(self._subject.fn)
         try:
             self._subject.compare(self._replay, [flat])
-        except Exception as e:  # the function's own errors too: it will raise them below
+            _refuse_changes(state)
+        except NotRecordable as e:  # but an error of the function itself is for the caller: these inputs are wrong
+            state.restore()
             self._reject(e)
             self._replay, self.is_recorded = self._run_eagerly, False
             new = list(self._untried)
@@ -221,8 +228,8 @@ class _NoPeeking(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reads_value(by: str) -> ValueError:
-    return ValueError(f"Python reads the value of a tensor ({by}), so the next call might go another way")
+def _reads_value(by: str) -> NotRecordable:
+    return NotRecordable(f"Python reads the value of a tensor ({by}), so the next call might go another way")
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
@@ -248,7 +255,7 @@ class _Recorder(TorchDispatchMode):
     def slot(self, x: Tensor) -> int:
         if id(x) not in self._slot_of:
             if _storage(x) in self._made:
-                raise ValueError("the recorder lost track of an intermediate result")
+                raise NotRecordable("the recorder lost track of an intermediate result")
             self._outer.add(_storage(x))
             self.outside.add(x)
             self.tape.held[self._new(x)] = x
@@ -307,7 +314,7 @@ def record(
     """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
     in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong."""
     if not flat:
-        raise ValueError("a recorded function takes at least one tensor")
+        raise NotRecordable("a recorded function takes at least one tensor")
     subject = _Subject(fn, structure)
     before = PythonState(fn)
     try:
@@ -335,7 +342,7 @@ def record(
 def _refuse_changes(state: PythonState) -> None:
     changed = state.changed()
     if changed:
-        raise ValueError(f"each call changes {', '.join(changed[:3])}, which is no tensor that is changed in place")
+        raise NotRecordable(f"each call changes {', '.join(changed[:3])}, which is no tensor that is changed in place")
 
 
 def _recorded(subject: _Subject, flat: list[Tensor]) -> Tape:
@@ -344,7 +351,7 @@ def _recorded(subject: _Subject, flat: list[Tensor]) -> Tape:
         leaves, subject.out_structure = pytree.tree_flatten(subject.call(flat))
         bad = [type(x).__name__ for x in leaves if not isinstance(x, Tensor)]
         if bad:
-            raise ValueError(f"a recorded function returns tensors only, got {bad[0]}")
+            raise NotRecordable(f"a recorded function returns tensors only, got {bad[0]}")
         recorder.tape.outputs = [recorder.slot(x) for x in leaves]
     subject.outside = recorder.outside.tensors[len(flat) :]
     return recorder.tape
@@ -402,17 +409,17 @@ class _Subject:
         return self.fn(*pytree.tree_unflatten(flat, self.structure))
 
     def compare(self, replay: Replay, calls: list[list[Tensor]]) -> None:
-        """The recording against the function: results and side effects of calls in a row. ValueError where they differ."""
+        """The recording against the function: results and side effects of calls in a row. NotRecordable where they differ."""
         expected = self._outcome(lambda flat: pytree.tree_leaves(self.call(flat)), calls)
         got = self._outcome(replay, calls)
         if len(expected) != len(got):
-            raise ValueError("the function returns another number of tensors for other inputs")
+            raise NotRecordable("the function returns another number of tensors for other inputs")
         for e, g in zip(expected, got, strict=True):
             if e.dtype != g.dtype or e.shape != g.shape:
-                raise ValueError("the recording's results have other shapes or types than the function's")
+                raise NotRecordable("the recording's results have other shapes or types than the function's")
             if not torch.allclose(e, g, rtol=1e-3, atol=1e-4, equal_nan=True):
                 worst = (e.double() - g.double()).abs().max().item()
-                raise ValueError(f"the recording's results differ from the function's by up to {worst:.3g}")
+                raise NotRecordable(f"the recording's results differ from the function's by up to {worst:.3g}")
 
     def _outcome(self, run: Replay, calls: list[list[Tensor]]) -> list[Tensor]:
         """What calls return and leave behind: in the tensors from outside, in their inputs and in the generators. Random numbers are
@@ -641,7 +648,7 @@ def _literal(x: Any) -> str:
         return f"torch.device('{x}')"
     if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.memory_format, torch.layout)):
         return repr(x)
-    raise ValueError(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
+    raise NotRecordable(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
 _TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)

@@ -15,6 +15,7 @@ from bray.inference.torch_engine import TorchEngine
 from bray.optim import Optimizer
 
 IN, OUT = 4, 3
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 class Base(nn.Module):
@@ -45,7 +46,7 @@ class Branch(Base):
 
 class ThroughNumpy(Base):
     def forward(self, x):
-        return {"y": self.dense(x) * torch.from_numpy(np.tanh(x.detach().numpy().mean(1, keepdims=True)))}
+        return {"y": self.dense(x) * torch.from_numpy(np.tanh(x.detach().cpu().numpy().mean(1, keepdims=True))).to(x)}
 
 
 class NumpyBranch(Base):
@@ -53,7 +54,7 @@ class NumpyBranch(Base):
 
     def forward(self, x):
         y = self.dense(x)
-        return {"y": y if np.asarray(x.detach()).mean() > -0.3 else -2 * y}
+        return {"y": y if np.asarray(x.detach().cpu()).mean() > -0.3 else -2 * y}
 
 
 class PythonCounter(Base):
@@ -102,12 +103,14 @@ class ReboundBuffer(Base):
 
 class Noise(Base):
     def forward(self, x):
-        return {"y": self.dense(x) + torch.randn(OUT) * torch.rand_like(torch.ones(OUT))}
+        return {
+            "y": self.dense(x) + torch.randn(OUT, device=x.device) * torch.rand_like(torch.ones(OUT, device=x.device))
+        }
 
 
 class NoiseThroughNumpy(Base):
     def forward(self, x):
-        return {"y": self.dense(x) + torch.as_tensor(np.random.standard_normal(OUT), dtype=torch.float32)}
+        return {"y": self.dense(x) + torch.as_tensor(np.random.standard_normal(OUT)).to(x)}
 
 
 class NoiseFromAGenerator(Base):
@@ -121,7 +124,7 @@ class NoiseFromAGenerator(Base):
 
 class ShapesAsValues(Base):
     def forward(self, x):
-        return {"y": self.dense(x) / x.shape[0] + torch.arange(x.shape[0])[:, None]}
+        return {"y": self.dense(x) / x.shape[0] + torch.arange(x.shape[0], device=x.device)[:, None]}
 
 
 class DataShapesAsValues(Base):
@@ -136,14 +139,14 @@ class ViewOfInput(Base):
 
 class MadeTensors(Base):
     def forward(self, x):
-        total = torch.tensor(0.25)
+        total = torch.tensor(0.25, device=x.device)
         total += x.detach().abs().mean()  # a new tensor at each call, changed in place
-        return {"y": self.dense(x) * torch.tensor(0.5) + torch.tensor([1.0, 2.0, 3.0]) * total}
+        return {"y": self.dense(x) * torch.tensor(0.5) + total}
 
 
 class Constants(Base):
     def forward(self, x):
-        return {"y": self.dense(x) * torch.tensor(0.5) + torch.tensor([1.0, 2.0, 3.0])}
+        return {"y": self.dense(x) * torch.tensor(0.5) + torch.tensor([1.0, 2.0, 3.0], device=x.device)}
 
 
 class SetUpAtFirstCall(Base):
@@ -153,7 +156,7 @@ class SetUpAtFirstCall(Base):
 
     def forward(self, x):
         if self.scale is None:
-            self.scale = torch.linspace(1.0, 2.0, OUT)
+            self.scale = torch.linspace(1.0, 2.0, OUT, device=x.device)
         return {"y": self.dense(x) * self.scale}
 
 
@@ -175,9 +178,9 @@ REFUSED = {
 ALL = [*RECORDED, *REFUSED]
 
 
-def make(cls):
+def make(cls, device="cpu"):
     torch.manual_seed(0)
-    return cls()
+    return cls().to(device)
 
 
 def inputs(rows, n=8):
@@ -209,6 +212,11 @@ def seed():
     np.random.seed(7)
 
 
+def later(device):
+    """What is drawn next shows what was drawn before."""
+    return [torch.rand(2), torch.rand(2, device=device), np.random.rand(2)]
+
+
 def expect(warnings, cls, recorded):
     assert recorded == (cls in RECORDED), [w.getMessage() for w in warnings.records]
     assert len(warnings.records) == (0 if recorded else 1)
@@ -216,14 +224,15 @@ def expect(warnings, cls, recorded):
         assert REFUSED[cls] in warnings.records[0].getMessage()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("cls", ALL)
-def test_acting_recorded_equals_acting_eagerly(cls, rows, warnings):
-    models, answers = [make(cls), make(cls)], []
+def test_acting_recorded_equals_acting_eagerly(cls, rows, device, warnings):
+    models, answers = [make(cls, device), make(cls, device)], []
     for model, record in zip(models, (True, False), strict=True):
         engine = TorchEngine(model, record=record)
         seed()
-        answers.append([engine.forward(x.copy()) for x in inputs(rows)] + [torch.rand(2), np.random.rand(2)])
+        answers.append([engine.forward(x.copy()) for x in inputs(rows)] + later(device))
         assert all(m.training for m in model.modules())
         if record:
             expect(warnings, cls, engine.is_recorded)
@@ -232,9 +241,10 @@ def test_acting_recorded_equals_acting_eagerly(cls, rows, warnings):
     assert_same_state(*models)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cls", ALL)
-def test_learning_recorded_equals_learning_eagerly(cls, warnings):
-    models, answers = [make(cls), make(cls)], []
+def test_learning_recorded_equals_learning_eagerly(cls, device, warnings):
+    models, answers = [make(cls, device), make(cls, device)], []
     for model, record in zip(models, (True, False), strict=True):
         optimizer = Optimizer(model.parameters(), 1e-2, max_grad_norm=0.5)
 
@@ -244,9 +254,9 @@ def test_learning_recorded_equals_learning_eagerly(cls, warnings):
 
         captured = capture(step, enabled=record)
         seed()
-        target = torch.linspace(-1, 1, 5 * OUT).reshape(5, OUT)
-        made = [captured({"x": torch.from_numpy(x.copy()), "target": target}) for x in inputs(5)]
-        answers.append([*made, torch.rand(2), optimizer.flat, optimizer.m, optimizer.steps])
+        target = torch.linspace(-1, 1, 5 * OUT, device=device).reshape(5, OUT)
+        made = [captured({"x": torch.tensor(x, device=device), "target": target}) for x in inputs(5)]
+        answers.append([*made, *later(device), optimizer.flat, optimizer.m, optimizer.steps])
         if record:
             expect(warnings, cls, None not in captured._programs.values())
     torch.testing.assert_close(*answers, rtol=1e-4, atol=1e-5)
@@ -332,6 +342,17 @@ def test_a_right_lookup_stays_recorded(warnings):
     for i in (2, 2, 5, 9):
         assert recorded(torch.tensor([i]), torch.tensor([True])).tolist() == [i]
         assert recorded(torch.tensor([i]), torch.tensor([False])).tolist() == [-i]
+    assert [p.is_recorded for p in recorded._programs.values()] == [True]
+    assert not warnings.records
+
+
+def test_a_wrong_input_is_no_reason_to_give_up_a_recording(warnings):
+    table = torch.arange(10.0)
+    recorded = capture(lambda i: table[i] * 2)
+    assert recorded(torch.tensor([3])).item() == 6
+    with pytest.raises(IndexError):
+        recorded(torch.tensor([10]))
+    assert recorded(torch.tensor([9])).item() == 18
     assert [p.is_recorded for p in recorded._programs.values()] == [True]
     assert not warnings.records
 
