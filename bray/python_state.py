@@ -151,10 +151,9 @@ class _Search:
                 yield from self._visit(name, x, depth)
 
     def _module(self, module: nn.Module) -> Iterator[_Place]:
-        for path, m in module.named_modules():
-            if m is not module and id(m) in self._seen:
-                continue
-            self._seen.add(id(m))
+        parts = [(path, m) for path, m in module.named_modules() if m is module or id(m) not in self._seen]
+        self._seen.update(id(m) for _, m in parts)  # before any of them is met without its path
+        for path, m in parts:
             label = ".".join(filter(None, (type(module).__name__, path)))
             attributes = vars(m)
             yield _Place(label, functools.partial(_copied, attributes), functools.partial(_refill, attributes), True)

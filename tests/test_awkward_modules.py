@@ -357,6 +357,12 @@ def test_a_wrong_input_is_no_reason_to_give_up_a_recording(warnings):
     assert not warnings.records
 
 
+def test_the_reason_names_the_part_of_a_model(warnings):
+    model = nn.Sequential(nn.Tanh(), nn.Sequential(PythonCounter()))
+    TorchEngine(model).forward(np.zeros((2, IN), np.float32))
+    assert "each call changes Sequential.1.0.calls" in warnings.text
+
+
 class Ticking:
     def __init__(self):
         self.count = 0
