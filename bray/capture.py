@@ -8,9 +8,13 @@ TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels witho
     metrics = step(batch)           # a tree of tensors in, a tree of tensors out
 
 Rules for `fn`: a function of a tree of tensors that returns a tree of tensors; tensors it closes over (parameters, optimizer moments,
-buffers) are read and may be changed in place; shapes are fixed (one recording per shape of the inputs); no decision in Python may
-depend on a tensor's value. A function that breaks the last rule runs eagerly, and the log says so once. A recording is tried on other
-inputs first: where its results differ from the function's, it is not used.
+buffers) are read and may be changed in place; shapes are fixed (one recording per shape of the inputs); nothing in Python may depend on
+a tensor's value, and no Python state may change from call to call (a set-up at the first call may). A function that breaks the last two
+rules runs eagerly, and the log says so once.
+
+A recording is tried before it is used: on inputs other than those it was made from, twice in a row, results and side effects. An input
+for which no other value can be made up (an index may be used to look something up) is tried at the first call that brings one. All of
+that leaves tensors, Python state and random generators as one call of the function does.
 
 `torch.compile` does more (it fuses kernels) but needs a C++ compiler and 3-10 s before the first step; a recording takes 0.1 s.
 """
@@ -28,8 +32,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from bray.python_state import PythonState
 
 logger = logging.getLogger("bray")
 aten = torch.ops.aten
@@ -40,13 +47,21 @@ MAX_PROGRAMS = 8
 _ARM = platform.machine() in ("aarch64", "arm64")
 
 
+class NotRecordable(ValueError):
+    """Why a function runs eagerly."""
+
+
 class capture:
     """A callable that records `fn` at its first call for each shape of the inputs and replays the recording from then on."""
 
-    def __init__(self, fn: Callable[..., Any], enabled: bool = True):
+    holds_recordings = True  # so that the search for the Python state of a function does not go through recordings
+
+    def __init__(self, fn: Callable[..., Any], enabled: bool = True, name: str | None = None):
         self.fn = fn
         self.enabled = enabled
+        self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._programs: dict[Any, Program | None] = {}
+        self._warned = False
 
     def __call__(self, *args: Any) -> Any:
         flat, structure = pytree.tree_flatten(args)
@@ -82,26 +97,67 @@ class capture:
         return self._programs[key]
 
     def _record(self, flat: list[Tensor], structure: Any) -> Program | None:
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
         try:
-            return record(self.fn, flat, structure)
+            return record(self.fn, flat, structure, self._warn)
         except Exception as e:  # whatever the recorder cannot follow: the function itself is still right
-            logger.warning("%s is not recorded and runs slower: %s", name, _first_line(e))
-            logger.debug("why recording failed", exc_info=True)
+            self._warn(e)
             return None
+
+    def _warn(self, e: Exception) -> None:
+        """Once: the other shapes of the inputs have the same reason."""
+        if not self._warned:
+            logger.warning("%s is not recorded and runs slower: %s", self.name, _first_line(e))
+        self._warned = True
+        logger.debug("why recording failed", exc_info=e)
 
 
 def _first_line(e: BaseException) -> str:
     return (str(e).strip().splitlines() or [type(e).__name__])[0]
 
 
-@dataclass
-class Program:
-    """A recording: `run(flat inputs) -> flat outputs`."""
+Replay = Callable[[list[Tensor]], list[Tensor]]
 
-    run: Callable[[list[Tensor]], list[Tensor]]
-    out_structure: Any
-    tape: Tape
+
+class Program:
+    """A recording: `run(flat inputs) -> flat outputs`. If a later call shows that it is wrong, it becomes the function itself."""
+
+    def __init__(self, subject: _Subject, replay: Replay, tape: Tape, reject: Callable[[Exception], None]):
+        self.tape = tape
+        self.out_structure = subject.out_structure
+        self.is_recorded = True
+        self._subject, self._replay, self._reject = subject, replay, reject
+        self._untried: dict[int, Tensor] = {}  # inputs that had one value so far, with that value
+
+    def run(self, flat: list[Tensor]) -> list[Tensor]:
+        if self._untried:
+            self._try(flat)
+        return self._replay(flat)
+
+    def check(self, flat: list[Tensor]) -> None:
+        """Try the recording on made up inputs; NotRecordable if it differs from the function."""
+        others = [_other(x) for x in flat]
+        self._subject.compare(self._replay, [others, flat])
+        self._untried = {i: x.clone() for i, (x, o) in enumerate(zip(flat, others, strict=True)) if _equal(x, o)}
+
+    def _try(self, flat: list[Tensor]) -> None:
+        new = [i for i, x in self._untried.items() if not _equal(x, flat[i])]
+        if not new:
+            return
+        state = PythonState(self._subject.fn)
+        try:
+            self._subject.compare(self._replay, [flat])
+            _refuse_changes(state)
+        except NotRecordable as e:  # but an error of the function itself is for the caller: these inputs are wrong
+            state.restore()
+            self._reject(e)
+            self._replay, self.is_recorded = self._run_eagerly, False
+            new = list(self._untried)
+        for i in new:
+            del self._untried[i]
+
+    def _run_eagerly(self, flat: list[Tensor]) -> list[Tensor]:
+        leaves, self.out_structure = pytree.tree_flatten(self._subject.call(flat))
+        return leaves
 
 
 # --- recording ------------------------------------------------------------------------------------------------------------
@@ -161,11 +217,30 @@ def _tensors(out: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
-_READS_VALUES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default)
+class _NoPeeking(TorchFunctionMode):
+    """Refuses what takes a tensor's values out of torch: no operation tells of it."""
+
+    _PEEKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._PEEKS:
+            raise _reads_value(f"Tensor.{func.__name__}")
+        return func(*args, **(kwargs or {}))
+
+
+def _reads_value(by: str) -> NotRecordable:
+    return NotRecordable(f"Python reads the value of a tensor ({by}), so the next call might go another way")
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Whether an operation hands a value to Python, as a number or as the shape of its result."""
+    if func is aten.index.Tensor:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes each operation; remembers what in-place operations change, as it was before, and puts it back at the end."""
+    """Notes each operation; remembers the tensors from outside as they were before, and puts them back at the end."""
 
     def __init__(self, inputs: list[Tensor]):
         super().__init__()
@@ -174,15 +249,15 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Any] = list(inputs)  # ids are only unique among the living
         self._outer = {_storage(x) for x in inputs}
         self._made: set[int] = set()  # storages of results
-        self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self.tape.examples.update(enumerate(inputs))
-        self._rng = torch.get_rng_state()
+        self.outside = _Snapshot(inputs, _generators(inputs))
 
     def slot(self, x: Tensor) -> int:
         if id(x) not in self._slot_of:
             if _storage(x) in self._made:
-                raise ValueError("the recorder lost track of an intermediate result")
+                raise NotRecordable("the recorder lost track of an intermediate result")
             self._outer.add(_storage(x))
+            self.outside.add(x)
             self.tape.held[self._new(x)] = x
         return self._slot_of[id(x)]
 
@@ -198,14 +273,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _READS_VALUES:
-            raise ValueError(
-                f"Python reads the value of a tensor ({func.name()}), so the next call might go another way"
-            )
+        if _depends_on_values(func, args):
+            raise _reads_value(func.name())
         refs = pytree.tree_map_only(Tensor, lambda x: Ref(self.slot(x)), (args, kwargs))
-        for x in _changes(func, args, kwargs):
-            if id(x) not in self._changed:
-                self._changed[id(x)] = (x, x.detach().clone())
         out = func(*args, **kwargs)
         outs = []
         for x in _tensors(out):
@@ -220,10 +290,7 @@ class _Recorder(TorchDispatchMode):
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        with torch.no_grad():
-            for x, before in self._changed.values():
-                x.copy_(before)
-        torch.set_rng_state(self._rng)
+        self.outside.restore()
 
 
 def _storage(x: Tensor) -> int:
@@ -241,58 +308,148 @@ def _changes(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return changed
 
 
-def record(fn: Callable[..., Any], flat: list[Tensor], structure: Any) -> Program:
-    """Run `fn` once on these inputs and return what it did as a Program. Whatever it changed is put back."""
+def record(
+    fn: Callable[..., Any], flat: list[Tensor], structure: Any, reject: Callable[[Exception], None] = lambda e: None
+) -> Program:
+    """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
+    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong."""
     if not flat:
-        raise ValueError("a recorded function takes at least one tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with _Recorder(flat) as recorder:
-            out = fn(*pytree.tree_unflatten(flat, structure))
-            leaves, out_structure = pytree.tree_flatten(out)
-            bad = [type(x).__name__ for x in leaves if not isinstance(x, Tensor)]
-            if bad:
-                raise ValueError(f"a recorded function returns tensors only, got {bad[0]}")
-            recorder.tape.outputs = [recorder.slot(x) for x in leaves]
-        tape = recorder.tape
-        _simplify(tape)
-        run = _cuda_graph(tape, flat) if flat[0].is_cuda else _interpreter(tape, flat)
-        _compare(fn, structure, run, flat, tape)
+        raise NotRecordable("a recorded function takes at least one tensor")
+    subject = _Subject(fn, structure)
+    before = PythonState(fn)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tape = _recorded(subject, flat)
+            if before.changed():
+                state = PythonState(fn)
+                tape = _recorded(subject, flat)
+                _refuse_changes(state)
+            else:
+                state = before
+            _simplify(tape)
+            run = _cuda_graph(tape, flat) if flat[0].is_cuda else _interpreter(tape, flat)
+            program = Program(subject, run, tape, reject)
+            program.check(flat)
+            _refuse_changes(state)
+    except BaseException:
+        before.restore()
+        raise
     tape.examples.clear()
-    return Program(run, out_structure, tape)
+    return program
 
 
-def _compare(fn: Callable[..., Any], structure: Any, run: Any, flat: list[Tensor], tape: Tape) -> None:
-    """The recording against the function on other inputs (rows reversed, single numbers scaled), results and side effects."""
-    other = [
-        (x * 0.75).to(x.dtype) if x.dim() == 0 and x.is_floating_point() else x.flip(0) if x.dim() else x for x in flat
-    ]
-    held = list(tape.held.values())
-    expected = _outcome(lambda: pytree.tree_leaves(fn(*pytree.tree_unflatten(other, structure))), held)
-    got = _outcome(lambda: run(other), held)
-    for e, g in zip(expected, got, strict=True):
-        if e.dtype != g.dtype or not torch.allclose(e, g, rtol=1e-3, atol=1e-4, equal_nan=True):
-            worst = (e.double() - g.double()).abs().max().item()
-            raise ValueError(f"the recording's results differ from the function's by up to {worst:.3g}")
+def _refuse_changes(state: PythonState) -> None:
+    changed = state.changed()
+    if changed:
+        raise NotRecordable(f"each call changes {', '.join(changed[:3])}, which is no tensor that is changed in place")
 
 
-def _outcome(run: Callable[[], list[Tensor]], held: list[Tensor]) -> list[Tensor]:
-    """What a run returns and leaves behind in `held`; afterwards `held` and the random generator are as before."""
-    before = [x.detach().clone() for x in held]
-    rng = torch.get_rng_state()
-    out = [x.detach().clone() for x in run()]
-    after = [x.detach().clone() for x in held]
-    _restore(held, before)
-    torch.set_rng_state(rng)
-    return out + after
+def _recorded(subject: _Subject, flat: list[Tensor]) -> Tape:
+    """One call, noted and undone."""
+    with _Recorder(flat) as recorder, _NoPeeking():
+        leaves, subject.out_structure = pytree.tree_flatten(subject.call(flat))
+        bad = [type(x).__name__ for x in leaves if not isinstance(x, Tensor)]
+        if bad:
+            raise NotRecordable(f"a recorded function returns tensors only, got {bad[0]}")
+        recorder.tape.outputs = [recorder.slot(x) for x in leaves]
+    subject.outside = recorder.outside.tensors[len(flat) :]
+    return recorder.tape
 
 
-@torch.no_grad()
-def _restore(held: list[Tensor], before: list[Tensor]) -> None:
-    """Put back what was changed. (Expanded views cannot be written to, and so were not.)"""
-    for x, b in zip(held, before, strict=True):
-        if not torch.equal(x, b):
-            x.copy_(b)
+class _Snapshot:
+    """Tensors as they were when they were added, and generators of random numbers as they are now."""
+
+    def __init__(self, tensors: list[Tensor], generators: list[torch.Generator]):
+        self.tensors: list[Tensor] = []
+        self._before: list[Tensor] = []
+        self._generators = [(g, g.get_state()) for g in generators]
+        for x in tensors:
+            self.add(x)
+
+    def add(self, x: Tensor) -> None:
+        self.tensors.append(x)
+        self._before.append(x.detach().clone())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put back what was changed: the last one first, because it may share memory with one that was added before a change."""
+        for x, before in zip(reversed(self.tensors), reversed(self._before), strict=True):
+            if not _equal(x, before):  # most are not changed, and expanded views cannot be written to
+                x.copy_(before)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _generators(inputs: list[Tensor]) -> list[torch.Generator]:
+    """The default generators that a function of these inputs draws from."""
+    devices = sorted({x.device.index for x in inputs if x.is_cuda})
+    return [torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit, but any NaN is any other."""
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+_CHECK_SEED = 0x5EED
+
+
+class _Subject:
+    """The function that is recorded, with what it was found to read and write."""
+
+    def __init__(self, fn: Callable[..., Any], structure: Any):
+        self.fn, self.structure = fn, structure
+        self.out_structure: Any = None
+        self.outside: list[Tensor] = []
+
+    def call(self, flat: list[Tensor]) -> Any:
+        return self.fn(*pytree.tree_unflatten(flat, self.structure))
+
+    def compare(self, replay: Replay, calls: list[list[Tensor]]) -> None:
+        """The recording against the function: results and side effects of calls in a row. NotRecordable where they differ."""
+        expected = self._outcome(lambda flat: pytree.tree_leaves(self.call(flat)), calls)
+        got = self._outcome(replay, calls)
+        if len(expected) != len(got):
+            raise NotRecordable("the function returns another number of tensors for other inputs")
+        for e, g in zip(expected, got, strict=True):
+            if e.dtype != g.dtype or e.shape != g.shape:
+                raise NotRecordable("the recording's results have other shapes or types than the function's")
+            if not torch.allclose(e, g, rtol=1e-3, atol=1e-4, equal_nan=True):
+                worst = (e.double() - g.double()).abs().max().item()
+                raise NotRecordable(f"the recording's results differ from the function's by up to {worst:.3g}")
+
+    def _outcome(self, run: Replay, calls: list[list[Tensor]]) -> list[Tensor]:
+        """What calls return and leave behind: in the tensors from outside, in their inputs and in the generators. Random numbers are
+        others than in the recording run, so that one that was frozen there shows. Afterwards all is as before."""
+        generators = _generators(calls[0])
+        before = _Snapshot(self.outside, generators)
+        for g in generators:
+            g.manual_seed(_CHECK_SEED)
+        out: list[Tensor] = []
+        try:
+            for flat in calls:
+                inputs = [x.clone() for x in flat]  # it may write to them
+                out += [x.detach().clone() for x in run(inputs)] + inputs
+            out += [x.detach().clone() for x in self.outside] + [g.get_state() for g in generators]
+        finally:
+            before.restore()
+        return out
+
+
+def _other(x: Tensor) -> Tensor:
+    """An input like this one, with other values: rows reversed, real numbers a bit smaller. Where rows are all alike real numbers are
+    scaled and shifted, truth values changed in every other place. Whole numbers may be indices, so they stay within their column."""
+    flipped = x.flip(0) if x.dim() else x
+    varied = not _equal(flipped, x)
+    if x.is_floating_point():
+        ramp = torch.linspace(0.05, 0.25, x.numel(), device=x.device).reshape(x.shape)
+        return (flipped * 0.97 if varied else x * 0.75 + ramp).to(x.dtype)
+    if x.dtype == torch.bool and not varied:
+        return x ^ (torch.arange(x.numel(), device=x.device).reshape(x.shape) % 2 == 0)
+    return flipped
 
 
 # --- simplifying ----------------------------------------------------------------------------------------------------------
@@ -328,7 +485,6 @@ _ALIASES = {
     aten.split.Tensor,
     aten.split_with_sizes.default,
 }
-_RANDOM = {aten.bernoulli.default, aten.normal_.default, aten.uniform_.default, aten.randn.default, aten.rand.default}
 _LARGE = 4096  # elements from which four cheap operations on ARM beat one tanh
 
 
@@ -396,7 +552,7 @@ def _fold_constants(tape: Tape) -> None:
     for op in tape.ops:
         fixed = (
             op.func in _PURE_FACTORIES or (all(s in constant for s in op.inputs()) and any(True for _ in op.inputs()))
-        ) and (not op.func._schema.is_mutable and op.func not in _RANDOM)
+        ) and not (op.func._schema.is_mutable or _draws(op.func))
         if fixed and not any(_storage(tape.examples[s]) in changed for s in op.outs):
             constant.update(op.outs)
             for s in op.outs:
@@ -404,6 +560,11 @@ def _fold_constants(tape: Tape) -> None:
         else:
             kept.append(op)
     tape.ops = kept
+
+
+def _draws(func: Any) -> bool:
+    """Whether an operation draws random numbers, which changes what later ones draw."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _tanh_by_sigmoid(tape: Tape) -> None:
@@ -427,7 +588,7 @@ def _drop_unused(tape: Tape) -> None:
     needed = set(tape.outputs)
     kept = []
     for op in reversed(tape.ops):
-        if op.func._schema.is_mutable or any(s in needed for s in op.outs):
+        if op.func._schema.is_mutable or _draws(op.func) or any(s in needed for s in op.outs):
             needed.update(op.inputs())
             kept.append(op)
     tape.ops = kept[::-1]
@@ -437,7 +598,7 @@ def _drop_unused(tape: Tape) -> None:
 # --- replaying ------------------------------------------------------------------------------------------------------------
 
 
-def _interpreter(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+def _interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
     held = [x.detach() for x in tape.held.values()]
@@ -487,7 +648,7 @@ def _literal(x: Any) -> str:
         return f"torch.device('{x}')"
     if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.memory_format, torch.layout)):
         return repr(x)
-    raise ValueError(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
+    raise NotRecordable(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
 _TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
@@ -504,11 +665,10 @@ def _largest_product(tape: Tape) -> int:
     return max(sizes)
 
 
-def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list[Tensor]]:
+def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     """A CUDA graph over static copies of the inputs: one launch for the whole function."""
     static = [x.clone() for x in flat]
-    held = list(tape.held.values())
-    before = [x.detach().clone() for x in held]
+    before = _Snapshot(list(tape.held.values()) + static, _generators(flat))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
@@ -523,7 +683,7 @@ def _cuda_graph(tape: Tape, flat: list[Tensor]) -> Callable[[list[Tensor]], list
             out = tape.play(static)
     finally:
         gc.enable()
-    _restore(held, before)
+    before.restore()
 
     def replay(flat: list[Tensor]) -> list[Tensor]:
         for mine, given in zip(static, flat, strict=True):

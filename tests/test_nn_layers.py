@@ -1,12 +1,10 @@
-"""Layers: activations, the net written as a list (counts by hand), noisy layers."""
-
-import math
+"""Layers: activations, the net written as a list (counts by hand)."""
 
 import pytest
 import torch
 
 from bray.errors import ConfigError, UnknownName
-from bray.nn import ModelConfig, NoisyLinear, make_encoder, resample_noise
+from bray.nn import ModelConfig, make_encoder
 from bray.nn.layers import ACTIVATIONS, activation
 from bray.spec import Space
 
@@ -96,34 +94,6 @@ def test_layers_that_cannot_work_are_refused(space, layer, message):
         build(space, layer)
 
 
-def test_noisy_linear_is_the_formula_and_mean_weights_without_noise():
-    torch.manual_seed(0)
-    layer = NoisyLinear(4, 3)
-    x = torch.randn(5, 4)
-    torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
-    resample_noise(layer, torch.Generator().manual_seed(1))
-    w = layer.weight + layer.weight_sigma * torch.outer(layer.noise_out, layer.noise_in)
-    b = layer.bias + layer.bias_sigma * layer.noise_out
-    torch.testing.assert_close(layer(x), x @ w.t() + b)
-    noisy = layer(x)
-    resample_noise(layer, torch.Generator().manual_seed(2))
-    assert not torch.allclose(layer(x), noisy)
-    resample_noise(layer, zero=True)
-    torch.testing.assert_close(layer(x), x @ layer.weight.t() + layer.bias)
-    assert layer.weight_sigma[0, 0].item() == pytest.approx(0.5 / math.sqrt(4))
-
-
-def test_noise_has_the_scaled_normal_distribution():
-    layer = NoisyLinear(20000, 1)
-    resample_noise(layer, torch.Generator().manual_seed(0))
-    # f(x) = sign(x) sqrt|x|: mean 0, mean square E|x| = sqrt(2 / pi)
-    assert layer.noise_in.mean().item() == pytest.approx(0.0, abs=0.03)
-    assert layer.noise_in.square().mean().item() == pytest.approx(math.sqrt(2 / math.pi), abs=0.03)
-
-
 def test_noisy_list_counts():
     net = build(VECTOR, {"layer_type": "noisy_linear", "layer_dim": [8], "activation": "relu"})
     assert count(net) == 2 * (4 * 8 + 8)
-    quiet = net(torch.ones(1, 4))
-    resample_noise(net)
-    assert not torch.equal(net(torch.ones(1, 4)), quiet)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -37,33 +40,67 @@ def _writable(x: Any) -> np.ndarray:
     return x if isinstance(x, np.ndarray) and x.flags.writeable else np.array(x)
 
 
+_FLAG_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def _parts_in_training(model: nn.Module) -> list[nn.Module]:
+    """(`Module.modules()` takes five times as long, for the names.)"""
+    parts, at = [model], 0
+    while at < len(parts):
+        parts += [m for m in parts[at]._modules.values() if m is not None]
+        at += 1
+    return [m for m in parts if m.training]
+
+
+def _set_training(parts: list[nn.Module], training: bool) -> None:
+    for m in parts:
+        vars(m)["training"] = (
+            training  # plain assignment goes through Module.__setattr__, which takes ten times as long
+        )
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, every part of a Model is in eval mode; afterwards each is in the mode it was in. Other threads that enter with the same
+    Model wait: their way out would change the mode of those still inside."""
+    with _FLAG_LOCKS.setdefault(model, threading.RLock()):
+        training = _parts_in_training(model)
+        _set_training(training, False)
+        try:
+            yield
+        finally:
+            _set_training(training, True)
+
+
 class TorchEngine:
-    """The Model itself, recorded (`bray.capture`) per batch size. It reads the Model's own parameters, so a learner's in-place
-    updates are seen at once."""
+    """The Model itself in eval mode (as it is exported), recorded (`bray.capture`) per batch size. It reads the Model's own parameters,
+    so a learner's in-place updates are seen at once; the learner's Model stays in train mode.
+
+    A Model that cannot be recorded has its modes changed for the time of a forward: a learner in another thread needs a copy."""
 
     def __init__(self, model: nn.Module, outputs: tuple[str, ...] | None = None, record: bool = True):
         self.model = model
         self.outputs = outputs
         self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
         self._on_cpu = self.device.type == "cpu"
-        self._captured = capture(self._forward, enabled=record)
-        self._structure: Any = None
+        self._captured = capture(self._forward, enabled=record, name=f"the forward of {type(model).__name__}")
+        self._structures: dict[int, Any] = {}  # by the number of arguments: draws may be left out
         self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 
     def _forward(self, *args: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), in_eval_mode(self.model):
             out = self.model(*args)
         return out if self.outputs is None else {k: out[k] for k in self.outputs}
 
     def forward(self, *args: Any) -> Any:
-        """A batch of what the Model takes (observations; and recurrent states) -> its outputs, all numpy."""
+        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy."""
         if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
             return self._run([torch.from_numpy(args[0])], args[0].shape, args)
-        expected = tree.map(lambda _: "", args) if self._structure is None else self._structure
+        expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
         leaves: list[Any] = []
         gather(expected, args, leaves)
         out = self._run([torch.from_numpy(x) for x in leaves], tuple([x.shape for x in leaves]), expected)
-        self._structure = expected  # only now: what the Model refuses is no example for others
+        self._structures[len(args)] = expected  # only now: what the Model refuses is no example for others
         return out
 
     def _run(self, flat: list[Tensor], shapes: Any, example: Any) -> Any:
@@ -75,13 +112,13 @@ class TorchEngine:
             program = self._captured.program(flat, structure) if self._captured.enabled else None
             self._programs[shapes] = (program, structure, _names(program))
         program, structure, names = self._programs[shapes]
-        if program is None:
+        if program is None or not program.is_recorded:
             return self._run_eagerly(flat, structure)
         try:
             values = program.run(flat)
         except RuntimeError:  # it may run, as no recording does while torch exports in another thread; or raise with the Model's own lines
             return self._run_eagerly(flat, structure)
-        if names is not None:
+        if names is not None and program.is_recorded:
             if self._on_cpu:
                 return {k: x.numpy() for k, x in zip(names, values, strict=True)}
             return {k: _numpy(x) for k, x in zip(names, values, strict=True)}
@@ -97,7 +134,7 @@ class TorchEngine:
     @property
     def is_recorded(self) -> bool:
         """Whether a forward so far could be recorded."""
-        return any(program is not None for program, *_ in self._programs.values())
+        return any(program is not None and program.is_recorded for program, *_ in self._programs.values())
 
     def parameters_read(self, *args: Any) -> int | None:
         """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be recorded."""

@@ -3,7 +3,8 @@
 from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model, register_preprocessor
 from bray.nn.encoders import Encoder, make_encoder
 from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
-from bray.nn.layers import MLP, NoisyLinear, Towers, resample_noise
+from bray.nn.layers import MLP, Towers
+from bray.nn.noise import NoisyLinear, noise_shapes, standard_normals, with_noise
 from bray.nn.normalize import RunningNorm, update_normalizers
 from bray.nn.recurrent import Recurrent
 
@@ -22,8 +23,10 @@ __all__ = [
     "example_obs",
     "make_encoder",
     "make_model",
+    "noise_shapes",
     "register_model",
     "register_preprocessor",
-    "resample_noise",
+    "standard_normals",
     "update_normalizers",
+    "with_noise",
 ]

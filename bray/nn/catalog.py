@@ -60,7 +60,7 @@ class ModelConfig:
     """First weights: orthogonal (gain sqrt 2; policy 0.01, value 1; zero biases) or torch (PyTorch's defaults)."""
     layers: list[dict[str, Any]] | None = None
     """The encoder as a list of {layer_type, layer_dim, activation, ...} in place of fcnet_hiddens and conv_filters. Types: linear,
-    noisy_linear, conv2d, pooling, flatten, norm, embed, none."""
+    noisy_linear (its noise is an input of the model: `bray.nn.noise`), conv2d, pooling, flatten, norm, embed, none."""
     custom_model: Any = None
     """Your model: a class, a name given to `register_model`, or "module:Name"; built as Name(spec, config, **custom_options)."""
     custom_preprocessor: Any = None

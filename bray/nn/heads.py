@@ -1,7 +1,8 @@
 """Models: an encoder and the heads that PPO, A2C, DQN and SAC read.
 
 All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} when distributional),
-`SquashedGaussianActor` {"dist"}. With `use_lstm` the first two take and return a state. Action masks are not applied
+`SquashedGaussianActor` {"dist"}. With `use_lstm` the first two take and return a state. With noisy layers they take draws
+(`bray.nn.noise`) after the observation and the state. Action masks are not applied
 here but beside the environment and in losses, so that an exported model is the same for both.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from bray.errors import ConfigError
 from bray.nn.encoders import Encoder, Features, make_encoder, sees_image
 from bray.nn.layers import HIDDEN_GAIN, Towers, activation, joint_linear, linear
+from bray.nn.noise import Draws, Shapes, noise_shapes, with_noise
 from bray.nn.recurrent import Recurrent, State
 from bray.spec import EnvSpec
 
@@ -36,24 +38,33 @@ class Headed(nn.Module):
     def heads(self, x: Tensor) -> dict[str, Any]:
         raise NotImplementedError
 
-    def forward(self, obs: Any, state: State | None = None) -> dict[str, Any]:
-        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after)."""
+    @property
+    def draws(self) -> Shapes:
+        """The random numbers that its noisy layers take; empty for most models."""
+        return noise_shapes(self)
+
+    def forward(self, obs: Any, state: State | None = None, draws: Draws | None = None) -> dict[str, Any]:
+        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after). Arguments that a
+        model has no use for are left out: a model without memory takes its draws in the second place."""
         if not self.recurrent:
-            return self.heads(self.core(obs))
-        x, state = self.core(obs, state)
-        return {**self.heads(x), "state": state}
+            with with_noise(self, state if draws is None else draws):
+                return self.heads(self.core(obs))
+        with with_noise(self, draws):
+            x, state = self.core(obs, state)
+            return {**self.heads(x), "state": state}
 
     def initial_state(self, batch_size: int) -> State:
         """Zeros for each of `batch_size` environments; an empty dict for a model without memory."""
         return self.core.initial_state(batch_size) if isinstance(self.core, Recurrent) else {}
 
-    def unroll(self, obs: Any, state: State, first: Tensor) -> dict[str, Any]:
+    def unroll(self, obs: Any, state: State, first: Tensor, draws: Draws | None = None) -> dict[str, Any]:
         """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]` and
-        the last state."""
+        the last state. One draw of noise is for all T rows."""
         if not isinstance(self.core, Recurrent):
             raise ConfigError("unroll() is for recurrent models: set use_lstm, or call the model on rows")
-        x, state = self.core.unroll(obs, state, first)
-        outputs = self.heads(x.flatten(0, 1))
+        with with_noise(self, draws):
+            x, state = self.core.unroll(obs, state, first)
+            outputs = self.heads(x.flatten(0, 1))
         return {**{k: v.unflatten(0, first.shape) for k, v in outputs.items()}, "state": state}
 
 

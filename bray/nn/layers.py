@@ -1,4 +1,4 @@
-"""Building blocks: activations, initialised layers, stacked MLPs, noisy layers, and nets written as a list of layers.
+"""Building blocks: activations, initialised layers, stacked MLPs, and nets written as a list of layers.
 
 Everything here is recorded by `capture` with fixed shapes and replayed without Python, so a forward has no branch on data
 and as few tensor operations as it can. Weights are drawn from torch's global generator: seed it and a net is reproducible.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bray.errors import ConfigError, UnknownName
+from bray.nn.noise import NoisyLinear
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -147,44 +148,6 @@ class Towers(nn.Module):
                     x = torch.addcmul(self.norm_biases[k], F.layer_norm(x, (weight.shape[-1],)), self.norm_weights[k])
                 x = self.act(x)
         return x
-
-
-class NoisyLinear(nn.Module):
-    """A dense layer with learned, factorised Gaussian noise on its weights (Fortunato 2018).
-
-    The noise lies in buffers that `resample_noise` refills between forwards, so that recorded programs see new noise; all
-    zeros (as built, and for greedy or exported models) is the layer of mean weights.
-    """
-
-    noise_in: Tensor
-    noise_out: Tensor
-
-    def __init__(self, n_in: int, n_out: int, sigma0: float = 0.5):
-        super().__init__()
-        bound = 1.0 / math.sqrt(n_in)
-        self.weight = nn.Parameter(torch.empty(n_out, n_in).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(n_out).uniform_(-bound, bound))
-        self.weight_sigma = nn.Parameter(torch.full((n_out, n_in), sigma0 * bound))
-        self.bias_sigma = nn.Parameter(torch.full((n_out,), sigma0 * bound))
-        self.register_buffer("noise_in", torch.zeros(n_in))
-        self.register_buffer("noise_out", torch.zeros(n_out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        # W x + s W_sigma (r x): the noisy weight matrix is never formed.
-        noise = F.linear(x * self.noise_in, self.weight_sigma, self.bias_sigma)
-        return torch.addcmul(F.linear(x, self.weight, self.bias), noise, self.noise_out)
-
-
-def resample_noise(model: nn.Module, generator: torch.Generator | None = None, zero: bool = False) -> None:
-    """New noise in every NoisyLinear of a model, in place; `zero=True` switches the noise off."""
-    for layer in model.modules():
-        if isinstance(layer, NoisyLinear):
-            for buffer in (layer.noise_in, layer.noise_out):
-                if zero:
-                    buffer.zero_()
-                else:
-                    x = torch.randn(buffer.shape, generator=generator)
-                    buffer.copy_(x.sign() * x.abs().sqrt())
 
 
 def conv_out(size: int, kernel: int, stride: int, padding: int) -> int:
