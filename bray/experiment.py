@@ -535,10 +535,11 @@ class Experiment:
         act: str = GREEDY,
         num_envs: int | None = None,
         on_step: Any = None,
+        most_steps: int | None = None,
     ) -> list[tuple[float, int]]:
-        """Whole episodes with this policy: (return, length) of each."""
+        """Whole episodes with this policy: (return, length) of each; with `most_steps` those that end within so many environment steps."""
         with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
-            return play(episodes=episodes, on_step=on_step, **stage)
+            return play(episodes=episodes, on_step=on_step, most_steps=most_steps, **stage)
 
     def play_steps(
         self, steps: int, seed: int | None = None, act: str = GREEDY

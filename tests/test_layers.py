@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
     {"_version", "errors", "tree", "spec", "schedules"},
-    {"config", "metrics", "rundir", "capture", "optim", "figures", "video"},
+    {"config", "metrics", "rundir", "capture", "python_state", "optim", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
     {"train"},
@@ -32,6 +32,7 @@ WITHIN = {
     "figures": {"rundir", "metrics"},
     "metrics": {"rundir"},
     "inference": {"capture"},
+    "capture": {"python_state"},
 }
 ONLY_IN = {
     "ray": {"remote"},

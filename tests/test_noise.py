@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from bray.act import standard_normals
 from bray.capture import capture
 from bray.errors import DataError
 from bray.inference.export import export_onnx
 from bray.inference.onnx_engine import OnnxEngine
 from bray.inference.torch_engine import TorchEngine
-from bray.nn import ModelConfig, NoisyLinear, make_model, noise_shapes, standard_normals, with_noise
+from bray.nn import ModelConfig, NoisyLinear, make_model, noise_shapes, with_noise
 from bray.optim import Optimizer
 from bray.spec import EnvSpec, Space
 

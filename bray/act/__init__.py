@@ -3,7 +3,7 @@
 A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
 """
 
-from bray.act.policy import GREEDY, MODES, SAMPLE, TRAINED, Clock, Decision, Policy, Tick, decide_now
+from bray.act.policy import GREEDY, MODES, SAMPLE, TRAINED, Clock, Decision, Policy, Tick, decide_now, standard_normals
 from bray.act.rules import RULES, Rule, make_rule
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "Tick",
     "decide_now",
     "make_rule",
+    "standard_normals",
 ]

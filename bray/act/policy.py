@@ -72,7 +72,7 @@ class Policy:
     rule: Rule | None = None
     """What a service acts by where it does not have this class; None where `act` is a way of its own."""
     draws: Mapping[str, tuple[int, ...]] = {}
-    """Random inputs of the Model (`model.draws`): name -> shape."""
+    """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an exported graph."""
 
     def __init__(self, layout: ActionLayout, rule: Rule | None = None):
         self.layout, self.rule = layout, rule
@@ -93,17 +93,12 @@ class Policy:
     ) -> Deciding:
         """Yield inputs of the Model, get its outputs, return a Decision. By default: one forward, then `act`."""
         inputs = (tick.obs,) if carry is None else (tick.obs, carry)
-        if self.draws:
-            inputs += (self.draw(rng if mode == SAMPLE else None),)
+        if self.draws and mode == SAMPLE:
+            assert rng is not None
+            inputs += (standard_normals(self.draws, rng),)
         outputs = yield inputs
         action, extras = self.act(outputs, tick, rng, mode, clock)
         return Decision(action, extras, outputs.get("state"), outputs)
-
-    def draw(self, rng: np.random.Generator | None) -> dict[str, np.ndarray]:
-        """The Model's random inputs; zeros (the mean weights, as in an exported graph) without a generator."""
-        if rng is None:
-            return {name: np.zeros(shape, np.float32) for name, shape in self.draws.items()}
-        return {name: rng.standard_normal(shape, np.float32) for name, shape in self.draws.items()}
 
     def numbers(self, clock: Clock) -> dict[str, float]:
         """What a result row says of acting now (`policy/*`)."""
@@ -113,6 +108,11 @@ class Policy:
         """Whether `rule` alone says how this Policy acts."""
         kind = type(self)
         return self.rule is not None and kind.act is Policy.act and kind.decide is Policy.decide
+
+
+def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """New random inputs for a Model, one draw for a whole batch."""
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def decide_now(deciding: Deciding, forward: Callable[..., dict[str, Any]]) -> Decision:

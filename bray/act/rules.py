@@ -31,6 +31,11 @@ class Rule(Protocol):
         """Outputs of the Model."""
         ...
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether draws are what it was trained for, not only for exploring."""
+        ...
+
     def choose(
         self,
         layout: ActionLayout,
@@ -58,7 +63,7 @@ class Rule(Protocol):
 class Distribution:
     """Draw from the distribution head; keeps the log-probability."""
 
-    name, reads = "dist", ("dist",)
+    name, reads, stochastic = "dist", ("dist",), True
 
     def choose(
         self,
@@ -84,7 +89,7 @@ class Distribution:
 class EpsilonGreedy:
     """The best of the action values, or with probability epsilon a random legal action."""
 
-    name, reads = "q", ("q",)
+    name, reads, stochastic = "q", ("q",), False
 
     def __init__(self, epsilon: Schedule = 0.0):
         self.epsilon = make_schedule(epsilon)
@@ -112,7 +117,7 @@ class EpsilonGreedy:
 class Squashed:
     """tanh of a Gaussian (SAC); uniformly random actions before learning starts."""
 
-    name, reads = "squashed", ("dist",)
+    name, reads, stochastic = "squashed", ("dist",), True
 
     def __init__(self, learning_starts: int = 0):
         self.learning_starts = learning_starts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bray import tree
-from bray.act import Clock
+from bray.act import Clock, standard_normals
 from bray.capture import capture
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
@@ -83,8 +83,8 @@ class Learner:
     def draw(self, count: int = 1) -> list[Tensor]:
         """The Model's random inputs (`model.draws`), `count` of each, as tensors."""
         draws = getattr(self.model, "draws", None) or {}
-        noise = [self.rng.standard_normal((count, *shape), np.float32) for shape in draws.values()]
-        return [torch.from_numpy(x).to(self.device) for x in noise]
+        noise = standard_normals({name: (count, *shape) for name, shape in draws.items()}, self.rng)
+        return [torch.from_numpy(x).to(self.device) for x in noise.values()]
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, targets, counters and random state; the Model's weights are its owner's."""

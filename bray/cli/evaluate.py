@@ -18,7 +18,7 @@ from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.metrics import short
 from bray.rundir import RunDir
-from bray.train.evaluate import EVAL_SEED, eval_config, summarize
+from bray.train.evaluate import EVAL_SEED, eval_config, much_worse, summarize
 from bray.video import write_video
 
 Render = Literal["video", "human"]
@@ -74,6 +74,8 @@ def judge(
             _table(console, summarize(results), act)
         if steps is not None:
             say(console, _played(steps, len(results), *cut))
+        elif act == GREEDY:
+            say_if_greedy_is_worse(exp, console, results, seed)
     if render is None:
         return []
     frames, return_, length, fps = film(exp, render, act=act, seed=seed)
@@ -87,6 +89,23 @@ def judge(
         what = "filmed" if render == "video" else "showed"
         say(console, f"{what} one episode of {length:,} steps, return {short(return_)}", "dim")
     return videos
+
+
+def say_if_greedy_is_worse(
+    exp: Experiment, console: Console, greedy: list[tuple[float, int]], seed: int | None = None
+) -> None:
+    """A policy that draws its actions may need the draws: then both numbers are told."""
+    rule = exp.served.policy.rule
+    if rule is not None and not rule.stochastic:
+        return
+    sampled = exp.play(len(greedy), seed=seed, act=SAMPLE, most_steps=2 * sum(n for _, n in greedy) + 1000)
+    worse = much_worse(greedy, sampled)
+    if worse is not None:
+        say(
+            console,
+            f"greedy plays much worse than sampled here: {short(worse[0])} against {short(worse[1])}; --act sample plays as in training",
+            "yellow",
+        )
 
 
 def _played(steps: int, episodes: int, return_: float, length: int) -> str:

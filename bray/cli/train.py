@@ -42,6 +42,7 @@ _FLAGS = {  # what a flag sets
     "actions": ("--actions", "live", "actions"),
     "spec": ("--spec", "live", "spec"),
 }
+_LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
 _FIXED = ("run", "env", "file", "seeds", "project", "trial", "init_from")
 """What a run that is resumed has already decided."""
 
@@ -239,6 +240,12 @@ def _run(exp: Experiment, options: Options, console: Console, signals: Signals) 
     reached = exp.reached
     if not options.quiet:
         _ended(exp, console, reached, signals, went_on)
+    if not options.quiet and training.iteration and not exp.live:
+        from bray.cli.evaluate import say_if_greedy_is_worse
+
+        greedy = exp.play(10, most_steps=_LAST_LOOK)
+        if greedy:
+            say_if_greedy_is_worse(exp, console, greedy)
     videos: list[Path] = []
     if options.render and training.iteration:
         from bray.cli.evaluate import judge

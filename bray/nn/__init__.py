@@ -4,7 +4,7 @@ from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model
 from bray.nn.encoders import Encoder, make_encoder
 from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
 from bray.nn.layers import MLP, Towers
-from bray.nn.noise import NoisyLinear, noise_shapes, standard_normals, with_noise
+from bray.nn.noise import NoisyLinear, noise_shapes, with_noise
 from bray.nn.normalize import RunningNorm, update_normalizers
 from bray.nn.recurrent import Recurrent
 
@@ -26,7 +26,6 @@ __all__ = [
     "noise_shapes",
     "register_model",
     "register_preprocessor",
-    "standard_normals",
     "update_normalizers",
     "with_noise",
 ]

@@ -5,7 +5,7 @@ standard normal. There is one draw for the whole batch, so they have no batch di
 drives the Model draws: noise in buffers would be saved and published with the weights, and nobody could say when it is new.
 
     model.draws                                              # {"noise": (132,)}
-    draws = standard_normals(model.draws, rng)               # numpy, as observations are
+    draws = bray.act.standard_normals(model.draws, rng)      # numpy, as observations are
     engine.forward(obs, draws)                               # noisy; a recurrent one: forward(obs, state, draws)
     engine.forward(obs)                                      # the mean weights: greedy, exported, served
 
@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -85,8 +84,3 @@ def with_noise(model: nn.Module, draws: Draws | None) -> Iterator[None]:
         yield
     finally:
         _CURRENT.reset(token)
-
-
-def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """New numbers for the `draws` of a Model."""
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}

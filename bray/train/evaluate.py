@@ -61,12 +61,16 @@ def play(
     mode: str = GREEDY,
     initial_state: Callable[[int], Any] | None = None,
     on_step: Callable[[Step], None] | None = None,
+    most_steps: int | None = None,
 ) -> list[tuple[float, int]]:
-    """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return, length) each."""
+    """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return, length) each. With `most_steps`
+    those that end within so many environment steps."""
     share = [episodes // env.num_envs + (b < episodes % env.num_envs) for b in range(env.num_envs)]
     done: list[list[tuple[float, int]]] = [[] for _ in share]
     rollout = trained(env, engine, policy, seed, mode, initial_state)
     while any(len(d) < s for d, s in zip(done, share, strict=True)):
+        if most_steps is not None and rollout.env_steps >= most_steps:
+            break
         step = rollout.step()
         if on_step is not None:
             on_step(step)
@@ -94,6 +98,17 @@ def play_steps(
         rollout.step()
         done += [(return_, length) for _, return_, length in rollout.ended]
     return done, (float(rollout.returns[0]), int(rollout.lengths[0]))
+
+
+def much_worse(greedy: list[tuple[float, int]], sampled: list[tuple[float, int]]) -> tuple[float, float] | None:
+    """(mean greedy return, mean sampled return) where the greedy one is clearly the smaller: by more than chance (both 95 % intervals) and by more than
+    a tenth of what there is to tell apart."""
+    if len(greedy) < 2 or len(sampled) < 2:
+        return None
+    g, s = (np.array([r for r, _ in results]) for results in (greedy, sampled))
+    chance = 1.96 * math.sqrt(g.var(ddof=1) / len(g) + s.var(ddof=1) / len(s))
+    matters = 0.1 * max(abs(g.mean()), abs(s.mean()))
+    return (float(g.mean()), float(s.mean())) if s.mean() - g.mean() > max(chance, matters) else None
 
 
 def summarize(results: list[tuple[float, int]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from bray import tree
-from bray.act import Clock
+from bray.act import Clock, Policy, standard_normals
 from bray.data.experience import Counts, Experience, Rollouts
 from bray.data.piece import Piece
 from bray.envs.config import EnvConfig
@@ -29,7 +29,7 @@ from bray.envs.make import env_spec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
-from bray.inference.torch_engine import is_recurrent
+from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
@@ -124,12 +124,15 @@ class LiveSource(Source):
         self._published = 0.0
         self._games = 0
         self._model = copy.deepcopy(side.model).cpu().eval()
-        self.host = ModelHost(ID, acting_engine(self._model, _Kept(side.policy)), weights=_weights(self._model))
+        engine = _Drawing(acting_engine(self._model, _Kept(side.policy)), side.policy.draws, seed)
+        self.host = ModelHost(ID, engine, weights=_weights(self._model))
         rewards = RewardTransform(env, 1, side.config.gamma)
         memory = initial_state(self._model)
+        policy: Policy = copy.copy(side.policy)
+        policy.draws = {}  # the engine draws
         self.player = Player(
             spec,
-            side.policy,
+            policy,
             self.host,
             sink=self,
             initial_state=None if memory is None else tree.map(lambda x: x[0], memory(1)),
@@ -238,6 +241,19 @@ class LiveSource(Source):
         if self.server is not None:
             self.server.close()
             self.server = None
+
+
+class _Drawing:
+    """An engine that draws the Model's random inputs itself: they have no batch axis, so they cannot wait with the observations of other games."""
+
+    def __init__(self, engine: TorchEngine, draws: Mapping[str, tuple[int, ...]], seed: int):
+        self.engine, self.draws, self.rng = engine, draws, np.random.default_rng([seed, 3])
+
+    def forward(self, *args: Any) -> Any:
+        return self.engine.forward(*args, *([standard_normals(self.draws, self.rng)] if self.draws else []))
+
+    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        self.engine.set_weights(weights)
 
 
 class _Kept:

@@ -192,10 +192,8 @@ class EnvSource(Source):
         rollout, reads = self.rollout, self.rollout.policy.reads
         model = rollout.engine.model
         both = TorchEngine(model, (*reads, *self._keep), record)
-        draws = rollout.policy.draw(None) if rollout.policy.draws else None
-        inputs = (rollout.obs,) if draws is None else (rollout.obs, draws)
         if record:
-            all_, some = both.parameters_read(*inputs), rollout.engine.parameters_read(*inputs)
+            all_, some = both.parameters_read(rollout.obs), rollout.engine.parameters_read(rollout.obs)
             if all_ and some and some < (1.0 - SEPARATE) * all_:
                 return TorchEngine(model, self._keep, record)
         rollout.engine = both
