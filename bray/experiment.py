@@ -475,6 +475,10 @@ class Experiment:
                 f"{path}: the environment has other spaces than at training time; resume needs the same ones"
             )
         state = checkpoint.state
+        if "experience" not in state["json"]:
+            raise CheckpointError(
+                f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
+            )
         exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
         json = state["json"]
         exp._time, exp._last_row = json["time"], json["row"] or None
