@@ -331,7 +331,7 @@ def test_collected_returns_are_those_of_play(cartpole, tmp_path):
     argv = ["collect", str(cartpole), "--episodes", "20", "--explore", "--seed", "7", "--out", str(tmp_path / "a")]
     assert main([*argv, "--per-file", "8"]) == 0
     reader = bray.EpisodeReader(tmp_path / "a")
-    played = Experiment.load(cartpole).play(20, seed=7, explore=True)
+    played = Experiment.load(cartpole).play(20, seed=7, act="sample")
     assert [len(bray.EpisodeReader(p)) for p in reader.paths] == [8, 8, 4]
     assert sorted(reader.steps.tolist()) == sorted(n for _, n in played)
     assert sorted(float(e["reward"].sum()) for e in reader) == sorted(r for r, _ in played)
@@ -372,7 +372,7 @@ def test_exactly_so_many_steps_are_collected(tmp_path, capsys):
 def test_a_collected_episode_can_be_played_again(tmp_path):
     """Actions are in the environment's units: Pendulum's torque reaches from -2 to 2."""
     exp = Experiment.load(trained(tmp_path, "Pendulum-v1", "max_episode_steps=30", "log_std_init=1.0"))
-    (episode,) = collect.episodes(exp, 1, seed=3, explore=True)
+    (episode,) = collect.episodes(exp, 1, seed=3, act="sample")
     env = make_env(exp.config["env"])
     obs, _ = env.reset(seed=episode_seed(3, 0, 0))
     assert len(episode["action"]) == 30

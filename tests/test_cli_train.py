@@ -532,7 +532,7 @@ def test_an_exception_of_the_users_environment_shows_its_traceback(tmp_path, cap
 def test_an_exception_of_the_users_algorithm_shows_its_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "my_broken_algo.py").write_text(
         "from bray.algos.ppo import *\nfrom bray.algos import ppo\n"
-        "class Learner(ppo.Learner):\n    def update(self, batch, env_steps=0):\n        raise RuntimeError('my own mistake')\n"
+        "class Learner(ppo.Learner):\n    def update(self, batch, clock):\n        raise RuntimeError('my own mistake')\n"
     )
     monkeypatch.chdir(tmp_path)  # found because it lies beside the user
     argv = ["train", "--run", "my_broken_algo:", "--env", "CartPole-v1", *TINY, "--project", "p", "--trial", "t"]

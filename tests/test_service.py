@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import bray
+from bray import act
 from bray.cli.main import main
 from bray.client import ClientError
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
-from bray.rl import act
 from bray.service import ModelService, PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
@@ -118,7 +118,7 @@ def test_sampling_draws_and_greedy_does_not(cartpole):
             return {client.tick({"obs": OBS})["action"] for _ in range(60)}
 
     assert len(actions()) == 1
-    assert actions(sample=True) == {0, 1}
+    assert actions(act="sample") == {0, 1}
 
 
 def test_many_sessions_share_batches(cartpole):
@@ -392,9 +392,13 @@ def test_rules_equal_the_policies():
             def make(seed=seed):
                 return None if seed is None else np.random.default_rng(seed)
 
-            expected, _ = policy.act(outputs, obs, make(), 1 << 62)
-            epsilon = policy.epsilon(1 << 62) if algo is dqn else 0.0
-            got = act.decide(policy.rule, spec.layout, outputs, make(), mask if spec is discrete else None, epsilon)
+            mode = "greedy" if seed is None else "sample"
+            expected, _ = policy.act(outputs, act.Tick(obs), make(), mode, act.TRAINED)
+            rule = act.make_rule(policy.rule.name, policy.rule.trained())  # as policy.json says it
+            flat = rule.choose(spec.layout, outputs, mask if spec is discrete else None, make(), 1 << 62)["action"]
+            np.testing.assert_array_equal(spec.layout.to_env(flat), expected)
+            tick = act.Tick(np.zeros((64, 3)), mask=mask if spec is discrete else None)  # a mask beside the observation
+            got, _ = act.Policy(spec.layout, rule).act(outputs, tick, make(), mode, act.TRAINED)
             np.testing.assert_array_equal(got, expected)
 
 
@@ -404,8 +408,8 @@ def test_a_policy_of_ones_own_needs_torch(tmp_path, monkeypatch):
         "from bray.algos.ppo import *\n"
         "from bray.algos import ppo\n"
         "class Policy(ppo.Policy):\n"
-        "    def act(self, outputs, obs, rng, step):\n"
-        "        action, extras = super().act(outputs, obs, rng, step)\n"
+        "    def act(self, outputs, tick, rng, mode, clock):\n"
+        "        action, extras = super().act(outputs, tick, rng, mode, clock)\n"
         "        return (action * 0 + 1), extras\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
