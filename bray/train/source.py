@@ -57,7 +57,7 @@ class FileSource(Source):
 
     def __init__(self, files: EpisodeReader | str | Path | Iterable[str | Path]):
         self._reader = files if isinstance(files, EpisodeReader) else EpisodeReader(files)
-        self._at = 0
+        self._at = self._told = 0
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         if self._at >= len(self._reader):
@@ -65,14 +65,17 @@ class FileSource(Source):
         episode = self._reader[self._at]
         piece = episode_piece(episode, self._at)
         self._at += 1
+        if self._at <= self._told:
+            return [piece], Counts()
         ended = (float(np.sum(episode["reward"], dtype=np.float64)), len(episode["reward"]))
         return [piece], Counts(piece.length, (ended,))
 
     def get_state(self) -> dict[str, Any]:
-        return {"arrays": {}, "json": {}}
+        return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        return True  # the files are read again: what was drawn of them is the experience's to know
+        self._told = int(state["json"]["episodes"])  # the files are read again, but these episodes are counted
+        return True  # what was drawn of them is the experience's to know
 
 
 def episode_piece(episode: Mapping[str, Any], stream: int = 0) -> Piece:
