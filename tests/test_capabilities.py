@@ -271,8 +271,10 @@ def test_two_episodes_in_each_of_four_processes():
 def test_clipped_rewards_are_learned_from_and_raw_ones_are_told(clip, learned):
     config = {"env_config": {"terminate_at": 3}, "rollout_length": 3, "clip_rewards": clip}
     exp = Experiment("A2C", e.Scripted, use_preset=False, config=config)
-    (piece,), _ = exp.training.sources[0].gather()
+    (piece,), counts = exp.training.sources[0].gather()
     assert piece.reward[:, 0].tolist() == learned
+    assert counts.episodes == ((6.0, 3),)
+    exp.training.totals.add(counts)
     assert exp.training.iterate()["episode_return_mean"] == 6.0
     assert exp.evaluate(1)["eval/return_mean"] == 6.0
 

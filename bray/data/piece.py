@@ -147,9 +147,14 @@ def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, n
 def _pad(piece: Piece, length: int) -> Piece:
     missing = length - piece.length
 
-    def grow(x: Any) -> np.ndarray:
+    def grow(x: Any, missing: int = missing) -> np.ndarray:
         x = np.asarray(x)
         return np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
 
     version = piece.version if np.ndim(piece.version) == 0 else grow(piece.version)
-    return replace(piece, **{name: tree.map(grow, getattr(piece, name)) for name in _ROWS}, version=version)
+    state, every = piece.state, piece.state_every
+    if state is not None:
+        known = -(-length // every) - -(-piece.length // every)
+        state = tree.map(lambda x: grow(x, known), state)
+    columns = {name: tree.map(grow, getattr(piece, name)) for name in _ROWS}
+    return replace(piece, **columns, state=state, version=version)
