@@ -196,6 +196,8 @@ class Driver:
         """One iteration: a batch learnt from, or so many environment steps as the experience says. Returns its row of numbers; None where the data
         has ended or somebody asked to stop before there was anything to tell. It ends early when `most_episodes` have been finished since training
         began."""
+        if self.ended:
+            return None
         start, steps = time.perf_counter(), self.totals.env_steps
         self._learn_seconds = 0.0
         means = _Means()
