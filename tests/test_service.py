@@ -458,10 +458,11 @@ def test_only_the_versions_that_were_asked_for_are_served(run):
 
 
 def test_rolling_back_twice_goes_further_back(run):
-    first, second, last = steps_of(run)
+    start, first, second, last = steps_of(run)
+    assert start == 0  # what it knew before the first step
     with serving({"m": run}) as server:
-        steps = [admin(server, "/models/m", {"rollback": True})[0]["pinned"] for _ in range(2)]
-        assert steps == [second, first]
+        steps = [admin(server, "/models/m", {"rollback": True})[0]["pinned"] for _ in range(3)]
+        assert steps == [second, first, start]
         with pytest.raises(urllib.error.HTTPError, match="400"):
             admin(server, "/models/m", {"rollback": True})
         assert admin(server, "/models/m", {"pin": None})[0]["versions"][0]["step"] == last
@@ -480,7 +481,7 @@ def until(condition):
 
 
 def test_the_version_before_stays_for_rolling_back(run):
-    first, second, last = steps_of(run)
+    _, first, second, last = steps_of(run)
     point(run, first)
     with serving({"m": run}, follow=True, follow_every_s=0.02) as server:
 
@@ -723,11 +724,14 @@ def test_settings_on_the_command_line(capsys):
     from bray.cli.serve import settings
 
     runs, service, model = settings(
-        ["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], {"port": 9, "sample": True, "host": None}
+        ["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], {"port": 9, "act": "sample", "host": None}
     )
     assert runs == {"a": Path("runs/a"), "b": Path("runs/c")}
     assert (service.port, service.idle_timeout_s, service.actors_per_worker) == (9, 5.0, 1000)
-    assert (model.sample, model.max_batch_size) == (True, 8)
+    assert (model.act, model.max_batch_size) == ("sample", 8)
+    assert settings(["r"], {})[2].act == "greedy"
+    for words, given in ((["r", "sample=true"], {}), (["r", "model.sample=true"], {}), (["r"], {"sample": True})):
+        assert settings(words, given)[2].act == "sample"  # its name in 0.1
     for words, message in [
         ([], "missing argument"),
         (["port=1"], "expected a run directory"),
@@ -807,7 +811,7 @@ def workers_of(process):
 
 def test_a_worker_that_comes_back_serves_what_the_others_serve(run):
     """Not followed: a newer checkpoint changes nothing, also for a worker that was killed. Marks go with the service."""
-    first, second, last = steps_of(run)
+    _, first, second, last = steps_of(run)
     point(run, second)
     with serve_process(run, "--port", "0", "admin_port=0", "--workers", "2", "follow_every_s=0.1") as process:
 
@@ -884,8 +888,8 @@ def test_experiment_serve(tmp_path):
     with exp.serve(port=0, admin_port=0, block=False) as server, bray.Client(port=server.port) as client:
         client.start()
         assert client.tick({"obs": OBS})["action"] == exp.policy(np.float32(OBS))
-    with pytest.raises(ConfigError, match="Did you mean 'sample'"):
-        exp.serve(port=0, block=False, sampel=True)
+    with pytest.raises(ConfigError, match="Did you mean 'act'"):
+        exp.serve(port=0, block=False, atc="sample")
     exp.close()
 
 
