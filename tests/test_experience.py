@@ -613,6 +613,44 @@ def test_learning_from_files_goes_on_exactly(tmp_path, when):
     assert all(np.array_equal(original.weights()[k], v) for k, v in resumed.weights().items())
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        Space("discrete", n=(5,), start=(-2,)),
+        Space("multi_discrete", (2,), "int64", n=(2, 3), start=(0, 4)),
+        Space("multi_binary", (3,), "int8"),
+        Space("box", (2,), "float32", (-2.0, 0.0), (2.0, 10.0)),
+        Space("box", (1,), "float32"),
+        Space(
+            "dict",
+            parts=(
+                Space(
+                    "tuple", parts=(Space("discrete", n=(3,), start=(1,)), Space("box", (2, 2), "float32", -1.0, 3.0))
+                ),
+                Space("multi_binary", (2,), "int8"),
+            ),
+            names=("a", "b"),
+        ),
+    ],
+    ids=["discrete", "multi", "binary", "box", "unbounded", "composite"],
+)
+def test_actions_of_files_become_those_of_the_learner(space, tmp_path):
+    """Files hold what the environment was told (`bray collect`); learners think in flat, scaled actions."""
+    layout, rng, columns = EnvSpec("e", Space("box", (3,)), space).layout, np.random.default_rng(0), []
+    for part in layout.parts:
+        columns.append(
+            rng.integers(0, part.n, (20, 1)) if part.kind == "categorical" else rng.uniform(-1, 1, (20, part.n))
+        )
+    flat = np.concatenate(columns, 1).astype(layout.dtype)
+    flat = flat[:, 0] if layout.single else flat
+    no = np.zeros(20, bool)
+    episode = {"obs": np.zeros((21, 3), np.float32), "action": layout.to_env(flat), "reward": np.zeros(20, np.float32)}
+    write_episodes(tmp_path / "a", [{**episode, "terminated": no, "truncated": no}])
+    (piece,), _ = FileSource(tmp_path, layout).gather()
+    assert piece.check().action.dtype == flat.dtype
+    np.testing.assert_allclose(piece.action[:, 0], flat, atol=1e-5)
+
+
 def test_policies_beside_files_need_no_environment():
     """What acts is made from the spaces alone."""
     side = make_side(Clone, Dataset(4))
