@@ -13,7 +13,7 @@ from bray import act, tree
 from bray.act import Clock
 from bray.algos import base, dqn, ppo
 from bray.algos.base import Update, to_torch
-from bray.data import Counts, Dataset, EndOfData, Replay, Rollouts, Sequences, write_episodes
+from bray.data import Batch, Counts, Dataset, EndOfData, Replay, Rollouts, Sequences, write_episodes
 from bray.errors import ConfigError, DataError
 from bray.nn.catalog import ModelConfig
 from bray.optim import Optimizer
@@ -245,6 +245,17 @@ def test_transitions_of_ragged_pieces_equal_a_loop(n_step, prioritized):
         if discount:  # else it is not looked at
             np.testing.assert_array_equal(drawn["next_obs"][i], after)
     assert not wanted
+
+
+def test_pieces_that_come_too_late_are_not_learnt_from():
+    experience, rng = Replay(500, 4, max_staleness=10), np.random.default_rng(0)
+    experience.add(make_piece(rng, 8, 0))
+    for version in range(1, 26):
+        experience.feedback(Batch(None, 0), None, version)
+    assert len(experience) == 0  # what was there has become stale
+    for version, there in ((15, 0), (16, 8), (25, 16)):
+        experience.add(make_piece(rng, 8, version, version=version))
+        assert len(experience) == there
 
 
 def test_batches_are_owed_for_rows_and_not_for_calls():

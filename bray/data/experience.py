@@ -235,9 +235,8 @@ class _Canvas:
         put(mine.outputs, piece.outputs, n + 1)
         for name in ("action", "reward", "terminated", "truncated", "valid", "extras"):
             put(getattr(mine, name), getattr(piece, name), n)
-        mine.version[row : row + n, column] = (  # type: ignore[index]
-            piece.version if np.ndim(piece.version) == 0 else piece.version[at : at + n, b]
-        )
+        version = np.asarray(piece.version)
+        mine.version[row : row + n, column] = version if version.ndim == 0 else version[at : at + n, b]  # type: ignore[index]
         played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
         if len(played) and not mine.terminated[last := row + played[-1], column]:
             mine.truncated[last, column] = True
@@ -331,6 +330,9 @@ class Replay(Experience):
 
     def add(self, piece: Piece) -> None:
         self._ragged = piece.stream is not None
+        limit = self._options["max_staleness"]
+        if self._ragged and limit is not None and self._version - np.max(piece.version) >= limit:
+            return  # too old when it came
         if self.ring is None:
             row = {"obs": piece.obs, "action": piece.action, **self._kept(piece)}
             example = tree.map(lambda x: x[0, 0], row)

@@ -90,7 +90,7 @@ class Piece:
                 )
             state = tree.index(state, slice(start // self.state_every, -(-end // self.state_every)))
         cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
-        version = self.version if np.ndim(self.version) == 0 else self.version[start:end]
+        version = self.version if np.ndim(self.version) == 0 else np.asarray(self.version)[start:end]
         return replace(self, **cut, state=state, version=version, start=self.start + start)
 
 
