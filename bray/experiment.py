@@ -576,7 +576,7 @@ class Experiment:
             }
 
     def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
-        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `sample=True`). Blocks until a
+        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`). Blocks until a
         signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
         from bray.service import Service, configure, serve
         from bray.serving.background import BackgroundServer

@@ -6,21 +6,20 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from bray.algos.base import Update, load_learner, save_learner, to_torch
+from bray import act
+from bray.algos import base
+from bray.data import Piece, Rollouts
 from bray.nn import catalog, distributions
 from bray.optim import Optimizer
-from bray.rl import act
 
 
 @dataclass(frozen=True)
 class Config:
-    on_policy: ClassVar[bool] = True
-
     rollout_length: int = 128
     """Steps that each environment takes between two updates."""
     lr: float = 3e-3
@@ -35,60 +34,59 @@ def make_model(config: Config, spec: Any, model: Any) -> torch.nn.Module:
     return catalog.make_model("actor_critic", spec, model)  # obs -> {"dist": [B, P], "value": [B]}
 
 
-class Policy:
-    """Beside the environment: outputs of the Model into actions, rollouts into samples."""
+def experience(config: Config, spec: Any, model: Any) -> Rollouts:
+    return Rollouts(config.rollout_length)  # each row once; Replay draws them again and again
 
-    act_outputs, keep_outputs = ("dist",), ("value",)
 
-    def __init__(self, config: Config, spec: Any, max_seq_len: int | None = None):
-        self.config, self.layout = config, spec.layout
+class Policy(act.Policy):
+    """Beside the environment: outputs of the Model into actions, here drawn from its distribution."""
 
-    def act(self, outputs: Any, obs: Any, rng: np.random.Generator | None, step: int) -> Any:
-        action, _ = act.sample(self.layout, outputs["dist"], rng, self.layout.mask(obs))
-        return self.layout.to_env(action), {"action": action}
+    keeps = ("value",)  # outputs that `prepare` wants to see again
 
-    def samples(self, t: Any) -> dict[str, np.ndarray]:
+    def __init__(self, config: Config, spec: Any):
+        super().__init__(spec.layout, act.make_rule("dist"))
+
+
+class Learner(base.Learner):
+    """Pieces of trajectory in, better weights out."""
+
+    def build(self) -> None:
+        self.optimizer = Optimizer(self.model.parameters(), self.config.lr, max_grad_norm=0.5)
+
+    def prepare(self, t: Piece) -> dict[str, np.ndarray]:
         """Rows with the return that followed; where the rollout or a time limit cuts it off, the value stands for the rest."""
         value, target = t.outputs["value"], np.empty_like(t.reward)
         future = value[-1]
-        for k in reversed(range(len(t.reward))):
+        for k in reversed(range(t.length)):
             rest = np.where(t.terminated[k], 0.0, np.where(t.truncated[k], value[k + 1], future))
             target[k] = future = t.reward[k] + self.config.gamma * rest
-        rows = {"obs": t.obs[:-1], "action": t.extras["action"], "target": target, "value": value[:-1]}
-        return {k: x[t.valid] for k, x in rows.items()}  # a row after an episode's end is no decision
+        weight = t.valid.astype(np.float32)  # a row after an episode's end is no decision
+        rows = {"obs": t.obs[:-1], "action": t.action, "target": target, "value": value[:-1], "weight": weight}
+        return {k: x.reshape(-1, *x.shape[2:]) for k, x in rows.items()}
 
+    def update(self, batch: dict[str, np.ndarray], clock: act.Clock) -> base.Update:
+        values = self._step(base.to_torch(batch, self.device))  # `gradient_step`, recorded
+        self.steps += 1
+        return base.Update(("policy_loss", "value_loss", "entropy"), values)
 
-class Learner:
-    """Samples in, better weights out."""
-
-    def __init__(self, config: Config, spec: Any, model: Any, model_config: Any, seed: int = 0, record: bool = True):
-        self.config, self.layout, self.model = config, spec.layout, model
-        self.optimizer = Optimizer(model.parameters(), config.lr, max_grad_norm=0.5)
-        self.rng, self.steps = np.random.default_rng(seed), 0
-
-    def update(self, batch: dict[str, np.ndarray], env_steps: int = 0) -> Update:
-        b = to_torch(batch, next(self.model.parameters()).device)
+    def gradient_step(self, b: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight = b["weight"] / b["weight"].sum()
         advantage = b["target"] - b["value"]
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        advantage = advantage - torch.dot(weight, advantage)
+        advantage = advantage / (torch.dot(weight, advantage.square()).sqrt() + 1e-8)
         outputs = self.model(b["obs"])
         logp, entropy = distributions.log_prob_entropy(self.layout, outputs["dist"], b["action"], None)
-        policy_loss, value_loss = -(logp * advantage).mean(), (outputs["value"] - b["target"]).square().mean()
-        self.optimizer.step(policy_loss + 0.5 * value_loss - self.config.entropy_coef * entropy.mean())
-        self.steps += 1
-        values = torch.stack([policy_loss, value_loss, entropy.mean()]).detach().cpu()
-        return Update(("policy_loss", "value_loss", "entropy"), values)
-
-    def state_dict(self) -> dict[str, Any]:
-        return save_learner(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_learner(self, state)
+        losses = torch.stack([-logp * advantage, (outputs["value"] - b["target"]).square(), entropy])
+        policy_loss, value_loss, entropy = means = torch.mv(losses, weight)
+        self.optimizer.step(policy_loss + 0.5 * value_loss - self.config.entropy_coef * entropy)
+        return means.detach()
 
 
 class Reinforce:
     """REINFORCE: policy gradient on observed returns, with a value baseline."""
 
-    Config, Policy, Learner, make_model = Config, Policy, Learner, staticmethod(make_model)
+    Config, Policy, Learner = Config, Policy, Learner
+    make_model, experience = staticmethod(make_model), staticmethod(experience)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from bray import tree
+from bray.act import Clock
 from bray.algos import a2c, dqn, get_algo, ppo, sac
-from bray.algos.base import minibatches, to_torch
+from bray.algos.base import to_torch
+from bray.algos.rows import minibatches, pack
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
@@ -71,7 +73,7 @@ def test_ppo_losses_equal_an_independent_loop(options):
     config, model, learner = make(ppo, DISCRETE, **options)
     batch = rollout_batch()
     outputs = {k: v.detach().numpy() for k, v in model(torch.from_numpy(batch["obs"])).items()}
-    got = learner._minibatch(to_torch(ppo.pack(batch), learner.device), torch.arange(32)).numpy()
+    got = learner.gradient_step(to_torch(pack(batch), learner.device), torch.arange(32)).numpy()
     expected = slow_ppo(outputs, batch, config.clip, config.dual_clip, config.clip_value)
     np.testing.assert_allclose(got[:5], expected, rtol=1e-4, atol=1e-5)
 
@@ -80,7 +82,7 @@ def test_ppo_gradient_equals_finite_differences():
     """The step goes down the loss that the independent loop computes: its directional derivative along the gradient is -|g|^2."""
     config, model, learner = make(ppo, DISCRETE, max_grad_norm=None)
     batch = rollout_batch()
-    columns, index = to_torch(ppo.pack(batch), learner.device), torch.arange(32)
+    columns, index = to_torch(pack(batch), learner.device), torch.arange(32)
 
     def loss():
         with torch.no_grad():
@@ -89,7 +91,7 @@ def test_ppo_gradient_equals_finite_differences():
         return policy + config.value_coef * value - config.entropy_coef * entropy
 
     flat, start = learner.optimizer.flat, learner.optimizer.flat.clone()
-    learner._minibatch(columns, index)
+    learner.gradient_step(columns, index)
     grad = learner.optimizer.m / 0.1  # after one step of Adam from zero
     with torch.no_grad():
         direction = grad / grad.norm()
@@ -109,7 +111,7 @@ def test_rows_of_weight_zero_change_nothing():
     results = []
     for b in (batch, other):
         _, _, learner = make(ppo, DISCRETE)
-        learner._minibatch(to_torch(ppo.pack(b), learner.device), torch.arange(32))
+        learner.gradient_step(to_torch(pack(b), learner.device), torch.arange(32))
         results.append(learner.optimizer.flat.clone())
     assert torch.equal(*results)
 
@@ -123,7 +125,7 @@ def test_a2c_losses_equal_an_independent_loop():
     logp = out["dist"] - np.log(np.exp(out["dist"]).sum(-1, keepdims=True))
     policy = np.mean([-logp[i, batch["action"][i]] * batch["advantage"][i] for i in rows])
     value = np.mean([0.5 * (out["value"][i] - batch["target"][i]) ** 2 for i in rows])
-    got = learner._gradient_step(to_torch(ppo.pack(batch), learner.device)).numpy()
+    got = learner.gradient_step(to_torch(pack(batch), learner.device)).numpy()
     np.testing.assert_allclose(got[:2], [policy, value], rtol=1e-4)
 
 
@@ -160,7 +162,7 @@ def test_dqn_loss_and_priorities_equal_an_independent_loop(double, huber):
         error = q[i, batch["action"][i]] - (batch["reward"][i] + batch["discount"][i] * target[i, best])
         errors.append(abs(error))
         loss += batch["weight"][i] * (0.5 * error**2 if huber is None or abs(error) <= 1 else abs(error) - 0.5) / 16
-    update = learner.update(batch)
+    update = learner.update(batch, Clock())
     assert update.metrics["loss"] == pytest.approx(loss, rel=1e-4)
     np.testing.assert_allclose(update.priorities, errors, rtol=1e-4, atol=1e-5)
 
@@ -168,11 +170,11 @@ def test_dqn_loss_and_priorities_equal_an_independent_loop(double, huber):
 def test_dqn_target_copies_every_period_or_follows():
     _, _, learner = make(dqn, DISCRETE, target_period=3)
     for n in range(1, 7):
-        learner.update(replay_batch(DISCRETE, seed=n))
+        learner.update(replay_batch(DISCRETE, seed=n), Clock())
         assert torch.equal(learner.target._flat, learner.optimizer.flat) == (n % 3 == 0)
     _, _, learner = make(dqn, DISCRETE, tau=0.5)
     before = learner.target._flat.clone()
-    learner.update(replay_batch(DISCRETE))
+    learner.update(replay_batch(DISCRETE), Clock())
     torch.testing.assert_close(learner.target._flat, before.lerp(learner.optimizer.flat, 0.5))
 
 
@@ -191,7 +193,7 @@ def test_sac_critic_loss_equals_an_independent_loop():
         q = learner.critic(obs, torch.from_numpy(batch["action"])).double().numpy()
     y = batch["reward"] + batch["discount"] * q_next
     loss = sum(0.5 * np.mean(batch["weight"] * (q[k] - y) ** 2) for k in range(2))
-    update = learner.update(batch)
+    update = learner.update(batch, Clock())
     assert update.metrics["critic_loss"] == pytest.approx(loss, rel=1e-3)
     assert update.metrics["alpha"] == pytest.approx(0.2, rel=1e-5)
 
@@ -200,10 +202,10 @@ def test_sac_temperature_moves_towards_the_target_entropy():
     for target, sign in ((-50.0, -1), (50.0, 1)):  # far less, far more random than any policy here
         _, _, learner = make(sac, CONTINUOUS, target_entropy=target)
         before = learner.log_alpha.item()
-        learner.update(replay_batch(CONTINUOUS))
+        learner.update(replay_batch(CONTINUOUS), Clock())
         assert np.sign(learner.log_alpha.item() - before) == sign
     _, _, learner = make(sac, CONTINUOUS, adapt_alpha=False)
-    learner.update(replay_batch(CONTINUOUS))
+    learner.update(replay_batch(CONTINUOUS), Clock())
     assert learner.log_alpha.exp().item() == pytest.approx(0.2)
 
 
@@ -225,7 +227,7 @@ def test_a_recorded_learner_equals_an_eager_one(algo, spec, batch):
         model = algo.make_model(config, spec, SMALL)
         learner = algo.Learner(config, spec, model, SMALL, seed=0, record=record)
         for _ in range(5):
-            learner.update(batch)
+            learner.update(batch, Clock())
         flats.append(learner.optimizer.flat.clone())
     torch.testing.assert_close(*flats, rtol=1e-3, atol=1e-4)
 
@@ -240,14 +242,14 @@ def test_target_kl_ends_the_epochs():
     steps = []
     for target_kl in (None, 1e-9):
         _, _, learner = make(ppo, DISCRETE, target_kl=target_kl, lr=1e-2)
-        learner.update(rollout_batch())
+        learner.update(rollout_batch(), Clock())
         steps.append(learner.steps)
     assert steps == [16, 4]
 
 
 def test_lr_schedule_reaches_the_optimizer():
     _, _, learner = make(ppo, DISCRETE, lr={"kind": "linear", "start": 1.0, "end": 0.0, "steps": 100})
-    learner.update(rollout_batch(), env_steps=25)
+    learner.update(rollout_batch(), Clock(env_steps=25))
     assert learner.optimizer.lr.item() == pytest.approx(0.75)
 
 
@@ -408,8 +410,10 @@ def test_values_of_a_rollout_are_those_of_the_model():
     for shared in (False, True):
         model = ModelConfig(vf_share_layers=shared)
         training = LocalTraining(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), model, ppo.Config())
-        assert (training._later is None) == shared
-        t = training.collect(16)
+        (source,) = training.sources
+        assert (source._later is None) == shared
+        source.rows = 16
+        (t,), _ = source.gather()
         with torch.no_grad():
             value = training.model(torch.from_numpy(t.obs.reshape(-1, 4)))["value"].numpy().reshape(17, 4)
         np.testing.assert_allclose(t.outputs["value"], value, rtol=1e-4, atol=1e-5)
@@ -418,13 +422,15 @@ def test_values_of_a_rollout_are_those_of_the_model():
 
 def test_no_transition_crosses_an_episode_end():
     training = LocalTraining(ppo, RunConfig(), EnvConfig(id="CartPole-v1", num_envs=4), ModelConfig(), ppo.Config())
-    t = training.collect(200)
+    (source,) = training.sources
+    source.rows = 200
+    (t,), counts = source.gather()
     ended = t.terminated | t.truncated
     assert ended.any()
     np.testing.assert_array_equal(t.valid[1:], ~ended[:-1])
     np.testing.assert_array_equal(t.first[2:], ~t.valid[1:])
     assert (t.reward[~t.valid] == 0).all()
-    assert training.rollout.env_steps == t.valid.sum()
+    assert training.rollout.env_steps == counts.env_steps == t.valid.sum()
     starts = tree.index(t.obs, np.s_[:])[t.first]
     assert (np.abs(starts) <= 0.05).all()
     training.close()

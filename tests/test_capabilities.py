@@ -20,10 +20,11 @@ from torch import nn
 
 import bray
 import bray.figures
-from bray import loop
+from bray.act import Clock, Tick
 from bray.algos import a2c, dqn, ppo, sac
 from bray.cli.main import app, main
 from bray.config import field_docs, load_yaml, to_plain
+from bray.data.experience import Replay
 from bray.data.ring import ReplayRing
 from bray.envs import EnvConfig, env_spec, make_env
 from bray.errors import ConfigError, DataError, EnvError, UnknownName
@@ -33,7 +34,7 @@ from bray.metrics import pretty_print
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir
 from bray.train.config import RunConfig, resolve_device
-from bray.train.local import LocalTraining
+from bray.train.local import LocalTraining, initial_state
 
 DOCS = Path(__file__).parent.parent / "docs"
 ALGOS = {"PPO": ppo, "A2C": a2c, "DQN": dqn, "SAC": sac}
@@ -84,7 +85,7 @@ def test_documented_metrics_are_those_that_are_logged(name, env, tmp_path):
     own = re.findall(r"^\| `((?:loss|policy)/\w+)` \|", section(name), re.M)
     assert own == [k for k in row if k.startswith(("loss/", "policy/"))]
     others = re.findall(r"^\| `([\w/]+)` \|", section("The numbers of a run"), re.M)
-    if ALGOS[name].Config.on_policy:
+    if hasattr(ALGOS[name].Config, "rollout_length"):
         others = [k for k in others if not k.startswith("replay/")]
     assert sorted([*others, *own]) == sorted([*row, "nan_metrics"])
 
@@ -148,7 +149,7 @@ def outcome(name, **changes):
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_every_key_of_an_algorithm_changes_the_training(name, monkeypatch):
-    monkeypatch.setattr(loop, "ITERATION_STEPS", 160)
+    monkeypatch.setattr(Replay, "iteration_steps", 160)
     assert list(OTHER[name]) == [f.name for f in fields(ALGOS[name].Config)]
     plain = outcome(name)
     assert plain == outcome(name)
@@ -270,7 +271,10 @@ def test_two_episodes_in_each_of_four_processes():
 def test_clipped_rewards_are_learned_from_and_raw_ones_are_told(clip, learned):
     config = {"env_config": {"terminate_at": 3}, "rollout_length": 3, "clip_rewards": clip}
     exp = Experiment("A2C", e.Scripted, use_preset=False, config=config)
-    assert exp.training.collect(3).reward[:, 0].tolist() == learned
+    (piece,), counts = exp.training.sources[0].gather()
+    assert piece.reward[:, 0].tolist() == learned
+    assert counts.episodes == ((6.0, 3),)
+    exp.training.totals.add(counts)
     assert exp.training.iterate()["episode_return_mean"] == 6.0
     assert exp.evaluate(1)["eval/return_mean"] == 6.0
 
@@ -426,7 +430,7 @@ def test_an_exception_leaves_a_checkpoint_of_what_was_learned(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["A2C", "DQN", "PPO"])
 def test_changing_only_the_algorithm(name, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "ITERATION_STEPS", 100)
+    monkeypatch.setattr(Replay, "iteration_steps", 100)
     argv = ["train", "--run", name, "--env", "CartPole-v1", "--no-preset", "--project", str(tmp_path), "--trial", "t"]
     assert main([*argv, "--stop", '{"training_iteration": 1}', "--num-envs-per-worker", "3"]) == 0
     assert capsys.readouterr().out.startswith(f"{name} on CartPole-v1 · 3 envs (in process) · ")
@@ -540,12 +544,13 @@ def test_epsilon_follows_its_formula_and_is_acted_on():
     exp = Experiment("DQN", "CartPole-v1", use_preset=False, num_envs=1, config={"epsilon": epsilon})
     policy = exp.training.policy
     for k in (0, 100, 5000):
-        assert policy.epsilon(k) == pytest.approx(0.01 + (0.95 - 0.01) * np.exp(-k / 500))
+        assert policy.numbers(Clock(k))["epsilon"] == pytest.approx(0.01 + (0.95 - 0.01) * np.exp(-k / 500))
     q, rng = np.tile([[0.0, 1.0]], (4000, 1)), np.random.default_rng(0)
     for k in (0, 500):
-        action, _ = policy.act({"q": q}, None, rng, k)
-        assert abs((action == 0).mean() - policy.epsilon(k) / 2) < 0.03  # half of the random actions are the best one
-    assert policy.act({"q": q}, None, None, 0)[0].all()
+        action, _ = policy.act({"q": q}, Tick(None), rng, "sample", Clock(k))
+        epsilon = policy.numbers(Clock(k))["epsilon"]
+        assert abs((action == 0).mean() - epsilon / 2) < 0.03  # half of the random actions are the best one
+    assert policy.act({"q": q}, Tick(None), rng, "greedy", Clock())[0].all()
     exp.close()
 
 
@@ -556,13 +561,13 @@ def test_the_policy_predicts_or_samples(done):
     with torch.no_grad():
         logits = exp.served.model(torch.tensor([obs]))["dist"]
     assert greedy == {int(logits.argmax())}
-    assert {int(exp.policy(obs, explore=True)) for _ in range(100)} == {0, 1}
+    assert {int(exp.policy(obs, act="sample")) for _ in range(100)} == {0, 1}
     with pytest.raises(DataError, match=r"obs: expected shape \[4\], got \[3\]"):
         exp.policy(obs[:3])
 
 
 def test_nothing_is_learned_before_learning_starts(monkeypatch):
-    monkeypatch.setattr(loop, "ITERATION_STEPS", 100)
+    monkeypatch.setattr(Replay, "iteration_steps", 100)
     exp = Experiment("DQN", "CartPole-v1", use_preset=False, num_envs=1, learning_starts=150, train_every=10)
     rows = [exp.training.iterate() for _ in range(2)]
     exp.close()
@@ -590,12 +595,12 @@ def test_an_episode_loop_of_ones_own():
         obs, terminated, total = env.reset()[0], False, 0.0
         while not terminated:
             q = model(torch.from_numpy(obs[None]))["q"].detach().numpy()
-            action, _ = policy.act({"q": q}, obs[None], rng, 0)
+            action, _ = policy.act({"q": q}, Tick(obs[None]), rng, "sample", Clock())
             following, reward, terminated, _, _ = env.step(int(action[0]))
             remember(obs, action, reward, terminated)
             obs, total = following, total + reward
             if len(replay) >= config.batch_size:
-                learner.update(replay.sample(config.batch_size, rng))
+                learner.update(replay.sample(config.batch_size, rng), Clock())
         remember(obs, action, valid=False)  # the episode's last observation
         return total
 
@@ -616,7 +621,7 @@ class Qnet(nn.Module):
 
 
 def test_ones_own_network_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "ITERATION_STEPS", 100)
+    monkeypatch.setattr(Replay, "iteration_steps", 100)
     argv = [
         "train",
         "--run",
@@ -658,7 +663,8 @@ def test_collected_episodes_teach_another_network(done, tmp_path):
 def test_max_seq_len_cuts_the_sequences(max_seq_len, shape):
     model = {"use_lstm": True, "lstm_cell_size": 4, "fcnet_hiddens": [4], "max_seq_len": max_seq_len}
     exp = Experiment("PPO", "CartPole-v1", use_preset=False, config={**model, "num_envs": 2, "rollout_length": 16})
-    batch = exp.training.policy.samples(exp.training.collect(16))
+    (piece,), _ = exp.training.sources[0].gather()
+    batch = exp.training.learner.prepare(piece)
     assert batch["advantage"].shape == shape
     assert batch["state"]["h"].shape == (shape[1], 4)
     exp.close()
@@ -675,7 +681,7 @@ def test_an_lstm_that_sees_the_last_action_and_reward():
     assert widths == [4, 4 + 2 + 1]
     obs = sees.training.rollout.obs
     changed = {**obs, "prev_reward": obs["prev_reward"] + 1}
-    state = sees.training._initial_state(1)
+    state = initial_state(sees.training.model)(1)
     a, b = (sees.training.rollout.engine.forward(o, state)["dist"] for o in (obs, changed))
     assert not np.array_equal(a, b)
 

@@ -136,15 +136,15 @@ def test_debug_shows_the_traceback(capsys):
 def test_algos_lists_what_each_can_do(capsys):
     assert main(["algos"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
-    assert "on-policy   discrete, multi-discrete, box, dict/tuple  clipped policy optimisation" in lines["PPO"]
-    assert re.search(r"off-policy +discrete +double Q-learning", lines["DQN"])
-    assert re.search(r"off-policy +box +soft actor-critic", lines["SAC"])
+    assert "rollouts     discrete, multi-discrete, box, dict/tuple  clipped policy optimisation" in lines["PPO"]
+    assert re.search(r"replay +discrete +double Q-learning", lines["DQN"])
+    assert re.search(r"replay +box +soft actor-critic", lines["SAC"])
 
 
 def test_algos_lists_the_keys_of_one(capsys):
     assert main(["algos", "ppo"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("PPO · on-policy")
+    assert out.startswith("PPO · learns from rollouts")
     assert re.search(r"rollout_length +128 +Steps T that each environment takes between two updates\.", out)
     assert re.search(r"dual_clip +null ", out)
 
@@ -245,10 +245,19 @@ def test_eval_prints_the_mean_of_exactly_ten(cartpole, capsys):
 
 
 def test_eval_options(cartpole, capsys):
-    assert main(["eval", str(cartpole), "--episodes", "1", "--checkpoint", "best", "--seed", "5", "--explore"]) == 0
+    assert (
+        main(["eval", str(cartpole), "--episodes", "1", "--checkpoint", "best", "--seed", "5", "--act", "sample"]) == 0
+    )
     row = capsys.readouterr().out.splitlines()[-1]
-    assert row.startswith("1 with exploration")
+    assert row.startswith("1 sampled")
     assert " – " in row  # one episode has no interval
+    old = ["eval", str(cartpole), "--episodes", "1", "--checkpoint", "best", "--seed", "5", "--explore"]
+    assert main(old) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == row
+    assert "--explore is now --act sample" in said.err
+    assert main([*old, "--act", "greedy"]) == 2
+    assert "contradict each other" in capsys.readouterr().err
     assert main(["eval", str(cartpole), "--checkpoint", "99"]) == 2
     assert "unknown checkpoint '99'" in capsys.readouterr().err
 
@@ -328,10 +337,21 @@ def test_2500_episodes_make_files_of_1000_1000_500(tmp_path, capsys):
 
 
 def test_collected_returns_are_those_of_play(cartpole, tmp_path):
-    argv = ["collect", str(cartpole), "--episodes", "20", "--explore", "--seed", "7", "--out", str(tmp_path / "a")]
+    argv = [
+        "collect",
+        str(cartpole),
+        "--episodes",
+        "20",
+        "--act",
+        "sample",
+        "--seed",
+        "7",
+        "--out",
+        str(tmp_path / "a"),
+    ]
     assert main([*argv, "--per-file", "8"]) == 0
     reader = bray.EpisodeReader(tmp_path / "a")
-    played = Experiment.load(cartpole).play(20, seed=7, explore=True)
+    played = Experiment.load(cartpole).play(20, seed=7, act="sample")
     assert [len(bray.EpisodeReader(p)) for p in reader.paths] == [8, 8, 4]
     assert sorted(reader.steps.tolist()) == sorted(n for _, n in played)
     assert sorted(float(e["reward"].sum()) for e in reader) == sorted(r for r, _ in played)
@@ -372,7 +392,7 @@ def test_exactly_so_many_steps_are_collected(tmp_path, capsys):
 def test_a_collected_episode_can_be_played_again(tmp_path):
     """Actions are in the environment's units: Pendulum's torque reaches from -2 to 2."""
     exp = Experiment.load(trained(tmp_path, "Pendulum-v1", "max_episode_steps=30", "log_std_init=1.0"))
-    (episode,) = collect.episodes(exp, 1, seed=3, explore=True)
+    (episode,) = collect.episodes(exp, 1, seed=3, act="sample")
     env = make_env(exp.config["env"])
     obs, _ = env.reset(seed=episode_seed(3, 0, 0))
     assert len(episode["action"]) == 30

@@ -286,10 +286,10 @@ def test_better_evaluations_are_saved_and_better_returns_are_not(tmp_path):
     argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 4}', "--eval-freq", "1"]
     assert main([*argv, "--eval-episodes", "1", "--checkpoint-score", "env_steps_total"]) == 0
     run = RunDir.open(tmp_path / "t")
-    assert run.steps() == [run.pointer("best")] == [4]
+    assert run.steps() == [0, run.pointer("best")] == [0, 4]  # the first one is of before the first step
     assert main([*argv, "--eval-episodes", "1", "--checkpoint-score", "eval/episodes", *place(tmp_path, "u")]) == 0
     run = RunDir.open(tmp_path / "u")
-    assert (run.steps(), run.pointer("best")) == ([1, 4], 1)
+    assert (run.steps(), run.pointer("best")) == ([0, 1, 4], 1)
 
 
 def test_rows_hold_the_keys_that_can_be_scores(tmp_path):
@@ -492,7 +492,7 @@ def test_the_second_signal_ends_at_once(tmp_path):
     assert "finishing this iteration, then saving; the same again ends at once" in done.stdout
     assert "Traceback" not in done.stderr
     assert iterations(tmp_path / "t") == [1]
-    assert RunDir.open(tmp_path / "t").steps() == []  # it did not wait to save
+    assert RunDir.open(tmp_path / "t").steps() == [0]  # that of the start: it did not wait to save
 
 
 def test_ctrl_c_from_outside_then_resume_without_gap_or_double(tmp_path, capsys):
@@ -532,7 +532,7 @@ def test_an_exception_of_the_users_environment_shows_its_traceback(tmp_path, cap
 def test_an_exception_of_the_users_algorithm_shows_its_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "my_broken_algo.py").write_text(
         "from bray.algos.ppo import *\nfrom bray.algos import ppo\n"
-        "class Learner(ppo.Learner):\n    def update(self, batch, env_steps=0):\n        raise RuntimeError('my own mistake')\n"
+        "class Learner(ppo.Learner):\n    def update(self, batch, clock):\n        raise RuntimeError('my own mistake')\n"
     )
     monkeypatch.chdir(tmp_path)  # found because it lies beside the user
     argv = ["train", "--run", "my_broken_algo:", "--env", "CartPole-v1", *TINY, "--project", "p", "--trial", "t"]

@@ -190,7 +190,12 @@ def test_every_row_of_a_rollout_is_a_true_transition_or_not_valid():
     """Over two rollouts, an action under way from one to the next, and many episode ends."""
     exp = experiment("PPO", normalize_rewards=False)
     training = exp.training
-    parts = [training.collect(250), training.collect(150)]
+    (source,) = training.sources
+    parts, episodes = [], []
+    for source.rows in (250, 150):
+        (piece,), counts = source.gather()
+        parts.append(piece)
+        episodes += counts.episodes
     obs = np.concatenate([parts[0].obs[:-1], parts[1].obs])
     assert (parts[0].obs[-1] == parts[1].obs[0]).all()
     names = ("action", "reward", "terminated", "truncated", "valid")
@@ -230,9 +235,8 @@ def test_every_row_of_a_rollout_is_a_true_transition_or_not_valid():
     # steps and episodes are counted once
     rollout = training.rollout
     assert rollout.env_steps == valid.sum()
-    assert rollout.stats.total == ends
-    stats = rollout.stats.get_state()
-    seen = {(n, r) for n, r in zip(stats["lengths"], stats["returns"], strict=True)}
+    assert len(episodes) == ends
+    seen = {(n, r) for r, n in episodes}
     assert {(7, 28), (4, 10)} <= seen <= {(7, 28), (4, 10), (3, 6), (5, 15)}
     exp.close()
 
@@ -246,7 +250,7 @@ def test_dqn_draws_true_transitions_only(options):
     row = training.iterate()
     assert row["learner_steps_total"] > 50
     assert np.isfinite(row["loss/loss"])
-    replay = training.replay
+    replay = training.experience.ring
     ids = replay.ids()
     assert row["env_steps_total"] - 4 <= len(ids) == len(replay) <= row["env_steps_total"]
     assert (ids % 4 == 3).sum() < 0.7 * (ids % 4 == 0).sum()  # there were rows that waited
@@ -307,7 +311,7 @@ def test_a_run_says_that_it_is_not_exact_and_resumes_with_new_episodes(tmp_path,
         assert "env.wait_num=2: what is learned depends on timing" in caplog.text
         checkpoint = RunDir.open(path).load_checkpoint()
         assert checkpoint.meta["exact"] is False
-        episodes = [r["episode"] for r in checkpoint.state["json"]["rollout"]["env"]["envs"]]
+        episodes = [r["episode"] for r in checkpoint.state["json"]["sources"][0]["env"]["envs"]]
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             resumed = Experiment.resume(path)
@@ -315,13 +319,14 @@ def test_a_run_says_that_it_is_not_exact_and_resumes_with_new_episodes(tmp_path,
         assert "new episodes start" in caplog.text
         training = resumed.training
         assert training.env.dead.all()
-        kept = training.replay.steps - 1 if training.replay else 0
+        replay = training.experience.ring if algo == "DQN" else None
+        kept = replay.steps - 1 if replay else 0
         rows = list(resumed.train({"training_iteration": 3}))
         assert [r["training_iteration"] for r in rows] == [3]
         env = training.env
         assert all(now > then for now, then in zip(env._view["episode"], episodes, strict=True))
-        if training.replay:  # nothing was made of the last row before and the first one after
-            batch = training.replay.take(training.replay.ids())
+        if replay:  # nothing was made of the last row before and the first one after
+            batch = replay.take(replay.ids())
             assert (batch["next_obs"][:, 0] == batch["obs"][:, 0] + 1).all()
             assert (batch["id"] // 4 > kept).any()
             assert (batch["id"] // 4 < kept).any()

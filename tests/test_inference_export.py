@@ -46,7 +46,7 @@ def model_of(algo, observation, action=CHOICE, options=None, **model):
     config, spec = algo.Config(**(options or {})), EnvSpec("x", observation, action)
     torch.manual_seed(1)
     made = algo.make_model(config, spec, ModelConfig(**model))
-    return made, spec, algo.Policy(config, spec).act_outputs
+    return made, spec, algo.Policy(config, spec).reads
 
 
 def observations(space, rows, seed=0):

@@ -42,7 +42,7 @@ ONLY_IN = {
     "httptools": {"serving"},
     "uvloop": {"serving", "remote"},
 }
-NO_TORCH = {"serving", "client", "service", "fake", "rundir", "spec", "tree", "config", "errors"}
+NO_TORCH = {"act", "data", "serving", "client", "service", "fake", "rundir", "spec", "tree", "config", "errors"}
 """Units that a service without torch is made of."""
 
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from bray import loop
 from bray.cli.main import main
-from bray.data import ReplayRing
+from bray.data import Replay, ReplayRing
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
@@ -23,7 +22,7 @@ ENVS = {"DQN": "CartPole-v1", "SAC": "Pendulum-v1"}
 
 @pytest.fixture(autouse=True)
 def short_iterations(monkeypatch):
-    monkeypatch.setattr(loop, "ITERATION_STEPS", 400)
+    monkeypatch.setattr(Replay, "iteration_steps", 400)
 
 
 def train(algo, iterations=2, **config):
@@ -36,11 +35,11 @@ def train(algo, iterations=2, **config):
         came.append(training.learner.steps)
         add(replay, *row, **extras)
 
-    def spy_update(batch, env_steps):
+    def spy_update(batch, clock):
         batches.append(
             (batch["id"].copy(), training.learner.steps - np.array(came)[batch["id"] // training.env.num_envs])
         )
-        return update(batch, env_steps)
+        return update(batch, clock)
 
     training.learner.update = spy_update
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +110,7 @@ def test_saving_is_not_a_use(tmp_path):
     """A checkpoint holds recent observations; taking them must not bring a transition nearer to its end."""
     exp = Experiment("DQN", ENVS["DQN"], use_preset=False, path=tmp_path / "r", config={**SMALL, "max_use": 2})
     exp.training.iterate()
-    replay = exp.training.replay
+    replay = exp.training.experience.ring
     before, uses = len(replay), replay._uses.copy()
     recent = exp.training.recent_observations(rows=50)
     np.testing.assert_array_equal(recent, replay.newest(50)["obs"])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bray.rl import act, losses, returns
+from bray.act import rules as act
+from bray.rl import losses, returns
 from bray.spec import ActionLayout, Space
 
 DISCRETE3 = ActionLayout(Space("discrete", n=(3,), start=(0,)))

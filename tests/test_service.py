@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 import bray
+from bray import act
 from bray.cli.main import main
 from bray.client import ClientError
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
-from bray.rl import act
 from bray.service import ModelService, PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
@@ -118,7 +118,7 @@ def test_sampling_draws_and_greedy_does_not(cartpole):
             return {client.tick({"obs": OBS})["action"] for _ in range(60)}
 
     assert len(actions()) == 1
-    assert actions(sample=True) == {0, 1}
+    assert actions(act="sample") == {0, 1}
 
 
 def test_many_sessions_share_batches(cartpole):
@@ -392,9 +392,13 @@ def test_rules_equal_the_policies():
             def make(seed=seed):
                 return None if seed is None else np.random.default_rng(seed)
 
-            expected, _ = policy.act(outputs, obs, make(), 1 << 62)
-            epsilon = policy.epsilon(1 << 62) if algo is dqn else 0.0
-            got = act.decide(policy.rule, spec.layout, outputs, make(), mask if spec is discrete else None, epsilon)
+            mode = "greedy" if seed is None else "sample"
+            expected, _ = policy.act(outputs, act.Tick(obs), make(), mode, act.TRAINED)
+            rule = act.make_rule(policy.rule.name, policy.rule.trained())  # as policy.json says it
+            flat = rule.choose(spec.layout, outputs, mask if spec is discrete else None, make(), 1 << 62)["action"]
+            np.testing.assert_array_equal(spec.layout.to_env(flat), expected)
+            tick = act.Tick(np.zeros((64, 3)), mask=mask if spec is discrete else None)  # a mask beside the observation
+            got, _ = act.Policy(spec.layout, rule).act(outputs, tick, make(), mode, act.TRAINED)
             np.testing.assert_array_equal(got, expected)
 
 
@@ -404,8 +408,8 @@ def test_a_policy_of_ones_own_needs_torch(tmp_path, monkeypatch):
         "from bray.algos.ppo import *\n"
         "from bray.algos import ppo\n"
         "class Policy(ppo.Policy):\n"
-        "    def act(self, outputs, obs, rng, step):\n"
-        "        action, extras = super().act(outputs, obs, rng, step)\n"
+        "    def act(self, outputs, tick, rng, mode, clock):\n"
+        "        action, extras = super().act(outputs, tick, rng, mode, clock)\n"
         "        return (action * 0 + 1), extras\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -454,10 +458,11 @@ def test_only_the_versions_that_were_asked_for_are_served(run):
 
 
 def test_rolling_back_twice_goes_further_back(run):
-    first, second, last = steps_of(run)
+    start, first, second, last = steps_of(run)
+    assert start == 0  # what it knew before the first step
     with serving({"m": run}) as server:
-        steps = [admin(server, "/models/m", {"rollback": True})[0]["pinned"] for _ in range(2)]
-        assert steps == [second, first]
+        steps = [admin(server, "/models/m", {"rollback": True})[0]["pinned"] for _ in range(3)]
+        assert steps == [second, first, start]
         with pytest.raises(urllib.error.HTTPError, match="400"):
             admin(server, "/models/m", {"rollback": True})
         assert admin(server, "/models/m", {"pin": None})[0]["versions"][0]["step"] == last
@@ -476,7 +481,7 @@ def until(condition):
 
 
 def test_the_version_before_stays_for_rolling_back(run):
-    first, second, last = steps_of(run)
+    _, first, second, last = steps_of(run)
     point(run, first)
     with serving({"m": run}, follow=True, follow_every_s=0.02) as server:
 
@@ -719,11 +724,14 @@ def test_settings_on_the_command_line(capsys):
     from bray.cli.serve import settings
 
     runs, service, model = settings(
-        ["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], {"port": 9, "sample": True, "host": None}
+        ["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], {"port": 9, "act": "sample", "host": None}
     )
     assert runs == {"a": Path("runs/a"), "b": Path("runs/c")}
     assert (service.port, service.idle_timeout_s, service.actors_per_worker) == (9, 5.0, 1000)
-    assert (model.sample, model.max_batch_size) == (True, 8)
+    assert (model.act, model.max_batch_size) == ("sample", 8)
+    assert settings(["r"], {})[2].act == "greedy"
+    for words, given in ((["r", "sample=true"], {}), (["r", "model.sample=true"], {}), (["r"], {"sample": True})):
+        assert settings(words, given)[2].act == "sample"  # its name in 0.1
     for words, message in [
         ([], "missing argument"),
         (["port=1"], "expected a run directory"),
@@ -803,7 +811,7 @@ def workers_of(process):
 
 def test_a_worker_that_comes_back_serves_what_the_others_serve(run):
     """Not followed: a newer checkpoint changes nothing, also for a worker that was killed. Marks go with the service."""
-    first, second, last = steps_of(run)
+    _, first, second, last = steps_of(run)
     point(run, second)
     with serve_process(run, "--port", "0", "admin_port=0", "--workers", "2", "follow_every_s=0.1") as process:
 
@@ -880,8 +888,8 @@ def test_experiment_serve(tmp_path):
     with exp.serve(port=0, admin_port=0, block=False) as server, bray.Client(port=server.port) as client:
         client.start()
         assert client.tick({"obs": OBS})["action"] == exp.policy(np.float32(OBS))
-    with pytest.raises(ConfigError, match="Did you mean 'sample'"):
-        exp.serve(port=0, block=False, sampel=True)
+    with pytest.raises(ConfigError, match="Did you mean 'act'"):
+        exp.serve(port=0, block=False, atc="sample")
     exp.close()
 
 

@@ -9,14 +9,13 @@ import zstandard
 from test_replay import GAMMA, Stream
 
 from bray import tree
-from bray.data import EpisodeReader, EpisodeWriter, Trajectory, nstep, to_pickle, unroll, write_episodes
+from bray.data import EpisodeReader, EpisodeWriter, Piece, nstep, to_pickle, unroll, write_episodes
 from bray.errors import ConfigError, DataError, UnknownName
 
 
-def trajectory(rows: int, envs: int = 2, state: bool = False) -> Trajectory:
+def trajectory(rows: int, envs: int = 2, state: bool = False) -> Piece:
     t = np.arange(rows + 1, dtype=np.float32)[:, None] + np.zeros(envs, np.float32)
-    outputs = {"value": t * 10, **({"state": t[..., None] + 0.5} if state else {})}
-    return Trajectory(
+    return Piece(
         obs={"x": t},
         action=t[:-1].astype(np.int64),
         reward=t[:-1] + 1,
@@ -24,9 +23,9 @@ def trajectory(rows: int, envs: int = 2, state: bool = False) -> Trajectory:
         truncated=np.zeros((rows, envs), bool),
         valid=np.ones((rows, envs), bool),
         first=t == 0,
-        outputs=outputs,
+        outputs={"value": t * 10},
         extras={"logp": -t[:-1]},
-        state=np.full((envs, 1), 0.5, np.float32) if state else None,
+        state=t[:-1, :, None] + 0.5 if state else None,
     ).check()
 
 
@@ -61,11 +60,15 @@ def test_pieces_that_fit_are_the_same_whatever_the_last_would_be():
 
 def test_recurrent_pieces_start_with_the_state_of_their_first_row():
     pieces = unroll(trajectory(10, state=True), 4, "last")
-    assert [float(p.state[0, 0]) for p in pieces] == [0.5, 4.5, 6.5]
-    without = trajectory(10, state=True)
-    without.outputs = {"value": without.outputs["value"]}
-    with pytest.raises(ConfigError, match="state before each row"):
-        unroll(without, 4)
+    assert [float(p.state[0, 0, 0]) for p in pieces] == [0.5, 4.5, 6.5]
+    padded = unroll(trajectory(10, state=True), 4, "null_padding")[-1].check()
+    assert padded.state[:, 0, 0].tolist() == [8.5, 9.5, 0.0, 0.0]
+    seldom = trajectory(10, state=True)
+    seldom.state, seldom.state_every = seldom.state[::2], 2
+    pieces = unroll(seldom.check(), 4, "null_padding")
+    assert [p.check().state[:, 0, 0].tolist() for p in pieces] == [[0.5, 2.5], [4.5, 6.5], [8.5, 0.0]]
+    with pytest.raises(ConfigError, match="cut where its state is known, every 2 rows; got row 5"):
+        unroll(seldom, 5)
 
 
 def test_columns_that_do_not_fit_are_named():
@@ -93,7 +96,7 @@ def test_nstep_windows_equal_a_loop(n):
         k: np.stack([r[k] for r in rows]) for k in ("obs", "action", "reward", "terminated", "truncated", "valid")
     }
     first = np.stack([r["first"] for r in stream.rows])
-    whole = Trajectory(**{k: v if k == "obs" else v[:-1] for k, v in columns.items()}, first=first).check()
+    whole = Piece(**{k: v if k == "obs" else v[:-1] for k, v in columns.items()}, first=first).check()
     total, discount, after = nstep(whole, n, GAMMA)
     assert total.shape == (29, 3)
     for t, b in np.argwhere(whole.valid):

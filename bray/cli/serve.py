@@ -20,7 +20,7 @@ from bray.serving.config import ServiceConfig
 from bray.serving.protocol import TICK
 from bray.serving.record import read_recording
 
-_KEYS = {f.name for section in SECTIONS.values() for f in fields(section)}
+_KEYS = {f.name for section in SECTIONS.values() for f in fields(section)} | {"sample"}  # the name of `act` in 0.1
 
 
 def _torch_engine(path: Path, step: int) -> tuple[Any, Any]:

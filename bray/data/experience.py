@@ -235,11 +235,10 @@ class _Canvas:
         put(mine.outputs, piece.outputs, n + 1)
         for name in ("action", "reward", "terminated", "truncated", "valid", "extras"):
             put(getattr(mine, name), getattr(piece, name), n)
-        mine.version[row : row + n, column] = (  # type: ignore[index]
-            piece.version if isinstance(piece.version, int) else piece.version[at : at + n, b]
-        )
-        last = row + n - 1
-        if mine.valid[last, column] and not mine.terminated[last, column]:
+        version = np.asarray(piece.version)
+        mine.version[row : row + n, column] = version if version.ndim == 0 else version[at : at + n, b]  # type: ignore[index]
+        played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
+        if len(played) and not mine.terminated[last := row + played[-1], column]:
             mine.truncated[last, column] = True
         if row + n < self.length:
             mine.valid[row + n, column] = False
@@ -331,6 +330,9 @@ class Replay(Experience):
 
     def add(self, piece: Piece) -> None:
         self._ragged = piece.stream is not None
+        limit = self._options["max_staleness"]
+        if self._ragged and limit is not None and self._version - np.max(piece.version) >= limit:
+            return  # too old when it came
         if self.ring is None:
             row = {"obs": piece.obs, "action": piece.action, **self._kept(piece)}
             example = tree.map(lambda x: x[0, 0], row)
@@ -375,14 +377,14 @@ class Replay(Experience):
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
         if self._left == 0:
-            if clock.env_steps <= self.learning_starts or len(self) < self.least:
+            if clock.env_steps <= self.learning_starts or not self._ready():
                 self._due = min(self._due, self.train_every)
                 return None
             if self._due < self.train_every:
                 return None
             self._due -= self.train_every
             self._left = self.updates
-        if len(self) < self.least:  # the rest is used up or stale: wait for new rows
+        if not self._ready():  # the rest is used up or stale: wait for new rows
             self._due %= self.train_every
             self._left = 0
             return None
@@ -390,12 +392,16 @@ class Replay(Experience):
         data = self._draw(self._beta(clock.env_steps))
         return Batch(data, self.batch_size, data["id"])
 
+    def _ready(self) -> bool:
+        """Whether there is enough to draw from."""
+        return len(self) >= self.least
+
     def _draw(self, beta: float) -> dict[str, NestedArray]:
         assert self.ring is not None
         return self.ring.sample(self.batch_size, self.rng, beta)
 
     def room(self) -> bool:
-        return self._due < max(4 * self.train_every, self.batch_size) or len(self) < self.least
+        return self._due < max(4 * self.train_every, self.batch_size) or not self._ready()
 
     def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
         assert self.ring is not None
@@ -456,7 +462,12 @@ class Sequences(Replay):
     def __init__(self, size: int, batch_size: int, length: int, burn_in: int = 0, **options: Any):
         super().__init__(size, batch_size, **options)
         self.length, self.burn_in = length, burn_in
-        self.least = max(self.least, length + burn_in + 1)
+
+    def _ready(self) -> bool:
+        if self.ring is None or not super()._ready():
+            return False
+        low, high = self.ring._range()
+        return (high - low) // self.ring.num_envs >= self.burn_in + self.length  # of each game
 
     def _kept(self, piece: Piece) -> dict[str, NestedArray]:
         return piece.extras if piece.state is None else {**piece.extras, "state": piece.state}

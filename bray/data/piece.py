@@ -90,7 +90,7 @@ class Piece:
                 )
             state = tree.index(state, slice(start // self.state_every, -(-end // self.state_every)))
         cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
-        version = self.version if isinstance(self.version, int) else self.version[start:end]
+        version = self.version if np.ndim(self.version) == 0 else np.asarray(self.version)[start:end]
         return replace(self, **cut, state=state, version=version, start=self.start + start)
 
 
@@ -147,9 +147,14 @@ def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, n
 def _pad(piece: Piece, length: int) -> Piece:
     missing = length - piece.length
 
-    def grow(x: Any) -> np.ndarray:
+    def grow(x: Any, missing: int = missing) -> np.ndarray:
         x = np.asarray(x)
         return np.concatenate([x, np.zeros((missing, *x.shape[1:]), x.dtype)])
 
-    version = piece.version if isinstance(piece.version, int) else grow(piece.version)
-    return replace(piece, **{name: tree.map(grow, getattr(piece, name)) for name in _ROWS}, version=version)
+    version = piece.version if np.ndim(piece.version) == 0 else grow(piece.version)
+    state, every = piece.state, piece.state_every
+    if state is not None:
+        known = -(-length // every) - -(-piece.length // every)
+        state = tree.map(lambda x: grow(x, known), state)
+    columns = {name: tree.map(grow, getattr(piece, name)) for name in _ROWS}
+    return replace(piece, **columns, state=state, version=version)

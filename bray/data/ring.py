@@ -102,8 +102,8 @@ class ReplayRing:
             if name in _RESERVED[2:]:
                 raise ConfigError(f"replay column {name!r} is always there and cannot be an extra")
         self.capacity, self.num_envs = capacity, num_envs
-        self.example = tree.map(np.asarray, example)
-        """One row of one environment: names, shapes and dtypes."""
+        self.example = tree.map(lambda x: np.zeros(np.shape(x), np.asarray(x).dtype), example)
+        """One row of one environment, of zeros: names, shapes and dtypes."""
         self.gamma, self.n_step = gamma, n_step
         self.alpha, self.beta, self.eps = alpha, beta, eps
         self.max_use, self.max_staleness, self.frame_stack = max_use, max_staleness, frame_stack

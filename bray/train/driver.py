@@ -93,6 +93,7 @@ class Driver:
         self.side = next(iter(self.sides.values()))
         """The first one: `default` where there is one policy."""
         self.sources = list(sources)
+        self._running = list(sources)  # those that have not ended
         self.ranks = ranks or Ranks()
         self._together = {side.name: Together(side.learner, self.ranks) for side in sides if self.ranks.size > 1}
         self.totals = Totals()
@@ -163,13 +164,13 @@ class Driver:
     def gather(self, timeout: float = 0.0) -> bool:
         """Take what the sources have; whether pieces came."""
         came = False
-        for source in self.sources:
+        for source in self._running:
             try:
                 pieces, counts = source.gather(timeout)
             except EndOfData:
-                self.sources.remove(source)
+                self._running.remove(source)
                 source.close()
-                if not self.sources:
+                if not self._running:
                     for side in self.sides.values():
                         side.experience.complete()
                 return True
@@ -179,8 +180,8 @@ class Driver:
             came = came or bool(pieces)
         return came
 
-    def learn(self, total: _Means | None = None) -> int:
-        """Every batch that is due; how many there were."""
+    def learn(self, total: _Means | None = None, one: bool = False) -> int:
+        """Every batch that is due, or with `one` a single one where that is an iteration; how many there were."""
         count = 0
         for side in self.sides.values():
             if side.learner is None:
@@ -191,6 +192,8 @@ class Driver:
                 if total is not None:
                     total.add(self.update)
                 count += 1
+                if one and side.experience.iteration_steps is None:
+                    break
             if count:
                 self._learn_seconds += time.perf_counter() - start
         return count
@@ -204,7 +207,7 @@ class Driver:
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.totals.env_steps, learner.steps)
-        for source in self.sources:
+        for source in self._running:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
@@ -264,18 +267,23 @@ class Driver:
         """One iteration: a batch learnt from, or so many environment steps as the experience says. Returns its row of numbers; None where the data
         has ended or somebody asked to stop before there was anything to tell. It ends early when `most_episodes` have been finished since training
         began."""
+        if self.ended:
+            return None
         start, steps = time.perf_counter(), self.totals.env_steps
         self._learn_seconds = 0.0
         means = _Means()
         every = self.experience.iteration_steps
         until = None if every is None else (steps // every + 1) * every
         left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
-        for source in self.sources:
+        for source in self._running:
             source.limit_episodes(left)
         try:
             while not self._stop.is_set() or self._exact:
-                came = self.gather(0.0 if self._exact else _WAIT)
-                learnt = self.learn(means)
+                came = False
+                learnt = self.learn(means, one=True) if until is None else 0  # of what came before
+                if not learnt:
+                    came = self.gather(0.0 if self._exact else _WAIT)
+                    learnt = self.learn(means, one=True)
                 if not self._exact:
                     self._watch(came, learnt)
                 if until is None and (learnt or not came):
@@ -298,7 +306,7 @@ class Driver:
 
     @property
     def _exact(self) -> bool:
-        return bool(self.sources) and all(source.exact for source in self.sources)
+        return bool(self._running) and all(source.exact for source in self._running)
 
     def _watch(self, came: bool, learnt: int | bool) -> None:
         """Say why nothing is learnt, when that lasts."""
@@ -307,7 +315,7 @@ class Driver:
             self._last_batch, self._say_after, self.why_waiting = now, SAY_AFTER, ""
         elif now - self._last_batch > self._say_after:
             self._say_after *= 2
-            why = [w for w in (source.waiting_for() for source in self.sources) if w]
+            why = [w for w in (source.waiting_for() for source in self._running) if w]
             self.why_waiting = "; ".join([*why, self.experience.waiting_for()])
             logger.warning("%sno batch for %.0f s: %s", self.label, now - self._last_batch, self.why_waiting)
 
@@ -394,7 +402,7 @@ class Driver:
         load_weights(self.model, weights)
 
     def close(self) -> None:
-        for source in self.sources:
+        for source in self._running:
             source.close()
 
 

@@ -226,7 +226,9 @@ class EnvSource(Source):
         columns.write_last(rollout.obs, rollout.first)
         outputs = columns.outputs
         if self._later is not None:
-            late = self._later.forward(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs))
+            flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs)
+            draws = (rollout.policy.draw(None),) if rollout.policy.draws else ()
+            late = self._later.forward(flat, *draws)
             outputs = {k: late[k].reshape(rows + 1, -1, *late[k].shape[1:]) for k in self._keep}
         elif self._keep:
             state = None if rollout.state is None else zeroed(rollout.state, rollout.first)

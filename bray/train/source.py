@@ -13,6 +13,7 @@ from bray.act import Clock
 from bray.data.experience import Counts, EndOfData
 from bray.data.files import EpisodeReader
 from bray.data.piece import Piece
+from bray.spec import ActionLayout, Space
 
 
 class Source:
@@ -51,33 +52,40 @@ class Source:
 
 
 class FileSource(Source):
-    """Trajectory files of ours (`bray collect`), an episode at a time, once."""
+    """Trajectory files of ours (`bray collect`), an episode at a time, once. Files hold actions in the environment's units; with the `layout` of
+    its action space they become what a learner wants."""
 
     exact = True
 
-    def __init__(self, files: EpisodeReader | str | Path | Iterable[str | Path]):
+    def __init__(self, files: EpisodeReader | str | Path | Iterable[str | Path], layout: ActionLayout | None = None):
+        self._layout = layout
         self._reader = files if isinstance(files, EpisodeReader) else EpisodeReader(files)
-        self._at = 0
+        self._at = self._told = 0
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         if self._at >= len(self._reader):
             raise EndOfData("all trajectory files are read")
         episode = self._reader[self._at]
-        piece = episode_piece(episode, self._at)
+        piece = episode_piece(episode, self._at, self._layout)
         self._at += 1
+        if self._at <= self._told:
+            return [piece], Counts()
         ended = (float(np.sum(episode["reward"], dtype=np.float64)), len(episode["reward"]))
         return [piece], Counts(piece.length, (ended,))
 
     def get_state(self) -> dict[str, Any]:
-        return {"arrays": {}, "json": {}}
+        return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        return True  # the files are read again: what was drawn of them is the experience's to know
+        self._told = int(state["json"]["episodes"])  # the files are read again, but these episodes are counted
+        return True  # what was drawn of them is the experience's to know
 
 
-def episode_piece(episode: Mapping[str, Any], stream: int = 0) -> Piece:
+def episode_piece(episode: Mapping[str, Any], stream: int = 0, layout: ActionLayout | None = None) -> Piece:
     """An episode of a trajectory file as a piece of one game."""
     n = len(episode["reward"])
+    if layout is not None:
+        episode = {**episode, "action": flat_action(layout, episode["action"])}
 
     def column(x: Any) -> Any:
         return tree.map(lambda leaf: np.asarray(leaf)[:, None], x)
@@ -92,3 +100,27 @@ def episode_piece(episode: Mapping[str, Any], stream: int = 0) -> Piece:
         extras={k: column(tree.index(v, slice(0, n))) for k, v in episode.items() if k not in names},
         stream=np.array([stream]),
     )
+
+
+def flat_action(layout: ActionLayout, action: Any) -> np.ndarray:
+    """Actions as the environment takes them, `[N, ...]`, as a learner wants them: the inverse of `layout.to_env`."""
+    columns: list[np.ndarray] = []
+
+    def walk(space: Space, x: Any) -> None:
+        if space.parts:
+            for i, (name, part) in enumerate(space.items):
+                walk(part, x[name if space.kind == "dict" else i])
+            return
+        flat = np.asarray(x).reshape(len(x), -1)
+        if space.n:
+            flat = flat - np.asarray(space.start)
+        elif space.kind == "box":
+            low, high = (bound.reshape(-1) for bound in space.bounds())
+            bounded = np.isfinite(low) & np.isfinite(high) & (low < high)
+            low, width = np.where(bounded, low, 0.0), np.where(bounded, high, 1.0) - np.where(bounded, low, 0.0)
+            flat = np.where(bounded, 2.0 * (flat - low) / width - 1.0, flat)
+        columns.append(flat)
+
+    walk(layout.space, action)
+    out = np.concatenate(columns, 1).astype(layout.dtype)
+    return out[:, 0] if layout.single else out
