@@ -211,7 +211,7 @@ def test_an_error_of_the_users_code_comes_as_it_is_with_the_component(file):
 
 def test_a_line_of_progress(file):
     run = built(file)
-    average = {"time_window_avg": 12.5, "time_window_sum": 1200.0}
+    average = {"time_window_avg": 12.5, "time_window_sum": 1200.0, "last_100_avg": None}
     fakes.numbers.update(
         {
             "return{agent=agent1}": average,
@@ -224,8 +224,16 @@ def test_a_line_of_progress(file):
     run.models["model1"].step = 1500
     time.sleep(0.01)
     assert run.progress().startswith("trainer1 step 1,500 (")
-    fakes.numbers["return{agent=agent1}"] = {"time_window_avg": None, "time_window_sum": 0.0}
+    fakes.numbers["return{agent=agent1}"] = {**average, "time_window_avg": None}
     assert "return" not in run.progress()
+
+
+def test_progress_is_the_mean_of_the_last_100_episodes_where_they_are_kept(file):
+    run = built(file)
+    fakes.numbers["episode_return{agent=agent1}"] = {
+        "time_window_avg": 6.15, "time_window_sum": 1200.0, "last_100_avg": 11.6,
+    }  # fmt: skip
+    assert run.progress() == "trainer1 step 0 · episode_return (agent1) 11.6"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -316,6 +324,14 @@ def test_a_component_that_cannot_be_built_ends_the_session(body, code, first, la
 
     with pytest.raises(ConfigError, match="there is no session"):
         session()
+
+
+@pytest.mark.parametrize(("mode", "folder"), [("train", "."), ("deploy", "deploy")])
+def test_the_numbers_of_a_deployment_are_in_a_folder_of_its_own(mode, folder, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "run_until_asked_to_stop", lambda poll: cluster.shutdown())
+    assert launch(file, "--mode", mode) == 0
+    written = {p.parent for p in (tmp_path / "runs" / "t").rglob("bray.log")}
+    assert written == {tmp_path / "runs" / "t" / folder}
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

@@ -33,6 +33,8 @@ from bray.launch.settings import KINDS, LaunchSettings
 
 PROGRESS_EVERY = 10.0
 """Seconds between two lines about the progress."""
+DEPLOY_FOLDER = "deploy"
+"""Of the run directory: the numbers of a deployment are not those of the training, and are kept apart from them."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
     s, asked = graph.settings, total(graph.resources())
     with ExitStack() as stack:
         stack.enter_context(_term_as_interrupt())
-        session = cluster.init(s.project, s.trial, options.cluster, **_ray(options, asked))
+        numbers_in = DEPLOY_FOLDER if s.mode == "deploy" else ""
+        session = cluster.init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(

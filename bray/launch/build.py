@@ -21,7 +21,8 @@ from bray.launch.modules import Modules
 logger = logging.getLogger("bray.launch")
 
 _RETURNS = ("episode_return", "episode_reward", "return")
-"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow."""
+"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow. Where single values are not kept
+(see `bray.merge`) the line has the mean of the last minute."""
 _WINDOW = 60.0  # seconds of a time window of the master
 
 
@@ -49,7 +50,7 @@ class Run:
         return {name: self.models[c.settings.model].step for name, c in self.graph.of_kind("trainer").items()}
 
     def progress(self) -> str:
-        """One line: the steps so far and per second, and what episodes made in the last minute."""
+        """One line: the steps so far and per second, and the mean return of the last 100 episodes."""
         now, steps = time.monotonic(), self.steps()
         before, old = self._seen or (now, steps)
         self._seen = now, steps
@@ -60,7 +61,7 @@ class Run:
         for tag, kinds in _part("numbers")().items():
             name, _, labels = tag.rstrip("}").partition("{")
             of = "".join(f" ({label.partition('=')[2]})" for label in labels.split(",") if label)
-            mean = kinds["time_window_avg"]
+            mean = kinds["time_window_avg"] if kinds["last_100_avg"] is None else kinds["last_100_avg"]
             if mean is not None and name.partition("/")[0] in _RETURNS:
                 words.append(f"{name}{of} {mean:,.4g}")
             elif name == "samples":

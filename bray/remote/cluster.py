@@ -676,6 +676,8 @@ class SessionInfo(NamedTuple):
     one_machine: bool
     modules: tuple[str, ...]
     """Where the process that called `init` finds its modules."""
+    numbers: str = ""
+    """The folder for rows, TensorBoard's events and the log; '' = the run directory itself."""
 
 
 @dataclass
@@ -706,6 +708,11 @@ class Session:
     @property
     def path(self) -> Path:
         return Path(self.info.path)
+
+    @property
+    def numbers(self) -> Path:
+        """Where the session's rows, TensorBoard's events and log go."""
+        return Path(self.info.numbers or self.info.path)
 
     @property
     def namespace(self) -> str:
@@ -757,6 +764,7 @@ def init(
     trial: str = "default",
     cluster: str = "ray",
     metrics_port: int = 0,
+    numbers_in: str = "",
     **ray_kwargs: Any,
 ) -> Session:
     """Open the session of a project's trial; its run directory is `project/trial`. A trial that is there is continued.
@@ -764,6 +772,8 @@ def init(
     cluster     "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one that is started on
                 this machine (RAY_ADDRESS=local always starts one); "local": they are objects of this process
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
+    numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log, made where it is
+                  missing; '' = the run directory itself
     ray_kwargs    go to `ray.init`
     """
     global _session
@@ -784,14 +794,15 @@ def init(
         namespace = f"bray:{path}"
         token = secrets.token_bytes(16)
         modules = tuple(os.path.abspath(p) for p in sys.path)
+        numbers = str(path / numbers_in)
+        info = SessionInfo(str(project), str(trial), str(path), namespace, token, True, modules, numbers)
         if cluster == "local":
-            info = SessionInfo(str(project), str(trial), str(path), namespace, token, True, modules)
             made: Cluster = LocalCluster()
         else:
             connected, started = _start_ray(namespace, ray_kwargs)
-            info = SessionInfo(str(project), str(trial), str(path), namespace, token, started, modules)
+            info = info._replace(one_machine=started)
             made = RayCluster(info, connected)
-        _session = Session(info, made, run=run, _log=log_to(path / "bray.log"))
+        _session = Session(info, made, run=run, _log=log_to(Path(numbers) / "bray.log"))
     except BaseException:
         run.close()
         raise
@@ -848,8 +859,8 @@ def _enter(info: SessionInfo, member: str) -> None:
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
-    log = log_to(Path(info.path) / "bray.log")
-    _session = Session(info, RayCluster(info, False), member, _log=log)
+    _session = Session(info, RayCluster(info, False), member)
+    _session._log = log_to(_session.numbers / "bray.log")
 
 
 def shutdown() -> None:
