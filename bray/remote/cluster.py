@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -845,8 +846,36 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
     kwargs.setdefault("include_dashboard", False)
     with contextlib.suppress(KeyError):
         del os.environ["PYTHONDONTWRITEBYTECODE"]  # workers would compile all libraries anew, each
-    ray.init(**kwargs)
+    with _own_process_groups():
+        ray.init(**kwargs)
     return True, True
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own.
+
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a terminal that is closed signal the whole group of this process. Ray's processes
+    would end before trainers and models could save; they are to end when this process says so (`ray.shutdown`) or dies.
+    """
+    services: Any = import_module("ray._private.services")  # Ray has no public way to say it
+    popen: Any = getattr(services, "ConsolePopen", None)
+    if popen is None or sys.platform == "win32":
+        logger.warning(
+            "this version of Ray starts its processes in our process group: a signal to the group ends them before us"
+        )
+        yield
+        return
+
+    class OwnGroup(popen):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **{**kwargs, "process_group": 0})
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")
@@ -882,14 +911,14 @@ atexit.register(shutdown)
 
 
 def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float = 0.2) -> None:
-    """Wait for Ctrl-C or SIGTERM, then end the session. A trainer that fails ends it too, and its error is raised.
+    """Wait for Ctrl-C, SIGTERM or a terminal that is closed, then end the session. A trainer that fails ends it too, and its error is raised.
 
     poll  called about every `every` seconds; True ends the session
     """
     asked = threading.Event()
     old = {}
     if threading.current_thread() is threading.main_thread():
-        old = {s: signal.signal(s, lambda *_: asked.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+        old = {s: signal.signal(s, lambda *_: asked.set()) for s in _ENDING if signal.getsignal(s) != signal.SIG_IGN}
     try:
         while not asked.wait(every):
             for what, end in session().watched:
@@ -899,9 +928,17 @@ def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float
             if poll is not None and poll():
                 break
     finally:
-        for sig, handler in old.items():
-            signal.signal(sig, handler)
-        shutdown()
+        # A second Ctrl-C interrupts what follows. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
+        if signal.SIGINT in old:
+            signal.signal(signal.SIGINT, old.pop(signal.SIGINT))
+        try:
+            shutdown()
+        finally:
+            for sig, handler in old.items():
+                signal.signal(sig, handler)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _ray_nodes() -> list[Node]:

@@ -91,14 +91,13 @@ class _Recorder:
                 entry.desc.update(desc)
             if name in KEPT or not entry.desc.keys().isdisjoint(LAST_KINDS):
                 entry.values.append(value)
-        self._send_soon()
-
-    def _send_soon(self) -> None:
-        with self._lock:
             due, self._due = self._due, True
         if not due:
-            loop = io.loop()
-            loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
+            self._send_soon()
+
+    def _send_soon(self) -> None:
+        loop = io.loop()
+        loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
 
     def _send_now(self) -> None:
         sending = io.spawn(self._send_later(), "sending numbers")
@@ -155,7 +154,9 @@ class _Recorder:
                     row.desc | newer.desc,
                     deque([*row.values, *newer.values], LAST),
                 )
-        self._send_soon()
+            due, self._due = self._due, True
+        if not due:
+            self._send_soon()
 
 
 _current: _Recorder | None = None
