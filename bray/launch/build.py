@@ -119,6 +119,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
         model,
         forward_args if isinstance(forward_args, tuple) else (forward_args,),
         checkpoint_interval=s.checkpoint_interval,
+        checkpoint_every_s=s.checkpoint_every_s,
         checkpoint=s.checkpoint,
         max_batch_size=s.max_batch_size,
         num_workers=s.num_workers,
