@@ -25,11 +25,15 @@ def check_end(run, send):
     assert saved >= run.step_seen() > 0
     assert RunDir(run.path / "trainers" / "trainer1").pointer("latest") == saved
     assert read_results(run.path)[-1]["learner_steps_total"] == saved
+    check_nothing_is_left(run)
+    print(f"ended after {seconds:.1f} s")
+
+
+def check_nothing_is_left(run):
     until = time.monotonic() + 5.0
     while run.pids() and time.monotonic() < until:
         time.sleep(0.1)
     assert run.pids() == []
-    return seconds
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
@@ -41,6 +45,18 @@ def test_sigterm_to_the_process_group(kind, tmp_path):
 def test_a_terminal_that_is_closed(tmp_path):
     with Launched(tmp_path, "local") as run:
         check_end(run, lambda pid: os.killpg(pid, signal.SIGHUP))
+
+
+def test_sigterm_while_components_are_started(tmp_path):
+    """Ray brings handlers of its own, which would end the process at once and leave its workers behind."""
+    with Launched(tmp_path, "ray") as run:
+        run.lines.append(run.process.stdout.readline())
+        assert "mode train" in run.lines[0]
+        os.killpg(run.process.pid, signal.SIGTERM)
+        _, code = run.ended(PATIENCE)
+        assert code == 130, run.stderr()
+        assert "SIGTERM received" not in run.stderr()
+        check_nothing_is_left(run)
 
 
 @pytest.mark.slow

@@ -835,20 +835,38 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
     if kwargs.get("address") is None:
         own = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
         try:
-            ray.init(**{**own, "address": "auto"})
+            with _hold_sigterm():
+                ray.init(**{**own, "address": "auto"})
             return True, False
         except ConnectionError:
             kwargs["address"] = "local"
     if kwargs["address"] != "local":
-        ray.init(**kwargs)
+        with _hold_sigterm():
+            ray.init(**kwargs)
         return True, False
     kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
     kwargs.setdefault("include_dashboard", False)
     with contextlib.suppress(KeyError):
         del os.environ["PYTHONDONTWRITEBYTECODE"]  # workers would compile all libraries anew, each
-    with _own_process_groups():
+    with _hold_sigterm(), _own_process_groups():
         ray.init(**kwargs)
     return True, True
+
+
+@contextlib.contextmanager
+def _hold_sigterm() -> Iterator[None]:
+    """Within: `ray.init`, which sets handlers of SIGTERM, in Python and in C++, that end this process without saving anything. A SIGTERM
+    that comes meanwhile waits until the handler that was there before is back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextlib.contextmanager
@@ -868,8 +886,12 @@ def _own_process_groups() -> Iterator[None]:
         return
 
     class OwnGroup(popen):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **{**kwargs, "process_group": 0})
+        def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
+            def prepare() -> None:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which we hold, and they need
+                preexec_fn()
+
+            super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
 
     services.ConsolePopen = OwnGroup
     try:
