@@ -34,7 +34,7 @@ def file(tmp_path, monkeypatch):
 
 
 def built(file, *keys, **kwargs):
-    return building.build(load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t")))
+    return building.build(load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t"), stops=[]))
 
 
 def made(what):
@@ -134,6 +134,13 @@ def test_episodes_are_saved_only_when_the_file_says_so(file):
     assert made_with(file, "serve", "episode_save_interval", "dump_state=false") is None
     assert made_with(file, "serve", "save_dir", "dump_state=false") is None
     assert made_with(file, "serve", "save_dir", "actor1.episode_save_interval=null") is None
+
+
+def test_games_of_a_training_are_not_waited_for_long(file):
+    assert made_with(file, "actor", "drain_timeout_s") == 2.0
+    fakes.made.clear()
+    built(file, mode="deploy")
+    assert "drain_timeout_s" not in made("actor")[0][1]
 
 
 def test_deploy_builds_no_trainer_and_no_buffer(file):

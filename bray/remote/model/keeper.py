@@ -348,6 +348,10 @@ class Keeper:
             await asyncio.sleep(self.definition.checkpoint_every_s)
             await asyncio.to_thread(self._save)
 
+    async def save(self) -> None:
+        """The newest version is in the run directory when this returns."""
+        await asyncio.to_thread(self._save)
+
     def _save(self) -> None:
         """The newest version into the run directory, and the oldest out of it."""
         with self._save_lock:
