@@ -200,10 +200,20 @@ class EpisodeStats:
 
     def add(self, return_: float, length: int) -> None:
         """A finished episode: its raw return and the number of its steps."""
-        self._returns.append(float(return_))
-        self._lengths.append(int(length))
-        self.total += 1
-        self.this_iter += 1
+        self.add_returns([return_])
+        self.add_lengths([length])
+
+    def add_returns(self, returns: Iterable[float], finished: int | None = None) -> None:
+        """Returns of episodes whose lengths come by themselves, or never. `finished`: how many episodes have ended, where `returns` has
+        only the newest of them."""
+        before = list(map(float, returns))
+        count = len(before) if finished is None else finished
+        self._returns.extend(before)
+        self.total += count
+        self.this_iter += count
+
+    def add_lengths(self, lengths: Iterable[float]) -> None:
+        self._lengths.extend(int(length) for length in lengths)
 
     def row(self) -> Row:
         """The statistics; the count of this iteration starts anew."""
@@ -235,7 +245,7 @@ class EpisodeStats:
             total, this_iter = int(state["total"]), int(state["this_iter"])
         except (KeyError, TypeError, ValueError) as e:
             raise DataError(f"not the state of episode statistics ({type(e).__name__}: {e})") from None
-        if len(returns) != len(lengths) or total < len(returns):
+        if total < len(returns):
             raise DataError(
                 f"not the state of episode statistics: {len(returns)} returns, {len(lengths)} lengths of {total}"
             )

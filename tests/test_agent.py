@@ -11,6 +11,7 @@ import pickle
 import shlex
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 
@@ -361,6 +362,92 @@ def test_a_second_error_of_a_tick_is_logged(caplog):
         run(play({"a": agent(one), "b": agent(two)}))
     assert "another agent failed too" in caplog.text
     assert "OSError: two" in caplog.text
+
+
+# --- agents that only watch
+
+
+def watcher(on_tick, init=None):
+    body = {"watches": True, "on_tick": lambda self, state: on_tick(state)}
+    if init is not None:
+        body["__init__"] = init
+    return type("Watcher", (Agent,), body)
+
+
+def _answers(state):
+    state.output["ok"] = state.tick
+
+
+async def _breaks(state):
+    raise KeyError("value")
+
+
+@pytest.mark.parametrize("names", ["wa", "aw", "w"])
+def test_an_agent_that_only_watches_may_fail(names, caplog):
+    """Each tick is answered and joins the episode; the log has the error once per session."""
+    seen = []
+    classes = {
+        "w": watcher(_breaks),
+        "a": agent(_answers, lambda episode, done: seen.extend(s.tick for s in episode)),
+    }
+    replies = run(play({name: classes[name] for name in names}, ticks=3))
+    if "a" in names:
+        assert replies == [b'{"ok":0}', b'{"ok":1}', b'{"ok":2}']
+        assert seen == [0, 1, 2]
+    assert caplog.text.count("session 's': agent 'w', which only watches, failed; the game goes on") == 1
+    assert caplog.text.count("KeyError: 'value'") == 1
+    run(play({name: classes[name] for name in names}))
+    assert caplog.text.count("KeyError: 'value'") == 2  # another session
+
+
+def test_an_agent_that_only_watches_may_not_even_be_made(caplog):
+    def init(self, name, config, state):
+        raise OSError("no camera")
+
+    assert run(play({"w": watcher(_breaks, init), "a": agent(_answers)}, ticks=2)) == [b'{"ok":0}', b'{"ok":1}']
+    assert caplog.text.count("OSError: no camera") == 1
+    assert "agent 'w' could not be made" in caplog.text
+    with pytest.raises(OSError, match="no camera"):  # nobody is left to answer
+        run(play({"w": watcher(_breaks, init)}))
+
+
+@pytest.mark.parametrize("names", ["wa", "aw"])
+@pytest.mark.parametrize("made", [True, False])
+def test_who_waits_for_a_field_of_a_watcher_that_failed_gets_its_error(names, made):
+    def init(self, name, config, state):
+        if not made:
+            raise KeyError("value")
+
+    async def waits(state):
+        state.output["seen"] = await state.wait("seen")
+
+    classes = {"w": watcher(_breaks, init), "a": agent(waits)}
+    start = time.monotonic()
+    with pytest.raises(WaitError, match=r"waited for state.seen .* but agent 'w' failed: KeyError\('value'\)"):
+        run(play({name: classes[name] for name in names}))
+    assert time.monotonic() - start < 5  # at once, not when the wait runs out
+
+
+@pytest.mark.parametrize("names", ["wgt", "tgw", "gwt"])
+def test_a_watcher_that_failed_does_not_disturb_those_who_wait_for_others(names):
+    async def gives(state):
+        await asyncio.sleep(0.01)  # the watcher has failed by then
+        state.given = 7
+
+    async def takes(state):
+        state.output["got"] = await state.wait("given")
+
+    classes = {"w": watcher(_breaks), "g": agent(gives), "t": agent(takes)}
+    assert run(play({name: classes[name] for name in names}, ticks=2)) == [b'{"got":7}'] * 2
+
+
+def test_a_watcher_that_waited_for_an_agent_that_failed_adds_nothing_to_the_log(caplog):
+    async def waits(state):
+        await state.wait("outputs")
+
+    with pytest.raises(KeyError):
+        run(play({"a": agent(_breaks), "w": watcher(waits)}))
+    assert "only watches" not in caplog.text
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -34,7 +34,7 @@ def file(tmp_path, monkeypatch):
 
 
 def built(file, *keys, **kwargs):
-    return building.build(load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t")))
+    return building.build(load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t"), stops=[]))
 
 
 def made(what):
@@ -85,7 +85,7 @@ def test_what_each_component_is_made_with(file):
 
 VALUES = {  # a value for each key that is not the default
     "model": {
-        "checkpoint_interval": 5, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
+        "checkpoint_interval": 5, "checkpoint_every_s": 7.5, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
         "gpus_per_worker": 0.25, "memory_per_worker": 64, "use_onnx": "infer", "local_mode": True, "override_model": False,
         "tensorboard_graph": True, "tensorboard_step": True,
     },
@@ -134,6 +134,13 @@ def test_episodes_are_saved_only_when_the_file_says_so(file):
     assert made_with(file, "serve", "episode_save_interval", "dump_state=false") is None
     assert made_with(file, "serve", "save_dir", "dump_state=false") is None
     assert made_with(file, "serve", "save_dir", "actor1.episode_save_interval=null") is None
+
+
+def test_games_of_a_training_are_not_waited_for_long(file):
+    assert made_with(file, "actor", "drain_timeout_s") == 2.0
+    fakes.made.clear()
+    built(file, mode="deploy")
+    assert "drain_timeout_s" not in made("actor")[0][1]
 
 
 def test_deploy_builds_no_trainer_and_no_buffer(file):
@@ -211,7 +218,7 @@ def test_an_error_of_the_users_code_comes_as_it_is_with_the_component(file):
 
 def test_a_line_of_progress(file):
     run = built(file)
-    average = {"time_window_avg": 12.5, "time_window_sum": 1200.0}
+    average = {"time_window_avg": 12.5, "time_window_sum": 1200.0, "last_100_avg": None}
     fakes.numbers.update(
         {
             "return{agent=agent1}": average,
@@ -224,8 +231,16 @@ def test_a_line_of_progress(file):
     run.models["model1"].step = 1500
     time.sleep(0.01)
     assert run.progress().startswith("trainer1 step 1,500 (")
-    fakes.numbers["return{agent=agent1}"] = {"time_window_avg": None, "time_window_sum": 0.0}
+    fakes.numbers["return{agent=agent1}"] = {**average, "time_window_avg": None}
     assert "return" not in run.progress()
+
+
+def test_progress_is_the_mean_of_the_last_100_episodes_where_they_are_kept(file):
+    run = built(file)
+    fakes.numbers["episode_return{agent=agent1}"] = {
+        "time_window_avg": 6.15, "time_window_sum": 1200.0, "last_100_avg": 11.6,
+    }  # fmt: skip
+    assert run.progress() == "trainer1 step 0 · episode_return (agent1) 11.6"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -316,6 +331,14 @@ def test_a_component_that_cannot_be_built_ends_the_session(body, code, first, la
 
     with pytest.raises(ConfigError, match="there is no session"):
         session()
+
+
+@pytest.mark.parametrize(("mode", "folder"), [("train", "."), ("deploy", "deploy")])
+def test_the_numbers_of_a_deployment_are_in_a_folder_of_its_own(mode, folder, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster, "run_until_asked_to_stop", lambda poll: cluster.shutdown())
+    assert launch(file, "--mode", mode) == 0
+    written = {p.parent for p in (tmp_path / "runs" / "t").rglob("bray.log")}
+    assert written == {tmp_path / "runs" / "t" / folder}
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

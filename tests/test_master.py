@@ -58,6 +58,15 @@ def test_numbers_of_several_processes_add_up(session):
     assert master.query("loss", "time_window_sum") == 9.0
 
 
+def test_single_episodes_of_several_processes_reach_the_master(session):
+    talker(session).call("merge", "episode_return", range(60), agent="a").result()
+    for value in range(60, 120):
+        master.merge("episode_return", value, agent="a")
+    assert master.query("episode_return", "last_100_avg", agent="a") == 69.5  # of 20 .. 119
+    assert master.query("episode_return", "last_100_min", agent="a") == 20.0
+    assert master.query("episode_return", "avg", agent="a") == 59.5
+
+
 def test_labels_tell_numbers_apart(session):
     master.merge("hits", 1, map="a")
     master.merge("hits", 5, map="b")

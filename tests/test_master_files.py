@@ -8,7 +8,9 @@ import torch
 
 from bray.errors import DataError
 from bray.remote import master
+from bray.remote.master import worker
 from bray.remote.master.worker import Master
+from bray.remote.model.handle import RemoteModel
 from tests.ray_for_tests import opened
 
 
@@ -50,6 +52,99 @@ def test_rows_and_events_of_a_master(tmp_path):
     assert found.Images("clip")[0].encoded_image_string[:3] == b"GIF"
     assert found.Histograms("weights")[0].histogram_value.num == 100
     assert found.Graph().node
+
+
+def rows_of(path):
+    return [json.loads(line) for line in (path / "result.jsonl").read_text().splitlines()]
+
+
+def finish_episodes(returns, agent="agent1"):
+    """As a PolicyAgent says it."""
+    for value in returns:
+        master.merge("episode_return", value, agent=agent)
+        master.merge("episode_length", 10 * value, agent=agent)
+
+
+def test_rows_are_of_the_last_100_episodes_not_of_the_last_minute(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "WINDOW", 0.0)  # all episodes are longer ago than the time window
+    with opened(tmp_path, "local") as session:
+        path = session.path
+        finish_episodes(range(200))
+        finish_episodes(range(200, 250), "agent2")
+        assert master.query("episode_return", "last_100_avg", agent="agent1") == 149.5
+        assert master.query("episode_return", "last_100_min", agent="agent1") == 100.0
+        assert master.query("episode_return", "last_100_max", agent="agent2") == 249.0
+    row = rows_of(path)[-1]
+    assert row["episode_return_mean"] == 199.5  # of 150 .. 249, whichever agent played them
+    assert (row["episode_return_min"], row["episode_return_max"]) == (150.0, 249.0)
+    assert row["episode_length_mean"] == 1995.0
+    assert row["episodes_total"] == 250
+    (point,) = events(path / "tb").Scalars("episode_return_mean")
+    assert point.value == 199.5
+    with opened(tmp_path, "local"):  # the trial goes on
+        finish_episodes([1250])
+    row = rows_of(path)[-1]
+    assert (row["episode_return_mean"], row["episodes_total"]) == (
+        210.5,
+        251,
+    )  # 100 more than 150 .. 249 without the 150
+
+
+def test_env_steps_are_a_running_total(tmp_path):
+    for _ in range(2):
+        with opened(tmp_path, "local") as session:
+            master.merge("env_steps", 100, agent="a")
+            master.merge("env_steps", 50, agent="b")
+    assert [row["env_steps_total"] for row in rows_of(session.path)] == [150, 300]
+
+
+def test_any_number_may_ask_for_its_last_values(tmp_path):
+    with opened(tmp_path, "local") as session:
+        for value in range(300):
+            master.merge("score", value, desc={"last_100_avg": "score of the last 100 matches"})
+            master.merge("other", value)
+        assert master.query("score", "last_100_avg") == 249.5
+        assert master.query("score", "cnt") == 300
+        assert master.query("other", "last_100_avg") is None
+    assert rows_of(session.path)[-1]["score"] == 249.5
+    assert rows_of(session.path)[-1]["other"] == 149.5
+
+
+def test_the_last_row_has_the_last_step_of_the_model(tmp_path):
+    with opened(tmp_path, "local") as session:
+        net = torch.nn.Linear(2, 1)
+        model = RemoteModel("m", net, (torch.zeros(1, 2),), tensorboard_step=True)
+        model.publish_weights(net.state_dict(), step=700_000).result()
+        master.merge("loss", 1.0)
+    assert rows_of(session.path)[-1]["learner_steps_total"] == 700_000
+    (point,) = events(session.path / "tb").Scalars("loss")
+    assert point.step == 700_000
+
+
+def test_a_step_that_is_not_known_is_left_out(tmp_path):
+    """It was the number of seconds: a model that is gone cannot be asked."""
+    with opened(tmp_path, "local") as session:
+        master.set_tensorboard_step("gone")
+        master.merge("loss", 1.0)
+    (row,) = rows_of(session.path)
+    assert "learner_steps_total" not in row
+    assert row["loss"] == 1.0
+
+
+def test_a_deployment_writes_its_numbers_to_a_folder_of_its_own(tmp_path):
+    with opened(tmp_path, "local") as session:
+        finish_episodes([1.0])
+        path = session.path
+    trained = {f: f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    with opened(tmp_path, "local", numbers_in="deploy"):
+        finish_episodes([5.0])
+        master.logger.warning("a player is here")
+    assert {f: f.read_bytes() for f in trained} == trained
+    (row,) = rows_of(path / "deploy")
+    assert (row["training_iteration"], row["episode_return_mean"], row["episodes_total"]) == (1, 5.0, 1)
+    assert (path / "deploy" / "progress.csv").exists()
+    assert "a player is here" in (path / "deploy" / "bray.log").read_text()
+    assert events(path / "deploy" / "tb").Scalars("episode_return_mean")[0].value == 5.0
 
 
 def test_a_damaged_state_is_set_aside(tmp_path):

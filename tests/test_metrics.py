@@ -172,6 +172,18 @@ def test_episode_statistics_over_the_last_hundred():
     assert (row["episodes_total"], row["episodes_this_iter"], row["episode_return_min"]) == (151, 1, 51.0)
 
 
+def test_returns_and_lengths_may_come_apart():
+    stats = EpisodeStats(window=3)
+    stats.add_returns([1.0, 2.0, 6.0], finished=50)  # of 50 episodes the newest three
+    assert stats.row()["episode_length_mean"] is None
+    stats.add_lengths([10, 20])
+    row = stats.row()
+    assert (row["episode_return_mean"], row["episode_length_mean"], row["episodes_total"]) == (3.0, 15.0, 50)
+    resumed = EpisodeStats(window=3)
+    resumed.set_state(stats.get_state())
+    assert resumed.row() == stats.row()
+
+
 def test_episode_statistics_resume_exactly():
     rng = np.random.default_rng(0)
     straight, first = EpisodeStats(window=5), EpisodeStats(window=5)
@@ -185,8 +197,8 @@ def test_episode_statistics_resume_exactly():
         straight.add(*pair)
         resumed.add(*pair)
     assert resumed.row() == straight.row()
-    with pytest.raises(DataError, match="2 returns, 1 lengths of 2"):
-        resumed.set_state({"returns": [1.0, 2.0], "lengths": [1], "total": 2, "this_iter": 0})
+    with pytest.raises(DataError, match="2 returns, 1 lengths of 1"):
+        resumed.set_state({"returns": [1.0, 2.0], "lengths": [1], "total": 1, "this_iter": 0})
     with pytest.raises(DataError, match="KeyError"):
         resumed.set_state({})
     with pytest.raises(ConfigError, match="got 0"):

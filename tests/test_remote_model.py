@@ -295,7 +295,8 @@ def test_a_handle_is_found_by_name_and_pickled_by_name():
         ({"use_onnx": "Train"}, UnknownName, "'train'"),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size >= 1"),
         ({"num_workers": -1}, ConfigError, "num_workers >= 0"),
-        ({"checkpoint_interval": 0}, ConfigError, "null for every 10 minutes"),
+        ({"checkpoint_interval": 0}, ConfigError, "null for one every checkpoint_every_s seconds"),
+        ({"checkpoint_every_s": 0}, ConfigError, "expected checkpoint_every_s > 0, got 0"),
         ({"checkpoint": 7}, UnknownName, "unknown checkpoint '7'"),
         ({"checkpoint": "nowhere.safetensors"}, CheckpointError, "neither a step of this trial nor a weight file"),
         ({"use_onnx": "train", "forward_args": ()}, ConfigError, "needs forward_args"),
@@ -427,23 +428,29 @@ def test_checkpoint_interval_is_in_steps(tmp_path):
     with opened(tmp_path, "local"):
         model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=10)
         publish_all(model, [9])
-        assert versions(tmp_path) == []
-        for step, expected in ((12, [12]), (19, [12]), (25, [12, 25])):
+        assert versions(tmp_path) == [0]
+        for step, expected in ((12, [0, 12]), (19, [0, 12]), (25, [0, 12, 25])):
             publish_all(model, [step])
             until(lambda expected=expected: versions(tmp_path) == expected)
-    assert versions(tmp_path) == [12, 25]
+    assert versions(tmp_path) == [0, 12, 25]
 
 
-def test_without_an_interval_it_is_saved_every_ten_minutes_and_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper_module, "SAVE_EVERY_S", 0.05)
+def test_without_an_interval_it_is_saved_every_so_many_seconds(tmp_path):
+    with opened(tmp_path, "local"):
+        model = RemoteModel("m", Scale(0), (X,), checkpoint_every_s=0.05)
+        for step in (3, 4, 5, 6, 7, 8):
+            publish_all(model, [step])
+            until(lambda step=step: versions(tmp_path)[-1:] == [step])
+        until(lambda: versions(tmp_path) == [4, 5, 6, 7, 8])
+
+
+def test_the_first_version_is_saved_before_anybody_is_answered_and_the_last_at_the_end(tmp_path):
     with opened(tmp_path, "local"):
         model = RemoteModel("m", Scale(0), (X,))
-        publish_all(model, [3])
-        until(lambda: versions(tmp_path)[-1:] == [3])
-        monkeypatch.setattr(keeper_module, "SAVE_EVERY_S", 600.0)
-        time.sleep(0.1)
-        publish_all(model, [4])
-    assert versions(tmp_path)[-1] == 4
+        assert versions(tmp_path) == [0]
+        publish_all(model, [3, 4])
+        assert versions(tmp_path) == [0]  # a minute is not over
+    assert versions(tmp_path) == [0, 4]
 
 
 def test_a_second_run_goes_on(tmp_path):
@@ -471,7 +478,7 @@ model.publish_weights(net.state_dict(), step=6).result()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert "Traceback" not in done.stderr
-    assert versions(tmp_path) == [6]
+    assert versions(tmp_path) == [0, 6]
 
 
 def test_checkpoint_is_a_step_or_a_path(tmp_path):
@@ -555,7 +562,7 @@ def test_a_model_of_the_same_name_is_replaced_unless_told_otherwise():
 def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
     model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=10)
     publish_all(model, [10])
-    until(lambda: versions(cluster.session().path.parent.parent) == [10])
+    until(lambda: versions(cluster.session().path.parent.parent) == [0, 10])
     publish_all(model, [13])
     until(lambda: model(X, with_step=True)[1] == 13)
     fresh = keeper_module.Keeper(model._known().definition, None, cluster.session().cluster.put(weights_of(0)), 0)
@@ -750,7 +757,7 @@ def test_clones_and_the_pool():
         return await asyncio.gather(*[model.forward(X, step=s, with_step=True) for s in (2, 3, None, 2)])
 
     assert [(y[1], s) for y, s in asyncio.run(main())] == [(2, 2), (3, 3), (4, 4), (2, 2)]
-    with pytest.raises(CheckpointError, match=r"no version 77; there are: 2, 3, 4"):
+    with pytest.raises(CheckpointError, match=r"no version 77; there are: 0, 2, 3, 4"):
         model(X, step=77)
     again = model.clone(2)  # the same one
     assert again.step == 2

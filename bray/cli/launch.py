@@ -15,11 +15,10 @@ import time
 import traceback
 import typing
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -31,8 +30,13 @@ from bray.launch.graph import Ask, Graph, load, total
 from bray.launch.modules import check_modules
 from bray.launch.settings import KINDS, LaunchSettings
 
+if TYPE_CHECKING:
+    from bray.launch.build import Run
+
 PROGRESS_EVERY = 10.0
 """Seconds between two lines about the progress."""
+DEPLOY_FOLDER = "deploy"
+"""Of the run directory: the numbers of a deployment are not those of the training, and are kept apart from them."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +193,9 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
     from bray.remote import cluster
 
     s, asked = graph.settings, total(graph.resources())
-    with ExitStack() as stack:
-        stack.enter_context(_term_as_interrupt())
-        session = cluster.init(s.project, s.trial, options.cluster, **_ray(options, asked))
+    with _term_as_interrupt():
+        numbers_in = DEPLOY_FOLDER if s.mode == "deploy" else ""
+        session = cluster.init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(
@@ -207,7 +211,14 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
                 raise
             _show_failure(e)
             return 2 if isinstance(e, (ConfigError, ResourceError)) else 1
-    _say_where(console, run)
+        _say_where(console, run)
+        return _wait(console, run, options)
+
+
+def _wait(console: Console, run: Run, options: Options) -> int:
+    """Until the run is done, has failed, or is asked to stop."""
+    from bray.remote import cluster
+
     due, done = time.monotonic() + PROGRESS_EVERY, False
 
     def poll() -> bool:
@@ -224,9 +235,9 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
         cluster.run_until_asked_to_stop(poll)
     except Exception as e:
         _show_failure(e)
-        print(f"run directory: {session.path}", file=sys.stderr)
+        print(f"run directory: {run.session.path}", file=sys.stderr)
         return 1
-    _say_next(console, graph, options, done)
+    _say_next(console, run.graph, options, done)
     return 0
 
 
@@ -267,19 +278,26 @@ def _say_next(console: Console, graph: Graph, options: Options, done: bool) -> N
 
 
 class _term_as_interrupt:
-    """Within: SIGTERM is Ctrl-C, so that what was started is stopped."""
+    """Within: SIGTERM and SIGHUP are Ctrl-C, so that what was started is stopped. Only the first of them: `timeout` sends two, and the
+    second would interrupt the stopping."""
 
     def __enter__(self) -> None:
-        def interrupt(signum: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
+        came = False
 
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._old = signal.signal(signal.SIGTERM, interrupt)
+        def interrupt(signum: int, frame: FrameType | None) -> None:
+            nonlocal came
+            if not came:
+                came = True
+                raise KeyboardInterrupt
+
+        self._old: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            signals = (signal.SIGTERM, signal.SIGHUP)
+            self._old = {s: signal.signal(s, interrupt) for s in signals if signal.getsignal(s) != signal.SIG_IGN}
 
     def __exit__(self, *error: Any) -> None:
-        if self._main:
-            signal.signal(signal.SIGTERM, self._old)
+        for s, handler in self._old.items():
+            signal.signal(s, handler)
 
 
 def _show_failure(error: Exception) -> None:

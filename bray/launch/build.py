@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from bray.errors import ConfigError
+from bray.errors import BrayError, ConfigError, MissingComponent
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
 
 logger = logging.getLogger("bray.launch")
 
 _RETURNS = ("episode_return", "episode_reward", "return")
-"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow."""
+"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow. Where single values are not kept
+(see `bray.merge`) the line has the mean of the last minute."""
 _WINDOW = 60.0  # seconds of a time window of the master
+_SAVE_TIMEOUT = 10.0
+_TRAINING_DRAIN_S = 2.0  # games that are played for a training may be cut: a run that is told to end ends in seconds
 
 
 @dataclass
@@ -48,8 +51,18 @@ class Run:
         """The step of each trained model."""
         return {name: self.models[c.settings.model].step for name, c in self.graph.of_kind("trainer").items()}
 
+    def save_models(self) -> None:
+        """The newest weights of each model, into the run directory: whoever ends the run may not wait until everything has ended."""
+        for name in self.models:
+            try:
+                self.session.cluster.find(f"model/{name}").call("save", timeout=_SAVE_TIMEOUT).result()
+            except MissingComponent:  # it has ended, and saved itself
+                continue
+            except BrayError as e:
+                logger.warning("model %s is not saved yet: %s", name, e)
+
     def progress(self) -> str:
-        """One line: the steps so far and per second, and what episodes made in the last minute."""
+        """One line: the steps so far and per second, and the mean return of the last 100 episodes."""
         now, steps = time.monotonic(), self.steps()
         before, old = self._seen or (now, steps)
         self._seen = now, steps
@@ -60,7 +73,7 @@ class Run:
         for tag, kinds in _part("numbers")().items():
             name, _, labels = tag.rstrip("}").partition("{")
             of = "".join(f" ({label.partition('=')[2]})" for label in labels.split(",") if label)
-            mean = kinds["time_window_avg"]
+            mean = kinds["time_window_avg"] if kinds["last_100_avg"] is None else kinds["last_100_avg"]
             if mean is not None and name.partition("/")[0] in _RETURNS:
                 words.append(f"{name}{of} {mean:,.4g}")
             elif name == "samples":
@@ -92,6 +105,10 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     run, modules = Run(graph, session), Modules(graph)
     _part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
+        if (
+            kind == "trainer"
+        ):  # stops are called newest first: after the trainers have ended, before games in progress are waited for
+            session.stops.append(run.save_models)
         for c in graph.of_kind(kind).values():
             try:
                 make(run, modules, c)
@@ -118,6 +135,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
         model,
         forward_args if isinstance(forward_args, tuple) else (forward_args,),
         checkpoint_interval=s.checkpoint_interval,
+        checkpoint_every_s=s.checkpoint_every_s,
         checkpoint=s.checkpoint,
         max_batch_size=s.max_batch_size,
         num_workers=s.num_workers,
@@ -178,6 +196,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         actors_per_worker=s.actors_per_worker,
         use_tcp=s.use_tcp,
         use_gateway=s.use_gateway,
+        **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
     )
     if s.module is not None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)

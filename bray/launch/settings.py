@@ -53,7 +53,9 @@ class ModelSettings(ComponentSettings):
     algo: Name | None = None
     """A `kind: config` component that names an algorithm and its env: the model is the one that the algorithm makes."""
     checkpoint_interval: Count | None = None
-    """Steps between checkpoints of the model; `null` = every 10 minutes."""
+    """Steps between checkpoints of the model; `null` = every minute, or as `checkpoint_every_s` says. The newest five stay."""
+    checkpoint_every_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds between checkpoints of the model, where `checkpoint_interval` is null. There is one at the start and one at the end too."""
     checkpoint: Annotated[int, Field(ge=0)] | Name | None = None
     """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint."""
     max_batch_size: Count = 1

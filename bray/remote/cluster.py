@@ -20,9 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -676,6 +677,8 @@ class SessionInfo(NamedTuple):
     one_machine: bool
     modules: tuple[str, ...]
     """Where the process that called `init` finds its modules."""
+    numbers: str = ""
+    """The folder for rows, TensorBoard's events and the log; '' = the run directory itself."""
 
 
 @dataclass
@@ -706,6 +709,11 @@ class Session:
     @property
     def path(self) -> Path:
         return Path(self.info.path)
+
+    @property
+    def numbers(self) -> Path:
+        """Where the session's rows, TensorBoard's events and log go."""
+        return Path(self.info.numbers or self.info.path)
 
     @property
     def namespace(self) -> str:
@@ -757,6 +765,7 @@ def init(
     trial: str = "default",
     cluster: str = "ray",
     metrics_port: int = 0,
+    numbers_in: str = "",
     **ray_kwargs: Any,
 ) -> Session:
     """Open the session of a project's trial; its run directory is `project/trial`. A trial that is there is continued.
@@ -764,6 +773,8 @@ def init(
     cluster     "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one that is started on
                 this machine (RAY_ADDRESS=local always starts one); "local": they are objects of this process
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
+    numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log, made where it is
+                  missing; '' = the run directory itself
     ray_kwargs    go to `ray.init`
     """
     global _session
@@ -784,14 +795,15 @@ def init(
         namespace = f"bray:{path}"
         token = secrets.token_bytes(16)
         modules = tuple(os.path.abspath(p) for p in sys.path)
+        numbers = str(path / numbers_in)
+        info = SessionInfo(str(project), str(trial), str(path), namespace, token, True, modules, numbers)
         if cluster == "local":
-            info = SessionInfo(str(project), str(trial), str(path), namespace, token, True, modules)
             made: Cluster = LocalCluster()
         else:
             connected, started = _start_ray(namespace, ray_kwargs)
-            info = SessionInfo(str(project), str(trial), str(path), namespace, token, started, modules)
+            info = info._replace(one_machine=started)
             made = RayCluster(info, connected)
-        _session = Session(info, made, run=run, _log=log_to(path / "bray.log"))
+        _session = Session(info, made, run=run, _log=log_to(Path(numbers) / "bray.log"))
     except BaseException:
         run.close()
         raise
@@ -823,19 +835,69 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
     if kwargs.get("address") is None:
         own = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
         try:
-            ray.init(**{**own, "address": "auto"})
+            with _hold_sigterm():
+                ray.init(**{**own, "address": "auto"})
             return True, False
         except ConnectionError:
             kwargs["address"] = "local"
     if kwargs["address"] != "local":
-        ray.init(**kwargs)
+        with _hold_sigterm():
+            ray.init(**kwargs)
         return True, False
     kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
     kwargs.setdefault("include_dashboard", False)
     with contextlib.suppress(KeyError):
         del os.environ["PYTHONDONTWRITEBYTECODE"]  # workers would compile all libraries anew, each
-    ray.init(**kwargs)
+    with _hold_sigterm(), _own_process_groups():
+        ray.init(**kwargs)
     return True, True
+
+
+@contextlib.contextmanager
+def _hold_sigterm() -> Iterator[None]:
+    """Within: `ray.init`, which sets handlers of SIGTERM, in Python and in C++, that end this process without saving anything. A SIGTERM
+    that comes meanwhile waits until the handler that was there before is back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own.
+
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a terminal that is closed signal the whole group of this process. Ray's processes
+    would end before trainers and models could save; they are to end when this process says so (`ray.shutdown`) or dies.
+    """
+    services: Any = import_module("ray._private.services")  # Ray has no public way to say it
+    popen: Any = getattr(services, "ConsolePopen", None)
+    if popen is None or sys.platform == "win32":
+        logger.warning(
+            "this version of Ray starts its processes in our process group: a signal to the group ends them before us"
+        )
+        yield
+        return
+
+    class OwnGroup(popen):
+        def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
+            def prepare() -> None:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which we hold, and they need
+                preexec_fn()
+
+            super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")
@@ -848,8 +910,8 @@ def _enter(info: SessionInfo, member: str) -> None:
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
-    log = log_to(Path(info.path) / "bray.log")
-    _session = Session(info, RayCluster(info, False), member, _log=log)
+    _session = Session(info, RayCluster(info, False), member)
+    _session._log = log_to(_session.numbers / "bray.log")
 
 
 def shutdown() -> None:
@@ -871,14 +933,14 @@ atexit.register(shutdown)
 
 
 def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float = 0.2) -> None:
-    """Wait for Ctrl-C or SIGTERM, then end the session. A trainer that fails ends it too, and its error is raised.
+    """Wait for Ctrl-C, SIGTERM or a terminal that is closed, then end the session. A trainer that fails ends it too, and its error is raised.
 
     poll  called about every `every` seconds; True ends the session
     """
     asked = threading.Event()
     old = {}
     if threading.current_thread() is threading.main_thread():
-        old = {s: signal.signal(s, lambda *_: asked.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+        old = {s: signal.signal(s, lambda *_: asked.set()) for s in _ENDING if signal.getsignal(s) != signal.SIG_IGN}
     try:
         while not asked.wait(every):
             for what, end in session().watched:
@@ -888,9 +950,17 @@ def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float
             if poll is not None and poll():
                 break
     finally:
-        for sig, handler in old.items():
-            signal.signal(sig, handler)
-        shutdown()
+        # A second Ctrl-C interrupts what follows. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
+        if signal.SIGINT in old:
+            signal.signal(signal.SIGINT, old.pop(signal.SIGINT))
+        try:
+            shutdown()
+        finally:
+            for sig, handler in old.items():
+                signal.signal(sig, handler)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _ray_nodes() -> list[Node]:

@@ -20,7 +20,7 @@ from bray.errors import ConfigError, WaitError
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
 from bray.serving.messages import make_codec
-from bray.serving.state import State, parse_session, running_agent
+from bray.serving.state import Crew, State, parse_session, running_agent
 
 __all__ = ["Agent", "AgentActor", "State"]
 
@@ -53,6 +53,9 @@ class Agent:
     late_input = False
     """Whether `state.input` may be decoded only when it is read, if at all: faster for an agent that reads `state.unread()` by itself. A
     message that is malformed is then refused only by who reads it."""
+    watches = False
+    """Whether it only looks on (numbers, records, pictures). Its errors, in `__init__` too, are logged once per session: the tick is answered
+    by the others, joins the episode, and the session goes on. Only agents that wait for a field of it get its error."""
 
     def __init__(self, name: str, config: Any, state: State):
         self.name, self.config = name, config
@@ -72,13 +75,16 @@ class AgentActor(Actor):
 
     A tick is answered when all agents are done with it. If an agent raises, the others still finish, the client gets
     the error, and the session goes on; that tick's State is in no episode. An error in `on_episode` is logged and stops
-    nothing.
+    nothing, nor does any error of an agent that only watches (`Agent.watches`).
     """
 
     _number: int | None = None  # to be given back when this actor is gone
     _agents: list[tuple[str, Any]]
     _learners: list[tuple[str, Any]]  # those with an on_episode of their own
     _states: list[State]  # of the episode so far
+    _watchers: set[str]  # agents that only watch
+    _unmade: tuple[str, Exception] | None  # the first of them that could not be made, and why
+    _said: set[str]  # agents whose failure is in the log, once per session
 
     def __init__(
         self,
@@ -145,11 +151,21 @@ class AgentActor(Actor):
         self._ticks = 0
         state = State(session, self.actor, 0, data)
         for name, cls in self._classes.items():
+            watches = getattr(cls, "watches", False) is True
             try:
                 self._agents.append((name, cls(name, self._config, state)))
             except Exception as e:
                 e.add_note(f"agent {name!r} could not be made: {cls.__qualname__}(name, config, state) raised")
-                raise
+                if not watches:
+                    raise
+                self._say_once(name, e)
+                self._unmade = self._unmade or (name, e)
+            else:
+                if watches:
+                    self._watchers.add(name)
+        if not self._agents:
+            assert self._unmade is not None
+            raise self._unmade[1]  # nobody is left to answer
         self._learners = [(name, agent) for name, agent in self._agents if _learns(agent)]
         self._collects = bool(self._learners) or self._save_interval is not None
 
@@ -161,6 +177,9 @@ class AgentActor(Actor):
         if output is not None:
             state.output = output
         self._ticks += 1
+        if self._watchers or self._unmade is not None:
+            state._crew = Crew((name for name, _ in self._agents), self._unmade)
+            return self._tick_together(state)
         if len(self._agents) > 1:
             return self._tick_together(state)
         name, agent = self._agents[0]
@@ -190,6 +209,7 @@ class AgentActor(Actor):
 
     def _forget(self) -> None:
         self._agents, self._learners, self._states = [], [], []
+        self._watchers, self._unmade, self._said = set(), None, set()
 
     # --- a tick -------------------------------------------------------------------------------------------------------
 
@@ -206,16 +226,19 @@ class AgentActor(Actor):
         errors: list[Exception] = []
         (first, agent), *others = self._agents
         loop = asyncio.get_running_loop()
-        tasks = [loop.create_task(_run(name, other, state, errors)) for name, other in others]
+        tasks = [loop.create_task(self._run(name, other, state, errors)) for name, other in others]
         try:
-            await _run(first, agent, state, errors)  # here, before the tasks: the others mostly wait for the first one
+            # Here, before the tasks: the others mostly wait for the first one.
+            await self._run(first, agent, state, errors)
             for task in tasks:
                 await task
         except asyncio.CancelledError:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)  # no agent goes on with this tick while the next one runs
+            if tasks:
+                await asyncio.wait(tasks)  # no agent goes on with this tick while the next one runs
             raise
+        state._crew = None  # an episode need not keep it
         if errors:
             for error in errors[1:]:
                 if not (isinstance(error, WaitError) and error.__cause__ is errors[0]):
@@ -223,6 +246,37 @@ class AgentActor(Actor):
             raise errors[0]
         reply = self._answer(state)
         return reply if isinstance(reply, bytes) else await reply
+
+    async def _run(self, name: str, agent: Any, state: State, errors: list[Exception]) -> None:
+        """One of several agents in one tick: its error is told to the agents that wait for it, and kept unless it only watches."""
+        crew: Crew | None = getattr(state, "_crew", None)
+        try:
+            running = agent.on_tick(state)
+            if hasattr(running, "__await__"):
+                await _finish(name, running)
+        except Exception as e:
+            e.add_note(f"raised by agent {name!r}")  # the error keeps its type, which decides what the client is told
+            if name not in self._watchers:
+                errors.append(e)
+                state._fail(name, e)
+            elif (
+                e.__cause__ is None or e.__cause__ not in errors
+            ):  # else it waited for an agent whose error is told anyway
+                self._say_once(name, e)
+                assert crew is not None
+                crew.failure = crew.failure or (name, e)
+        if crew is not None:
+            crew.at_work.discard(name)
+            state._fail_if_nobody_works(crew)
+
+    def _say_once(self, name: str, error: Exception) -> None:
+        """Log the error of an agent that watches: the first one of a session, since the next ticks mostly bring the same."""
+        if name not in self._said:
+            self._said.add(name)
+            logger.error(
+                "session %r: agent %r, which only watches, failed; the game goes on, and no more of its errors are logged in this session",
+                self._session, name, exc_info=error,
+            )  # fmt: skip
 
     def _answer(self, state: State) -> bytes | Awaitable[bytes]:
         """The reply. The State joins the episode, and an episode that is full is handed over."""
@@ -330,18 +384,6 @@ class _Reply(asyncio.Future[bytes]):
             self.cancel()
         elif not self.done():
             self.set_result(reply.result())
-
-
-async def _run(name: str, agent: Any, state: State, errors: list[Exception]) -> None:
-    """One of several agents in one tick: its error is told to the agents that wait for it, and kept."""
-    try:
-        running = agent.on_tick(state)
-        if hasattr(running, "__await__"):
-            await _finish(name, running)
-    except Exception as e:
-        e.add_note(f"raised by agent {name!r}")  # the error keeps its type, which decides what the client is told
-        errors.append(e)
-        state._fail(name, e)
 
 
 async def _learn(name: str, agent: Any, states: list[State], done: bool, session: str) -> None:

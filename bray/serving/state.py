@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +26,18 @@ def parse_session(session: str) -> tuple[str, str]:
     return game, agent
 
 
+class Crew:
+    """Who works on a tick, where some agents only watch: the failure of such a one is told only to those who wait for its fields."""
+
+    __slots__ = ("at_work", "failure")
+
+    def __init__(self, names: Iterable[str], failure: tuple[str, Exception] | None = None):
+        self.at_work = set(names)
+        """Agents that are neither done nor waiting for a field."""
+        self.failure = failure
+        """The first agent that watches and has failed, and its error."""
+
+
 class State:
     """One tick of one session. It starts with these fields, and agents add what they like as attributes. A field may be
     set again; the last value counts.
@@ -37,12 +49,14 @@ class State:
         output                  the reply: a dict or a message to fill; bytes are there once an agent has set them
     """
 
-    # `vars(state)` is the fields and nothing else. The last two slots are filled only while an agent waits.
-    __slots__ = ("__dict__", "__weakref__", "_data", "_decode", "_failure", "_waiters")
+    # `vars(state)` is the fields and nothing else. `_failure` and `_waiters` are filled only while an agent waits, `_crew` only where there
+    # are agents that watch.
+    __slots__ = ("__dict__", "__weakref__", "_crew", "_data", "_decode", "_failure", "_waiters")
     input: Any
     output: Any
     _waiters: dict[str, list[asyncio.Future[None]]]
     _failure: tuple[str, Exception] | None
+    _crew: Crew | None
 
     def __init__(
         self,
@@ -85,7 +99,11 @@ class State:
             woken = loop.create_future()
             self._waiters.setdefault(field, []).append(woken)
             timer = None if timeout is None else loop.call_later(timeout, _wake, woken)
+            crew = getattr(self, "_crew", None)
             try:
+                if crew is not None:
+                    crew.at_work.discard(running_agent.get(""))
+                    self._fail_if_nobody_works(crew)
                 await woken
             except asyncio.CancelledError:
                 logger.warning("%s when it was cancelled. %s", self._wanted(field), self._there(field))
@@ -93,6 +111,8 @@ class State:
             finally:
                 if timer is not None:
                     timer.cancel()
+                if crew is not None:
+                    crew.at_work.add(running_agent.get(""))
                 failure = self._failure
                 self._forget(field, woken)
         if field in fields:
@@ -110,6 +130,11 @@ class State:
         for waiting in self._waiters.values():
             for woken in waiting:
                 _wake(woken)
+
+    def _fail_if_nobody_works(self, crew: Crew) -> None:
+        """An agent that watches has failed, and all others are done or wait: what they wait for would have come from it."""
+        if crew.failure is not None and not crew.at_work and type(self) is not State:
+            self._fail(*crew.failure)
 
     def _watch(self) -> None:
         # A State is made at every tick, and with a __setattr__ of our own each field would take several times as long

@@ -10,6 +10,7 @@ import bray
 
 
 class MetricsAgent(bray.Agent):
+    watches = True  # what goes wrong here is logged, and stops no game
     late_input = True  # it reads no state.input, so that need not be decoded for it
 
     def __init__(self, name: str, config: dict[str, Any], state: bray.State):
@@ -18,7 +19,8 @@ class MetricsAgent(bray.Agent):
 
     async def on_tick(self, state: bray.State) -> None:
         outputs = await state.wait("outputs")  # agent1 sets it; the order of the agents does not matter
-        self.value.merge(outputs["value"])
+        if "value" in outputs:  # not every model has one
+            self.value.merge(outputs["value"])
 
     async def on_episode(self, episode: list[bray.State], done: bool) -> None:
         """
@@ -27,8 +29,9 @@ class MetricsAgent(bray.Agent):
             done: the session is over; the list may be empty then.
         """
         for state in episode:
-            p = probabilities(state.outputs["dist"])
-            bray.merge("agent/entropy", -(p * np.log(p + 1e-9)).sum())
+            if "dist" in state.outputs:
+                p = probabilities(state.outputs["dist"])
+                bray.merge("agent/entropy", -(p * np.log(p + 1e-9)).sum())
 
 
 def probabilities(dist: np.ndarray) -> np.ndarray:

@@ -16,12 +16,14 @@ import torch
 
 import bray
 from bray import tree
+from bray.client import Client
 from bray.data.files import write_episodes
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
 from bray.launch.build import build
 from bray.launch.graph import load
 from bray.launch.modules import check_modules
+from bray.remote.master import numbers as said
 from bray.serving.agent import AgentActor
 from template.agents.agent1 import Agent1
 from template.agents.metrics_agent import MetricsAgent
@@ -311,5 +313,25 @@ def test_everything_runs_in_one_process(tmp_path: Path, demonstrations: str):
         assert run.models["model1"].step >= 20
         assert games.ticks > 0
         assert not games.trouble
+    finally:
+        bray.shutdown()
+
+
+def test_games_go_on_with_a_model_that_has_no_value(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A Q network has neither value nor distribution: the agent that watches has nothing to say, and does not fail."""
+    changes = ["actor1.port=0", "model1.module=null", "model1.algo=ppo", "model1.use_onnx=null"]
+    changes += ["ppo.algorithm=DQN", "ppo.settings=null"]
+    graph = load(HERE / "rl.yaml", changes, mode="deploy", project=str(tmp_path), trial="t")
+    session = bray.init(graph.settings.project, graph.settings.trial, cluster="local")
+    try:
+        run = build(graph, session)
+        games = Games("grid", "127.0.0.1", run.actors["actor1"].port)
+        with Client("127.0.0.1", run.actors["actor1"].port) as client:
+            client.start()
+            games.episode(client, GridEnv(), seed=1)
+            client.end()
+        assert games.episodes == 1
+        assert "agent/value" not in said()
+        assert "metrics_agent" not in caplog.text
     finally:
         bray.shutdown()

@@ -405,7 +405,9 @@ class _RemoteEnds:
         if io.is_loop():
             self._close_ports()
             return
-        self.writer.flush(_FLUSH_TIMEOUT)
+        source, has_ended = self.source
+        if not source or has_ended:  # one that is stopped halfway waits for room that nobody makes any more
+            self.writer.flush(_FLUSH_TIMEOUT)
         closed = threading.Event()
         _on_loop(self._close_ports)
         _on_loop(closed.set)

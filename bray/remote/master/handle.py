@@ -7,8 +7,11 @@ import io as bytes_io
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +19,28 @@ import numpy as np
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
 from bray.remote import io
 from bray.remote.cluster import Member, Session, session
-from bray.remote.master.worker import KINDS, Labels, Master, Merged
+from bray.remote.master.worker import KEPT, KINDS, LAST, LAST_KINDS, Labels, Master, Merged
 
 logger = logging.getLogger("bray")
 """The project's log: lines of all processes are in the run directory's bray.log."""
 
 SEND_EVERY = 1.0
 _PATIENCE = 20.0  # a master that was killed is back by then
+_END_PATIENCE = 4.0
 
 
 def start_master(opened: Session, port: int = 0) -> None:
     """In the process that opens the session."""
-    member = opened.cluster.start("master", Master, str(opened.path), port)
+    member = opened.cluster.start("master", Master, str(opened.numbers), port)
+    opened.closers.append(partial(_say_training_has_ended, member))  # the first: it is called after all others
     logger.info("numbers of %s: http://127.0.0.1:%d/metrics", opened.path, member.call("metrics_port").result())
+
+
+def _say_training_has_ended(member: Member) -> None:
+    try:
+        member.call("training_has_ended", timeout=_END_PATIENCE).result()
+    except BrayError as e:
+        logger.warning("the last row has no learner_steps_total: %s", e)
 
 
 def _master() -> Member:
@@ -45,6 +57,17 @@ def _ask(method: str, *args: Any) -> Any:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Gathered:
+    """What was merged into one number since it was last sent."""
+
+    sum: float = 0.0
+    cnt: int = 0
+    desc: dict[str, str] = field(default_factory=dict)
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    """Single values, where they are asked for."""
+
+
 class _Recorder:
     """The numbers of this process that the master does not have yet."""
 
@@ -53,23 +76,28 @@ class _Recorder:
         self.member: Member | None = None
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._sums: dict[tuple[str, Labels], list[Any]] = {}
+        self._gathered: dict[tuple[str, Labels], _Gathered] = {}
         self._due = False
         self._under_way: dict[Future[None], None] = {}  # several where the master takes long to answer
 
-    def add(self, name: str, labels: Labels, total: float, count: int, desc: Mapping[str, str]) -> None:
+    def add(self, name: str, labels: Labels, value: float, desc: Mapping[str, str]) -> None:
         with self._lock:
-            entry = self._sums.get((name, labels))
+            entry = self._gathered.get((name, labels))
             if entry is None:
-                entry = self._sums[name, labels] = [0.0, 0, {}]
-            entry[0] += total
-            entry[1] += count
+                entry = self._gathered[name, labels] = _Gathered()
+            entry.sum += value
+            entry.cnt += 1
             if desc:
-                entry[2].update(desc)
+                entry.desc.update(desc)
+            if name in KEPT or not entry.desc.keys().isdisjoint(LAST_KINDS):
+                entry.values.append(value)
             due, self._due = self._due, True
         if not due:
-            loop = io.loop()
-            loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
+            self._send_soon()
+
+    def _send_soon(self) -> None:
+        loop = io.loop()
+        loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
 
     def _send_now(self) -> None:
         sending = io.spawn(self._send_later(), "sending numbers")
@@ -109,13 +137,26 @@ class _Recorder:
 
     def _take(self) -> list[Merged]:
         with self._lock:
-            rows = [(name, labels, *entry) for (name, labels), entry in self._sums.items()]
-            self._sums, self._due = {}, False
+            rows = [
+                Merged(name, labels, g.sum, g.cnt, g.desc, list(g.values))
+                for (name, labels), g in self._gathered.items()
+            ]
+            self._gathered, self._due = {}, False
         return rows
 
     def _put_back(self, rows: list[Merged]) -> None:
-        for name, labels, total, count, desc in rows:
-            self.add(name, labels, total, count, desc)
+        with self._lock:
+            for row in rows:
+                newer = self._gathered.get((row.name, row.labels), _Gathered())
+                self._gathered[row.name, row.labels] = _Gathered(
+                    row.sum + newer.sum,
+                    row.cnt + newer.cnt,
+                    row.desc | newer.desc,
+                    deque([*row.values, *newer.values], LAST),
+                )
+            due, self._due = self._due, True
+        if not due:
+            self._send_soon()
 
 
 _current: _Recorder | None = None
@@ -142,8 +183,9 @@ def _recorder() -> _Recorder:
 def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
     """Add a value (a number, an array or a tensor with one element) to the number `name`, from any process.
 
-    desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg` go to TensorBoard, each with its description;
-            without it the average of the last minute
+    desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg, last_100_avg, last_100_min, last_100_max` go to
+            TensorBoard, each with its description; without it the average of the last minute. The last 100 values are kept only where
+            one of the last three is named (and of `episode_return` and `episode_length` always): name it in every call
     labels  tell apart numbers of one name, as in Prometheus
     """
     for kind in desc or ():
@@ -153,7 +195,7 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
     if not math.isfinite(number):
         logger.warning("bray.merge(%r, %s): not a finite number, and left out", name, number)
         return
-    _recorder().add(name, tuple(sorted((k, str(v)) for k, v in labels.items())), number, 1, desc or {})
+    _recorder().add(name, tuple(sorted((k, str(v)) for k, v in labels.items())), number, desc or {})
 
 
 def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bray.errors import BrayError, DataError, UnknownName
-from bray.metrics import ENV_STEPS, ITERATION, CsvSink, JsonlSink, Sinks, TensorBoardSink
+from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
+from bray.remote.cluster import session
 from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
 
 logger = logging.getLogger("bray.remote")
@@ -27,31 +29,53 @@ WINDOW = 60.0
 """Seconds of a time window."""
 EVERY = 5.0
 """Seconds between two rows."""
-KINDS = ("sum", "cnt", "avg", "time_window_sum", "time_window_cnt", "time_window_avg")
+_STEP_TIMEOUT = 3.0
+LAST = 100
+"""Single values that are kept of a number that asks for a kind of LAST_KINDS."""
+LAST_KINDS = ("last_100_avg", "last_100_min", "last_100_max")
+KINDS = ("sum", "cnt", "avg", "time_window_sum", "time_window_cnt", "time_window_avg", *LAST_KINDS)
 _DEFAULT = "time_window_avg"
-_ROW_NAMES = {
-    "env_steps": ENV_STEPS,
-    "episode_return": "episode_return_mean",
-    "episode_length": "episode_length_mean",
-}
-"""Numbers that go by the name that `bray train` gives them, over all labels, so that figures and stop conditions are the same."""
+EPISODE_RETURN, EPISODE_LENGTH = "episode_return", "episode_length"
+KEPT = (EPISODE_RETURN, EPISODE_LENGTH)
+"""Numbers whose last values are kept without being asked for. In result rows they are what `bray train` writes: statistics of the last
+100 episodes, whatever their labels."""
+_ENV_STEPS = "env_steps"
 
 Labels = tuple[tuple[str, str], ...]
-Merged = tuple[str, Labels, float, int, dict[str, str]]
-"""(name, labels, sum, count, desc) of a while in one process."""
+
+
+class Merged(NamedTuple):
+    """What one process has merged into a number since it last sent."""
+
+    name: str
+    labels: Labels
+    sum: float
+    cnt: int
+    desc: dict[str, str]
+    values: list[float]
+    """The newest LAST of them, oldest first; empty where only sums are asked for."""
 
 
 class Series:
-    """One number over time: totals, and what came in the last WINDOW seconds."""
+    """One number over time: totals, what came in the last WINDOW seconds, and where they are sent the last LAST values."""
 
-    def __init__(self, sum: float = 0.0, cnt: int = 0, desc: dict[str, str] | None = None):
+    def __init__(
+        self, sum: float = 0.0, cnt: int = 0, desc: dict[str, str] | None = None, values: Iterable[float] = ()
+    ):
         self.sum, self.cnt, self.desc = sum, cnt, desc or {}
+        self.values = deque(values, LAST)
         self._window: deque[tuple[float, float, int]] = deque()
 
-    def add(self, sum: float, cnt: int, now: float) -> None:
+    def add(self, sum: float, cnt: int, now: float, values: Iterable[float] = ()) -> None:
         self.sum += sum
         self.cnt += cnt
+        self.values.extend(values)
         self._window.append((now, sum, cnt))
+
+    @property
+    def default(self) -> str:
+        """The kind that is written under the number's own name."""
+        return "last_100_avg" if self.values else _DEFAULT
 
     def get(self, kind: str, now: float) -> float | None:
         while self._window and self._window[0][0] < now - WINDOW:
@@ -62,6 +86,8 @@ class Series:
             return float(self.cnt)
         if kind == "avg":
             return self.sum / self.cnt if self.cnt else None
+        if kind in LAST_KINDS:
+            return self._of_last(kind) if self.values else None
         total, count = sum(w[1] for w in self._window), sum(w[2] for w in self._window)
         if kind == "time_window_sum":
             return total
@@ -70,6 +96,11 @@ class Series:
         if kind == "time_window_avg":
             return total / count if count else None
         raise UnknownName("kind of number", kind, KINDS)
+
+    def _of_last(self, kind: str) -> float:
+        if kind == "last_100_avg":
+            return math.fsum(self.values) / len(self.values)
+        return min(self.values) if kind == "last_100_min" else max(self.values)
 
 
 class Master:
@@ -84,7 +115,10 @@ class Master:
         self._values: dict[str, Any] = {}
         self._lost: set[str] = set()  # keys of values that a restart forgets
         self._counters: dict[str, int] = {}
+        self._episodes = EpisodeStats(LAST)
         self._model: str | None = None
+        self._last_step: int | None = None  # the newest step of that model that we have heard of
+        self._step_is_final = False
         self._seconds, self._rows, self._since = 0.0, 0, time.monotonic()
         self._dirty = False
         self._pending: list[tuple[bytes, int | None]] = []  # summaries
@@ -123,10 +157,14 @@ class Master:
     def merged(self, rows: Iterable[Merged]) -> None:
         now = time.monotonic()
         with self._lock:
-            for name, labels, total, count, desc in rows:
+            for name, labels, total, count, desc, values in rows:
                 series = self._series.setdefault((name, labels), Series())
                 series.desc.update(desc)
-                series.add(total, count, now)
+                series.add(total, count, now, values)
+                if name == EPISODE_RETURN:
+                    self._episodes.add_returns(values, count)
+                elif name == EPISODE_LENGTH:
+                    self._episodes.add_lengths(values)
             self._dirty = True
 
     def query(self, name: str, kind: str = _DEFAULT, labels: Labels = ()) -> float | None:
@@ -145,13 +183,29 @@ class Master:
     def _elapsed(self) -> float:
         return self._seconds + time.monotonic() - self._since
 
-    def _step(self) -> int:
-        """x of the next points: the model's step where one was chosen, else seconds."""
+    def _learner_step(self) -> int | None:
+        """The step of the model that was chosen for the x axis; None where there is none, or it cannot be asked."""
         if self._model is None:
-            return int(self._elapsed())
-        from bray.remote.model.handle import RemoteModel
+            return None
+        if not self._step_is_final:
+            from bray.remote.model.handle import RemoteModel
 
-        return RemoteModel(self._model).step
+            try:
+                self._last_step = RemoteModel(self._model).step
+            except BrayError as e:
+                logger.warning("the step of model %r is not known, and left out of a row: %s", self._model, e)
+                return None
+        return self._last_step
+
+    def _x(self) -> int:
+        """Of TensorBoard's next points: the newest step that is known where a model was chosen for it, else seconds."""
+        return int(self._elapsed()) if self._model is None else self._last_step or 0
+
+    async def training_has_ended(self) -> None:
+        """The trainers have stopped: the step of the model is final, and asked for while the model is still there."""
+        if self._model is not None and not self._step_is_final:
+            self._last_step = await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
+            self._step_is_final = True
 
     def _row(self) -> None:
         """A row of the results, and TensorBoard's points."""
@@ -163,44 +217,43 @@ class Master:
                 return
             self._dirty = False
             pending, self._pending = self._pending, []
-            known = [
-                (name, labels, dict(s.desc), {k: s.get(k, now) for k in KINDS})
-                for (name, labels), s in self._series.items()
-            ]
-        try:
-            step = self._step()
-        except BrayError as e:
-            logger.warning("TensorBoard's x axis is the step of model %r, which cannot be asked: %s", self._model, e)
-            step = int(self._elapsed())
+            row, points = self._numbers_now(now)
+            if self._episodes.total:
+                episodes = self._episodes.row()
+                row |= episodes
+                points |= {k: v for k, v in episodes.items() if k.startswith("episode_") and v is not None}
+        step = self._learner_step()
         self._rows += 1
-        row: dict[str, Any] = {ITERATION: self._rows, "time_total_s": self._elapsed()}
-        if self._model is not None:
-            row["learner_steps_total"] = step
-        values = []
-        together: dict[str, list[dict[str, Any]]] = {}  # numbers of one name, whatever their labels
-        for name, labels, desc, numbers in known:
-            together.setdefault(name, []).append(numbers)
-            tag = _tag(name, labels)
-            if numbers[_DEFAULT] is not None and name not in _ROW_NAMES:
-                row[tag] = numbers[_DEFAULT]
-            for kind in desc or (_DEFAULT,):
-                if numbers[kind] is not None:
-                    point = tag if kind == _DEFAULT else f"{tag}/{kind}"
-                    values.append(Summary.Value(tag=point, simple_value=numbers[kind]))
-        for name, key in _ROW_NAMES.items():
-            of = together.get(name, ())
-            total, count = (sum(n[kind] for n in of) for kind in ("time_window_sum", "time_window_cnt"))
-            if name == "env_steps" and of:
-                row[key] = int(sum(n["sum"] for n in of))
-                row["env_steps_per_second"] = total / min(WINDOW, max(1.0, self._elapsed()))
-            elif count:
-                row[key] = total / count
-        if values:
-            self._sinks.write(row)
+        head: dict[str, Any] = {ITERATION: self._rows, "time_total_s": self._elapsed()}
+        if step is not None:
+            head["learner_steps_total"] = step
+        if points:
+            self._sinks.write(head | row)
         for summary, at in pending:
-            self._board.put(step if at is None else at, Summary.FromString(summary))
-        self._board.put(step, Summary(value=values))
+            self._board.put(self._x() if at is None else at, Summary.FromString(summary))
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+        self._board.put(self._x(), Summary(value=values))
         self._board.flush()
+
+    def _numbers_now(self, now: float) -> tuple[dict[str, Any], dict[str, float]]:
+        """(what a row says of the numbers, TensorBoard's points by tag), without the episodes. The lock is held."""
+        row: dict[str, Any] = {}
+        points: dict[str, float] = {}
+        env_steps = []
+        for (name, labels), series in self._series.items():
+            tag = _tag(name, labels)
+            if name == _ENV_STEPS:
+                env_steps.append(series)
+            elif name not in KEPT and (value := series.get(series.default, now)) is not None:
+                row[tag] = value
+            for kind in series.desc or (series.default,):
+                if (value := series.get(kind, now)) is not None:
+                    points[tag if kind == series.default else f"{tag}/{kind}"] = value
+        if env_steps:
+            lately = sum(s.get("time_window_sum", now) or 0.0 for s in env_steps)
+            row[ENV_STEPS] = int(sum(s.sum for s in env_steps))
+            row["env_steps_per_second"] = lately / min(WINDOW, max(1.0, self._elapsed()))
+        return row, points
 
     def prometheus(self) -> str:
         lines: list[str] = []
@@ -225,7 +278,7 @@ class Master:
     # --- TensorBoard --------------------------------------------------------------------------------------------------
 
     def set_tensorboard_step(self, model: str | None) -> None:
-        self._model = model
+        self._model, self._last_step, self._step_is_final = model, None, False
         self._save()
 
     def add_summary(self, summary: bytes, step: int | None) -> None:
@@ -270,8 +323,10 @@ class Master:
         with self._lock:
             state = {
                 "series": [
-                    [n, [list(x) for x in ls], s.sum, s.cnt, dict(s.desc)] for (n, ls), s in self._series.items()
+                    [n, [list(x) for x in ls], s.sum, s.cnt, dict(s.desc), list(s.values)]
+                    for (n, ls), s in self._series.items()
                 ],
+                "episodes": self._episodes.get_state(),
                 "values": {k: v for k, v in self._values.items() if k not in self._lost},
                 "counters": dict(self._counters),
                 "model": self._model,
@@ -285,8 +340,10 @@ class Master:
             return
         try:
             state = unpack_state(self._state.read_bytes())
-            for name, labels, total, count, desc in state["series"]:
-                self._series[name, tuple((k, v) for k, v in labels)] = Series(total, count, desc)
+            for name, labels, *about in state["series"]:
+                self._series[name, tuple((k, v) for k, v in labels)] = Series(*about)
+            if "episodes" in state:  # older trials have none
+                self._episodes.set_state(state["episodes"])
             self._values, self._counters = state["values"], state["counters"]
             self._model, self._seconds, self._rows = state["model"], state["seconds"], state["rows"]
         except (DataError, KeyError, TypeError, ValueError) as e:

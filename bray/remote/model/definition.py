@@ -30,6 +30,7 @@ class Definition:
 
     name: str
     checkpoint_interval: int | None = None
+    checkpoint_every_s: float = 60.0
     checkpoint: str | int | None = None
     max_batch_size: int = 1
     num_workers: int = 0
@@ -54,9 +55,11 @@ class Definition:
             )
         if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
             raise ConfigError(
-                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for every 10 minutes; "
+                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for one every checkpoint_every_s seconds; "
                 f"got {self.checkpoint_interval}"
             )
+        if not self.checkpoint_every_s > 0:
+            raise ConfigError(f"model {self.name!r}: expected checkpoint_every_s > 0, got {self.checkpoint_every_s}")
         if self.use_onnx is not None and self.example is None:
             raise ConfigError(
                 f"model {self.name!r}: use_onnx={self.use_onnx!r} needs forward_args, an example of what the Model takes"

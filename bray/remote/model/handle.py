@@ -37,7 +37,8 @@ class RemoteModel:
     model                a torch module; it goes to the processes that need it, this one is not touched
     forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: which of them is found out
                          by running the module. `forward_kwargs` likewise
-    checkpoint_interval  steps between saved versions; None: every 10 minutes. The newest is saved at the end too
+    checkpoint_interval  steps between saved versions; None: every `checkpoint_every_s` seconds. The first is saved at the start, the newest at
+                         the end too, and the newest five stay
     checkpoint           what to start from: a step of this trial, or a path; None: the newest of this trial
     max_batch_size       samples that one forward takes together
     num_workers          processes that do forwards; 0: who asks does them itself
@@ -67,6 +68,7 @@ class RemoteModel:
         override_model: bool = True,
         tensorboard_graph: bool = False,
         tensorboard_step: bool = False,
+        checkpoint_every_s: float = 60.0,
     ):
         self.name = name
         self._client: Client | None = None
@@ -76,6 +78,7 @@ class RemoteModel:
             definition = Definition(
                 name,
                 checkpoint_interval,
+                checkpoint_every_s,
                 checkpoint,
                 max_batch_size,
                 num_workers,

@@ -31,7 +31,6 @@ logger = logging.getLogger("bray.remote")
 
 KEEP = 5
 """Versions that stay in the run directory, besides clones, members of the pool, and what checkpoints hold."""
-SAVE_EVERY_S = 600.0
 POLL_S = 20.0
 _GAP_S = 0.012  # between two that are told of a new version
 _MOST_GAPS_S = 0.12  # and between the first and the last
@@ -113,6 +112,8 @@ class Keeper:
     # --- starting and ending ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        if self._saved < 0:  # before anybody is answered: what a game was played with can be loaded again
+            await asyncio.to_thread(self._save)
         if self.definition.checkpoint_interval is None:
             self._tasks.append(io.spawn(self._save_now_and_then(), f"saving model {self.name}"))
         if self.definition.use_onnx is not None and self.definition.on_gpu:
@@ -350,8 +351,12 @@ class Keeper:
 
     async def _save_now_and_then(self) -> None:
         while True:
-            await asyncio.sleep(SAVE_EVERY_S)
+            await asyncio.sleep(self.definition.checkpoint_every_s)
             await asyncio.to_thread(self._save)
+
+    async def save(self) -> None:
+        """The newest version is in the run directory when this returns."""
+        await asyncio.to_thread(self._save)
 
     def _save(self) -> None:
         """The newest version into the run directory, and the oldest out of it."""

@@ -1,0 +1,65 @@
+"""`bray launch` is told to end by a signal to its process group, and keeps what it has learnt: nothing is a stand-in here."""
+
+import os
+import signal
+import time
+
+import pytest
+from launch_end_for_tests import Launched
+
+from bray.figures import read_results
+from bray.rundir import RunDir
+
+PATIENCE = 30.0
+"""Seconds that a busy machine may take; a quiet one takes 2 to 4."""
+
+
+def check_end(run, send):
+    """All that was published is on disk, and no process is left."""
+    run.wait_until_it_trains()
+    send(run.process.pid)
+    seconds, code = run.ended(PATIENCE)
+    assert code == 0, run.stderr()
+    assert run.lines[-1].startswith("stopped; the same command goes on")
+    saved = max(RunDir(run.path).versions("model1"))
+    assert saved >= run.step_seen() > 0
+    assert RunDir(run.path / "trainers" / "trainer1").pointer("latest") == saved
+    assert read_results(run.path)[-1]["learner_steps_total"] == saved
+    check_nothing_is_left(run)
+    print(f"ended after {seconds:.1f} s")
+
+
+def check_nothing_is_left(run):
+    until = time.monotonic() + 5.0
+    while run.pids() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert run.pids() == []
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_sigterm_to_the_process_group(kind, tmp_path):
+    with Launched(tmp_path, kind) as run:
+        check_end(run, lambda pid: os.killpg(pid, signal.SIGTERM))
+
+
+def test_a_terminal_that_is_closed(tmp_path):
+    with Launched(tmp_path, "local") as run:
+        check_end(run, lambda pid: os.killpg(pid, signal.SIGHUP))
+
+
+def test_sigterm_while_components_are_started(tmp_path):
+    """Ray brings handlers of its own, which would end the process at once and leave its workers behind."""
+    with Launched(tmp_path, "ray") as run:
+        run.lines.append(run.process.stdout.readline())
+        assert "mode train" in run.lines[0]
+        os.killpg(run.process.pid, signal.SIGTERM)
+        _, code = run.ended(PATIENCE)
+        assert code == 130, run.stderr()
+        assert "SIGTERM received" not in run.stderr()
+        check_nothing_is_left(run)
+
+
+@pytest.mark.slow
+def test_timeout_which_sends_its_signal_twice(tmp_path):
+    with Launched(tmp_path, "ray", "timeout", "--preserve-status", "300") as run:
+        check_end(run, lambda pid: os.kill(pid, signal.SIGTERM))
