@@ -127,10 +127,12 @@ class Program:
         self.is_recorded = True
         self._subject, self._replay, self._reject = subject, replay, reject
         self._untried: dict[int, Tensor] = {}  # inputs that had one value so far, with that value
+        self.run: Replay = replay
 
-    def run(self, flat: list[Tensor]) -> list[Tensor]:
-        if self._untried:
-            self._try(flat)
+    def _run_watched(self, flat: list[Tensor]) -> list[Tensor]:
+        self._try(flat)
+        if not self._untried:
+            self.run = self._replay  # from now on without a look at the inputs
         return self._replay(flat)
 
     def check(self, flat: list[Tensor]) -> None:
@@ -138,6 +140,8 @@ class Program:
         others = [_other(x) for x in flat]
         self._subject.compare(self._replay, [others, flat])
         self._untried = {i: x.clone() for i, (x, o) in enumerate(zip(flat, others, strict=True)) if _equal(x, o)}
+        if self._untried:
+            self.run = self._run_watched
 
     def _try(self, flat: list[Tensor]) -> None:
         new = [i for i, x in self._untried.items() if not _equal(x, flat[i])]

@@ -290,6 +290,8 @@ class Replay(Experience):
         self._left = 0  # batches of the visit under way
         self._version = 0
         self._ragged = False
+        self._piece: Piece | None = None
+        self._views: list[tuple[list[Any], dict[str, Any]]] = []
         self.seed(0)
 
     @staticmethod
@@ -341,14 +343,21 @@ class Replay(Experience):
             for b in range(piece.num_envs):
                 self._add_ragged(piece, b)
         else:
-            add, kept = self.ring.add, self._kept(piece)
-            for t in range(piece.length):
-                extras = {k: tree.index(v, t) for k, v in kept.items()} if kept else {}
-                add(
-                    tree.index(piece.obs, t), tree.index(piece.action, t), piece.reward[t], piece.terminated[t],
-                    piece.truncated[t], piece.valid[t], **extras,
-                )  # fmt: skip
+            add = self.ring.add
+            for columns, extras in self._rows_of(piece):
+                add(*columns, **extras)
         self._due += int(np.count_nonzero(piece.valid))
+
+    def _rows_of(self, piece: Piece) -> list[tuple[list[Any], dict[str, Any]]]:
+        """Views of the rows, made once for a piece that comes again and again, written over."""
+        if piece is not self._piece:
+            names, kept = ("obs", "action", "reward", "terminated", "truncated", "valid"), self._kept(piece)
+            self._views = [
+                ([tree.index(getattr(piece, name), t) for name in names], tree.index(kept, t))
+                for t in range(piece.length)
+            ]
+            self._piece = piece
+        return self._views
 
     def _kept(self, piece: Piece) -> dict[str, NestedArray]:
         return piece.extras

@@ -240,7 +240,7 @@ class Driver:
                 self.ended = True
                 logger.info("training ends: %s", end or "another rank has no more data")
                 return None
-            self._watch(batch is not None, batch is not None)
+            self._watch(batch is not None)
             if ready == self.ranks.size:
                 self.save_now, self.rows = saves > 0, self.rows + int(all_rows)
                 if self.ranks.size > 1:  # schedules are to be the same on all of them
@@ -257,8 +257,8 @@ class Driver:
         return False
 
     def _look_for_batch(self, timeout: float) -> Batch | None:
-        batch = self.experience.next(self.clock, 0.0 if self.sources else timeout)
-        if batch is None and self.sources:
+        batch = self.experience.next(self.clock, 0.0 if self._running else timeout)
+        if batch is None and self._running:
             self.gather(timeout)
             batch = self.experience.next(self.clock)
         return batch
@@ -278,28 +278,43 @@ class Driver:
         for source in self._running:
             source.limit_episodes(left)
         try:
-            while not self._stop.is_set() or self._exact:
-                came = False
-                learnt = self.learn(means, one=True) if until is None else 0  # of what came before
-                if not learnt:
-                    came = self.gather(0.0 if self._exact else _WAIT)
-                    learnt = self.learn(means, one=True)
-                if not self._exact:
-                    self._watch(came, learnt)
-                if until is None and (learnt or not came):
-                    if learnt or self._exact:
-                        break
-                elif until is not None and self.totals.env_steps >= until:
-                    break
-                if most_episodes is not None and self.totals.episodes.total >= most_episodes:
-                    break
+            if until is None:
+                self._iterate_to_batch(means, most_episodes)
+            else:
+                self._iterate_to_step(means, until, most_episodes)
         except EndOfData as e:
             logger.info("training ends: %s", e)
             self.ended = True
-            if not means.count:
-                return None
+        if not means.count and (self.ended or (self.stopped and self.totals.env_steps == steps)):
+            return None
         self.iteration += 1
         return self._row(means, steps, time.perf_counter() - start)
+
+    def _iterate_to_batch(self, means: _Means, most_episodes: int | None) -> None:
+        """Until a batch is learnt from."""
+        while not self.learn(means, one=True):  # of what came before, or just now
+            exact = self._exact
+            if self.stopped and not exact:
+                return
+            came = self.gather(0.0 if exact else _WAIT)
+            if not came and exact:
+                return  # the last episode to be counted has ended
+            if not exact:
+                self._watch(False)
+            if most_episodes is not None and self.totals.episodes.total >= most_episodes and not came:
+                return
+        self._watch(True)
+
+    def _iterate_to_step(self, means: _Means, until: int, most_episodes: int | None) -> None:
+        """Until there have been so many environment steps, learning whenever a batch is due."""
+        totals, exact = self.totals, self._exact
+        while totals.env_steps < until and (exact or not self.stopped):
+            self.gather(0.0 if exact else _WAIT)
+            learnt = self.learn(means)
+            if not exact:
+                self._watch(learnt > 0)
+            if most_episodes is not None and totals.episodes.total >= most_episodes:
+                return
 
     ended = False
     """Whether the data has ended."""
@@ -308,7 +323,7 @@ class Driver:
     def _exact(self) -> bool:
         return bool(self._running) and all(source.exact for source in self._running)
 
-    def _watch(self, came: bool, learnt: int | bool) -> None:
+    def _watch(self, learnt: bool) -> None:
         """Say why nothing is learnt, when that lasts."""
         now = time.monotonic()
         if learnt:

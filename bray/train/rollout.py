@@ -185,7 +185,7 @@ class EnvSource(Source):
         self._later: TorchEngine | None = None
         if self._keep and rollout.state is None:
             self._later = self._separate_outputs(record)
-        self._row: _Columns | None = None
+        self._row: tuple[_Columns, Piece] | None = None
 
     def _separate_outputs(self, record: bool) -> TorchEngine | None:
         """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
@@ -201,9 +201,11 @@ class EnvSource(Source):
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a fixed shape."""
+        if self.rows == 1:
+            return self._gather_row()
         rollout, before = self.rollout, self.rollout.env_steps
         episodes: list[tuple[float, int]] = []
-        columns = self._row if self.rows == 1 else None
+        columns: _Columns | None = None
         whole = True
         for t in range(self.rows):
             step = rollout.step()
@@ -216,10 +218,23 @@ class EnvSource(Source):
                 whole = False
                 break
         assert columns is not None
-        if self.rows == 1:
-            self._row = columns  # whoever keeps rows copies them
         counts = Counts(rollout.env_steps - before, tuple(episodes))
         return ([self._piece(columns)] if whole else []), counts
+
+    def _gather_row(self) -> tuple[list[Piece], Counts]:
+        """One row: the same piece again and again, written over. Whoever keeps rows copies them."""
+        rollout, before = self.rollout, self.rollout.env_steps
+        step = rollout.step()
+        if self._row is None or self._keep:
+            columns = _Columns(step, 1, self._keep, self._state_every)
+            columns.write(0, step)
+            self._row = columns, self._piece(columns)
+        columns, piece = self._row
+        columns.write(0, step)
+        columns.write_last(rollout.obs, rollout.first)
+        piece.version = rollout.version
+        ended = tuple([(return_, length) for _, return_, length in rollout.ended]) if rollout.ended else ()
+        return [piece], Counts(rollout.env_steps - before, ended)
 
     def _piece(self, columns: _Columns) -> Piece:
         rollout, rows = self.rollout, self.rows
@@ -301,7 +316,10 @@ class _Columns:
         self.valid[t] = step.valid
 
     def write_last(self, obs: Any, first: np.ndarray) -> None:
-        tree.map(lambda column, x: column.__setitem__(self.rows, x), self.obs, obs)
+        if isinstance(self.obs, np.ndarray):
+            self.obs[self.rows] = obs
+        else:
+            tree.map(lambda column, x: column.__setitem__(self.rows, x), self.obs, obs)
         self.first[self.rows] = first
 
     def piece(self, outputs: dict[str, Any], version: int, state_every: int) -> Piece:
