@@ -39,7 +39,8 @@ PACKAGE = str(Path(bray.__file__).parent) + os.sep
 PPO = (
     "bray.algos.ppo",
     "bray.algos.base",
-    "bray.rl.act",
+    "bray.algos.rows",
+    "bray.act.rules",
     "bray.rl.losses",
     "bray.rl.returns",
     "bray.nn.distributions",
@@ -47,7 +48,7 @@ PPO = (
     "bray.schedules",
 )
 """What one reads to understand PPO. One that has moved is looked up here."""
-LIVE = ["train", "--run", "PPO", "--live", "--obs", "4", "--actions", "2"]
+LIVE = ["train", "--run", "PPO", "--live", "--obs", "float32[4]", "--actions", "2"]
 """Games of four numbers and two actions that train an agent, by `bray train`."""
 WARM_UP = 8
 """Updates of the learner before the trace begins."""

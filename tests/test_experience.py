@@ -15,6 +15,7 @@ from bray.algos import base, dqn, ppo
 from bray.algos.base import Update, to_torch
 from bray.data import Batch, Counts, Dataset, EndOfData, Replay, Rollouts, Sequences, write_episodes
 from bray.errors import ConfigError, DataError
+from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
 from bray.optim import Optimizer
 from bray.spec import EnvSpec, Space
@@ -670,3 +671,27 @@ def test_policies_beside_files_need_no_environment():
     action, extras = side.policy.act(out, act.Tick(obs), None, "greedy", Clock())
     assert action.tolist() == out["dist"].argmax(-1).tolist()
     assert math.isfinite(extras["logp"][0])
+
+
+def test_an_algorithm_may_bring_its_own_iterate():
+    """It uses the driver's methods, and what it returns is in the row."""
+
+    class Twice:
+        Config, make_model, experience = ppo.Config, staticmethod(ppo.make_model), staticmethod(ppo.experience)
+        Policy, Learner = ppo.Policy, ppo.Learner
+
+        @staticmethod
+        def iterate(driver):
+            for _ in range(2):
+                driver.gather()
+                driver.learn()
+            return {"rollouts": 2.0}
+
+    exp = Experiment(
+        Twice, "CartPole-v1", use_preset=False, config={"rollout_length": 16, "epochs": 1, "minibatches": 1}
+    )
+    row = exp.training.iterate()
+    assert row["loss/rollouts"] == 2.0
+    assert row["learner_steps_total"] == 2
+    assert 16 < row["env_steps_total"] <= 32
+    exp.close()

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from bray.act import standard_normals
+from bray.act import TRAINED, Tick, decide_now, standard_normals
 from bray.capture import capture
 from bray.errors import DataError
+from bray.experiment import Experiment
 from bray.inference.export import export_onnx
 from bray.inference.onnx_engine import OnnxEngine
 from bray.inference.torch_engine import TorchEngine
@@ -199,3 +200,31 @@ def test_draws_of_another_shape_are_refused():
         m(obs, {"noise": torch.zeros(3)})
     with pytest.raises(DataError, match=r"got \['tau'\]"):
         m(obs, {"tau": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("run", ["DQN", "PPO"])
+def test_training_draws_noise_while_acting_and_learning(run):
+    """With the same observation and no other exploration, sampled actions vary and greedy ones do not; sigma moves."""
+    noisy = [{"layer_type": "noisy_linear", "layer_dim": [32], "activation": "relu", "sigma_init": 3.0}]
+    own = {"epsilon": 0.0, "learning_starts": 50, "train_every": 1} if run == "DQN" else {"rollout_length": 32}
+    exp = Experiment(run, "CartPole-v1", use_preset=False, config={"layers": noisy, "num_envs": 1, "seed": 0, **own})
+    sigma = lambda: {k: v.clone() for k, v in exp.training.model.state_dict().items() if "sigma" in k}  # noqa: E731
+    before = sigma()
+    assert before
+    exp.training.iterate()
+    exp.training.iterate()
+    moved = [not torch.equal(v, before[k]) for k, v in sigma().items()]
+    assert any(moved)
+    obs = [0.01, 0.0, 0.02, 0.0]
+    values = []
+    engine, policy = exp.training.rollout.engine, exp.training.policy
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        tick = Tick(np.array([obs], np.float32))
+        decision = decide_now(policy.decide(tick, None, rng, "sample", TRAINED), engine.forward)
+        values.append(decision.outputs[policy.reads[0]].tobytes())
+    assert len(set(values)) == 20
+    assert len({int(exp.policy(obs)) for _ in range(20)}) == 1
+    if run == "DQN":  # epsilon is 0: only the noise explores
+        assert len({int(exp.policy(obs, act="sample")) for _ in range(60)}) == 2
+    exp.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,72 +21,48 @@ _LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 _DONE = 1 << 60  # env steps: the end of every schedule
 
 
-class Rule(Protocol):
+Arrays = dict[str, np.ndarray]
+Rng = np.random.Generator | None
+Mask = np.ndarray | None
+
+
+class Rule:
     """A way to choose."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Outputs of the Model."""
-        ...
+    name = ""
+    reads: tuple[str, ...] = ()
+    """Outputs of the Model."""
+    stochastic = True
+    """Whether draws are what it was trained for, not only for exploring."""
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether draws are what it was trained for, not only for exploring."""
-        ...
-
-    def choose(
-        self,
-        layout: ActionLayout,
-        outputs: dict[str, np.ndarray],
-        mask: np.ndarray | None,
-        rng: np.random.Generator | None,
-        env_steps: int,
-    ) -> dict[str, np.ndarray]:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         """`action`, flat as the learner wants it, and what else it keeps."""
-        ...
+        raise NotImplementedError
 
-    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         """Outputs that know nothing: drawn from, they give random legal actions."""
-        ...
+        return {name: np.zeros((rows, layout.num_params), np.float32) for name in self.reads}
 
     def numbers(self, env_steps: int) -> dict[str, float]:
         """What a result row says of it."""
-        ...
+        return {}
 
     def trained(self) -> dict[str, float]:
         """Its settings at the end of training, for `policy.json`."""
-        ...
+        return {}
 
 
-class Distribution:
+class Distribution(Rule):
     """Draw from the distribution head; keeps the log-probability."""
 
-    name, reads, stochastic = "dist", ("dist",), True
+    name, reads = "dist", ("dist",)
 
-    def choose(
-        self,
-        layout: ActionLayout,
-        outputs: dict[str, np.ndarray],
-        mask: np.ndarray | None,
-        rng: np.random.Generator | None,
-        env_steps: int,
-    ) -> dict[str, np.ndarray]:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         action, logp = sample(layout, outputs["dist"], rng, mask)
         return {"action": action, "logp": logp}
 
-    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {"dist": np.zeros((rows, layout.num_params), np.float32)}
 
-    def numbers(self, env_steps: int) -> dict[str, float]:
-        return {}
-
-    def trained(self) -> dict[str, float]:
-        return {}
-
-
-class EpsilonGreedy:
+class EpsilonGreedy(Rule):
     """The best of the action values, or with probability epsilon a random legal action."""
 
     name, reads, stochastic = "q", ("q",), False
@@ -94,17 +70,10 @@ class EpsilonGreedy:
     def __init__(self, epsilon: Schedule = 0.0):
         self.epsilon = make_schedule(epsilon)
 
-    def choose(
-        self,
-        layout: ActionLayout,
-        outputs: dict[str, np.ndarray],
-        mask: np.ndarray | None,
-        rng: np.random.Generator | None,
-        env_steps: int,
-    ) -> dict[str, np.ndarray]:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         return {"action": epsilon_greedy(outputs["q"], self.epsilon(env_steps), rng, mask)}
 
-    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"q": rng.random((rows, layout.num_params), np.float32)}
 
     def numbers(self, env_steps: int) -> dict[str, float]:
@@ -114,34 +83,18 @@ class EpsilonGreedy:
         return {"epsilon": float(self.epsilon(_DONE))}
 
 
-class Squashed:
+class Squashed(Rule):
     """tanh of a Gaussian (SAC); uniformly random actions before learning starts."""
 
-    name, reads, stochastic = "squashed", ("dist",), True
+    name, reads = "squashed", ("dist",)
 
     def __init__(self, learning_starts: int = 0):
         self.learning_starts = learning_starts
 
-    def choose(
-        self,
-        layout: ActionLayout,
-        outputs: dict[str, np.ndarray],
-        mask: np.ndarray | None,
-        rng: np.random.Generator | None,
-        env_steps: int,
-    ) -> dict[str, np.ndarray]:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         if rng is not None and env_steps < self.learning_starts:
             return {"action": rng.uniform(-1.0, 1.0, (len(outputs["dist"]), layout.size)).astype(np.float32)}
         return {"action": squashed(outputs["dist"], rng)}
-
-    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        return {"dist": np.zeros((rows, layout.num_params), np.float32)}
-
-    def numbers(self, env_steps: int) -> dict[str, float]:
-        return {}
-
-    def trained(self) -> dict[str, float]:
-        return {}
 
 
 RULES: dict[str, Callable[..., Rule]] = {"dist": Distribution, "q": EpsilonGreedy, "squashed": Squashed}

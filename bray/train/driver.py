@@ -62,6 +62,8 @@ class Side:
     name: str = "default"
     config: Any = None
     """Of the algorithm."""
+    iterate: Callable[[Any], dict[str, float]] | None = None
+    """An iteration of the algorithm's own: `iterate(driver)` gathers and learns with the driver's methods and returns numbers for the row (`loss/*`)."""
 
 
 @dataclass
@@ -277,18 +279,21 @@ class Driver:
         left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
         for source in self._running:
             source.limit_episodes(left)
+        own: dict[str, float] = {}
         try:
-            if until is None:
+            if self.side.iterate is not None:
+                own = self.side.iterate(self)
+            elif until is None:
                 self._iterate_to_batch(means, most_episodes)
             else:
                 self._iterate_to_step(means, until, most_episodes)
         except EndOfData as e:
             logger.info("training ends: %s", e)
             self.ended = True
-        if not means.count and (self.ended or (self.stopped and self.totals.env_steps == steps)):
+        if not means.count and not own and (self.ended or (self.stopped and self.totals.env_steps == steps)):
             return None
         self.iteration += 1
-        return self._row(means, steps, time.perf_counter() - start)
+        return self._row(means.row() | own, steps, time.perf_counter() - start)
 
     def _iterate_to_batch(self, means: _Means, most_episodes: int | None) -> None:
         """Until a batch is learnt from."""
@@ -337,7 +342,7 @@ class Driver:
     label = ""
     """Whose words they are, in the log."""
 
-    def _row(self, means: _Means, steps: int, seconds: float) -> dict[str, Any]:
+    def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
         perf: dict[str, float] = {"env": 0.0, "forward": 0.0}
         for source in self.sources:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
@@ -348,7 +353,7 @@ class Driver:
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in means.row().items()},
+            **{f"loss/{k}": v for k, v in losses.items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},

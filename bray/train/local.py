@@ -34,7 +34,7 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
     experience.seed(run.seed)
-    return Side(model, policy, experience, learner, config=config)
+    return Side(model, policy, experience, learner, config=config, iterate=getattr(algo, "iterate", None))
 
 
 def initial_state(model: nn.Module) -> Any:

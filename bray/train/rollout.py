@@ -242,8 +242,7 @@ class EnvSource(Source):
         outputs = columns.outputs
         if self._later is not None:
             flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs)
-            draws = (rollout.policy.draw(None),) if rollout.policy.draws else ()
-            late = self._later.forward(flat, *draws)
+            late = self._later.forward(flat)
             outputs = {k: late[k].reshape(rows + 1, -1, *late[k].shape[1:]) for k in self._keep}
         elif self._keep:
             state = None if rollout.state is None else zeroed(rollout.state, rollout.first)
