@@ -235,7 +235,7 @@ class Driver:
                 return None
             if ends:
                 self.ended = True
-                logger.info("training ends: %s", end or "another rank has no more data")
+                logger.info("%straining ends: %s", self.label, end or "another rank has no more data")
                 return None
             self._watch(batch is not None, batch is not None)
             if ready == self.ranks.size:
@@ -286,7 +286,7 @@ class Driver:
                 if most_episodes is not None and self.totals.episodes.total >= most_episodes:
                     break
         except EndOfData as e:
-            logger.info("training ends: %s", e)
+            logger.info("%straining ends: %s", self.label, e)
             self.ended = True
             if not means.count:
                 return None
