@@ -130,11 +130,14 @@ class Driver:
 
     @property
     def env_steps(self) -> int:
-        return self.totals.env_steps
+        """Of all games; on several ranks, what they agreed on before this step."""
+        return self.totals.env_steps if self._agreed is None else self._agreed
+
+    _agreed: int | None = None
 
     @property
     def clock(self) -> Clock:
-        return Clock(self.totals.env_steps, self.learner.steps)
+        return Clock(self.env_steps, self.learner.steps)
 
     @property
     def steps(self) -> int:
@@ -203,7 +206,7 @@ class Driver:
         learn = self._together[side.name].update if self._together else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
-        clock = Clock(self.totals.env_steps, learner.steps)
+        clock = Clock(self.env_steps, learner.steps)
         for source in self.sources:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
@@ -241,7 +244,7 @@ class Driver:
             if ready == self.ranks.size:
                 self.save_now, self.rows = saves > 0, self.rows + int(all_rows)
                 if self.ranks.size > 1:  # schedules are to be the same on all of them
-                    self.totals.env_steps = int(self.ranks.most(self.totals.env_steps))
+                    self._agreed = int(self.ranks.most(self.totals.env_steps))
                 return batch
 
     rows = 0

@@ -283,7 +283,8 @@ class RankDriver(Driver):
             "learner": self.learner.state_dict(),
             "first": self.first,
             "rows": self.rows,
-            "env_steps": self.env_steps,
+            "env_steps": self.totals.env_steps,
+            "sources": [source.get_state()["json"] for source in self.sources],
             "episodes": self.totals.episodes.get_state(),
             "ranks": states,
         }
@@ -334,6 +335,8 @@ class RankDriver(Driver):
             self.totals.env_steps = int(saved.get("env_steps", 0))
             if "episodes" in saved:
                 self.totals.episodes.set_state(saved["episodes"])
+            for source, state in zip(self.sources, saved.get("sources", ()), strict=False):
+                source.set_state({"arrays": {}, "json": state}, self.clock)
             if self.ranks.rank < len(saved["ranks"]):
                 state = unpack_state(saved["ranks"][self.ranks.rank])
                 set_random_state(state["process"])
@@ -346,11 +349,11 @@ class RankDriver(Driver):
             self.learner.rng.bit_generator.state = mine
         self._saved = self._evaluated = self._reported = self.steps
         self._published = start["model_step"]
-        if self.steps > self._published:
+        if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
         self.model.train()
-        self._since, self._begun = time.monotonic(), self.steps
-        self.start()
+        self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten
+        self._begun = self.steps
 
 
 def open_run(path: Path) -> RunDir:
