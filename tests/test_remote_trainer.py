@@ -382,6 +382,14 @@ def test_a_rank_without_data_says_so_and_can_be_stopped(monkeypatch, caplog):
     assert summary[0]["steps"] == 1
 
 
+def test_who_asks_to_stop_before_training_has_begun_is_heard():
+    drive = drive_of()
+    drive.stop()
+    summary = drive.train()
+    assert summary["stopped"]
+    assert summary["steps"] == 0
+
+
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -642,6 +650,24 @@ def test_schedules_count_environment_steps():
     # 15 steps come at a time. Learning starts with 105 of them, when one visit is due; the next ones are with 150, 210, 255 and 300.
     assert float(drive.learner.optimizer.lr) == pytest.approx(1e-2 * (1 - 300 / 1000))
     assert drive.env_steps == remote.env_steps == 300
+
+
+def test_steps_of_games_that_go_on_are_not_counted_twice_after_a_restart(tmp_path):
+    setup = parts.setup_of("DQN", "CartPole-v1", learning_starts=0, train_every=15, batch_size=8)
+    remote = MemoryModel(setup.make_model())
+
+    def run(first, steps):
+        buffer = MemoryBuffer(lambda i: parts.played(first + i))
+        drive = parts.learner_drive(setup, remote, [buffer], num_steps=steps, path=tmp_path / "t", prefetch_size=0)
+        drive.train()
+        return drive.env_steps
+
+    assert run(0, 4) == 60
+    told = []
+    publish = remote.publish_weights
+    remote.publish_weights = lambda w, step, env_steps: told.append((step, env_steps)) or publish(w, step, env_steps)
+    assert run(6, 6) == 120  # what came while nobody trained is counted too
+    assert told == [(4, 60), (5, 105), (6, 120)]  # agents hear at once how far training is
 
 
 def test_samples_of_agents_reach_the_learner_as_the_loops_would():
