@@ -38,6 +38,7 @@ class PolicyAgent(agent.PolicyAgent):
         player = _in_use.get((id(config), name))
         if player is None:
             player = _in_use[id(config), name] = make_player(name, config)
+            player.config = config  # no other one has its id as long as this player is there
         return player
 
 
