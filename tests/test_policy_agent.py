@@ -281,7 +281,9 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
     got = prepared(setup, last)
     whole = collect(training, 6)
     for i, (start, end) in enumerate([(0, 4), (4, 6)]):
-        want = returns.gae(**{k: v[start : end + (k == "value")] for k, v in _gae_args(whole).items()}, gamma=0.99, lambda_=0.95)
+        want = returns.gae(
+            **{k: v[start : end + (k == "value")] for k, v in _gae_args(whole).items()}, gamma=0.99, lambda_=0.95
+        )
         np.testing.assert_allclose(got["advantage"][: end - start, i], want[:, 0], rtol=1e-5, atol=1e-6)
     assert got["weight"][2:, 1].tolist() == [0.0, 0.0]  # null rows fill the last sequence
     assert got["weight"][:2, 1].tolist() == whole.valid[4:, 0].astype(float).tolist()
@@ -575,7 +577,9 @@ def test_a_wrong_tick_is_answered_with_what_was_expected_and_the_session_goes_on
         await actor.end(b"")
 
     run(main())
-    assert [p.obs[:-1, 0, 0].tolist() for p in buffer.pieces] == [[1.0]]  # the row before the wrong tick has no successor
+    assert [p.obs[:-1, 0, 0].tolist() for p in buffer.pieces] == [
+        [1.0]
+    ]  # the row before the wrong tick has no successor
 
 
 def test_composite_actions_leave_as_json():
@@ -665,7 +669,9 @@ def test_exploration_follows_the_environment_steps_that_come_with_the_weights():
 
 
 def test_sac_makes_transitions_too():
-    algo = section(algorithm="SAC", env="tests.test_policy_agent:Box", settings={"batch_size": 16, "learning_starts": 0})
+    algo = section(
+        algorithm="SAC", env="tests.test_policy_agent:Box", settings={"batch_size": 16, "learning_starts": 0}
+    )
     setup = algo_setup(algo)
     buffer = Buffer()
     host = ModelHost("m", TorchEngine(setup.make_model()))
@@ -706,7 +712,11 @@ def test_a_buffer_that_draws_single_rows_is_refused(store):
     buffer.settings = SimpleNamespace(store=store)
     said = f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size.*prioritized"
     with pytest.raises(ConfigError, match=said):
-        run(AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer)).start("g", b""))
+        run(
+            AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer)).start(
+                "g", b""
+            )
+        )
     # in a launch file: before there is a model, a buffer or a game
     config = {"m1": {"algo": "ppo"}, "ppo": section(), "b": {"kind": "buffer", "store": store}}
     for user in ({"agent1": {"algo": "ppo", "buffer": "b"}}, {"trainer1": {"algo": "ppo", "buffers": ["b"]}}):

@@ -344,7 +344,9 @@ def test_environment_steps_travel_with_the_weights():
     model.publish_weights(weights_of(3)).result(LIMIT_S)  # by somebody who does not count
     until(lambda: model(X, with_step=True)[1] == 6)
     assert model.env_steps == 100
-    model.publish_weights(weights_of(3), step=6, env_steps=180).result(LIMIT_S)  # the same weights again, after a restart
+    model.publish_weights(weights_of(3), step=6, env_steps=180).result(
+        LIMIT_S
+    )  # the same weights again, after a restart
     until(lambda: model.env_steps == 180)
 
 

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import tests.trainer_for_tests as parts
+from bray.data.experience import EndOfData
 from bray.errors import BrayError, ConfigError, DataError, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.data.experience import EndOfData
 from bray.remote.trainer import drive as drive_module, worker
 from bray.remote.trainer.base import LossLearner, Trainer
 from bray.remote.trainer.feed import Feed
@@ -700,8 +700,8 @@ def test_what_a_learner_cannot():
     remote = MemoryModel(setup.make_model())
     with pytest.raises(ConfigError, match=r"accumulate=2 needs a bray\.Trainer"):
         parts.learner_drive(setup, remote, [MemoryBuffer(parts.played)], accumulate=2)
+    config = {"t": {"algo": setup.section}}
     with pytest.raises(ConfigError, match=r"eval needs a bray\.Trainer with a method `eval`"):
-        config = {"t": {"algo": setup.section}}
         parts.worker.assemble(plan(None, config=config), remote.get_model(), remote, {}, [], ranks=parts.Ranks())
 
 

@@ -166,7 +166,12 @@ def test_two_trainers_side_by_side_and_one_name_twice():
 def test_a_learner_from_the_graphs_config():
     from bray.algos import ppo
 
-    section = {"kind": "config", "algorithm": "PPO", "env": "CartPole-v1", "settings": {"minibatches": 2, "epochs": 1, "gamma": 0.0}}
+    section = {
+        "kind": "config",
+        "algorithm": "PPO",
+        "env": "CartPole-v1",
+        "settings": {"minibatches": 2, "epochs": 1, "gamma": 0.0},
+    }
     config = {"trainer1": {"kind": "trainer", "algo": "ppo"}, "ppo": section}
     setup = algo_setup(section)
     made = setup.make_model()
@@ -225,7 +230,9 @@ def test_a_learner_keeps_its_own_replay_and_not_the_buffer(store):
     RemoteModel("m", setup.make_model(), setup.forward_args())
     RemoteBuffer("b", size=8, batch_size=16, num_workers=1, store=store)
     config = {"t": {"algo": "dqn"}, "dqn": section}
-    said = f"trainer t: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size"
+    said = (
+        f"trainer t: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size"
+    )
     with pytest.raises(ConfigError, match=said):
         RemoteTrainer("t").train(model="m", buffers=["b"], num_steps=1, config=config).result(60)
 

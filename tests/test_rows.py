@@ -118,7 +118,7 @@ def assert_same(got, want):
 
 
 def test_a_piece_becomes_its_rows_and_the_observation_behind_them():
-    piece, counts = Game(4, np.random.default_rng(1)).play()
+    piece, _ = Game(4, np.random.default_rng(1)).play()
     samples = to_samples(piece, 17, 40, ((2.0, 3),))
     t = piece.length
     assert {len(x) for x in tree.leaves(samples)} == {t + 1}

@@ -181,7 +181,7 @@ def test_agents_answer_in_json_and_push_a_sample_for_every_move(numbers: dict[st
     answers, states = play(config, ticks, serialize="json", episode_length=4)
     assert [set(json.loads(a)) for a in answers] == [{"action", "version"}] * 10
     assert sum(s["valid"] for s in buffer) == 9  # the last move's result has not come
-    assert [int(s["steps"]) for s in buffer if s["joint"]] == [3, 7, 9]  # what follows each piece, with the moves so far
+    assert [int(s["steps"]) for s in buffer if s["joint"]] == [3, 7, 9]  # the moves so far, behind each piece
     assert len(states) == len(numbers["agent/entropy"]) == len(numbers["agent/value"]) == 10
     assert numbers["agent/entropy"][0] == pytest.approx(np.log(4), abs=0.01)
 
