@@ -26,6 +26,7 @@ from tests.trainer_for_tests import (
     drive_of,
     learner_drive,
     net,
+    played,
     same,
     setup_of,
     transitions,
@@ -179,6 +180,23 @@ def sac(ranks, path):
     }
 
 
+def counted(ranks, path):
+    """A process of games whose samples come to the second rank first, and to the first one later."""
+    setup = setup_of("DQN", "CartPole-v1", learning_starts=0, train_every=15, batch_size=8)
+
+    def make(i):
+        samples = played(i)
+        if ranks.rank == 1 or i >= 3:
+            samples |= {"origin": samples["origin"] + 1, "steps": np.full_like(samples["steps"], 1000)}
+        return samples
+
+    seen = []
+    hook = Hook("after_step", lambda drive: seen.append(drive.clock.env_steps))
+    remote = MemoryModel(setup.make_model())
+    learner_drive(setup, remote, [MemoryBuffer(make)], ranks=ranks, num_steps=5, hooks=[hook], prefetch_size=0).train()
+    return seen, remote.env_steps
+
+
 class TorchLearner:
     """A Learner of the user's own, with torch's optimizer; the ranks want different numbers of steps."""
 
@@ -238,7 +256,7 @@ def lost(ranks, path):
 
 
 SCENARIOS = [
-    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, own_learner, statistics, batch_statistics, lost,
+    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, counted, own_learner, statistics, batch_statistics, lost,
 ]  # fmt: skip
 
 
@@ -361,6 +379,12 @@ def test_a_learner_with_parts_of_its_own_on_two_ranks(outcome):
     for part in ("model", "critic", "target", "alpha"):
         assert same(a[part], b[part]), part
     assert a["noise"] != b["noise"]
+
+
+def test_steps_are_the_same_on_all_ranks_and_counted_once(outcome):
+    (a, published), (b, _) = outcome(counted)
+    assert a == b == [1000, 1000, 1000, 1045, 1045]
+    assert published == 1045
 
 
 def test_a_learner_with_torchs_optimizer_on_two_ranks(outcome):
