@@ -348,6 +348,10 @@ def test_environment_steps_travel_with_the_weights():
         LIMIT_S
     )  # the same weights again, after a restart
     until(lambda: model.env_steps == 180)
+    client = model._known()
+    client._follower.close()
+    client._follower = None  # as in a process that begins to follow when nothing is published any more
+    assert model.env_steps == 180
 
 
 @inside
