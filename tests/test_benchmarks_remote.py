@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.remote import __main__ as harness, original, processes, settings, training
+from bray.act import Clock
 from bray.algos import ppo
 from bray.launch.graph import load
 from bray.nn.catalog import ModelConfig
@@ -113,7 +114,7 @@ def test_the_originals_update_is_the_one_of_our_learner(tmp_path, monkeypatch):
     advantage = batch["advantage"]
     advantage = (advantage - advantage.mean()) / (advantage.std(ddof=1) + 1e-8)
     ours = {**batch, "advantage": advantage, "weight": np.ones(rows, np.float32)}
-    learner.update(ours)
+    learner.update(ours, Clock())
     for (name, mine), theirs in zip(net.state_dict().items(), trainer.net.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-3, msg=name)
 

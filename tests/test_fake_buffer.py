@@ -12,6 +12,8 @@ import pytest
 
 import bray.fake
 from bray import tree
+from bray.act import Clock
+from bray.data.rows import Decoder
 from bray.errors import ConfigError, DataError
 from bray.fake.buffer import FakeBuffer, algo_sample
 from bray.remote.algo import algo_setup
@@ -142,14 +144,24 @@ def test_a_trainer_runs_on_it():
     ids=["ppo", "lstm", "sac"],
 )
 def test_samples_as_an_algorithm_wants_them(section, keys):
+    """What a trainer makes of them: its Learner takes it."""
     setup = algo_setup(section)
     rng = np.random.default_rng(0)
     make = algo_sample(setup, rng)
-    samples = [make(rng) for _ in range(32)]
-    assert keys <= set(samples[0])
-    batch = tree.stack(samples)
-    batch.setdefault("weight", np.ones(32, np.float32))
-    update = setup.make_learner(setup.make_model(), record=False).update(batch, 0)  # its Learner takes them
+    experience, decoder = setup.make_experience(), Decoder()
+    learner = setup.make_learner(setup.make_model(), record=False)
+    steps, batch = 0, None
+    for _ in range(200):
+        pieces, counts = decoder.decode(tree.stack([make(rng) for _ in range(32)]))
+        steps += counts.env_steps
+        for piece in pieces:
+            experience.add(piece.check())
+        batch = experience.next(Clock(steps))
+        if batch is not None:
+            break
+    data = learner.prepare(batch.data)
+    assert keys <= set(data)
+    update = learner.update(data, Clock(steps))
     assert all(np.isfinite(v) for v in update.metrics.values())
 
 

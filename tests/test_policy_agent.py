@@ -1,7 +1,9 @@
-"""PolicyAgent: an algorithm's Policy in live games makes the samples that the loop makes of the same games."""
+"""PolicyAgent: of what an algorithm's Policy does in live games the learner gets what it gets of the same games in the loop."""
 
 import asyncio
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -10,18 +12,23 @@ import torch
 
 import bray.remote.master
 from bray import tree
+from bray.act import Clock
 from bray.algos import dqn, ppo
+from bray.data.experience import Rollouts
+from bray.data.piece import Piece
 from bray.data.ring import ReplayRing
+from bray.data.rows import Decoder, to_samples
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
-from bray.remote.actor import policy_agent
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.remote.algo import algo_setup, build_model
+from bray.rl import returns
 from bray.serving.agent import AgentActor
 from bray.serving.protocol import Refusal
+from bray.train import agent as agent_module
 from bray.train.config import RunConfig
 from bray.train.local import LocalTraining
 
@@ -71,12 +78,21 @@ class Buffer:
     def __init__(self):
         self.pushes = []
 
+    name = "b"
+
     def push_batch(self, batch, drop=True):
-        self.pushes.append(tree.split(batch))
+        self.pushes.append(batch)
 
     @property
-    def samples(self):
-        return [s for pushed in self.pushes for s in pushed]
+    def pieces(self):
+        """As a trainer gets them, one after the other."""
+        decoder = Decoder()
+        return [piece.check() for pushed in self.pushes for piece in decoder.decode(pushed)[0]]
+
+    @property
+    def counts(self):
+        decoder = Decoder()
+        return [decoder.decode(pushed)[1] for pushed in self.pushes]
 
 
 VALUES = {0: 1.0, 1: 2.0, 2: -1.0, 3: 4.0, 4: 0.5, 5: 3.0}
@@ -146,8 +162,21 @@ def agent_in(actor):
     return actor._agents[0][1]
 
 
-def stacked(samples):
-    return tree.stack(samples)
+def collect(training, rows):
+    """So many rows of the loop."""
+    (source,) = training.sources
+    source.rows = rows
+    (piece,), _ = source.gather()
+    return piece
+
+
+def learner_of(setup):
+    return setup.make_learner(setup.make_model(), record=False)
+
+
+def prepared(setup, piece):
+    """What the algorithm's learner makes of a piece."""
+    return learner_of(setup).prepare(piece)
 
 
 def assert_same(got, want):
@@ -158,7 +187,7 @@ def assert_same(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=path)
 
 
-# --- the same samples as the loop -------------------------------------------------------------------------------------
+# --- the same as in the loop ------------------------------------------------------------------------------------------
 
 GAMES = {
     "terminated": {"id": SCRIPTED, "env_config": {"terminate_at": 5}},
@@ -172,7 +201,7 @@ GAMES = {
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("game", GAMES)
-def test_pieces_of_a_session_give_the_samples_of_the_loop(game, normalize):
+def test_pieces_of_a_session_give_the_learner_what_the_loop_does(game, normalize):
     setup, training = make_training({"normalize_advantage": normalize, "gamma": 0.9}, GAMES[game])
     buffer = Buffer()
     actor = AgentActor(
@@ -188,42 +217,37 @@ def test_pieces_of_a_session_give_the_samples_of_the_loop(game, normalize):
 
     async def main():
         await actor.start("game", b"")
-        agent_in(actor).shared.rng = np.random.default_rng([0, 0])  # the loop's own
+        agent_in(actor).player.rng = np.random.default_rng([0, 0])  # the loop's own
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
     run(main())
     # 27 ticks are 26 rows: the first piece is a row short, the next ones begin with the tick that was kept.
-    for rows, pushed in zip((7, 8, 8, 3), buffer.pushes, strict=True):
-        want = training.policy.samples(training.collect(rows))
-        assert_same(setup.batch(stacked(pushed)), want)
+    assert sum(c.env_steps for c in buffer.counts) == sum(int(p.valid.sum()) for p in buffer.pieces)
+    for rows, piece in zip((7, 8, 8, 3), buffer.pieces, strict=True):
+        assert np.unique(piece.version).tolist() == [3]
+        assert_same(prepared(setup, piece), prepared(setup, collect(training, rows)))
     training.close()
 
 
 def test_several_games_make_the_batch_of_one_rollout():
     """Advantages are standardised over the batch and not over each game's piece, as the loop does over a rollout."""
     setup, training = make_training({"gamma": 0.9}, GAMES["terminated"])
-    pushes = []
-    trajectories = []
+    pieces = []
+    experience, decoder = Rollouts(6, columns=3), Decoder()
     for seed in (1, 2, 3):
         training.rollout.rng = np.random.default_rng(seed)
         training.rollout.reset(seed)
         training.rollout.first[:] = True
-        trajectories.append(training.collect(6))
-        pushes.append(tree.split(setup.samples(setup.make_policy(), trajectories[-1])))
-    whole = {
-        name: _join(trajectories, name)
-        for name in ("obs", "action", "reward", "terminated", "truncated", "valid", "first")
-    }
-    whole |= {"outputs": _join(trajectories, "outputs"), "extras": _join(trajectories, "extras")}
-    want = training.policy.samples(type(trajectories[0])(**whole))
-    order = np.arange(18).reshape(6, 3).T.reshape(-1)  # the loop's rows go over the games first
-    assert_same(setup.batch(stacked([s for p in pushes for s in p])), tree.index(want, order))
+        pieces.append(collect(training, 6))
+        samples = to_samples(replace(pieces[-1], stream=np.array([seed])), seed, 6, ())
+        for piece in decoder.decode(samples)[0]:
+            experience.add(piece)
+    names = ("obs", "action", "reward", "terminated", "truncated", "valid", "first", "outputs", "extras")
+    whole = {name: tree.concat([getattr(p, name) for p in pieces], axis=1) for name in names}
+    assert_same(prepared(setup, experience.next(Clock()).data), prepared(setup, Piece(**whole)))
+    assert experience.next(Clock()) is None
     training.close()
-
-
-def _join(trajectories, name):
-    return tree.concat([getattr(t, name) for t in trajectories], axis=1)
 
 
 @pytest.mark.parametrize("game", ["terminated", "truncated"])
@@ -238,25 +262,42 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
 
     async def main():
         await actor.start("game", b"")
-        agent_in(actor).shared.rng = np.random.default_rng([0, 0])
+        agent_in(actor).player.rng = np.random.default_rng([0, 0])
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
     run(main())
     # Rows that do not fill a sequence wait for the next piece: 7 of 8 ticks -> 4; 3 + 8 -> 8; 3 + 8 -> 8; at the end 3 + 3 and padding.
-    assert [len(p) for p in buffer.pushes] == [1, 2, 2, 2]
-    for rows, pushed in zip((4, 8, 8), buffer.pushes, strict=False):
-        want = training.policy.samples(training.collect(rows))
-        got = setup.batch(stacked(pushed))
-        assert got["obs"].shape[0] == 4
-        assert_same(got, want)
-    last = setup.batch(stacked(buffer.pushes[-1]))
-    training.policy.max_seq_len = 2
-    want = training.policy.samples(training.collect(6))  # as sequences of two rows: 0-1, 2-3, 4-5
-    flat = np.concatenate([last["advantage"][:, 0], last["advantage"][:2, 1]])
-    np.testing.assert_allclose(flat, want["advantage"].T.reshape(-1), rtol=1e-5, atol=1e-6)
-    assert last["weight"][2:, 1].tolist() == [0.0, 0.0]  # null rows fill the last sequence
+    assert [len(p["reward"]) for p in buffer.pushes] == [1, 2, 2, 2]
+    *full, last = buffer.pieces
+    for rows, piece in zip((4, 8, 8), full, strict=True):
+        # Sequences travel apart, so advantages end with each: the loop's are cut there too.
+        whole = collect(training, rows)
+        wanted = tree.concat([_first(prepared(setup, whole.rows(i, i + 4))) for i in range(0, rows, 4)], axis=1)
+        got = prepared(setup, piece)
+        assert got["obs"].shape[:2] == (4, rows // 4)
+        assert_same(_first(got), wanted)
+        assert_same(got["state"], tree.index(whole.state, (slice(None), 0)))
+    got = prepared(setup, last)
+    whole = collect(training, 6)
+    for i, (start, end) in enumerate([(0, 4), (4, 6)]):
+        want = returns.gae(
+            **{k: v[start : end + (k == "value")] for k, v in _gae_args(whole).items()}, gamma=0.99, lambda_=0.95
+        )
+        np.testing.assert_allclose(got["advantage"][: end - start, i], want[:, 0], rtol=1e-5, atol=1e-6)
+    assert got["weight"][2:, 1].tolist() == [0.0, 0.0]  # null rows fill the last sequence
+    assert got["weight"][:2, 1].tolist() == whole.valid[4:, 0].astype(float).tolist()
     training.close()
+
+
+def _first(rows):
+    """Without the states, which have no time axis."""
+    return {k: v for k, v in rows.items() if k != "state"}
+
+
+def _gae_args(piece):
+    names = ("reward", "terminated", "truncated", "valid")
+    return {"value": piece.outputs["value"], **{k: getattr(piece, k) for k in names}}
 
 
 def test_an_update_from_a_buffer_is_the_update_of_the_loop():
@@ -266,11 +307,13 @@ def test_an_update_from_a_buffer_is_the_update_of_the_loop():
     theirs = setup.make_model()
     theirs.load_state_dict(training.model.state_dict())
     learner = setup.make_learner(theirs, seed=0)
-    for _ in range(2):
-        trajectory = training.collect(8)
-        samples = tree.split(setup.samples(setup.make_policy(), trajectory))
-        mine = training.learner.update(training.policy.samples(trajectory))
-        other = learner.update(stacked(samples))
+    experience, decoder = Rollouts(8, columns=1), Decoder()
+    for i in range(1, 3):
+        piece = collect(training, 8)
+        for got in decoder.decode(to_samples(replace(piece, stream=np.array([1])), 1, 8 * i, ()))[0]:
+            experience.add(got)
+        mine = training.learner.update(training.learner.prepare(piece), Clock(8 * i))
+        other = learner.update(learner.prepare(experience.next(Clock()).data), Clock(8 * i))
         assert other.metrics == pytest.approx(mine.metrics, rel=1e-4, abs=1e-6)
     assert learner.steps == training.learner.steps == 8
     for name, x in training.model.state_dict().items():
@@ -293,8 +336,16 @@ def advantage(rewards, values, bootstrap):
     return [sum((GAMMA * LAMBDA) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
+BY_HAND = section(settings={"gamma": GAMMA, "lambda_": LAMBDA, "normalize_advantage": False})
+
+
+def rows_of(buffer):
+    """What the learner makes of each piece."""
+    return [prepared(algo_setup(BY_HAND), piece) for piece in buffer.pieces]
+
+
 def scripted_actor(buffer, episode_length=100):
-    algo = section(settings={"gamma": GAMMA, "lambda_": LAMBDA, "normalize_advantage": False})
+    algo = BY_HAND
     config = make_config(algo, ModelHost("m", Scripted(), step=7), buffer)
     return AgentActor({"agent1": PolicyAgent}, config, episode_length=episode_length, serialize="json")
 
@@ -320,7 +371,7 @@ def test_terminated_truncated_and_cut_episodes_by_hand(merged):
         await actor.lost()  # in the middle: the last tick bootstraps the row before it
 
     run(main())
-    got = stacked(buffer.samples)
+    (got,) = rows_of(buffer)
     want = (
         *advantage([1.0, 2.0], [1.0, 2.0], 0.0),
         0.0,
@@ -342,6 +393,7 @@ def test_terminated_truncated_and_cut_episodes_by_hand(merged):
         ("env_steps", 5),
         ("staleness", 0.0),
     ]
+    assert buffer.counts == [(5, ((3.0, 2), (7.0, 2)), 0)]  # the trainer hears of it too
     assert {labels["agent"] for *_, labels in merged} == {"agent1"}
 
 
@@ -356,8 +408,8 @@ def test_pieces_keep_their_last_tick_and_lose_no_row(merged):
         await actor.end(b"")
 
     run(main())
-    assert [len(p) for p in buffer.pushes] == [1, 2, 2]
-    got = [[float(s["advantage"]) for s in p] for p in buffer.pushes]
+    assert [p.length for p in buffer.pieces] == [1, 2, 2]
+    got = [rows["advantage"] for rows in rows_of(buffer)]
     v = VALUES
     np.testing.assert_allclose(got[0], advantage([1.0], [v[0]], v[1]), rtol=1e-6)
     np.testing.assert_allclose(got[1], advantage([2.0, 3.0], [v[1], v[2]], v[3]), rtol=1e-6)
@@ -384,9 +436,11 @@ def test_a_tick_that_failed_cuts_the_rows_and_its_episode_is_not_counted(merged)
 
     run(main())
     v = VALUES
-    assert [[float(s["obs"][0]) for s in p] for p in buffer.pushes] == [[0.0], [3.0, 4.0, 0.0]]
-    np.testing.assert_allclose(buffer.pushes[0][0]["advantage"], advantage([1.0], [v[0]], v[1])[0], rtol=1e-6)
-    np.testing.assert_allclose(buffer.pushes[1][0]["advantage"], advantage([4.0], [v[3]], 0.0)[0], rtol=1e-6)
+    one, two = rows_of(buffer)
+    assert one["obs"][:, 0].tolist() == [0.0]
+    assert two["obs"][:, 0].tolist() == [3.0, 4.0, 0.0]
+    np.testing.assert_allclose(one["advantage"], advantage([1.0], [v[0]], v[1]), rtol=1e-6)
+    np.testing.assert_allclose(two["advantage"][0], advantage([4.0], [v[3]], 0.0)[0], rtol=1e-6)
     assert [value for name, value, _ in merged if name == "episode_return"] == [1.5]
 
 
@@ -411,7 +465,8 @@ def test_staleness_is_how_many_steps_the_weights_are_behind(merged):
         await actor.end(b"")
 
     run(main())
-    assert [m for m in merged if m[0] == "staleness"] == [("staleness", 22 - (10 + 16 + 22) / 3, {"agent": "agent1"})]
+    assert [m for m in merged if m[0] == "staleness"] == [("staleness", 22 - (10 + 16) / 2, {"agent": "agent1"})]
+    assert [p.version[:, 0].tolist() for p in buffer.pieces] == [[10, 16]]
 
 
 # --- playing, and playing to learn ------------------------------------------------------------------------------------
@@ -461,12 +516,13 @@ def test_agents_of_a_process_share_one_policy():
         return [agent_in(a) for a in actors]
 
     agents = run(main())
-    assert len({id(a.shared.policy) for a in agents}) == 1
+    assert len({id(a.player.policy) for a in agents}) == 1
+    assert agents[0].player.config is config  # so that no other config can have its id and get this player
     other = make_config(section(), ModelHost("other", Prefers()), Buffer())
     actor = AgentActor({"agent1": PolicyAgent}, other, serialize="json")
     run(actor.start("g", b""))
-    assert agent_in(actor).shared is not agents[0].shared
-    assert agent_in(actor).shared.model.name == "other"
+    assert agent_in(actor).player is not agents[0].player
+    assert agent_in(actor).player.model.name == "other"
 
 
 def test_a_subclass_speaks_the_games_own_language():
@@ -489,8 +545,10 @@ def test_a_subclass_speaks_the_games_own_language():
         return replies
 
     assert all(reply in (b"go 0", b"go 1", b"go 2", b"go 3") for reply in run(main()))
-    assert [float(s["obs"][0]) for s in buffer.samples] == [0.0, 1.0]
-    assert [float(s["target"]) for s in buffer.samples] == pytest.approx([2.5 + 0.99 * 0.95 * 1.0, 1.0])
+    (piece,) = buffer.pieces
+    assert piece.obs[:, 0, 0].tolist() == [0.0, 1.0, 2.0]
+    rows = prepared(algo_setup(section(settings={"normalize_advantage": False})), piece)
+    assert rows["target"].tolist() == pytest.approx([2.5 + 0.99 * 0.95 * 1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -519,7 +577,9 @@ def test_a_wrong_tick_is_answered_with_what_was_expected_and_the_session_goes_on
         await actor.end(b"")
 
     run(main())
-    assert [float(s["obs"][0]) for s in buffer.samples] == [1.0]  # the row before the wrong tick has no successor
+    assert [p.obs[:-1, 0, 0].tolist() for p in buffer.pieces] == [
+        [1.0]
+    ]  # the row before the wrong tick has no successor
 
 
 def test_composite_actions_leave_as_json():
@@ -565,29 +625,53 @@ def test_transitions_of_dqn_are_those_of_the_replay(game, n_step):
             await actor.end(b"")
 
     run(main())
-    got = stacked(buffer.samples)
-    drawn = replay.sample(4096, np.random.default_rng(0))
-    ids, where = np.unique(drawn["id"], return_index=True)
-    assert len(ids) == len(got["reward"]) == len(replay)
-    for name in ("obs", "action", "reward", "discount", "next_obs", "weight"):
-        np.testing.assert_allclose(got[name], drawn[name][where], rtol=1e-6, err_msg=name)
-    learner = setup.make_learner(setup.make_model())
+    (piece,) = buffer.pieces
+    experience = setup.make_experience()
+    experience.add(piece)
+
+    def all_of(ring):
+        drawn = ring.sample(4096, np.random.default_rng(0), 1.0)
+        ids, where = np.unique(drawn["id"], return_index=True)
+        assert len(ids) == len(ring)
+        return tree.index({k: v for k, v in drawn.items() if k != "id"}, where)
+
+    got = all_of(experience.ring)
+    assert_same(got, all_of(replay))
+    learner = learner_of(setup)
     assert isinstance(learner, dqn.Learner)
-    assert np.isfinite(learner.update(got).metrics["loss"])
+    assert np.isfinite(learner.update(learner.prepare(got), Clock()).metrics["loss"])
 
 
-def test_exploration_follows_the_steps_of_the_learner():
+def test_exploration_follows_the_environment_steps_that_come_with_the_weights():
     epsilon = {"kind": "linear", "start": 1.0, "end": 0.0, "steps": 1400}
-    settings = {"epsilon": epsilon, "learning_starts": 1000, "train_every": 4, "updates": 2}
-    setup = algo_setup(section(algorithm="DQN", settings=settings))
-    policy = setup.make_policy()
-    assert [setup.env_steps(v) for v in (0, 100, 200)] == [0, 1200, 1400]
-    assert policy.epsilon(setup.env_steps(0)) == 1.0
-    assert policy.epsilon(setup.env_steps(200)) == 0.0
+    algo = section(algorithm="DQN", settings={"epsilon": epsilon})
+
+    class Best:
+        def forward(self, obs):
+            return {"q": np.tile(np.array([0.0, 0.0, 0.5, 0.0], np.float32), (len(obs), 1))}
+
+    host = ModelHost("m", Best())
+    actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, host, Buffer()), serialize="json")
+
+    async def best(env_steps):
+        host.env_steps = env_steps
+        return np.mean([await send(actor, tick(0)) == 2 for _ in range(200)])
+
+    async def main():
+        await actor.start("g", b"")
+        agent_in(actor).player.rng = np.random.default_rng(0)
+        return [await best(n) for n in (0, 700, 1400)]
+
+    none, half, all_ = run(main())
+    assert none == pytest.approx(0.25, abs=0.1)
+    assert half == pytest.approx(0.625, abs=0.1)
+    assert all_ == 1.0
 
 
 def test_sac_makes_transitions_too():
-    algo = section(algorithm="SAC", env="tests.test_policy_agent:Box")
+    algo = section(
+        algorithm="SAC", env="tests.test_policy_agent:Box", settings={"batch_size": 16, "learning_starts": 0}
+    )
     setup = algo_setup(algo)
     buffer = Buffer()
     host = ModelHost("m", TorchEngine(setup.make_model()))
@@ -599,10 +683,14 @@ def test_sac_makes_transitions_too():
             await play(actor, env, 20)
 
     run(main())
-    batch = stacked(buffer.samples)
-    assert batch["action"].shape == (16, 2)  # 19 rows, three of them dead
+    experience = setup.make_experience()
+    for piece in buffer.pieces:
+        experience.add(piece)
+    assert len(experience) == sum(c.env_steps for c in buffer.counts) == 16  # 19 rows, three of them dead
+    batch = experience.next(Clock(16)).data
+    assert batch["action"].shape == (16, 2)
     assert batch["discount"].tolist() == pytest.approx([0.99] * 16)
-    assert np.isfinite(setup.make_learner(setup.make_model()).update(batch).metrics["critic_loss"])
+    assert np.isfinite(learner_of(setup).update(batch, Clock(16)).metrics["critic_loss"])
 
 
 def test_what_cannot_be_learned_is_refused_when_the_session_starts():
@@ -616,6 +704,25 @@ def test_what_cannot_be_learned_is_refused_when_the_session_starts():
         start(section(env={"id": SCRIPTED, "normalize_rewards": True}))
     with pytest.raises(ConfigError, match="agent1: expected model: NAME"):
         run(AgentActor({"agent1": PolicyAgent}, make_config(section(), None, Buffer())).start("g", b""))
+
+
+@pytest.mark.parametrize("store", ["uniform", "prioritized"])
+def test_a_buffer_that_draws_single_rows_is_refused(store):
+    buffer = Buffer()
+    buffer.settings = SimpleNamespace(store=store)
+    said = f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size.*prioritized"
+    with pytest.raises(ConfigError, match=said):
+        run(
+            AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer)).start(
+                "g", b""
+            )
+        )
+    # in a launch file: before there is a model, a buffer or a game
+    config = {"m1": {"algo": "ppo"}, "ppo": section(), "b": {"kind": "buffer", "store": store}}
+    for user in ({"agent1": {"algo": "ppo", "buffer": "b"}}, {"trainer1": {"algo": "ppo", "buffers": ["b"]}}):
+        with pytest.raises(ConfigError, match=f"buffer 'b' has store: {store}"):
+            build_model("m1", config | user)
+    build_model("m1", config | {"agent1": {"algo": "ppo", "buffer": "b2"}, "b2": {"kind": "buffer", "store": "queue"}})
 
 
 # --- the section ------------------------------------------------------------------------------------------------------
@@ -762,7 +869,7 @@ def test_games_that_play_side_by_side_are_decided_on_together():
 
 def test_a_tick_does_not_wait_for_all_the_others():
     batches = games_that_ask(50, 1)
-    assert batches[0] == policy_agent._ENOUGH
+    assert batches[0] == agent_module._ENOUGH
     assert sum(batches) == 50
 
 
@@ -790,7 +897,7 @@ def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged, error):
     raised = two.exception()
     assert isinstance(raised, RuntimeError) if isinstance(error, StopIteration) else raised is error
     assert raised.__notes__ == ["raised by agent 'agent1'"]
-    assert {"action"} == set(json.loads(one.result())) == set(json.loads(three.result()))
+    assert {"action", "version"} == set(json.loads(one.result())) == set(json.loads(three.result()))
 
 
 def test_a_tick_that_nobody_waits_for_is_not_decided_on():

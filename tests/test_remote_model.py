@@ -337,6 +337,25 @@ def test_publish(kind):
 
 
 @inside
+def test_environment_steps_travel_with_the_weights():
+    model = RemoteModel("m", Scale(1), (X,))
+    assert model.env_steps == 0
+    model.publish_weights(weights_of(2), step=5, env_steps=100).result(LIMIT_S)
+    until(lambda: RemoteModel("m").env_steps == 100)
+    model.publish_weights(weights_of(3)).result(LIMIT_S)  # by somebody who does not count
+    until(lambda: model(X, with_step=True)[1] == 6)
+    assert model.env_steps == 100
+    model.publish_weights(weights_of(3), step=6, env_steps=180).result(
+        LIMIT_S
+    )  # the same weights again, after a restart
+    until(lambda: model.env_steps == 180)
+    client = model._known()
+    client._follower.close()
+    client._follower = None  # as in a process that begins to follow when nothing is published any more
+    assert model.env_steps == 180
+
+
+@inside
 def test_publish_copies_before_it_returns():
     model = RemoteModel("m", Scale(1), (X,))
     weights = weights_of(5)

@@ -3,12 +3,14 @@
 import copy
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ import torch
 from torch import nn
 
 import tests.trainer_for_tests as parts
+from bray.data.experience import EndOfData
 from bray.errors import BrayError, ConfigError, DataError, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.trainer import drive as drive_module, worker
 from bray.remote.trainer.base import LossLearner, Trainer
-from bray.remote.trainer.drive import Hook
-from bray.remote.trainer.feed import EndOfData, Feed
+from bray.remote.trainer.feed import Feed
 from bray.rundir import RunDir
+from bray.train import driver as driver_module
+from bray.train.driver import Hook
 from tests.trainer_for_tests import MemoryBuffer, MemoryModel, Regression, batch_of, drive_of, net, same, weights
 
 
@@ -53,7 +57,7 @@ def plain_torch(batches, module, cls=Regression, norm=1.0):
 @pytest.mark.parametrize("cls", [Regression, Descent])
 def test_steps_and_clipping_equal_torch(cls, norm):
     drive = drive_of(cls, norm=norm, num_steps=20)
-    summary = drive.run()
+    summary = drive.train()
     assert summary["steps"] == summary["model_step"] == 20
     assert summary["samples"] == 80
     assert same(weights(drive.model), plain_torch(map(batch_of, range(20)), net(), cls, norm))
@@ -64,7 +68,7 @@ def test_steps_and_clipping_equal_torch(cls, norm):
 def test_accumulation_equals_a_large_batch():
     small = drive_of(accumulate=4, num_steps=5)
     large = drive_of(batch_size=4, num_steps=5)
-    assert small.run()["samples"] == large.run()["samples"] == 80
+    assert small.train()["samples"] == large.train()["samples"] == 80
     assert same(weights(small.model), weights(large.model), 1e-6)
 
 
@@ -86,7 +90,7 @@ def test_batch_kinds(kind, shape):
             seen.append([r["x"].shape for r in (replay if isinstance(replay, list) else [replay])])
             return batch_of(0)
 
-    drive_of(Look, batch_size=2, batch_kind=kind, prefetch_size=0, num_steps=1).run()
+    drive_of(Look, batch_size=2, batch_kind=kind, prefetch_size=0, num_steps=1).train()
     assert seen == [shape]
 
 
@@ -95,7 +99,7 @@ def test_samples_that_cannot_be_put_together():
     with pytest.raises(
         DataError, match=r"samples of buffer 'b' cannot be put together with batch_kind='stack'.*batch_kind=None"
     ):
-        drive_of(buffers=[ragged], batch_size=2, batch_kind="stack", num_steps=1).run()
+        drive_of(buffers=[ragged], batch_size=2, batch_kind="stack", num_steps=1).train()
     with pytest.raises(UnknownName, match=r"kind of batch 'concat'.*Did you mean 'concate'"):
         drive_of(batch_kind="concat")
 
@@ -122,7 +126,7 @@ def test_signatures_of_trainers():
                 group["lr"] = 0.0  # what the optimizer is given for
             return super().loss(replay), {"mean": replay["x"].mean(), "loss/mine": 3.0}
 
-    drive_of(Old, config={"t": {"a": 1}}, num_steps=1).run()
+    drive_of(Old, config={"t": {"a": 1}}, num_steps=1).train()
     assert seen == [("t", {"t": {"a": 1}})]
     remote = MemoryModel(net())
     numbers = {}
@@ -130,7 +134,7 @@ def test_signatures_of_trainers():
     drive = drive_of(
         New, remote=remote, num_steps=2, merge=lambda name, value, **labels: numbers.update({name: (value, labels)})
     )
-    metrics = drive.run()["metrics"]
+    metrics = drive.train()["metrics"]
     assert seen[2:] == [0, 1]
     assert same(weights(drive.model), before)
     assert metrics["mean"] == pytest.approx(batch_of(1)["x"].mean())
@@ -146,7 +150,7 @@ def test_an_optimizer_of_ones_own():
             return torch.optim.SGD(model.parameters(), lr=10 * learning_rate)
 
     drive = drive_of(Plain, num_steps=1, norm=None)
-    drive.run()
+    drive.train()
     module = net()
     (module(torch.from_numpy(batch_of(0)["x"])) - torch.from_numpy(batch_of(0)["y"])).square().mean().backward()
     expected = {k: p.detach() - 0.1 * p.grad for k, p in module.named_parameters()}
@@ -168,7 +172,7 @@ def test_a_loss_that_is_none(out, said):
             return out(super().loss(replay, step))
 
     with pytest.raises(BrayError, match=f"Wrong.loss: expected a tensor with one element.*{said}"):
-        drive_of(Wrong, num_steps=1).run()
+        drive_of(Wrong, num_steps=1).train()
 
 
 def test_read_only_arrays_and_other_leaves_reach_the_loss():
@@ -184,7 +188,7 @@ def test_read_only_arrays_and_other_leaves_reach_the_loss():
             assert [type(v) for v in replay["many"]] == [torch.Tensor, torch.Tensor]
             return super().loss(replay, step)
 
-    assert drive_of(Look, [MemoryBuffer([{"x": x}])], num_steps=1).run()["steps"] == 1
+    assert drive_of(Look, [MemoryBuffer([{"x": x}])], num_steps=1).train()["steps"] == 1
 
 
 # --- publishing, evaluating -------------------------------------------------------------------------------------------
@@ -193,14 +197,14 @@ def test_read_only_arrays_and_other_leaves_reach_the_loss():
 def test_publish_interval():
     remote = MemoryModel(net())
     drive = drive_of(remote=remote, weights_publish_interval=3, num_steps=10)
-    drive.run()
+    drive.train()
     assert remote.published == [3, 6, 9, 10]  # the last step too
     assert same(remote.get_weights()[0], weights(drive.model))
 
 
 def test_versions_go_on_from_the_models_step():
     remote = MemoryModel(net(), step=500)
-    assert drive_of(remote=remote, num_steps=2).run()["model_step"] == 502
+    assert drive_of(remote=remote, num_steps=2).train()["model_step"] == 502
     assert remote.published == [501, 502]
 
 
@@ -214,7 +218,7 @@ def test_slow_publishing_is_not_waited_for_and_the_newest_is_sent_next():
             held, remote.held = remote.held, None
             held.set_result(None)
 
-    drive_of(remote=remote, num_steps=7, hooks=[Hook("before_step", release)]).run()
+    drive_of(remote=remote, num_steps=7, hooks=[Hook("before_step", release)]).train()
     assert remote.published == [1, 6, 7]
 
 
@@ -222,13 +226,13 @@ def test_a_model_that_does_not_answer_does_not_stop_training(caplog):
     remote = MemoryModel(net())
     publish = remote.publish_weights
 
-    def sometimes(given, step):
+    def sometimes(given, step, env_steps):
         if step < 3:
             raise Unreachable("model/m did not answer")
-        return publish(given, step)
+        return publish(given, step, env_steps)
 
     remote.publish_weights = sometimes
-    drive_of(remote=remote, num_steps=4).run()
+    drive_of(remote=remote, num_steps=4).train()
     assert remote.published == [3, 4]
     assert "step 2 is not published, training goes on" in caplog.text
 
@@ -251,7 +255,7 @@ def test_evaluation():
         num_steps=9,
         merge=lambda name, value, **_: numbers.append((name, value)),
     )
-    drive.run()
+    drive.train()
     assert seen == [(False, False, float(i)) for i in range(4)]
     assert drive.model.training
     assert [n for n in numbers if n[0].startswith("eval/")] == [("eval/error", 2.0), ("eval/other", 4.0)] * 4
@@ -266,7 +270,7 @@ def test_evaluation_without_a_method_is_the_loss_and_ends_with_its_data(caplog):
         num_steps=1,
         merge=lambda name, value, **_: numbers.append((name, float(value))),
     )
-    drive.run()
+    drive.train()
     (loss,) = [v for n, v in numbers if n == "eval/loss"]
     module = drive.model.eval()
     expected = (module(torch.from_numpy(batch_of(0)["x"])) - torch.from_numpy(batch_of(0)["y"])).square().mean()
@@ -280,7 +284,7 @@ def test_evaluation_without_a_method_is_the_loss_and_ends_with_its_data(caplog):
 @pytest.mark.parametrize("shares", [[0.5, 0.5], [3, 1], [0.9, 0.1], None])
 def test_buffer_weights_hold(shares):
     a, b = MemoryBuffer(batch_of, "a"), MemoryBuffer(batch_of, "b")
-    drive_of(buffers=[a, b], buffer_weights=shares, prefetch_size=0, num_steps=200).run()
+    drive_of(buffers=[a, b], buffer_weights=shares, prefetch_size=0, num_steps=200).train()
     share = (shares or [1, 1])[0] / sum(shares or [1, 1])
     assert abs(a.taken / 200 - share) <= 0.01
     assert a.taken + b.taken == 200
@@ -291,7 +295,7 @@ def test_ranks_begin_at_different_buffers():
         feed = Feed({n: MemoryBuffer(batch_of, n) for n in "ab"}, turn=rank)
         batch = feed.get(5.0)
         feed.close()
-        return batch.buffer
+        return batch.origin
 
     assert [first(rank) for rank in range(3)] == ["a", "b", "a"]
 
@@ -344,7 +348,7 @@ def test_handle_runs_beside_training_and_its_errors_arrive():
 
     drive = drive_of(Broken, num_steps=100)
     with pytest.raises(KeyError, match="no such column") as caught:
-        drive.run()
+        drive.train()
     assert any(entry.name == "handle" for entry in caught.traceback)
     assert threading.current_thread() not in threads
     assert drive.steps == 3
@@ -352,30 +356,38 @@ def test_handle_runs_beside_training_and_its_errors_arrive():
 
 def test_training_ends_with_its_data(caplog):
     caplog.set_level("INFO")
-    summary = drive_of(buffers=[MemoryBuffer([batch_of(i) for i in range(5)], end=True)], num_steps=100).run()
+    summary = drive_of(buffers=[MemoryBuffer([batch_of(i) for i in range(5)], end=True)], num_steps=100).train()
     assert summary["steps"] == 5
     assert summary["out_of_data"]
     assert not summary["stopped"]
-    assert "trainer t ends: b: no more data" in caplog.text
+    assert "trainer t, rank 0 of 1: training ends: b: no more data" in caplog.text
     with pytest.raises(EndOfData):
         Feed({"b": iter(())}).get(5.0)
 
 
 def test_a_rank_without_data_says_so_and_can_be_stopped(monkeypatch, caplog):
-    monkeypatch.setattr(drive_module, "_SAY_AFTER", 0.2)
-    monkeypatch.setattr(drive_module, "_WAIT", 0.05)
+    monkeypatch.setattr(driver_module, "SAY_AFTER", 0.2)
+    monkeypatch.setattr(driver_module, "_WAIT", 0.05)
     drive = drive_of(buffers=[MemoryBuffer([batch_of(0)])], num_steps=5)
     summary = []
-    thread = threading.Thread(target=lambda: summary.append(drive.run()))
+    thread = threading.Thread(target=lambda: summary.append(drive.train()))
     thread.start()
     deadline = time.monotonic() + 10
-    while "no batch from b for" not in caplog.text and time.monotonic() < deadline:
+    while "no batch for" not in caplog.text and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert "trainer t, rank 0 of 1: no batch from b for" in caplog.text
+    assert re.search(r"trainer t, rank 0 of 1: no batch for \d+ s: nothing comes from b: is anything", caplog.text)
     drive.stop()
     thread.join(10)
     assert summary[0]["stopped"]
     assert summary[0]["steps"] == 1
+
+
+def test_who_asks_to_stop_before_training_has_begun_is_heard():
+    drive = drive_of()
+    drive.stop()
+    summary = drive.train()
+    assert summary["stopped"]
+    assert summary["steps"] == 0
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------------
@@ -394,7 +406,7 @@ def test_hooks_run_by_priority():
         hook("after_run", 3),
         hook("before_step", 0),
     ]
-    drive_of(num_steps=2, hooks=hooks).run()
+    drive_of(num_steps=2, hooks=hooks).train()
     step = [("before_step", 0), ("after_step", 1), ("after_step", 5)]
     assert order == [
         ("before_run", 2, 0),
@@ -426,16 +438,16 @@ def test_resumed_training_equals_training_never_interrupted(tmp_path):
     remote = model()
     torch.manual_seed(7)
     whole = noisy(tmp_path / "whole", remote, 0, 20)
-    whole.run()
+    whole.train()
 
     remote = model()
     torch.manual_seed(7)
     half = noisy(tmp_path / "half", remote, 0, 10)
-    half.run()
+    half.train()
     torch.manual_seed(99)
     random.seed(99)
     rest = noisy(tmp_path / "half", remote, 10, 20)
-    summary = rest.run()
+    summary = rest.train()
     assert summary["resumed_from"] == 10
     assert summary["steps"] == 20
     assert summary["samples"] == 80
@@ -452,17 +464,19 @@ def test_checkpoints_by_steps_by_time_and_at_the_end(tmp_path, monkeypatch):
         return real(self, step, *args, **kwargs)
 
     monkeypatch.setattr(RunDir, "save_checkpoint", save)
-    drive_of(path=tmp_path / "a", checkpoint_interval=4, num_steps=10).run()
+    drive_of(path=tmp_path / "a", checkpoint_interval=4, num_steps=10).train()
     assert saved == [4, 8, 10]
     run = RunDir.open(tmp_path / "a")
     assert run.pointer("latest") == 10
-    assert run.steps() == [8, 10]  # old ones go
+    assert run.steps() == [4, 8, 10]
+    drive_of(path=tmp_path / "a", checkpoint_interval=1, num_steps=13).train()
+    assert RunDir.open(tmp_path / "a").steps() == [8, 10, 11, 12, 13]  # old ones go
     saved.clear()
-    drive_of(path=tmp_path / "b", num_steps=10).run()
+    drive_of(path=tmp_path / "b", num_steps=10).train()
     assert saved == [10]
     saved.clear()
     monkeypatch.setattr(drive_module, "SAVE_EVERY", 0.0)
-    drive_of(path=tmp_path / "c", num_steps=3).run()
+    drive_of(path=tmp_path / "c", num_steps=3).train()
     assert saved == [1, 2, 3]
 
 
@@ -475,10 +489,10 @@ def test_after_a_crash_no_version_is_given_twice(tmp_path):
             raise RuntimeError("crash")
 
     with pytest.raises(RuntimeError, match="crash"):
-        drive_of(remote=remote, path=tmp_path / "t", checkpoint_interval=5, hooks=[Hook("after_step", crash)]).run()
+        drive_of(remote=remote, path=tmp_path / "t", checkpoint_interval=5, hooks=[Hook("after_step", crash)]).train()
     assert remote.step == 7
     drive = drive_of(remote=remote, path=tmp_path / "t", num_steps=9)
-    summary = drive.run()
+    summary = drive.train()
     assert summary["resumed_from"] == 5
     assert remote.published[-2:] == [8, 9]
     assert summary["model_step"] == 9
@@ -486,10 +500,10 @@ def test_after_a_crash_no_version_is_given_twice(tmp_path):
 
 
 def test_weights_of_a_checkpoint_that_the_model_does_not_have_are_published(tmp_path):
-    drive_of(path=tmp_path / "t", num_steps=6).run()
+    drive_of(path=tmp_path / "t", num_steps=6).train()
     behind = MemoryModel(net(seed=3), step=2)
     drive = drive_of(remote=behind, path=tmp_path / "t", num_steps=6)
-    assert drive.run()["steps"] == 6
+    assert drive.train()["steps"] == 6
     assert behind.published == [6]
     assert same(behind.get_weights()[0], weights(drive.model))
 
@@ -509,9 +523,9 @@ def test_state_of_the_users_own(tmp_path):
             self.seen = state["seen"]
             assert state["table"].tolist() == [1.0, 1.0]
 
-    drive_of(Counts, path=tmp_path / "t", num_steps=3).run()
+    drive_of(Counts, path=tmp_path / "t", num_steps=3).train()
     drive = drive_of(Counts, path=tmp_path / "t", num_steps=5)
-    drive.run()
+    drive.train()
     assert drive.learner.trainer.seen == 5
 
 
@@ -522,12 +536,12 @@ def test_another_optimizer_or_model_than_the_checkpoints(tmp_path):
             first, *rest = model.parameters()
             return torch.optim.Adam([{"params": [first]}, {"params": rest}], lr=learning_rate)
 
-    drive_of(path=tmp_path / "t", num_steps=1).run()
+    drive_of(path=tmp_path / "t", num_steps=1).train()
     with pytest.raises(ConfigError, match="the checkpoint's optimizer is another one than Adam"):
-        drive_of(Two, path=tmp_path / "t", num_steps=2).run()
+        drive_of(Two, path=tmp_path / "t", num_steps=2).train()
     other = MemoryModel(nn.Linear(3, 2))
     with pytest.raises(BrayError, match="the weights do not fit the model"):
-        drive_of(remote=other, path=tmp_path / "t", num_steps=2).run()
+        drive_of(remote=other, path=tmp_path / "t", num_steps=2).train()
 
 
 CHILD = """
@@ -535,9 +549,9 @@ import sys
 from pathlib import Path
 import torch
 from tests.trainer_for_tests import drive_of
-from bray.remote.trainer.drive import Hook
+from bray.train.driver import Hook
 torch.set_num_threads(1)
-drive_of(path=Path(sys.argv[1]), checkpoint_interval=1, hooks=[Hook("after_step", lambda d: print(d.steps, flush=True))]).run()
+drive_of(path=Path(sys.argv[1]), checkpoint_interval=1, hooks=[Hook("after_step", lambda d: print(d.steps, flush=True))]).train()
 """
 
 
@@ -569,17 +583,17 @@ def test_no_kill_point_leaves_a_broken_checkpoint(tmp_path):
 
 
 def test_an_algorithms_learner_is_driven_and_improves(tmp_path):
-    setup = parts.setup_of("PPO", "CartPole-v1", lr=3e-3, epochs=2, minibatches=4)
+    setup = parts.setup_of("PPO", "CartPole-v1", lr=3e-3, epochs=2, minibatches=4, gamma=0.0)
     torch.manual_seed(0)
     remote = MemoryModel(setup.make_model())
     rollouts = parts.ToyRollouts(setup, remote)
     drive = parts.learner_drive(setup, remote, [rollouts], num_steps=8 * 40, prefetch_size=0, path=tmp_path / "t")
-    summary = drive.run()
+    summary = drive.train()
     assert np.mean(rollouts.rewards[:2]) < 0.65
     assert np.mean(rollouts.rewards[-5:]) > 0.93
     assert summary["steps"] == 8 * 40  # gradient steps: 2 epochs of 4 minibatches each
     assert remote.published == [8 * i for i in range(1, 41)]
-    assert summary["samples"] == 120 * 40  # rows that count
+    assert summary["samples"] == drive.env_steps == remote.env_steps == 120 * 40  # rows that count
     assert {"policy_loss", "value_loss", "entropy", "kl"} <= summary["metrics"].keys()
 
 
@@ -589,10 +603,10 @@ def test_a_resumed_learner_equals_one_never_interrupted(tmp_path):
     model = setup.make_model()
 
     def run(path, remote, first, steps):
-        buffer = MemoryBuffer(lambda i: parts.transitions(first + i, actions=1))
+        batches = parts.Given(lambda i: parts.transitions(first + i, actions=1))
         torch.manual_seed(5 + first)  # critics are drawn, and then overwritten by the checkpoint's
-        drive = parts.learner_drive(setup, remote, [buffer], num_steps=steps, prefetch_size=0, path=path)
-        drive.run()
+        drive = parts.learner_drive(setup, remote, batches, num_steps=steps, path=path)
+        drive.train()
         return drive
 
     whole = run(tmp_path / "whole", MemoryModel(copy.deepcopy(model)), 0, 8)
@@ -606,37 +620,89 @@ def test_a_resumed_learner_equals_one_never_interrupted(tmp_path):
         assert same(weights(module), weights(other)), part
 
 
-def test_priorities_go_back_to_the_buffer():
+def test_priorities_go_back_to_the_experience():
     setup = parts.setup_of("DQN", "CartPole-v1", prioritized=True)
-    buffer = MemoryBuffer(parts.transitions)
-    parts.learner_drive(setup, MemoryModel(setup.make_model()), [buffer], num_steps=3).run()
-    assert [ids[:, 1].tolist() for ids, _ in buffer.priorities] == [[i] * 16 for i in range(3)]
-    assert all(p.shape == (16,) and (p >= 0).all() and p.std() > 0 for _, p in buffer.priorities)
+    given = parts.Given(parts.transitions)
+    parts.learner_drive(setup, MemoryModel(setup.make_model()), given, num_steps=3).train()
+    assert [ids[:, 1].tolist() for ids, *_ in given.priorities] == [[i] * 16 for i in range(3)]
+    assert all(p.shape == (16,) and (p >= 0).all() and p.std() > 0 for _, p, _ in given.priorities)
+    assert [version for *_, version in given.priorities] == [1, 2, 3]
+
+    setup = parts.setup_of("DQN", "CartPole-v1", prioritized=True, learning_starts=0, batch_size=16, train_every=5)
+    drive = parts.learner_drive(setup, MemoryModel(setup.make_model()), [MemoryBuffer(parts.played)], num_steps=20)
+    drive.train()
+    leaves = drive.experience.ring._tree.leaves
+    assert len(np.unique(leaves[leaves > 0])) > 10  # new rows have one priority; these have got their own
 
 
 def test_schedules_count_environment_steps():
-    """On-policy: rows that count; replayed: as many as stand behind the gradient steps."""
+    """As the games have counted them, whatever is learnt from how often."""
     linear = {"kind": "linear", "start": 1e-2, "end": 0.0, "steps": 1000}
-    ppo = parts.setup_of("PPO", "CartPole-v1", lr=linear, epochs=1, minibatches=1)
+    ppo = parts.setup_of("PPO", "CartPole-v1", lr=linear, epochs=1, minibatches=1, gamma=0.0)
     remote = MemoryModel(ppo.make_model())
     drive = parts.learner_drive(ppo, remote, [parts.ToyRollouts(ppo, remote)], num_steps=4)
-    drive.run()
+    drive.train()
     assert float(drive.learner.optimizer.lr) == pytest.approx(1e-2 * (1 - 480 / 1000))
-    dqn = parts.setup_of("DQN", "CartPole-v1", lr=linear, learning_starts=100, train_every=50)
-    drive = parts.learner_drive(dqn, MemoryModel(dqn.make_model()), [MemoryBuffer(parts.transitions)], num_steps=5)
-    drive.run()
-    assert float(drive.learner.optimizer.lr) == pytest.approx(1e-2 * (1 - (100 + 4 * 50) / 1000))
+    dqn = parts.setup_of("DQN", "CartPole-v1", lr=linear, learning_starts=100, train_every=50, batch_size=8)
+    remote = MemoryModel(dqn.make_model())
+    drive = parts.learner_drive(dqn, remote, [MemoryBuffer(parts.played)], num_steps=5)
+    drive.train()
+    # 15 steps come at a time. Learning starts with 105 of them, when one visit is due; the next ones are with 150, 210, 255 and 300.
+    assert float(drive.learner.optimizer.lr) == pytest.approx(1e-2 * (1 - 300 / 1000))
+    assert drive.env_steps == remote.env_steps == 300
+
+
+def test_steps_of_games_that_go_on_are_not_counted_twice_after_a_restart(tmp_path):
+    setup = parts.setup_of("DQN", "CartPole-v1", learning_starts=0, train_every=15, batch_size=8)
+    remote = MemoryModel(setup.make_model())
+
+    def run(first, steps):
+        buffer = MemoryBuffer(lambda i: parts.played(first + i))
+        drive = parts.learner_drive(setup, remote, [buffer], num_steps=steps, path=tmp_path / "t", prefetch_size=0)
+        drive.train()
+        return drive.env_steps
+
+    assert run(0, 4) == 60
+    told = []
+    publish = remote.publish_weights
+    remote.publish_weights = lambda w, step, env_steps: told.append((step, env_steps)) or publish(w, step, env_steps)
+    assert run(6, 6) == 120  # what came while nobody trained is counted too
+    assert told == [(4, 60), (5, 105), (6, 120)]  # agents hear at once how far training is
+
+
+def test_samples_of_agents_reach_the_learner_as_the_loops_would():
+    """What an update gets is GAE over the rows that agents pushed, standardised over the rollout; env steps and episodes are counted."""
+    setup = parts.setup_of("PPO", "CartPole-v1", gamma=0.0, epochs=1, minibatches=1)
+    remote = MemoryModel(setup.make_model())
+    samples = next(parts.ToyRollouts(setup, remote))
+    samples["ended"][5] = 3.0, 15
+    rollouts = MemoryBuffer([samples], end=True)
+    rollouts.settings = SimpleNamespace(batch_size=128, store="queue")
+    seen = []
+    drive = parts.learner_drive(setup, remote, [rollouts], hooks=[Hook("before_step", lambda d: seen.append(d.batch))])
+    summary = drive.train()
+    assert summary["out_of_data"]
+    (batch,) = seen
+    rows = drive.learner.prepare(batch.data)
+    live = samples["valid"]
+    assert np.array_equal(rows["weight"] > 0, live)
+    advantage = (samples["reward"] - samples["outputs"]["value"])[live]
+    wanted = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    np.testing.assert_allclose(rows["advantage"][live], wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(rows["obs"][live], samples["obs"][live])
+    np.testing.assert_allclose(rows["target"][live], samples["reward"][live], atol=1e-6)
+    assert drive.totals.episodes.row()["episode_return_mean"] == 3.0
+    assert drive.totals.env_steps == 120
 
 
 def test_what_a_learner_cannot():
     setup = parts.setup_of("DQN", "CartPole-v1")
     remote = MemoryModel(setup.make_model())
     with pytest.raises(ConfigError, match=r"accumulate=2 needs a bray\.Trainer"):
-        parts.learner_drive(setup, remote, [MemoryBuffer(parts.transitions)], accumulate=2)
+        parts.learner_drive(setup, remote, [MemoryBuffer(parts.played)], accumulate=2)
+    config = {"t": {"algo": setup.section}}
     with pytest.raises(ConfigError, match=r"eval needs a bray\.Trainer with a method `eval`"):
-        parts.Drive(
-            "t", setup.make_learner(remote.get_model()), remote, {"b": MemoryBuffer(parts.transitions)}, eval_buffer=[]
-        )
+        parts.worker.assemble(plan(None, config=config), remote.get_model(), remote, {}, [], ranks=parts.Ranks())
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -652,26 +718,29 @@ ALGO = {
 }
 
 
+def made_of(plan, module):
+    """The learner that a plan makes."""
+    buffers = {"b": MemoryBuffer(batch_of)}
+    return worker.assemble(plan, module, MemoryModel(module), buffers, ranks=parts.Ranks()).learner
+
+
 def test_what_a_plan_makes():
     from bray.algos import ppo
 
-    ranks = parts.Ranks()
-    made, count = worker.make_learner(plan("tests.trainer_for_tests:Regression", learning_rate=0.1), net(), ranks)
+    made = made_of(plan("tests.trainer_for_tests:Regression", learning_rate=0.1), net())
     assert isinstance(made, LossLearner)
     assert isinstance(made.trainer, Regression)
     assert made.optimizer.param_groups[0]["lr"] == 0.1
-    assert count(7, 3) == 7
     model = parts.setup_of("PPO", "CartPole-v1").make_model()
     for given in (None, ppo.Learner, "bray.algos.ppo:Learner"):
-        made, _ = worker.make_learner(plan(given, config=ALGO), model, ranks)
+        made = made_of(plan(given, config=ALGO), model)
         assert isinstance(made, ppo.Learner)
         assert made.config.lr == 1e-3
 
     class Mine(ppo.Learner):
         pass
 
-    made, _ = worker.make_learner(plan(Mine, config=ALGO), model, ranks)
-    assert isinstance(made, Mine)
+    assert isinstance(made_of(plan(Mine, config=ALGO), model), Mine)
 
 
 @pytest.mark.parametrize(
@@ -686,7 +755,7 @@ def test_what_a_plan_makes():
 )
 def test_plans_that_cannot_work(given, config, said):
     with pytest.raises(BrayError, match=said):
-        worker.make_learner(plan(given, config=config), net(), parts.Ranks())
+        made_of(plan(given, config=config), net())
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bray.data.ring import ReplayRing
 from bray.errors import ConfigError, MissingComponent, ResourceError, UnknownName
 from bray.remote import cluster, master
+from bray.remote.algo import algo_setup
 from bray.remote.buffer.handle import RemoteBuffer
 from bray.remote.model.handle import RemoteModel
+from bray.remote.trainer.base import Trainer
 from bray.remote.trainer.handle import RemoteTrainer
 from bray.remote.trainer.worker import trainer_path
 from bray.rundir import RunDir
 from tests.ray_for_tests import local_session, opened  # noqa: F401
-from tests.trainer_for_tests import Regression, batch_of, net
+from tests.trainer_for_tests import MemoryModel, Regression, ToyRollouts, batch_of, net, played
 
 pytestmark = pytest.mark.usefixtures("local_session")
 
@@ -162,10 +165,13 @@ def test_two_trainers_side_by_side_and_one_name_twice():
 
 def test_a_learner_from_the_graphs_config():
     from bray.algos import ppo
-    from bray.remote.algo import algo_setup
-    from tests.trainer_for_tests import MemoryModel, ToyRollouts
 
-    section = {"kind": "config", "algorithm": "PPO", "env": "CartPole-v1", "settings": {"minibatches": 2, "epochs": 1}}
+    section = {
+        "kind": "config",
+        "algorithm": "PPO",
+        "env": "CartPole-v1",
+        "settings": {"minibatches": 2, "epochs": 1, "gamma": 0.0},
+    }
     config = {"trainer1": {"kind": "trainer", "algo": "ppo"}, "ppo": section}
     setup = algo_setup(section)
     made = setup.make_model()
@@ -173,39 +179,89 @@ def test_a_learner_from_the_graphs_config():
     buffer = RemoteBuffer("b", size=4, batch_size=64, num_workers=1)
     rollouts = ToyRollouts(setup, MemoryModel(made), rows=64)
     for _ in range(3):
-        rows = next(rollouts)
-        buffer.push(*[{k: v[i] for k, v in rows.items()} for i in range(64)], drop=False).result()
+        buffer.push_batch(next(rollouts), drop=False).result()
     end = RemoteTrainer("trainer1").train(
         trainer=ppo.Learner, model=remote, buffers=[buffer], num_steps=6, config=config
     )
     summary = end.result(60)
     assert summary["steps"] == remote.step == 6
-    assert summary["samples"] == 3 * 56
+    assert summary["samples"] == remote.env_steps == 3 * 60
     assert "policy_loss" in summary["metrics"]
 
 
-def test_prioritized_replay_gets_priorities_and_follows_the_schedule_of_beta():
-    from bray.remote.algo import algo_setup
-    from tests.trainer_for_tests import transitions
+DQN = {"algorithm": "DQN", "env": "CartPole-v1"}
 
+
+def test_prioritized_replay_gets_priorities_and_follows_the_schedule_of_beta(monkeypatch):
+    betas, rings = [], []
+    sample = ReplayRing.sample
+
+    def look(self, size, rng, beta):
+        betas.append(beta)
+        rings.append(self)
+        return sample(self, size, rng, beta)
+
+    monkeypatch.setattr(ReplayRing, "sample", look)
     settings = {
         "prioritized": True,
         "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 60},
         "learning_starts": 0,
+        "batch_size": 16,
+        "train_every": 15,
     }
-    section = {"kind": "config", "algorithm": "DQN", "env": "CartPole-v1", "settings": settings}
+    section = {"kind": "config", **DQN, "settings": settings}
     setup = algo_setup(section)
     remote = RemoteModel("m", setup.make_model(), setup.forward_args())
-    buffer = RemoteBuffer("b", size=8, batch_size=16, num_workers=1, store="prioritized")
-    for i in range(4):
-        rows = {k: v for k, v in transitions(i).items() if k not in ("id", "weight")}
-        buffer.push(*[{k: v[j] for k, v in rows.items()} for j in range(16)], drop=False).result()
+    buffer = RemoteBuffer("b", size=8, batch_size=17, num_workers=1)
+    for i in range(6):
+        buffer.push_batch(played(i), drop=False).result()
     config = {"t": {"algo": "dqn"}, "dqn": section}
-    end = RemoteTrainer("t").train(model=remote, buffers=["b"], num_steps=10, config=config)
-    assert end.result(60)["steps"] == 10
-    assert buffer.beta == pytest.approx(0.4 + 0.6 * 9 * 4 / 60)
-    masses = next(buffer)["weight"]
-    assert masses.std() > 0  # new samples have one priority; these have got their own
+    end = RemoteTrainer("t").train(model=remote, buffers=["b"], num_steps=5, config=config)
+    assert end.result(60)["steps"] == 5
+    assert betas == pytest.approx([0.4 + 0.6 * min(1.0, 15 * i / 60) for i in range(1, 6)])
+    leaves = rings[-1]._tree.leaves
+    assert len(np.unique(leaves[leaves > 0])) > 5  # new samples have one priority; these have got their own
+
+
+@pytest.mark.parametrize("store", ["uniform", "prioritized"])
+def test_a_learner_keeps_its_own_replay_and_not_the_buffer(store):
+    section = {"kind": "config", **DQN}
+    setup = algo_setup(section)
+    RemoteModel("m", setup.make_model(), setup.forward_args())
+    RemoteBuffer("b", size=8, batch_size=16, num_workers=1, store=store)
+    config = {"t": {"algo": "dqn"}, "dqn": section}
+    said = (
+        f"trainer t: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size"
+    )
+    with pytest.raises(ConfigError, match=said):
+        RemoteTrainer("t").train(model="m", buffers=["b"], num_steps=1, config=config).result(60)
+
+
+@pytest.mark.parametrize("algorithm", ["PPO", "DQN"])
+def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learner_would(algorithm):
+    """Rows with advantages, or replayed transitions: what agents push is prepared by their algorithm."""
+    seen = []
+
+    class Look(Trainer):
+        def loss(self, replay):
+            seen.append(sorted(replay))
+            out = self.model(replay["obs"])
+            return out["value" if "value" in out else "q"].mean()
+
+    small = {"learning_starts": 20, "batch_size": 8} if algorithm == "DQN" else {}
+    section = {"kind": "config", "algorithm": algorithm, "env": "CartPole-v1", "settings": small}
+    setup = algo_setup(section)
+    remote = RemoteModel("m", setup.make_model(), setup.forward_args())
+    buffer = RemoteBuffer("b", size=8, batch_size=64, num_workers=1)
+    rollouts = ToyRollouts(setup, MemoryModel(setup.make_model()), rows=64)
+    for _ in range(3):
+        buffer.push_batch(next(rollouts), drop=False).result()
+    config = {"t": {}, "agent1": {"kind": "agent", "algo": "a", "buffer": "b"}, "a": section}
+    end = RemoteTrainer("t").train(trainer=Look, model=remote, buffers=["b"], num_steps=3, config=config)
+    assert end.result(60)["steps"] == 3
+    rows = ["action", "advantage", "logp", "obs", "target", "value", "weight"]
+    replayed = ["action", "discount", "id", "next_obs", "obs", "reward", "weight"]
+    assert seen == [rows if algorithm == "PPO" else replayed] * 3
 
 
 @pytest.mark.parametrize(

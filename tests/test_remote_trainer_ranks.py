@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
-from bray.remote.trainer.drive import Hook
-from bray.remote.trainer.ranks import RankLost, Ranks, Together, average_gradients, is_rank_lost
+from bray.train.driver import Hook
+from bray.train.ranks import RankLost, Ranks, Together, average_gradients, is_rank_lost
 from tests.trainer_for_tests import (
+    Given,
     MemoryBuffer,
     MemoryModel,
     Regression,
@@ -25,6 +26,7 @@ from tests.trainer_for_tests import (
     drive_of,
     learner_drive,
     net,
+    played,
     same,
     setup_of,
     transitions,
@@ -75,14 +77,14 @@ def equal_steps(ranks, path):
     seen = []
     buffer = MemoryBuffer(lambda i: batch_of(2 * i + ranks.rank))
     remote = MemoryModel(net(seed=ranks.rank))  # the first rank's weights count
-    summary = drive_of(buffers=[buffer], remote=remote, ranks=ranks, num_steps=STEPS, hooks=[recorder(seen)]).run()
+    summary = drive_of(buffers=[buffer], remote=remote, ranks=ranks, num_steps=STEPS, hooks=[recorder(seen)]).train()
     return {"seen": seen, "summary": summary, "published": remote.published}
 
 
 def one_head_each(ranks, path):
     buffer = MemoryBuffer(lambda i: sided(2 * i + ranks.rank))
     drive = drive_of(OneHead, [buffer], MemoryModel(TwoHeads()), ranks=ranks, num_steps=STEPS)
-    drive.run()
+    drive.train()
     return weights(drive.model)
 
 
@@ -113,7 +115,7 @@ def uneven_speed(ranks, path):
             time.sleep(0.02)
         return batch_of(i) if ranks.rank == 0 or i < 6 else None
 
-    return drive_of(buffers=[MemoryBuffer(make, end=True)], ranks=ranks, num_steps=STEPS).run()
+    return drive_of(buffers=[MemoryBuffer(make, end=True)], ranks=ranks, num_steps=STEPS).train()
 
 
 def stopped_by_one(ranks, path):
@@ -121,7 +123,7 @@ def stopped_by_one(ranks, path):
         if drive.ranks.rank == 1 and drive.steps == 4:
             drive.stop()
 
-    return drive_of(ranks=ranks, hooks=[Hook("after_step", stop)]).run()
+    return drive_of(ranks=ranks, hooks=[Hook("after_step", stop)]).train()
 
 
 def resumed(ranks, path):
@@ -132,7 +134,7 @@ def resumed(ranks, path):
         drive = drive_of(
             buffers=[buffer], remote=remote, ranks=ranks, num_steps=steps, prefetch_size=0, path=Path(path) / name
         )
-        drive.run()
+        drive.train()
         return drive
 
     whole = run("whole", 0, 10, 3)
@@ -143,7 +145,7 @@ def resumed(ranks, path):
 
 def ppo(ranks, path):
     """`target_kl` makes the ranks want different numbers of steps."""
-    setup = setup_of("PPO", "CartPole-v1", lr=0.05, epochs=4, minibatches=2, target_kl=0.02)
+    setup = setup_of("PPO", "CartPole-v1", lr=0.05, epochs=4, minibatches=2, target_kl=0.02, gamma=0.0)
     torch.manual_seed(0)
     remote = MemoryModel(setup.make_model())
     rollouts = ToyRollouts(setup, remote, seed=10 + ranks.rank, rows=32 + 32 * ranks.rank)
@@ -151,12 +153,12 @@ def ppo(ranks, path):
 
     def look(drive):
         steps.append(drive.steps)
-        differed.append(drive._together._differ)
+        differed.append(drive._together["default"]._differ)
 
     drive = learner_drive(
         setup, remote, [rollouts], ranks=ranks, num_steps=40, hooks=[recorder(seen), Hook("after_step", look)]
     )
-    drive.run()
+    drive.train()
     return {"seen": seen, "steps": steps, "made": drive.learner.optimizer.steps.item(), "differed": sum(differed)}
 
 
@@ -165,9 +167,9 @@ def sac(ranks, path):
     setup = setup_of("SAC", "Pendulum-v1")
     torch.manual_seed(ranks.rank)
     remote = MemoryModel(setup.make_model())
-    buffer = MemoryBuffer(lambda i: transitions(2 * i + ranks.rank, actions=1))
-    drive = learner_drive(setup, remote, [buffer], ranks=ranks, num_steps=6)
-    drive.run()
+    batches = Given(lambda i: transitions(2 * i + ranks.rank, actions=1))
+    drive = learner_drive(setup, remote, batches, ranks=ranks, num_steps=6)
+    drive.train()
     learner = drive.learner
     return {
         "model": weights(drive.model),
@@ -176,6 +178,23 @@ def sac(ranks, path):
         "alpha": {"a": learner.log_alpha.detach().numpy().copy()},
         "noise": learner.rng.bit_generator.state["state"]["state"],
     }
+
+
+def counted(ranks, path):
+    """A process of games whose samples come to the second rank first, and to the first one later."""
+    setup = setup_of("DQN", "CartPole-v1", learning_starts=0, train_every=15, batch_size=8)
+
+    def make(i):
+        samples = played(i)
+        if ranks.rank == 1 or i >= 3:
+            samples |= {"origin": samples["origin"] + 1, "steps": np.full_like(samples["steps"], 1000)}
+        return samples
+
+    seen = []
+    hook = Hook("after_step", lambda drive: seen.append(drive.clock.env_steps))
+    remote = MemoryModel(setup.make_model())
+    learner_drive(setup, remote, [MemoryBuffer(make)], ranks=ranks, num_steps=5, hooks=[hook], prefetch_size=0).train()
+    return seen, remote.env_steps
 
 
 class TorchLearner:
@@ -221,7 +240,7 @@ def batch_statistics(ranks, path):
     model = MemoryModel(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)))
     buffer = MemoryBuffer(lambda i: batch_of(2 * i + ranks.rank))
     drive = drive_of(buffers=[buffer], remote=model, ranks=ranks, num_steps=5)
-    drive.run()
+    drive.train()
     return weights(drive.model), dict(model.get_weights()[0])
 
 
@@ -237,7 +256,7 @@ def lost(ranks, path):
 
 
 SCENARIOS = [
-    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, own_learner, statistics, batch_statistics, lost,
+    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, counted, own_learner, statistics, batch_statistics, lost,
 ]  # fmt: skip
 
 
@@ -289,7 +308,7 @@ def test_parameters_are_equal_after_every_step_and_equal_one_rank_with_both_batc
     assert len(a["seen"]) == len(b["seen"]) == STEPS
     assert all(same(x, y) for x, y in zip(a["seen"], b["seen"], strict=True))
     alone = []
-    drive_of(batch_size=2, num_steps=STEPS, hooks=[recorder(alone)]).run()
+    drive_of(batch_size=2, num_steps=STEPS, hooks=[recorder(alone)]).train()
     assert all(same(x, y, 1e-5) for x, y in zip(a["seen"], alone, strict=True))
     assert not same(a["seen"][0], a["seen"][1], 1e-5)
 
@@ -314,7 +333,7 @@ def test_a_parameter_without_gradient_on_one_rank(outcome):
     a, b = outcome(one_head_each)
     assert same(a, b)
     alone = drive_of(OneHead, [MemoryBuffer(sided)], MemoryModel(TwoHeads()), accumulate=2, num_steps=STEPS)
-    alone.run()
+    alone.train()
     assert same(a, weights(alone.model), 1e-5)
     assert same({"w": a["heads.2.weight"]}, {"w": weights(TwoHeads())["heads.2.weight"]})
 
@@ -360,6 +379,12 @@ def test_a_learner_with_parts_of_its_own_on_two_ranks(outcome):
     for part in ("model", "critic", "target", "alpha"):
         assert same(a[part], b[part]), part
     assert a["noise"] != b["noise"]
+
+
+def test_steps_are_the_same_on_all_ranks_and_counted_once(outcome):
+    (a, published), (b, _) = outcome(counted)
+    assert a == b == [1000, 1000, 1000, 1045, 1045]
+    assert published == 1045
 
 
 def test_a_learner_with_torchs_optimizer_on_two_ranks(outcome):

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import bray
 from bray.errors import ConfigError, ResourceError
 from bray.remote import cluster
-from bray.remote.trainer.drive import Hook
 from bray.remote.trainer.worker import trainer_path
 from bray.rundir import RunDir, write_atomic
+from bray.train.driver import Hook
 from tests.ray_for_tests import ray_session  # noqa: F401
 from tests.trainer_for_tests import Regression, batch_of, net
 

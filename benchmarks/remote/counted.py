@@ -7,18 +7,19 @@ import os
 import time
 from typing import Any
 
+from bray.act import Clock
 from bray.algos import ppo
 from bray.algos.base import Update
-from bray.algos.ppo import Config, Policy, make_model
+from bray.algos.ppo import Config, Policy, experience, make_model
 
-__all__ = ["Config", "Learner", "Policy", "make_model"]
+__all__ = ["Config", "Learner", "Policy", "experience", "make_model"]
 
 
 class Learner(ppo.Learner):
     rows = 0
 
-    def update(self, batch: dict[str, Any], env_steps: int = 0) -> Update:
-        result = super().update(batch, env_steps)
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+        result = super().update(batch, clock)
         self.rows += int((batch["weight"] > 0).sum())
         with open(os.environ["BENCH_UPDATES"], "a") as f:
             f.write(json.dumps({"time": time.monotonic(), "rows": self.rows}) + "\n")

@@ -28,9 +28,10 @@ def to_samples(piece: Piece, origin: int, steps: int, episodes: tuple[tuple[floa
     assert piece.stream is not None
     samples = _sequences(piece) if piece.state is not None else _row_by_row(piece)
     n = len(samples["reward"])
-    ended = np.full((n, 2), np.nan)
-    for i, episode in enumerate(episodes[:n]):
+    ended = np.full((samples["reward"].size, 2), np.nan)  # a row ends one at most, and a sequence holds many rows
+    for i, episode in enumerate(episodes):
         ended[i] = episode
+    ended = ended.reshape(*samples["reward"].shape, 2)
     return samples | {"origin": np.full(n, origin), "steps": np.full(n, steps), "ended": ended}
 
 
@@ -75,7 +76,8 @@ class Decoder:
 
     def __init__(self) -> None:
         self._rest: dict[str, Any] | None = None
-        self._steps: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
+        """What each process has counted so far."""
 
     def decode(self, samples: dict[str, Any]) -> tuple[list[Piece], Counts]:
         counts = self._count(samples)
@@ -90,8 +92,8 @@ class Decoder:
         origins, steps = samples["origin"], samples["steps"]
         for origin in np.unique(origins).tolist():
             latest = int(steps[origins == origin].max())
-            new += max(0, latest - self._steps.get(origin, 0))
-            self._steps[origin] = max(latest, self._steps.get(origin, 0))
+            new += max(0, latest - self.steps.get(origin, 0))
+            self.steps[origin] = max(latest, self.steps.get(origin, 0))
         ended = samples["ended"].reshape(-1, 2)
         whole = ended[~np.isnan(ended[:, 0])]
         return Counts(new, tuple((float(r), int(n)) for r, n in whole))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.data.piece import Piece
+from bray.data.rows import to_samples
 from bray.errors import ConfigError
 from bray.remote.cluster import session
 
@@ -129,18 +131,25 @@ def _forward_args(name: str, model: Any) -> Any:
 
 
 def algo_sample(setup: Any, rng: np.random.Generator) -> Callable[[np.random.Generator], Any]:
-    """For a trainer with an algorithm's Learner: samples as its Policy makes them, of a game that answers at random.
+    """For a trainer with an algorithm's Learner: samples as its agents push them, of a game that answers at random, in their order.
 
     setup  what `bray.remote.algo.algo_setup` found
     """
-    samples = _play(setup, rng)
-    return lambda rng: samples[rng.integers(len(samples))]
+    origin = int(rng.integers(1 << 62))
+
+    def again() -> Iterator[Any]:
+        """The same stretch of a game again and again; its steps are counted each time."""
+        piece, steps = _play(setup, rng), 0
+        while True:
+            steps += int(np.count_nonzero(piece.valid))
+            yield from tree.split(to_samples(piece, origin, steps, ()))
+
+    samples = again()
+    return lambda rng: next(samples)
 
 
-def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> list[Any]:
+def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> Piece:
     from bray.act import SAMPLE, Clock, Tick, decide_now
-    from bray.data.piece import Piece
-    from bray.data.rows import to_samples
     from bray.inference.torch_engine import TorchEngine
 
     policy, engine = setup.make_policy(), TorchEngine(setup.make_model(), record=False)
@@ -155,7 +164,7 @@ def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> list[Any]:
     rows: dict[str, Any] = {k: column(v, ticks) for k, v in decision.extras.items()}
     ends = rng.random((ticks, 1)) < 0.05
     every = 1 if memory is None else setup.make_experience().state_every
-    piece = Piece(
+    return Piece(
         obs=column(obs, ticks + 1),
         action=rows.pop("action"),
         reward=rng.standard_normal((ticks, 1)).astype(np.float32),
@@ -169,4 +178,3 @@ def _play(setup: Any, rng: np.random.Generator, ticks: int = 64) -> list[Any]:
         state_every=every,
         stream=np.array([int(rng.integers(1 << 62))]),
     )
-    return tree.split(to_samples(piece, 0, ticks, ()))

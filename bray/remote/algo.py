@@ -24,6 +24,7 @@ import numpy as np
 from bray import tree
 from bray.algos import algo_name, get_algo, make_experience
 from bray.config import Resolved, Source, resolve
+from bray.data.experience import Replay, Sequences
 from bray.envs.config import EnvConfig
 from bray.envs.make import env_spec
 from bray.errors import ConfigError, UnknownName
@@ -75,12 +76,48 @@ def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
         sources.insert(0, Source(f"defaults of {algo_name(algo)}", defaults))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     config = resolve(sections, sources)
-    return AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
+    setup = AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
+    if setup.model_config.use_lstm:
+        refuse_memory(setup, name)
+    return setup
+
+
+def refuse_memory(setup: AlgoSetup, name: str) -> None:
+    """A Model with memory learns from runs of rows."""
+    experience = setup.make_experience()
+    if isinstance(experience, Replay) and not isinstance(experience, Sequences):
+        raise ConfigError(
+            f"{name}: {algo_name(setup.algo)} replays single steps and cannot train a memory: set use_lstm: false, or use PPO"
+        )
+
+
+def refuse_store(name: str, buffer: str, store: str) -> None:
+    """What agents push are rows of trajectories, and only a queue hands them out as they follow each other."""
+    if store != "queue":
+        raise ConfigError(
+            f"{name}: buffer {buffer!r} has store: {store}, which draws single rows. Leave out store: the algorithm keeps its own replay "
+            "(settings: {replay_size: ..., prioritized: true})"
+        )
+
+
+def refuse_stores(config: Mapping[str, Any]) -> None:
+    """The same for all agents and trainers of a launch file, before any of them is there."""
+    for name, section in config.items():
+        if not isinstance(section, Mapping) or section.get("algo") is None:
+            continue
+        for buffer in (section.get("buffer"), *(section.get("buffers") or ())):
+            if isinstance(buffer, str) and isinstance(config.get(buffer), Mapping):
+                refuse_store(name, buffer, config[buffer].get("store") or "queue")
+
+
+def store_of(buffer: Any) -> str:
+    return getattr(getattr(buffer, "settings", None), "store", "queue")
 
 
 def build_model(name: str, config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """For `kind: model` with `module: bray.remote.algo` and `algo: NAME`: the Model that the section NAME describes."""
     setup = named_setup(config, name)
+    refuse_stores(config)
     return setup.make_model(), setup.forward_args()
 
 

@@ -102,6 +102,8 @@ class Player:
         self.rng = np.random.default_rng(seed)
         self.observations = Observations(spec)
         self.outputs = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
+        self.config: Any = None
+        """Of whoever found it."""
         self.warm = False
         """Whether a decision has been made: compiled code is loaded when it is first used."""
         self._template: Template | None = None

@@ -133,11 +133,14 @@ class Driver:
 
     @property
     def env_steps(self) -> int:
-        return self.totals.env_steps
+        """Of all games; on several ranks, what they agreed on before this step."""
+        return self.totals.env_steps if self._agreed is None else self._agreed
+
+    _agreed: int | None = None
 
     @property
     def clock(self) -> Clock:
-        return Clock(self.totals.env_steps, self.learner.steps)
+        return Clock(self.env_steps, self.learner.steps)
 
     @property
     def steps(self) -> int:
@@ -208,7 +211,7 @@ class Driver:
         learn = self._together[side.name].update if self._together else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
-        clock = Clock(self.totals.env_steps, learner.steps)
+        clock = Clock(self.env_steps, learner.steps)
         for source in self._running:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
@@ -240,13 +243,13 @@ class Driver:
                 return None
             if ends:
                 self.ended = True
-                logger.info("training ends: %s", end or "another rank has no more data")
+                logger.info("%straining ends: %s", self.label, end or "another rank has no more data")
                 return None
             self._watch(batch is not None)
             if ready == self.ranks.size:
                 self.save_now, self.rows = saves > 0, self.rows + int(all_rows)
                 if self.ranks.size > 1:  # schedules are to be the same on all of them
-                    self.totals.env_steps = int(self.ranks.most(self.totals.env_steps))
+                    self._agreed = int(self.ranks.most(self.totals.env_steps))
                 return batch
 
     rows = 0
@@ -288,7 +291,7 @@ class Driver:
             else:
                 self._iterate_to_step(means, until, most_episodes)
         except EndOfData as e:
-            logger.info("training ends: %s", e)
+            logger.info("%straining ends: %s", self.label, e)
             self.ended = True
         if not means.count and not own and (self.ended or (self.stopped and self.totals.env_steps == steps)):
             return None

@@ -181,9 +181,9 @@ def test_agents_answer_in_json_and_push_a_sample_for_every_move(numbers: dict[st
     config["agent1"] = {**config["agent1"], "buffer": buffer}
     ticks = [json.dumps({**m, "obs": array(m["obs"])}).encode() for m in moves(10)]
     answers, states = play(config, ticks, serialize="json", episode_length=4)
-    assert [set(json.loads(a)) for a in answers] == [{"action"}] * 10
-    assert len(buffer) == 9  # the last move's result has not come
-    assert {s["weight"] for s in buffer} == {1.0}
+    assert [set(json.loads(a)) for a in answers] == [{"action", "version"}] * 10
+    assert sum(s["valid"] for s in buffer) == 9  # the last move's result has not come
+    assert [int(s["steps"]) for s in buffer if s["joint"]] == [3, 7, 9]  # the moves so far, behind each piece
     assert len(states) == len(numbers["agent/entropy"]) == len(numbers["agent/value"]) == 10
     assert numbers["agent/entropy"][0] == pytest.approx(np.log(4), abs=0.01)
 

@@ -11,12 +11,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from bray.act import GREEDY, MODES, SAMPLE, Clock
-from bray.data.experience import Counts, Replay
+from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.data.rows import to_samples
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, Overloaded, UnknownName
-from bray.remote.algo import AlgoSetup, named_setup
+from bray.remote.algo import AlgoSetup, named_setup, refuse_memory, refuse_store, store_of
 from bray.train import agent
 from bray.train.agent import Player
 
@@ -38,6 +38,7 @@ class PolicyAgent(agent.PolicyAgent):
         player = _in_use.get((id(config), name))
         if player is None:
             player = _in_use[id(config), name] = make_player(name, config)
+            player.config = config  # no other one has its id as long as this player is there
         return player
 
 
@@ -57,7 +58,9 @@ def make_player(name: str, config: Any) -> Player:
     sink = None
     if section.get("buffer") is not None and learns:
         _refuse(name, setup)
-        sink = BufferSink(name, _find_buffer(section["buffer"]), wait_s, model)
+        buffer = _find_buffer(section["buffer"])
+        refuse_store(name, getattr(buffer, "name", ""), store_of(buffer))
+        sink = BufferSink(name, buffer, wait_s, model)
     experience = setup.make_experience()
     rewards = RewardTransform(setup.env_config, 1, setup.config.gamma)
     return Player(
@@ -83,8 +86,8 @@ def _refuse(name: str, setup: AlgoSetup) -> None:
         raise ConfigError(
             f"{name}: the noise of noisy layers is drawn in `bray train` (with --live too), not yet in launched graphs: leave noisy_linear out"
         )
-    if setup.initial_state is not None and isinstance(setup.make_experience(), Replay):
-        raise ConfigError(f"{name}: this algorithm replays single steps and cannot train a memory: set use_lstm: false")
+    if setup.initial_state is not None:
+        refuse_memory(setup, name)
 
 
 class BufferSink:

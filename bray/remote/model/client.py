@@ -108,6 +108,7 @@ class Client:
     def _follow(self, about: About) -> None:
         with self._lock:
             follower = Follower(self.name, self.keeper, about.news.key, self.served, self.close)
+            follower.env_steps = about.news.env_steps
             old, self._follower = self._follower, follower
             if old is not None:
                 follower.published = old.published

@@ -125,8 +125,8 @@ class RankDriver(Driver):
             Hook("after_step", RankDriver._publish, 30),
             Hook("after_step", RankDriver._evaluate, 40),
             Hook("after_step", RankDriver._save, 50),
-            Hook("after_run", RankDriver._publish_last, 10),
-            Hook("after_run", RankDriver._save_last, 20),
+            Hook("after_run", RankDriver._save_last, 10),  # before anything that may wait for others
+            Hook("after_run", RankDriver._publish_last, 20),
         ]
         super().__init__([side], sources, [*ours, *s.hooks], ranks)
         self.label = f"trainer {name}, rank {self.ranks.rank} of {self.ranks.size}: "
@@ -340,6 +340,8 @@ class RankDriver(Driver):
             self.first, self.rows, self.resumed = int(saved["first"]), int(saved["rows"]), int(start["step"])
             self.totals.env_steps, self._best = int(saved["env_steps"]), saved["best"]
             self.totals.episodes.set_state(arrays["episodes"])
+            for source, state in zip(self.sources, saved["sources"], strict=False):
+                source.set_state({"arrays": {}, "json": state}, self.clock)
             if self.ranks.rank < len(saved["ranks"]):
                 state = unpack_state(saved["ranks"][self.ranks.rank])
                 set_random_state(state["process"])
@@ -352,11 +354,11 @@ class RankDriver(Driver):
             self.learner.rng.bit_generator.state = mine
         self._saved = self._evaluated = self._reported = self.steps
         self._published = start["model_step"]
-        if self.steps > self._published:
+        if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
         self.model.train()
-        self._since, self._begun = time.monotonic(), self.steps
-        self.start()
+        self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten
+        self._begun = self.steps
 
 
 def open_run(path: Path) -> RunDir:

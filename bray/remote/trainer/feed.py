@@ -166,6 +166,16 @@ class BufferSource(Source):
     def waiting_for(self) -> str:
         return f"nothing comes from {self.feed.names}: is anything pushed there?"
 
+    def get_state(self) -> dict[str, Any]:
+        """What the games' processes had counted: those that go on are not counted twice."""
+        counted = [[buffer, *pair] for buffer, decoder in self._decoders.items() for pair in decoder.steps.items()]
+        return {"arrays": {}, "json": {"counted": counted}}
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        for buffer, origin, steps in state["json"]["counted"]:
+            self._decoders.setdefault(buffer, Decoder()).steps[int(origin)] = int(steps)
+        return False
+
     def close(self) -> None:
         self.feed.close()
 
@@ -200,15 +210,16 @@ class PreparedRows:
 
     def __init__(self, buffer: Any, experience: Experience, prepare: Callable[[Any], Any]):
         self.name, self._buffer, self._experience, self._prepare = buffer.name, buffer, experience, prepare
-        self._decoder = Decoder()
+        self._decoder, self._steps = Decoder(), 0
 
     def __iter__(self) -> Iterator[Any]:
         for samples in self._buffer:
-            pieces, _ = self._decoder.decode(samples)
+            pieces, counts = self._decoder.decode(samples)
+            self._steps += counts.env_steps
             for piece in pieces:
                 self._experience.add(piece)
-            while (batch := self._experience.next(Clock())) is not None:
+            while (batch := self._experience.next(Clock(self._steps))) is not None:
                 yield self._prepare(batch.data)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Rollouts have none."""
+        """A loss gives none."""

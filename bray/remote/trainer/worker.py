@@ -22,7 +22,7 @@ import torch
 from bray.data.experience import Rollouts
 from bray.errors import BrayError, ConfigError, Unreachable
 from bray.remote import cluster, io, wire
-from bray.remote.algo import AlgoSetup, named_setup
+from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
 from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
@@ -120,6 +120,8 @@ def assemble(
             raise ConfigError("eval needs a bray.Trainer with a method `eval`")
         return RankDriver(plan.name, side, [], remote_model, s, eval_feed=eval_feed, ranks=ranks, feeds=[feed], **place)
     setup, cls = _algorithm(plan, cls)
+    for name, buffer in buffers.items():
+        refuse_store(f"trainer {plan.name}", name, store_of(buffer))
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
     # A recording cannot hold the conversation between ranks.
@@ -151,6 +153,7 @@ def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
     for section in plan.config.values():
         if isinstance(section, Mapping) and section.get("buffer") == name and section.get("algo") is not None:
             agent = next(k for k, v in plan.config.items() if v is section)
+            refuse_store(agent, name, store_of(buffer))
             setup = named_setup(plan.config, agent)
             experience = setup.make_experience()
             fit_experience(setup, experience, [buffer], 1)
