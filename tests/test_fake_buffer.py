@@ -181,5 +181,5 @@ ppo: {kind: config, algorithm: PPO, env: CartPole-v1}
     assert done.returncode == 0, done.stdout + done.stderr
     assert "b: filled with made-up samples, for t" in done.stdout
     assert "t           48" in done.stdout.replace(",", "")
-    assert (tmp_path / "runs" / "v0-fake" / "trainers" / "t" / "checkpoints" / "48").is_dir()
+    assert (tmp_path / "runs" / "v0-fake" / "checkpoints" / "48").is_dir()
     assert not (tmp_path / "runs" / "v0").exists()

@@ -23,7 +23,7 @@ def check_end(run, send):
     assert run.lines[-1].startswith("stopped; the same command goes on")
     saved = max(RunDir(run.path).versions("model1"))
     assert saved >= run.step_seen() > 0
-    assert RunDir(run.path / "trainers" / "trainer1").pointer("latest") == saved
+    assert RunDir(run.path).pointer("latest") == saved
     assert read_results(run.path)[-1]["learner_steps_total"] == saved
     check_nothing_is_left(run)
     print(f"ended after {seconds:.1f} s")

@@ -2,7 +2,7 @@
 
 before_run    resume
 after_step    log, publish, evaluate, save
-after_run     publish, save
+after_run     save, publish
 """
 
 from __future__ import annotations

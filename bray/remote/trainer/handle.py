@@ -43,7 +43,7 @@ class RemoteTrainer:
         trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)      # a function of your own
         trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)   # a bray.Trainer, or a Learner
 
-    name             of its checkpoints (`trainers/NAME` in the run directory) and of its section in `config`
+    name             of its section in `config`, and of its checkpoints where the run has those of another trainer already (`trainers/NAME`)
     use_gpu          one GPU for each rank; None: no
     num_workers      ranks; None: 1
     cpus_per_worker  CPUs of each rank; None: 1
