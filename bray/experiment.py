@@ -221,7 +221,6 @@ class Experiment:
         self._time = 0.0
         self._saved_at = -1
         self._saved_time = time.monotonic()
-        self._replay_states: dict[int, Any] = {}
         self._last_row: dict[str, Any] | None = None
         self._stop_requested = False
         self.exact = self.config["env"].wait_num is None and not live
@@ -407,12 +406,7 @@ class Experiment:
             self._best = previous
             raise
         self._saved_at, self._saved_time = training.iteration, time.monotonic()
-        self._replay_states[training.learner.steps] = state["arrays"]["experience"]
-        for step in directory.steps():
-            if step not in self._replay_states:  # made before this process
-                self._replay_states[step] = directory.load_checkpoint(step).state["arrays"].get("experience")
-        self._replay_states = {s: self._replay_states[s] for s in directory.steps()}
-        training.experience.prune(replay_dir, self._replay_states.values())
+        training.prune_replay(replay_dir, training.learner.steps, state, directory)
         return path
 
     def _saves_replay(self) -> bool:

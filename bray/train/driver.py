@@ -27,6 +27,7 @@ from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
+from bray.rundir import RunDir
 from bray.train.ranks import Ranks, Together
 from bray.train.source import Source
 
@@ -106,6 +107,7 @@ class Driver:
         self._hooks = {
             p: [h.call for h in sorted(hooks, key=lambda h: h.priority) if h.position == p] for p in POSITIONS
         }
+        self._saved_experience: dict[int, Any] = {}  # by the step of the checkpoint
         self._stop = threading.Event()
         self._learn_seconds = 0.0
         self._last_batch = time.monotonic()
@@ -405,6 +407,16 @@ class Driver:
         if not goes_on:
             self.experience.cut()
         return exact and goes_on
+
+    def prune_replay(self, directory: Path, step: int, state: dict[str, Any], run: RunDir) -> None:
+        """Delete the files of the experience that no checkpoint of the run needs any more; `state` was just saved as that of `step`."""
+        known = self._saved_experience
+        known[step] = state["arrays"]["experience"]
+        for other in run.steps():
+            if other not in known:  # made before this process
+                known[other] = run.load_checkpoint(other).state["arrays"].get("experience")
+        self._saved_experience = {s: known[s] for s in run.steps()}
+        self.experience.prune(directory, self._saved_experience.values())
 
     def recent_observations(self, rows: int = 1024, most_bytes: int = 8 << 20) -> Any:
         """The newest raw observations, for checking and calibrating exported models; at most `most_bytes` of them."""

@@ -285,7 +285,8 @@ class RankDriver(Driver):
         score = row.get("episode_return_mean")
         best = score is not None and (self._best is None or score > self._best)
         self._best = score if best else self._best
-        state = self.get_state()
+        replay = self._replay_dir()
+        state = self.get_state(replay)
         recent = self.recent_observations()
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
         state["json"] |= {"first": self.first, "rows": self.rows, "best": self._best, "ranks": states}
@@ -300,6 +301,14 @@ class RankDriver(Driver):
         self._run_dir.save_checkpoint(
             self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
         )
+        if replay is not None:
+            self.prune_replay(replay, self.steps, state, self._run_dir)
+
+    def _replay_dir(self) -> Path | None:
+        """Where the experience keeps what is too large for a checkpoint: of one rank alone, up to 2 GiB."""
+        if self._run_path is None or self.ranks.size > 1 or self.experience.nbytes > 2 << 30:
+            return None
+        return self._run_path / "replay"
 
     def _rng_state(self) -> Any:
         rng = getattr(self.learner, "rng", None)
@@ -340,6 +349,10 @@ class RankDriver(Driver):
             self.first, self.rows, self.resumed = int(saved["first"]), int(saved["rows"]), int(start["step"])
             self.totals.env_steps, self._best = int(saved["env_steps"]), saved["best"]
             self.totals.episodes.set_state(arrays["episodes"])
+            if self.ranks.size == 1:
+                replay = None if self._run_path is None else self._run_path / "replay"
+                self.experience.set_state({"arrays": arrays["experience"], "json": saved["experience"]}, replay)
+                self.experience.cut()
             for source, state in zip(self.sources, saved["sources"], strict=False):
                 source.set_state({"arrays": {}, "json": state}, self.clock)
             if self.ranks.rank < len(saved["ranks"]):
