@@ -12,9 +12,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from bray.errors import ConfigError
+from bray.launch.deploy import DeployedActor, Deployment, config_for, deploy_actor, find_deployed, open_deployments
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
 
@@ -31,11 +33,15 @@ class Run:
 
     graph: Graph
     session: Any
+    deployed: dict[str, Path] = field(default_factory=dict)
+    """Run directories of the models that are deployed from files: see `bray.launch.deploy`."""
+    deployments: dict[str, Deployment] = field(default_factory=dict)
+    """By actor."""
     models: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
-    """Handles, by name."""
+    """Handles, by name; a model that is deployed from files has none."""
     ends: dict[str, Any] = field(default_factory=dict)
     """What `train` of each trainer returned: it is done when the training is."""
     _seen: tuple[float, dict[str, int]] | None = None
@@ -91,6 +97,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     """
     run, modules = Run(graph, session), Modules(graph)
     _part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
+    _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
         for c in graph.of_kind(kind).values():
             try:
@@ -102,8 +109,26 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     return run
 
 
+def _deploy(run: Run) -> None:
+    """In deploy mode: find the models that need no torch, and prepare what the processes of their actors share."""
+    run.deployed, reasons = find_deployed(run.graph)
+    for name, reason in reasons.items():
+        logger.warning("model %s is deployed by what build_model makes, not from the files of a run: %s", name, reason)
+    shared = Path(run.session.path) / "deploy"
+    for name, actor in run.graph.of_kind("actor").items():
+        deployment = deploy_actor(run.graph, actor, run.deployed, shared)
+        if deployment is not None:
+            run.deployments[name] = deployment
+        elif actor.settings.record is not None or actor.settings.fallback is not None:
+            logger.warning("%s: record and fallback need a model that is deployed from the files of a run", name)
+    if run.deployments:
+        run.session.closers.append(open_deployments(run.deployments, shared))
+
+
 def _model(run: Run, modules: Modules, c: Component) -> None:
-    """`build_model(name, config)` makes the model, a RemoteModel registers it."""
+    """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is opened by its actors."""
+    if c.name in run.deployed:
+        return
     s = c.settings
     if s.module is None:
         from bray.remote.algo import build_model
@@ -169,6 +194,8 @@ def _buffer(run: Run, modules: Modules, c: Component) -> None:
 def _actor(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteActor that serves its agents, or an Actor class of the user's own."""
     s, graph = c.settings, run.graph
+    deployment = run.deployments.get(c.name)
+    more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
     actor = run.actors[c.name] = _part("RemoteActor")(
         name=c.name,
         port=s.port,
@@ -178,15 +205,17 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         actors_per_worker=s.actors_per_worker,
         use_tcp=s.use_tcp,
         use_gateway=s.use_gateway,
+        tick_timeout_s=s.tick_timeout_s,
+        **more,
     )
     if s.module is not None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
     actor.serve(
-        Actor=_part("AgentActor"),
+        **({"Actor": _part("AgentActor")} if deployment is None else {"Actor": DeployedActor, "deployment": deployment}),
         agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
-        config=graph.config,
+        config=graph.config if deployment is None else config_for(graph, deployment),
         episode_length=s.episode_length,
         episode_save_interval=s.episode_save_interval if saves else None,
         serialize=s.serialize,
