@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import ConfigError
-from bray.launch.deploy import DeployedActor, Deployment, config_for, deploy_actor, find_deployed, open_deployments
+from bray.launch.deploy import (
+    DeployedActor,
+    Deployment,
+    ModelFiles,
+    config_for,
+    deploy_actor,
+    find_deployed,
+    open_deployments,
+)
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
 
@@ -41,7 +49,7 @@ class Run:
     buffers: dict[str, Any] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
-    """Handles, by name; a model that is deployed from files has none."""
+    """Handles, by name; of a model that is deployed from files it is a ModelFiles."""
     ends: dict[str, Any] = field(default_factory=dict)
     """What `train` of each trainer returned: it is done when the training is."""
     _seen: tuple[float, dict[str, int]] | None = None
@@ -82,6 +90,7 @@ _HOMES = {
     "AgentActor": "bray.serving.agent",
     "numbers": "bray.remote.master",
     "set": "bray.remote.master",
+    "set_tensorboard_step": "bray.remote.master",
 }
 
 
@@ -121,6 +130,8 @@ def _deploy(run: Run) -> None:
             run.deployments[name] = deployment
         elif actor.settings.record is not None or actor.settings.fallback is not None:
             logger.warning("%s: record and fallback need a model that is deployed from the files of a run", name)
+    if run.deployed:
+        _part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
     if run.deployments:
         run.session.closers.append(open_deployments(run.deployments, shared))
 
@@ -128,6 +139,7 @@ def _deploy(run: Run) -> None:
 def _model(run: Run, modules: Modules, c: Component) -> None:
     """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is opened by its actors."""
     if c.name in run.deployed:
+        run.models[c.name] = ModelFiles(c.name, run.deployed[c.name])
         return
     s = c.settings
     if s.module is None:
@@ -212,8 +224,11 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
+    made = {"Actor": _part("AgentActor")}
+    if deployment is not None:
+        made = {"Actor": DeployedActor, "deployment": deployment}
     actor.serve(
-        **({"Actor": _part("AgentActor")} if deployment is None else {"Actor": DeployedActor, "deployment": deployment}),
+        **made,
         agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
         config=graph.config if deployment is None else config_for(graph, deployment),
         episode_length=s.episode_length,

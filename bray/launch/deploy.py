@@ -10,6 +10,7 @@ its versions, its admin routes and its batches; the agents find it as the `model
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from bray import tree
 from bray.data.experience import Counts
-from bray.errors import BrayError, ConfigError
+from bray.errors import BrayError, ConfigError, DataError
 from bray.inference.batcher import own_error
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules, edges_in_code
@@ -33,7 +34,7 @@ from bray.serving.protocol import END, START, TICK
 from bray.serving.record import Recording
 from bray.serving.server import Server
 from bray.serving.values import reader
-from bray.train.agent import Rows
+from bray.train.agent import Observed, Rows
 
 # --- which models, and from where -------------------------------------------------------------------------------------
 
@@ -49,10 +50,12 @@ def find_deployed(graph: Graph) -> tuple[dict[str, Path], dict[str, str]]:
             if reason is None:
                 runs[c.name] = _run_of(graph, c)
                 continue
-            if _names_run(c):
+            s = c.settings
+            if _names_run(c) or (s.module is None and s.algo is None):
                 place = graph.where(c.name, "checkpoint")
-                raise ConfigError(f"{c.name}.checkpoint ({place}): {c.settings.checkpoint} cannot be deployed: {reason}")
-            reasons[c.name] = reason
+                raise ConfigError(f"{c.name}.checkpoint ({place}): {s.checkpoint} cannot be deployed: {reason}")
+            ignored = " and ".join(key for key in ("versions", "follow") if getattr(s, key))
+            reasons[c.name] = reason + (f" ({ignored} has no effect)" if ignored else "")
     return runs, reasons
 
 
@@ -70,7 +73,7 @@ def _why_not(graph: Graph, c: Component) -> str | None:
     s = c.settings
     if not _names_run(c):
         if isinstance(s.checkpoint, str):
-            return f"checkpoint is {s.checkpoint}, which is no run directory"
+            return f"{s.checkpoint} is no run directory"
         if s.use_onnx is None and "use_onnx" in graph.config[c.name]:
             return "use_onnx is null, which asks for PyTorch"
         if s.num_workers and not s.local_mode:
@@ -91,10 +94,13 @@ def _lacks(graph: Graph, c: Component) -> str | None:
         return f"{run.path} says how to play with {run.model_name()}, not with {c.name}"
     if run.pointer("latest") is None:
         return f"{run.path} has no checkpoint yet"
-    graph_file = run.models / run.model_name() / ("model.int8.onnx" if c.settings.use_onnx == "quantize" else "graph.onnx")
-    if not graph_file.exists() and not (_names_run(c) and graph_file.name == "graph.onnx"):  # that one is exported
-        return f"there is no {graph_file}"
-    return None
+    if c.settings.use_onnx == "quantize":
+        file = run.models / run.model_name() / "model.int8.onnx"
+    elif _names_run(c):  # its graph is exported when it is missing
+        return None
+    else:
+        file = run.models / run.model_name() / "graph.onnx"
+    return None if file.exists() else f"there is no {file}"
 
 
 def _asked_otherwise(graph: Graph, c: Component) -> str | None:
@@ -118,6 +124,19 @@ def _asked_otherwise(graph: Graph, c: Component) -> str | None:
         if len(set(ways.values())) > 1:
             return f"the agents of {name} act in different ways: {', '.join(f'{k} {v}' for k, v in ways.items())}"
     return None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """In place of the handle of a model that is deployed from files."""
+
+    name: str
+    path: Path
+
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        return RunDir(self.path).pointer("latest") or 0
 
 
 # --- what an actor is given -------------------------------------------------------------------------------------------
@@ -316,6 +335,7 @@ class DeployedActor(AgentActor):
         super().__init__(**kwargs)
         self._deployment = deployment
         self._recording: Recording | None = None
+        self._data = b""  # of the tick that runs, or ran last
         if deployment.fallback is not None:
             self.fallback = self._fallback  # only where it is wanted: having the method replaces the error
 
@@ -329,6 +349,7 @@ class DeployedActor(AgentActor):
             self._recording.add(START, data, b"")
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
+        self._data = data
         reply = super().tick(data)
         return reply if self._recording is None else self._record_tick(data, reply)
 
@@ -356,11 +377,20 @@ class DeployedActor(AgentActor):
             player = getattr(agent, "player", None)
             if isinstance(player, DeployedPlayer):
                 turn = player.turns.get(agent) or player.turn()
+                if data is not self._data:  # it never had its turn
+                    turn.mask = _mask_of(agent, state)
                 state.version, state.action = turn.version, _fallback_action(self._deployment.fallback, turn)
                 agent.answer(state, state.action)
         if isinstance(state.output, dict):
             state.output["fallback"] = True
         return self._codec.encode(state.output)
+
+
+def _mask_of(agent: PolicyAgent, state: State) -> Any:
+    with contextlib.suppress(DataError):
+        seen = Observed(*agent.observe(state))
+        return agent.player.observations.read(seen.obs, seen.mask)[1]
+    return None
 
 
 def _fallback_action(wish: Any, turn: DeployedTurn) -> Any:

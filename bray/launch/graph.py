@@ -369,7 +369,8 @@ class _Reader:
 
         for name, c in present.items():
             s = c.settings
-            from_run = c.kind == "model" and self.deploys and isinstance(s.checkpoint, str)  # which says what the model is
+            # a run directory says itself what its model is
+            from_run = c.kind == "model" and self.deploys and isinstance(s.checkpoint, str)
             if c.kind in ("model", "trainer") and s.algo is None and not from_run:
                 missing = [k for k in ("module", "class_") if hasattr(s, k) and getattr(s, k) is None]
                 for key in missing:

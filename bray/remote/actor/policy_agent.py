@@ -19,8 +19,8 @@ from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.train import agent
 from bray.train.agent import Player
 
-if TYPE_CHECKING:
-    from bray.remote.algo import AlgoSetup  # torch and the environment: not for agents of a model that is deployed from files
+if TYPE_CHECKING:  # it imports torch and the environment, which a model that is deployed from files does not need
+    from bray.remote.algo import AlgoSetup
 
 _AGAIN_S = 0.05
 _MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is answered in time: a tick has 30 s
