@@ -194,6 +194,50 @@ def test_a_malformed_tick_is_refused_and_the_session_goes_on(trained):
         assert client.tick(tick(some_obs(1)[0]))["action"] in range(4)
 
 
+def test_a_mask_forbids_actions(trained):
+    with deployed(trained, "actor1.fallback=random", "actor1.tick_timeout_s=0.4") as here:
+        with bray.Client(port=here.port) as client:
+            client.start()
+            x = some_obs(1)[0]
+            for legal in range(4):
+                mask = [int(i == legal) for i in range(4)]
+                assert client.tick(tick(x, action_mask=mask))["action"] == legal
+            host = here.service.models["model1"].host
+            engine = host._find(host.step).engine
+            engine.engine = Slow(engine.engine)
+            late = client.tick(tick(x, action_mask=[0, 0, 1, 0]))
+            assert (late["action"], late["fallback"]) == (2, True)
+
+
+def test_a_memory_belongs_to_its_session_and_its_episode(tmp_path):
+    """Two sessions at once, with an end of an episode in between, answer as `bray serve` does."""
+    exp = Experiment(
+        run="PPO", env="CartPole-v1", path=tmp_path / "run", use_preset=False, num_envs=2, rollout_length=16, use_lstm=True, seed=3
+    )  # fmt: skip
+    for _ in exp.train(stop={"training_iteration": 2}):
+        pass
+    exp.close()
+    file = write_serve(tmp_path, tmp_path / "run")
+    rng = np.random.default_rng(0)
+    sessions = [
+        [{"obs": x.tolist(), "terminated": i == 12} for i, x in enumerate(rng.normal(size=(25, 4)))] for _ in "ab"
+    ]
+
+    def play(port):
+        with bray.Client(port=port) as a, bray.Client(port=port) as b:
+            a.start()
+            b.start()
+            return [(a.tick(x), b.tick(y)) for x, y in zip(*sessions, strict=True)]
+
+    with deployed(tmp_path / "p", "agent1.act=greedy", file=file, trial="other") as here:
+        got = play(here.port)
+        memory = here.service.models["model1"].zero_state()
+        assert memory is not None
+    service = Service({"m": tmp_path / "run"}, ModelService())
+    with BackgroundServer(service.make_actor, ServiceConfig(port=0, admin_port=0), service.prepare) as server:
+        assert play(server.port) == got
+
+
 # --- versions ---------------------------------------------------------------------------------------------------------
 
 
@@ -345,9 +389,14 @@ def by_train(tmp_path_factory):
     return path
 
 
+def write_serve(folder, run):
+    file = folder / "serve.yaml"
+    file.write_text(textwrap.dedent(FROM_TRAIN).replace("PROJECT", str(folder / "p")).replace("RUN", str(run)))
+    return file
+
+
 def test_what_bray_train_made_is_deployed_by_a_launch_file(by_train, tmp_path):
-    file = tmp_path / "serve.yaml"
-    file.write_text(textwrap.dedent(FROM_TRAIN).replace("PROJECT", str(tmp_path / "p")).replace("RUN", str(by_train)))
+    file = write_serve(tmp_path, by_train)
     exp = Experiment.load(by_train)
     with deployed(tmp_path / "p", file=file, trial="other") as here:
         assert [r["action"] for r in answers(here.port, some_obs())] == [int(exp.policy(x)) for x in some_obs()]
@@ -393,7 +442,7 @@ def test_models_that_are_not_deployed_from_files(trained, tmp_path, monkeypatch,
             "has no spec.json: nothing was trained there yet, or by an older Bray",
         ),
         (lambda run: shutil.rmtree(run), "has no spec.json"),
-        (lambda run: (run / "models" / "model1" / "graph.onnx").unlink(), "there is no"),
+        (lambda run: (run / "models" / "model1" / "graph.onnx").unlink(), "has no models/model1/graph.onnx"),
         (lambda run: (run / "checkpoints" / "latest").unlink(), "has no checkpoint yet"),
         (lambda run: change_policy(run, rule=None), "acts in a way of its own"),
         (lambda run: change_policy(run, model="model2"), "says how to play with model2, not with model1"),
@@ -466,6 +515,8 @@ class Block(importlib.abc.MetaPathFinder):
         if name.split(".")[0] in ("torch", "gymnasium"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
+import os
+open(os.path.join(os.path.dirname(__file__), f"blocked-{os.getpid()}"), "w").close()
 """
 
 
@@ -500,18 +551,28 @@ def launched(folder, *words):
         process.communicate()
 
 
-@pytest.mark.parametrize("cluster", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path, cluster):
+@pytest.mark.parametrize(
+    ("cluster", "gateway"),
+    [("local", "node"), *(pytest.param("ray", g, marks=pytest.mark.slow) for g in ("node", "head"))],
+)
+def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path, cluster, gateway):
     (tmp_path / "site").mkdir()
     first, *_, last = steps(project)
     exp = {step: Experiment.load(project / "t", step) for step in (first, last)}
     words = ["--cluster", cluster, "--project", str(project), "--trial", "t", "actor1.port=0", "actor1.num_workers=2"]
+    words.append(f"actor1.use_gateway={gateway}")
     with launched(tmp_path / "site", *words) as process:
         games = gamecore.Games("grid", "127.0.0.1", process.port)
         with bray.Client(port=process.port) as client:
             client.start()
             games.episode(client, GridEnv(), 1)
         assert games.episodes == 1
+        with urllib.request.urlopen(f"http://127.0.0.1:{process.admin_port}/version", timeout=10) as reply:
+            pid = json.loads(reply.read())["pid"]
+        assert (
+            tmp_path / "site" / f"blocked-{pid}"
+        ).exists()  # torch is out of reach for the process that answers, too
+        assert (pid == process.pid) is (cluster == "local")
         replies = answers(process.port, some_obs())
         assert [r["action"] for r in replies] == [int(exp[last].policy(x)) for x in some_obs()]
         body = json.dumps({"pin": first}).encode()

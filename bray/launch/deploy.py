@@ -94,13 +94,11 @@ def _lacks(graph: Graph, c: Component) -> str | None:
         return f"{run.path} says how to play with {run.model_name()}, not with {c.name}"
     if run.pointer("latest") is None:
         return f"{run.path} has no checkpoint yet"
-    if c.settings.use_onnx == "quantize":
-        file = run.models / run.model_name() / "model.int8.onnx"
-    elif _names_run(c):  # its graph is exported when it is missing
-        return None
-    else:
-        file = run.models / run.model_name() / "graph.onnx"
-    return None if file.exists() else f"there is no {file}"
+    engine = "model.int8.onnx" if c.settings.use_onnx == "quantize" else "graph.onnx"
+    exported = _names_run(c) and engine == "graph.onnx"  # when it is missing
+    if not exported and not (run.models / run.model_name() / engine).exists():
+        return f"{run.path} has no models/{run.model_name()}/{engine}"
+    return None
 
 
 def _asked_otherwise(graph: Graph, c: Component) -> str | None:
