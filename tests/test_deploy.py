@@ -28,6 +28,7 @@ from bray.rundir import RunDir
 from bray.service import ModelService, Service
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
+from bray.serving.messages import message_class
 from bray.serving.protocol import END, START, TICK
 from bray.serving.record import read_recording
 from template import gamecore
@@ -184,6 +185,24 @@ def test_sampling_draws_and_greedy_does_not(trained):
         greedy = {r["action"] for r in answers(here.port, some_obs(1) * 20)}
     assert len(greedy) == 1
     assert len(sampled) > 1
+
+
+def test_messages_of_the_projects_own(trained):
+    """`observe` and `answer` of the template's Agent1 speak protobuf; so does the fallback."""
+    kinds = [
+        message_class({"file": str(RL.parent / "tick.proto"), "message": m}, m) for m in ("TickInput", "TickOutput")
+    ]
+    exp = Experiment.load(trained / "t")
+    keys = ["actor1.serialize=proto", "actor1.fallback=3", "actor1.tick_timeout_s=0.4"]
+    with deployed(trained, *keys) as here, bray.Client(port=here.port) as client:
+        client.start()
+        for x in some_obs(20):
+            reply = kinds[1].FromString(client.tick(kinds[0](obs=x.tobytes()).SerializeToString()))
+            assert reply.action == exp.policy(x)
+        host = here.service.models["model1"].host
+        engine = host._find(host.step).engine
+        engine.engine = Slow(engine.engine)
+        assert kinds[1].FromString(client.tick(kinds[0](obs=x.tobytes()).SerializeToString())).action == 3
 
 
 def test_a_malformed_tick_is_refused_and_the_session_goes_on(trained):

@@ -168,8 +168,14 @@ class Deployment:
         service = await asyncio.to_thread(
             Service, self.runs, ModelService(), self.shared, configs=self.configs, with_outputs=True
         )
-        _services[str(self.shared), self.actor] = service
+        key = (str(self.shared), self.actor)
+        _services[key] = service
+
+        async def forget() -> None:
+            del _services[key]
+
         await service.prepare(server)
+        server.closers.append(forget)
 
 
 _services: dict[tuple[str, str], Service] = {}
@@ -375,6 +381,7 @@ class DeployedActor(AgentActor):
             player = getattr(agent, "player", None)
             if isinstance(player, DeployedPlayer):
                 turn = player.turns.get(agent) or player.turn()
+                turn.place = place_of(self._session)
                 if data is not self._data:  # it never had its turn
                     turn.mask = _mask_of(agent, state)
                 state.version, state.action = turn.version, _fallback_action(self._deployment.fallback, turn)
