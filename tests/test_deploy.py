@@ -22,7 +22,7 @@ from bray.client import ClientError
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.launch.build import build
-from bray.launch.deploy import DeployedModel, find_deployed
+from bray.launch.deploy import find_deployed
 from bray.launch.graph import load
 from bray.rundir import RunDir
 from bray.service import ModelService, Service
@@ -32,6 +32,7 @@ from bray.serving.messages import message_class
 from bray.serving.protocol import END, START, TICK
 from bray.serving.record import read_recording
 from template import gamecore
+from template.agents.metrics_agent import MetricsAgent
 from template.games.grid import GridEnv
 
 ROOT = Path(__file__).parent.parent
@@ -148,10 +149,6 @@ def test_other_agents_see_what_the_model_said(trained):
     """The template's MetricsAgent waits for `outputs`, with the value in it; States have what they have in training."""
     states = []
     with deployed(trained, "actor1.episode_length=4") as here:
-        agents = here.service  # opened once, by the actor
-        assert list(agents.models) == ["model1"]
-        from template.agents.metrics_agent import MetricsAgent
-
         watched = MetricsAgent.on_episode
 
         async def on_episode(self, episode, done):
@@ -518,11 +515,23 @@ def test_agents_that_act_in_different_ways(trained, tmp_path):
     assert reasons["model1"] == "the agents of actor1 act in different ways: agent1 greedy, agent2 sample"
 
 
-def test_the_config_of_agents_has_the_model_in_place_of_its_name(trained):
+def test_the_handle_of_a_deployed_model_and_the_config(trained):
     with deployed(trained) as here:
-        assert bray.get("config")["agent1"]["model"] == "model1"  # all others see the plain file
         assert here.run.models["model1"].step == steps(trained)[-1]
-        assert isinstance(DeployedModel(here.run.deployments["actor1"], "model1").name, str)
+        assert (
+            bray.get("config")["agent1"]["model"] == "model1"
+        )  # the plain file; only the agents themselves have the model
+
+
+def test_what_a_killed_deployment_kept_from_deletion_is_given_free(project):
+    run, first = RunDir(project / "t"), steps(project)[0]
+    run.protect(first, "model1")
+    (run.path / "deploy").mkdir(exist_ok=True)
+    (run.path / "deploy" / "marks").write_text(json.dumps([str(run.path), "model1", first]) + "\n")
+    with deployed(project):
+        assert not run.is_protected(first, "model1")
+        assert run.is_protected(steps(project)[-1], "model1")
+    assert not list(run.models.rglob("*.keep"))
 
 
 # --- without torch ----------------------------------------------------------------------------------------------------
