@@ -108,8 +108,12 @@ def _renamed(source: Source) -> Source:
 class ActingEngine:
     """An engine whose outputs are actions: the Policy decides for the whole batch, with as many forwards as it likes."""
 
-    def __init__(self, engine: Any, policy: act.Policy, mode: str, masked: bool, recurrent: bool):
+    def __init__(
+        self, engine: Any, policy: act.Policy, mode: str, masked: bool, recurrent: bool, with_outputs: bool = False
+    ):
+        """with_outputs: beside actions give what they were chosen by, `outputs` (of the Model) and `extras` (of the Policy)."""
         self.engine, self.policy, self.mode, self.masked, self.recurrent = engine, policy, mode, masked, recurrent
+        self.with_outputs = with_outputs
         self.rng = np.random.default_rng()
 
     def forward(self, obs: Any, *rest: Any) -> dict[str, Any]:
@@ -120,6 +124,9 @@ class ActingEngine:
         out = {"action": decision.action}
         if self.recurrent:
             out["state"] = decision.carry
+        if self.with_outputs:
+            out["outputs"] = {k: v for k, v in decision.outputs.items() if k != "state"}
+            out["extras"] = decision.extras
         return out
 
 
@@ -143,8 +150,10 @@ class ServedModel:
         config: ModelService,
         torch_engine: TorchEngine | None = None,
         marks: Marks | None = None,
+        with_outputs: bool = False,
     ):
-        self.name, self.config, self.torch_engine = name, config, torch_engine
+        """with_outputs: as ActingEngine says."""
+        self.name, self.config, self.torch_engine, self.with_outputs = name, config, torch_engine, with_outputs
         self.run = RunDir.open(path)
         if not (self.run.path / "spec.json").exists() and (self.run.path / "master.state").exists():
             raise ConfigError(
@@ -249,7 +258,8 @@ class ServedModel:
 
     def _acting(self, step: int) -> ActingEngine:
         engine = self._engines.make(step)
-        return ActingEngine(engine, self._engines.policy, self.config.act, self.masked, self.recurrent)
+        policy = self._engines.policy
+        return ActingEngine(engine, policy, self.config.act, self.masked, self.recurrent, self.with_outputs)
 
     def _use(self, arm: Arm, step: int, engine: ActingEngine | None = None) -> Arm:
         if step not in self.host.steps:
@@ -496,7 +506,7 @@ class PolicyActor(Actor):
         if opening.version is not None and opening.version not in self.model.host.steps:
             raise malformed(f"expected one of the versions {sorted(self.model.host.steps)}, got {opening.version}")
         self.version = opening.version
-        self.place = int.from_bytes(hashlib.blake2b(session.encode(), digest_size=8).digest(), "big") / 2**64
+        self.place = place_of(session)
         self.state = self.model.zero_state()
         self.last: Any = None
         reply = _write({"model": self.model.name, "version": self._step()})
@@ -562,6 +572,11 @@ class PolicyActor(Actor):
         return _write({"action": action, "version": self._step(), "fallback": True})
 
 
+def place_of(session: str) -> float:
+    """A session's place in [0, 1), by its name: which version's share it falls into."""
+    return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=8).digest(), "big") / 2**64
+
+
 def _short(data: bytes) -> str:
     return repr(data[:60].decode("utf-8", "replace")) + ("..." if len(data) > 60 else "")
 
@@ -578,12 +593,22 @@ class Service:
         config: ModelService,
         shared: Path | None = None,
         torch_engine: TorchEngine | None = None,
+        configs: Mapping[str, ModelService] | None = None,
+        with_outputs: bool = False,
     ):
-        """`shared`: a directory of the workers of one service, as `serve` prepares it."""
+        """
+        shared        a directory of the workers of one service, as `open_shared` prepares it
+        configs       of models that have settings of their own
+        with_outputs  as ActingEngine says
+        """
         self.config = config
+        own = configs or {}
         self._file = None if shared is None else shared / _WISHES
         marks = Marks(None if shared is None else shared / _MARKS)
-        self.models = {name: ServedModel(name, path, config, torch_engine, marks) for name, path in runs.items()}
+        self.models = {
+            name: ServedModel(name, path, own.get(name, config), torch_engine, marks, with_outputs)
+            for name, path in runs.items()
+        }
         self._wishes = self._read_wishes()
         self._said: dict[str, str] = {}  # the last mistake of each model
         self._unused: dict[tuple[str, int], int] = {}  # how often a version was seen unused in a row
@@ -686,7 +711,7 @@ class Service:
             "run": str(model.run.path),
             "env": model.spec.id,
             "algorithm": model.policy.get("algorithm"),
-            "engine": self.config.engine,
+            "engine": model.config.engine,
             "versions": [{"label": a.label, "step": a.step, "share": a.share} for a in model.arms],
             "pinned": model.pinned,
             "loaded": sorted(model.host.steps),
@@ -694,6 +719,25 @@ class Service:
 
 
 _WISHES, _MARKS = "wishes.json", "marks"
+
+
+def open_shared(shared: Path, models: Mapping[str, ServedModel]) -> None:
+    """Prepare the directory of the workers of one service. What is wrong is said once, before there are workers; and all begin with the same
+    versions, also one that comes later."""
+    wishes = {name: model.wish({"pin": None}) for name, model in models.items()}
+    write_atomic(shared / _WISHES, json.dumps(wishes))
+    marks = Marks(shared / _MARKS)
+    for name, model in models.items():
+        for step in wishes[name]["steps"].values() if not model.config.follow else ():
+            marks.set(model.run, model.kept_as, step)
+        if model.config.engine == "onnx":
+            model.graph()
+
+
+def close_shared(shared: Path) -> None:
+    """The service is over: trainings may delete what it served."""
+    Marks(shared / _MARKS).remove_all()
+    (shared / _MARKS).unlink(missing_ok=True)
 
 
 def serve(
@@ -716,19 +760,10 @@ def serve(
     with tempfile.TemporaryDirectory(prefix="bray-serve-") as directory:
         shared = Path(directory)
         try:
-            # What is wrong is said once, before there are workers; and all begin with the same versions, also one that comes later.
-            models = {name: ServedModel(name, path, model, torch_engine) for name, path in runs.items()}
-            wishes = {name: each.wish({"pin": None}) for name, each in models.items()}
-            write_atomic(shared / _WISHES, json.dumps(wishes))
-            marks = Marks(shared / _MARKS)
-            for name, each in models.items():
-                for step in wishes[name]["steps"].values() if not model.follow else ():
-                    marks.set(each.run, each.kept_as, step)
-                if model.engine == "onnx":
-                    each.graph()
+            open_shared(shared, {name: ServedModel(name, path, model, torch_engine) for name, path in runs.items()})
             return serve_workers(make_actor, service, on_ready=on_ready, prepare=prepare)
         finally:
-            Marks(shared / _MARKS).remove_all()
+            close_shared(shared)
 
 
 def name_runs(runs: Sequence[str | Path]) -> dict[str, Path]:

@@ -93,7 +93,7 @@ VALUES = {  # a value for each key that is not the default
     "replay": {"store": "prioritized", "max_reuse": 3, "pushed_per_sampled": (0.5, 2.0)},
     "actor": {
         "port": 9, "num_workers": 3, "actors_per_worker": 4, "cpus_per_worker": 2.0, "memory_per_worker": 64, "use_tcp": True,
-        "use_gateway": "head",
+        "use_gateway": "head", "tick_timeout_s": 2.5,
     },
     "serve": {"episode_length": 9, "episode_save_interval": 3, "serialize": "json"},
     "trainer": {"use_gpu": True, "num_workers": 2, "cpus_per_worker": 3.0},

@@ -73,13 +73,22 @@ def launch(options: Options) -> int:
     if options.graph is not None and not options.check:
         return 0
     with log_shown(options.log_level):
-        check_modules(graph)
+        check_modules(graph, _deployed(graph))
         if options.check:
             _show_plan(console, graph, options)
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
         return _run(console, graph, options)
+
+
+def _deployed(graph: Graph) -> dict[str, Path]:
+    """Models that are deployed from files, whose modules are not needed."""
+    if graph.settings.mode != "deploy":
+        return {}
+    from bray.launch.deploy import find_deployed
+
+    return find_deployed(graph)[0]
 
 
 def _draw(console: Console, graph: Graph, out: Path) -> None:
@@ -262,6 +271,8 @@ def _say_where(console: Console, run: Any) -> None:
     for name, actor in run.actors.items():
         port = getattr(actor, "port", None) or run.graph.components[name].settings.port
         rows.append((f"games ({name})", f"port {port}; try: {play} --port {port}"))
+        if name in run.deployments:
+            rows.append(("admin", f"http://127.0.0.1:{actor.admin_port}/models  /metrics  /healthz  /readyz"))
     rows.append(("figures", f"tensorboard --logdir {shlex.quote(run.graph.settings.project)}"))
     facts(console, rows)
     say(console, "Ctrl-C ends it", "dim")

@@ -12,9 +12,19 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from bray.errors import BrayError, ConfigError, MissingComponent
+from bray.launch.deploy import (
+    DeployedActor,
+    Deployment,
+    ModelFiles,
+    config_for,
+    deploy_actor,
+    find_deployed,
+    open_deployments,
+)
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
 
@@ -34,11 +44,15 @@ class Run:
 
     graph: Graph
     session: Any
+    deployed: dict[str, Path] = field(default_factory=dict)
+    """Run directories of the models that are deployed from files: see `bray.launch.deploy`."""
+    deployments: dict[str, Deployment] = field(default_factory=dict)
+    """By actor."""
     models: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
     actors: dict[str, Any] = field(default_factory=dict)
     trainers: dict[str, Any] = field(default_factory=dict)
-    """Handles, by name."""
+    """Handles, by name; of a model that is deployed from files it is a ModelFiles."""
     ends: dict[str, Any] = field(default_factory=dict)
     """What `train` of each trainer returned: it is done when the training is."""
     _seen: tuple[float, dict[str, int]] | None = None
@@ -89,6 +103,7 @@ _HOMES = {
     "AgentActor": "bray.serving.agent",
     "numbers": "bray.remote.master",
     "set": "bray.remote.master",
+    "set_tensorboard_step": "bray.remote.master",
 }
 
 
@@ -104,6 +119,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     """
     run, modules = Run(graph, session), Modules(graph)
     _part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
+    _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
         if (
             kind == "trainer"
@@ -119,8 +135,29 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     return run
 
 
+def _deploy(run: Run) -> None:
+    """In deploy mode: find the models that need no torch, and prepare what the processes of their actors share."""
+    run.deployed, reasons = find_deployed(run.graph)
+    for name, reason in reasons.items():
+        logger.warning("model %s is deployed by what build_model makes, not from the files of a run: %s", name, reason)
+    shared = Path(run.session.path) / "deploy"
+    for name, actor in run.graph.of_kind("actor").items():
+        deployment = deploy_actor(run.graph, actor, run.deployed, shared)
+        if deployment is not None:
+            run.deployments[name] = deployment
+        elif actor.settings.record is not None or actor.settings.fallback is not None:
+            logger.warning("%s: record and fallback need a model that is deployed from the files of a run", name)
+    if run.deployed:
+        _part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
+    if run.deployments:
+        run.session.closers.append(open_deployments(run.deployments, shared))
+
+
 def _model(run: Run, modules: Modules, c: Component) -> None:
-    """`build_model(name, config)` makes the model, a RemoteModel registers it."""
+    """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is opened by its actors."""
+    if c.name in run.deployed:
+        run.models[c.name] = ModelFiles(c.name, run.deployed[c.name])
+        return
     s = c.settings
     if s.module is None:
         from bray.remote.algo import build_model
@@ -187,6 +224,8 @@ def _buffer(run: Run, modules: Modules, c: Component) -> None:
 def _actor(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteActor that serves its agents, or an Actor class of the user's own."""
     s, graph = c.settings, run.graph
+    deployment = run.deployments.get(c.name)
+    more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
     actor = run.actors[c.name] = _part("RemoteActor")(
         name=c.name,
         port=s.port,
@@ -197,15 +236,20 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         use_tcp=s.use_tcp,
         use_gateway=s.use_gateway,
         **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
+        tick_timeout_s=s.tick_timeout_s,
+        **more,
     )
     if s.module is not None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
+    made = {"Actor": _part("AgentActor")}
+    if deployment is not None:
+        made = {"Actor": DeployedActor, "deployment": deployment}
     actor.serve(
-        Actor=_part("AgentActor"),
+        **made,
         agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
-        config=graph.config,
+        config=graph.config if deployment is None else config_for(graph, deployment),
         episode_length=s.episode_length,
         episode_save_interval=s.episode_save_interval if saves else None,
         serialize=s.serialize,

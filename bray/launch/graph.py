@@ -146,6 +146,7 @@ class _Reader:
         self.kinds: dict[str, str | None] = {}  # of all components; None where it is wrong
         self.all: dict[str, Component] = {}  # those that could be read
         self.absent: dict[str, str] = {}
+        self.deploys = False
 
     def read(self) -> Graph:
         top = self.read_top()
@@ -157,6 +158,7 @@ class _Reader:
         edges = self.connect(config)
         if top is not None:
             self.leave_out(top.mode)
+            self.deploys = top.mode == "deploy"
         present = {n: c for n, c in self.all.items() if n not in self.absent}
         edges = [e for e in edges if e.tail in present and e.head in present]
         self.check_present(present)
@@ -367,7 +369,9 @@ class _Reader:
 
         for name, c in present.items():
             s = c.settings
-            if c.kind in ("model", "trainer") and s.algo is None:
+            # a run directory says itself what its model is
+            from_run = c.kind == "model" and self.deploys and isinstance(s.checkpoint, str)
+            if c.kind in ("model", "trainer") and s.algo is None and not from_run:
                 missing = [k for k in ("module", "class_") if hasattr(s, k) and getattr(s, k) is None]
                 for key in missing:
                     self.problem((name,), f"expected `{_spelled(key)}: ...` under it (or `algo: ...`)")

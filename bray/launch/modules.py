@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,18 +127,30 @@ class Modules:
             raise ConfigError(f"{self.graph.where(name)}: {e}") from e
 
 
-def check_modules(graph: Graph) -> None:
+def check_modules(graph: Graph, deployed: Collection[str] = ()) -> None:
     """Import every module that the Graph names and look for what it must have. All mistakes are in one ConfigError; a module that
-    raises shows its own traceback first."""
+    raises shows its own traceback first. `deployed`: models that are deployed from files, so that neither their modules nor the algorithms
+    of their agents are needed; renders are for afterwards then."""
     modules, problems = Modules(graph), []
     for c in graph.components.values():
+        model = c.name if c.kind == "model" else getattr(c.settings, "model", None)
+        from_files = model is not None and model in deployed
+        if (c.kind == "model" and from_files) or (c.kind == "render" and deployed):
+            continue
         try:
             modules.needed(c)
             if c.kind == "actor" and c.settings.serialize == "proto":
                 modules.message(c, "tick_input_proto")
                 modules.message(c, "tick_output_proto")
-            if getattr(c.settings, "algo", None) is not None:
+            if getattr(c.settings, "algo", None) is not None and not from_files:
                 modules.algorithm(c.settings.algo)
+        except BrayError as e:
+            problems.append(str(e))
+    if any(getattr(c.settings, "algo", None) is not None for c in graph.components.values()):
+        from bray.remote.algo import refuse_stores
+
+        try:
+            refuse_stores(graph.config)
         except BrayError as e:
             problems.append(str(e))
     if not problems:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -57,7 +57,8 @@ class ModelSettings(ComponentSettings):
     checkpoint_every_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds between checkpoints of the model, where `checkpoint_interval` is null. There is one at the start and one at the end too."""
     checkpoint: Annotated[int, Field(ge=0)] | Name | None = None
-    """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint."""
+    """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint. In deploy mode also the
+    path of another run directory, as `bray train` makes it."""
     max_batch_size: Count = 1
     """Samples that one forward takes together at most."""
     num_workers: Some = 0
@@ -69,7 +70,8 @@ class ModelSettings(ComponentSettings):
     memory_per_worker: Some = 1024
     """Memory of each process, in MB."""
     use_onnx: Literal["train", "infer", "quantize"] | None = None
-    """`train`: an ONNX graph whose weights can be published; `infer`: constant weights, faster; `quantize`: int8; `null`: PyTorch."""
+    """`train`: an ONNX graph whose weights can be published; `infer`: constant weights, faster; `quantize`: int8; `null`: PyTorch. In deploy mode
+    `null` asks for PyTorch only where the file says it; see "Deploying"."""
     local_mode: bool = False
     """The process that asks does the forwards itself, whatever `num_workers` says."""
     override_model: bool = True
@@ -78,6 +80,10 @@ class ModelSettings(ComponentSettings):
     """Show the graph of the model in TensorBoard."""
     tensorboard_step: bool = False
     """The x axis of TensorBoard is this model's step."""
+    versions: dict[str, Amount] | None = None
+    """In deploy mode: checkpoints and their shares of the sessions, like `{latest: 0.9, best: 0.1}`; a number is a step. `null` = the newest."""
+    follow: bool = False
+    """In deploy mode: go on to new checkpoints of a training that runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +148,8 @@ class AgentSettings(ComponentSettings):
     """A `kind: config` component that names an algorithm, whose `Policy` a `PolicyAgent` acts with."""
     explore: bool = True
     """`false`: a `PolicyAgent` plays as well as it can and learns nothing."""
+    act: Literal["greedy", "sample"] = "greedy"
+    """How a `PolicyAgent` that does not explore (in deploy mode none does) chooses: the best action, or drawn as in training."""
     wait_s: Annotated[float, Field(ge=0, le=6)] = 0.0
     """Seconds that a game of a `PolicyAgent` may wait for room in the buffer. 0: never, old samples are dropped."""
 
@@ -187,6 +195,12 @@ class ActorSettings(ComponentSettings):
     """States of an episode; `null` = as many as the game has."""
     episode_save_interval: Count | None = None
     """With `dump_state`, each actor slot saves one of so many episodes; `null` = none."""
+    tick_timeout_s: Positive = 30.0
+    """A tick that takes longer is cancelled, and answered with an error or the `fallback`."""
+    fallback: Any = None
+    """In deploy mode, the answer to such a tick: an action as JSON, "last" (the session's last one) or "random"; `null` = an error."""
+    record: Name | None = None
+    """In deploy mode: directory for recordings of every session, for `bray replay`; `null` = none."""
     serialize: Literal["json", "proto"] | None = None
     """What ticks carry; `null` = bytes, which the agents read themselves."""
     tick_input_proto: Message | None = None

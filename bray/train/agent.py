@@ -254,7 +254,7 @@ class PolicyAgent(Agent):
             self._turn = self.player.turn()
         return self._turn.ask(self, state)
 
-    def decided(self, state: Any, rows: _Rows, i: int) -> None:
+    def decided(self, state: Any, rows: Rows, i: int) -> None:
         """What was decided for this tick is row i."""
         if self.memory is not None:
             # of the type that it began with, whatever came back; and a copy: a row would keep its whole batch alive
@@ -297,7 +297,7 @@ class PolicyAgent(Agent):
         return Counts(steps, tuple(ended))
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """A Decision, row by row."""
 
     action: list[Any]
@@ -400,7 +400,7 @@ class _Turn:
         n = len(asked)
         outputs = {k: decision.outputs[k] for k in self.player.outputs if k in decision.outputs}
         action, extras, kept = (split(x, n, n) for x in (decision.action, decision.extras, outputs))
-        rows = _Rows(action, extras, kept, decision.carry, version)
+        rows = Rows(action, extras, kept, decision.carry, version)
         for i, (agent, state, future) in enumerate(asked):
             if future.done():
                 continue  # its deadline passed meanwhile

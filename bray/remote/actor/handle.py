@@ -23,6 +23,7 @@ from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
 from bray.serving.server import admin_of, listening
+from bray.serving.workers import Prepare
 
 logger = logging.getLogger("bray.remote")
 
@@ -55,6 +56,7 @@ class RemoteActor:
         use_gateway: str | None = "node",
         host: str | None = None,
         admin_port: int | None = None,
+        prepare: Prepare | None = None,
         **settings: Any,
     ):
         """
@@ -68,6 +70,7 @@ class RemoteActor:
                            whole cluster; null = a session belongs to its connection
         host               address to listen on; null = this machine alone where the cluster is this machine, else all its networks
         admin_port         of /metrics, /healthz and /readyz; null = the port after the games', 0 = any free one
+        prepare            called in each process with its `Server` before it listens, to give it more admin routes and numbers; it may be async
         settings           any other key of ServiceConfig: tick_timeout_s=5, tokens=("secret",), ...
         """
         if "/" in name or not name:
@@ -84,7 +87,7 @@ class RemoteActor:
             **({} if host is None else {"host": host}),
             **settings,
         }
-        self.name, self._host = name, host
+        self.name, self._host, self._prepare = name, host, prepare
         source = Source(f"RemoteActor {name!r}", {"actor": given})
         self._asked: ServiceConfig = resolve({"actor": ServiceConfig}, [source])["actor"]
         self._config = self._asked  # with the ports and the host that were found
@@ -141,7 +144,8 @@ class RemoteActor:
         """One worker on the io loop of this process."""
         if self._config.workers > 1:
             logger.info("actor %s: cluster='local' has one worker, not %d", self.name, self._config.workers)
-        service = Service(secrets.token_hex(8), replace(self._config, workers=1, use_gateway=None), alone=True)
+        config = replace(self._config, workers=1, use_gateway=None)
+        service = Service(secrets.token_hex(8), config, alone=True, prepare=self._prepare)
         place = self._nodes["local"] = _Place(0, [f"actor/{self.name}/local/0"])
         member = self._cluster.start(place.names[0], ActorWorker, service, 0, *self._made)
         self._ports = member.call("ports").result()
@@ -160,7 +164,7 @@ class RemoteActor:
         config = self._config = replace(config, port=self._ports[0], admin_port=self._ports[1])
         nodes = self._cluster.nodes()
         entry = f"actor/{self.name}/head" if config.use_gateway == "head" else None
-        self._service = Service(secrets.token_hex(8), config, entry=entry)
+        self._service = Service(secrets.token_hex(8), config, entry=entry, prepare=self._prepare)
         if entry is not None:
             self._start_entry()
             assert self._entry is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,11 +15,12 @@ from bray.act import GREEDY, MODES, SAMPLE, Clock
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.data.rows import to_samples
-from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, Overloaded, UnknownName
-from bray.remote.algo import AlgoSetup, named_setup, refuse_memory, refuse_store, store_of
 from bray.train import agent
 from bray.train.agent import Player
+
+if TYPE_CHECKING:  # it imports torch and the environment, which a model that is deployed from files does not need
+    from bray.remote.algo import AlgoSetup
 
 _AGAIN_S = 0.05
 _MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is answered in time: a tick has 30 s
@@ -30,15 +32,18 @@ class PolicyAgent(agent.PolicyAgent):
     Its section: `algo` names the `kind: config` section that describes the algorithm, `model` the model, `buffer` (if there is one) where
     rows go, `wait_s` how long a game may wait for room there (0: never, old rows are dropped: right for live games, while simulated ones
     learn more from each tick if they wait), `act` how it chooses without a buffer and in `mode: deploy` (greedy, or sample: as in training),
-    and `explore: false` makes it play so and learn nothing. `model` and `buffer` may also be the objects themselves.
+    and `explore: false` makes it play so and learn nothing. `model` and `buffer` may also be the objects themselves. A model with a method
+    `make_player(count)` says itself how it is played with, and then no `algo` is needed.
     """
 
     @staticmethod
     def find_player(name: str, config: Any) -> Player:
         player = _in_use.get((id(config), name))
         if player is None:
-            player = _in_use[id(config), name] = make_player(name, config)
+            deployed = getattr(config[name].get("model"), "make_player", None)
+            player = make_player(name, config) if deployed is None else deployed(partial(_merge_counts, name))
             player.config = config  # no other one has its id as long as this player is there
+            _in_use[id(config), name] = player
         return player
 
 
@@ -47,6 +52,9 @@ _in_use: WeakValueDictionary[tuple[int, str], Player] = WeakValueDictionary()
 
 def make_player(name: str, config: Any) -> Player:
     """What the agents of one name share in this process, by their section of the file."""
+    from bray.envs.rewards import RewardTransform
+    from bray.remote.algo import named_setup, refuse_store, store_of
+
     section = config[name]
     setup = named_setup(config, name)
     model = _find_model(name, section)
@@ -73,11 +81,13 @@ def make_player(name: str, config: Any) -> Player:
         state_every=experience.state_every if setup.initial_state is not None else 1,
         rewards=rewards if rewards.active else None,
         clock=None if sink is None else sink.clock,
-        count=lambda counts: _merge_counts(name, counts),
+        count=partial(_merge_counts, name),
     )
 
 
 def _refuse(name: str, setup: AlgoSetup) -> None:
+    from bray.remote.algo import refuse_memory
+
     if setup.env_config.normalize_rewards:
         raise ConfigError(
             f"{name}: normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"

@@ -22,7 +22,7 @@ from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig
 from bray.serving.entry import BehindEntry, Entry
 from bray.serving.server import Server
-from bray.serving.workers import allow_files, collect_seldom
+from bray.serving.workers import Prepare, allow_files, collect_seldom
 
 logger = logging.getLogger("bray.serving")
 
@@ -43,6 +43,8 @@ class Service:
     """One worker in the user's own process."""
     entry: str | None = None
     """The member that takes the connections of all workers."""
+    prepare: Prepare | None = None
+    """Called in each of its processes before it listens: see RemoteActor."""
 
 
 class ActorWorker:
@@ -68,6 +70,7 @@ class ActorWorker:
         server = self.server = Server(self._make_actor, config, self.number)
         server.open()
         try:
+            await _prepare(self.service, server)
             server.sessions.pool.append(self._first_actor())
             server.sessions.actors_made += 1
             if session().cluster.kind != "local":  # else this is the user's own process
@@ -194,6 +197,7 @@ class EntryWorker:
         _say_where()
         server = self.server = Server(_no_actor, config)
         server.open()
+        await _prepare(self.service, server)
         entry = self.entry = Entry(server.sessions, session().token, server.all_numbers)
         server.gather = entry.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": entry.forwarded})
@@ -243,6 +247,13 @@ class EntryWorker:
         self.entry.close()
         for door in self._doors:
             door.close()
+
+
+async def _prepare(service: Service, server: Server) -> None:
+    if service.prepare is not None:
+        preparing = service.prepare(server)
+        if asyncio.iscoroutine(preparing):
+            await preparing
 
 
 def _no_actor() -> Any:
