@@ -440,6 +440,7 @@ class Experiment:
     ) -> Experiment:
         """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
         directory = RunDir.open(path)
+        directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
         exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False)
         exp._weights = checkpoint.weights

@@ -414,6 +414,15 @@ class RunDir:
 
     # --- model versions
 
+    def refuse_old_launch(self) -> None:
+        """Raise for a run that `bray launch` made before it left what others need."""
+        if not (self.path / "spec.json").exists() and (self.path / "master.state").exists():
+            raise CheckpointError(
+                f"{self.path} was made by `bray launch` of an older Bray, which did not write down what its games look like. Start a trial with its "
+                f"weights, by `bray launch` with its file and `checkpoint: {self.path}/models/NAME/STEP.safetensors` of the model; what that makes can be "
+                "served, evaluated and exported"
+            )
+
     def model_name(self) -> str:
         """The name under which the run keeps the weights that are served: `default`, or a launched model's."""
         try:

@@ -155,11 +155,7 @@ class ServedModel:
         """with_outputs: as ActingEngine says."""
         self.name, self.config, self.torch_engine, self.with_outputs = name, config, torch_engine, with_outputs
         self.run = RunDir.open(path)
-        if not (self.run.path / "spec.json").exists() and (self.run.path / "master.state").exists():
-            raise ConfigError(
-                f"{self.run.path} was made by `bray launch` of Bray 0.1, which did not write down what its games look like: go on with it once "
-                "(`bray launch` with its file), then it can be served"
-            )
+        self.run.refuse_old_launch()
         self.spec = EnvSpec.from_json(self.run.read_json("spec.json"))
         self.policy = self.run.read_json("policy.json")
         self.layout = self.spec.layout

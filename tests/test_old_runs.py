@@ -123,6 +123,5 @@ def test_a_launched_run_is_refused_in_one_line(refusal):
     assert line.startswith("error: ")
 
 
-@pytest.mark.xfail(strict=False, reason="0.1 says 'has no latest checkpoint' or 'spec.json is missing', and no more")
 def test_the_refusal_of_a_launched_run_says_what_to_do(refusal):
     assert "bray launch" in refusal.stderr
