@@ -32,11 +32,13 @@ _SAMPLE_ROWS = 32
 @log_shown()
 def export(path: Path, quantize: bool, checkpoint: str, min_agreement: float) -> int:
     """Export, verify, write, say; returns the exit code."""
-    saved = RunDir.open(path).load_checkpoint(checkpoint)
+    run = RunDir.open(path)
+    run.refuse_old_launch()
+    saved = run.load_checkpoint(checkpoint)
     cpu = Source("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
     exp = Experiment.load(path, saved.step, sources=[cpu])
     torch.set_num_threads(1)
-    folder = RunDir.open(path).models / saved.name
+    folder = run.models / saved.name
     console = make_console()
     exporter = _Exporter(exp, saved, quantize)
     with console.status("exporting"):
