@@ -205,6 +205,12 @@ class EpisodeStats:
         self.total += 1
         self.this_iter += 1
 
+    @property
+    def return_mean(self) -> float | None:
+        """Of the window; may be asked in any thread."""
+        returns = list(self._returns)
+        return math.fsum(returns) / len(returns) if returns else None
+
     def row(self) -> Row:
         """The statistics; the count of this iteration starts anew."""
         returns, lengths = self._returns, self._lengths

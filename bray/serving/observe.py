@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from bray import tree
-from bray.errors import DataError
+from bray.errors import ConfigError, DataError
 from bray.serving.values import reader
 from bray.spec import ACTION_MASK, EnvSpec, Space
 
@@ -18,9 +18,12 @@ OBS = "obs"
 
 def masked_spec(id: str, observation: Space, action: Space) -> EnvSpec:
     """The spec of a game that may send `action_mask` beside `obs`: both are one observation, so that whoever learns sees the mask too."""
-    choices = EnvSpec(id, observation, action).layout.num_logits
-    if not choices:
-        return EnvSpec(id, observation, action)
+    spec = EnvSpec(id, observation, action)
+    choices = spec.layout.num_logits
+    if observation.kind == "dict" and OBS in observation.names:
+        raise ConfigError(f"a part of the observation cannot be named {OBS!r}: that is the name of all of it")
+    if not choices or (observation.kind == "dict" and ACTION_MASK in observation.names):
+        return spec
     mask = Space("multi_binary", (choices,), "int8")
     return EnvSpec(id, Space("dict", names=(OBS, ACTION_MASK), parts=(observation, mask)), action)
 
