@@ -128,16 +128,18 @@ class Player:
         return self._turns[loop]
 
     def warm_up(self) -> None:
-        """Make one decision for nobody, so that no game waits until compiled code is loaded."""
+        """Decide for nobody, in batches of all sizes that are recorded, so that no game waits until code is loaded and forwards are recorded."""
         sample = self.spec.observation.sample(np.random.default_rng(0))
         if self.observations.in_obs:
             sample[ACTION_MASK] = tree.map(np.ones_like, sample[ACTION_MASK])
         obs, mask = self.observations.read(msgspec.Raw(json.dumps(plain(sample)).encode()))
         state = SimpleNamespace(obs=obs, mask=mask, first=True, memory=self.initial_state)
-        deciding = self.decide([_Asked(None, state, None)])  # type: ignore[arg-type]
-        more = next(deciding)
-        while not isinstance(more, Decision):
-            more = _send(deciding, self.model(*more, batch=True))
+        for rows in (1, 2, 4, 8, 16, 32):
+            for _ in range(2):
+                deciding = self.decide([_Asked(None, state, None)] * rows)  # type: ignore[arg-type]
+                more = next(deciding)
+                while not isinstance(more, Decision):
+                    more = _send(deciding, self.model(*more, batch=True))
         self.warm = True
 
     def decide(self, asked: list[_Asked]) -> Any:
