@@ -1,6 +1,6 @@
 """python -m benchmarks.live [--repeat 3] [--seconds 20]: rows learnt per CPU second, `bray train --live` beside the launched graph in one process.
 
-Both train the same network with the same PPO from the same 32 games (template.gamecore, the grid, over HTTP, in a process of their own). CPU time is the
+Both train the same network with the same PPO, in one thread, from the same 32 games (template.gamecore, the grid, over HTTP, in a process of their own). CPU time is the
 server's and its children's alone, between two rows of its result.jsonl, after a warm-up. One JSON line per measurement, then medians and the ratio.
 """
 
@@ -60,7 +60,10 @@ def measure(side: str, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bray-live-") as name:
         folder, port = Path(name), free_port()
         words, run = SIDES[side](port, folder)
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }  # a launched trainer takes all cores
         with open(folder / "log", "w") as log:
             server = subprocess.Popen(
                 [sys.executable, "-m", "bray", *words], cwd=folder, env=environment, stdout=log, stderr=log
@@ -96,7 +99,9 @@ def measure(side: str, seconds: float) -> dict[str, Any]:
     }
 
 
-def _moment(server: subprocess.Popen[bytes], run: Path, steps: int, folder: Path, not_before: float = 0.0) -> dict[str, Any]:
+def _moment(
+    server: subprocess.Popen[bytes], run: Path, steps: int, folder: Path, not_before: float = 0.0
+) -> dict[str, Any]:
     """The first new row of result.jsonl with so many gradient steps, and the CPU time when it was written."""
     path, until = run / "result.jsonl", time.monotonic() + LONGEST_S
     seen = path.stat().st_size if path.exists() else 0

@@ -293,15 +293,17 @@ def test_a_game_in_cpp_is_learnt_and_served(tmp_path, corridor):
     with bray(tmp_path, *words) as command:
         port = command.port
         games = [
-            subprocess.Popen([str(corridor), str(port), "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [str(corridor), str(port), "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
             for _ in range(4)
         ]
         try:
             assert command.wait() == 0, command.out
             for game in games:
-                out, err = game.communicate(timeout=LONG)
+                _, err = game.communicate(timeout=LONG)
                 assert game.returncode == 1
-                assert re.match(r"failed: (503 draining|504 tick_timeout|connect_failed|closed|connection_lost|\w+)", err), err
+                assert re.match(r"failed: (503 draining|504 tick_timeout|connect_failed|connection_lost):", err), err
         finally:
             for game in games:
                 game.kill()
@@ -483,7 +485,7 @@ def test_python_games_in_threads_learn_and_versions_grow(tmp_path):
 def test_asking_for_the_page_takes_nothing_from_the_rows(tmp_path):
     with experiment(tmp_path / "run", wait_s=5) as exp:
         asked = []
-        with playing(Sign(port_of(exp))) as games:
+        with playing(Sign(port_of(exp))):
             for row in exp.train(stop={"training_iteration": 6}):
                 asked.append(row["episodes_this_iter"])
                 page(exp)
@@ -534,7 +536,7 @@ def test_a_mask_is_respected_and_learnt_from(tmp_path, masked):
         batches, model = recorded(exp)
         with playing(Sign(port_of(exp), mask=mask if masked else None)) as games:
             train(exp, games, training_iteration=2)
-    piece, rows = batches[0]
+    _, rows = batches[0]
     legal = rows["mask"] > 0
     real = rows["weight"] > 0
     want = np.array([mask(x) for x in rows["obs"]["obs"].tolist()]) if masked else np.ones((len(real), 3))
@@ -542,7 +544,11 @@ def test_a_mask_is_respected_and_learnt_from(tmp_path, masked):
     with torch.no_grad():
         dist = model({k: torch.from_numpy(v) for k, v in rows["obs"].items()})["dist"].numpy()
     logits = np.where(legal, dist, -np.inf)[real]
-    logp = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    logp = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
     chosen = np.take_along_axis(logp, rows["action"][real, None], -1)[:, 0]
     np.testing.assert_allclose(rows["logp"][real], chosen, rtol=1e-4, atol=1e-5)
     assert np.isfinite(chosen).all()
@@ -618,7 +624,7 @@ def test_whole_numbers_are_not_cut_to_fit(tmp_path):
         client.start()
         client.tick({**GOOD, "obs": [255, 0]})
         for obs in ([256, 0], [-1, 0], [0.5, 0], [1 << 70, 0]):
-            with pytest.raises(ClientError, match="400 malformed: .*obs: expected"):
+            with pytest.raises(ClientError, match=r"400 malformed: .*obs: expected"):
                 client.tick({**GOOD, "obs": obs})
 
 
@@ -659,7 +665,8 @@ def test_games_of_different_speed_and_games_that_vanish(tmp_path):
                         for _ in range(20):
                             self.tick(client, self.obs(), 0.0)
                     except ClientError as e:
-                        assert e.status in (0, 429), e  # the others that vanished still have their places
+                        if e.status not in (0, 429):  # 429: those that vanished still have their places
+                            raise
                         time.sleep(0.1)
                     client.close()
 
@@ -848,7 +855,10 @@ def test_reconnecting_with_the_same_name(tmp_path):
         first = Client("127.0.0.1", port, session="game-2", retries=0)
         first.start()
         first.close()  # without an end
-        with Client("127.0.0.1", port, session="game-2", retries=0) as again, pytest.raises(ClientError, match="session_exists"):
+        with (
+            Client("127.0.0.1", port, session="game-2", retries=0) as again,
+            pytest.raises(ClientError, match="session_exists"),
+        ):
             again.start()
 
 
@@ -878,7 +888,11 @@ def test_push_and_gather_from_two_threads_lose_nothing(tmp_path):
             last = done.is_set()
             pieces, counts = source.gather(0.01)
             rows += sum(p.length for p in pieces)
-            total, dropped, episodes = total + counts.env_steps, dropped + counts.dropped, episodes + len(counts.episodes)
+            total, dropped, episodes = (
+                total + counts.env_steps,
+                dropped + counts.dropped,
+                episodes + len(counts.episodes),
+            )
             if last and not pieces:
                 break
         thread.join()

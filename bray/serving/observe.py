@@ -55,7 +55,9 @@ class Observations:
         if not self.in_obs:
             x = self._read_obs(obs)
             return x, None if mask is None or not self.masked else self._mask(mask)
-        if self._read_part is not None and not _has_obs(obs):  # what games send: most of the time there is no more to it
+        if self._read_part is not None and not _has_obs(
+            obs
+        ):  # what games send: most of the time there is no more to it
             legal = self.all_legal if mask is None else self._mask(mask)
             bits = self._ones if mask is None else legal.astype(np.int8)
             return {OBS: self._read_part(obs), ACTION_MASK: bits}, legal

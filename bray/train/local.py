@@ -22,7 +22,6 @@ from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
 from bray.train.rollout import EnvSource, Rollout
 
-
 _PICTURE = 32  # pixels of a side, at least
 
 
