@@ -37,7 +37,7 @@ from bray.inference.torch_engine import load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
-from bray.serving.values import reader
+from bray.serving.observe import Observations
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig, resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
@@ -461,8 +461,14 @@ class Experiment:
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():
             raise ConfigError(f"{path} was made by `bray launch`: the same launch file goes on with it")
+        saved = _saved_config(directory)
+        if "live" not in saved.values and any("live" in source.values for source in sources):
+            raise ConfigError(
+                f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can start with its weights "
+                f"(bray train --live ... --init-from {path})"
+            )
         checkpoint = directory.load_checkpoint("latest")
-        exp = cls(env=env, sources=[_saved_config(directory), *sources], use_preset=False, path=path)
+        exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path)
         training = exp.training
         theirs = EnvSpec.from_json(directory.read_json("spec.json"))
         if theirs != training.spec:
@@ -548,16 +554,20 @@ class Experiment:
         with self._stage(1, seed, act) as stage:
             return play_steps(steps=steps, **stage)
 
+    def check_env(self) -> None:
+        """Refuse a run that has no environment to play in."""
+        if self.config["env"].id == LIVE:
+            raise ConfigError(
+                "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "
+                "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
+            )
+
     @contextlib.contextmanager
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
         """What `bray.train.evaluate` needs to play with this policy."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
-        if self.config["env"].id == LIVE:
-            raise ConfigError(
-                "this run learnt from live games and has no environment to play in: `bray serve` answers its games; to evaluate it, name an "
-                "environment with the same spaces (--env module:Class)"
-            )
+        self.check_env()
         with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
             if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
                 raise CheckpointError("the environment has other spaces than the policy was trained for")
@@ -685,14 +695,14 @@ class ServedPolicy:
         self.initial_state = initial_state(model)
         self.engine = acting_engine(model, policy)
         self.rng = np.random.default_rng()
-        self._read = reader(spec.observation)
+        self._observations = Observations(spec)
 
     @property
     def recurrent(self) -> bool:
         return self.initial_state is not None
 
     def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY) -> Any:
-        batch = tree.map(lambda x: x[None], self._read(obs))
+        batch = tree.map(lambda x: x[None], self._observations.read(obs)[0])
         if self.initial_state is not None and state is None:
             state = self.initial_state(1)
         deciding = self.policy.decide(Tick(batch), state, self.rng, mode, TRAINED)

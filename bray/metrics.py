@@ -215,6 +215,12 @@ class EpisodeStats:
     def add_lengths(self, lengths: Iterable[float]) -> None:
         self._lengths.extend(int(length) for length in lengths)
 
+    @property
+    def return_mean(self) -> float | None:
+        """Of the window; may be asked in any thread."""
+        returns = list(self._returns)
+        return math.fsum(returns) / len(returns) if returns else None
+
     def row(self) -> Row:
         """The statistics; the count of this iteration starts anew."""
         returns, lengths = self._returns, self._lengths

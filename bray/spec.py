@@ -20,6 +20,7 @@ So a Model's distribution head is one array `[..., layout.num_params]`, an actio
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -194,8 +195,15 @@ _SPACE_EXAMPLES = (
 
 def parse_space(text: Any) -> Space:
     """A space as people write it: `float32[6]`, `float32[2] -1..1`, `uint8[4,84,84]`; `3` is a choice of three, `3,2` two choices; a dict of
-    such is a dict of spaces."""
+    such (or JSON of one) is a dict of spaces."""
+    if isinstance(text, str) and text.lstrip().startswith("{"):
+        try:
+            text = json.loads(text)
+        except ValueError as e:
+            raise ConfigError(f"expected a JSON object of spaces like {_SPACE_EXAMPLES}; got {text!r} ({e})") from None
     if isinstance(text, dict):
+        if not text:
+            raise ConfigError(f"expected a space like {_SPACE_EXAMPLES}; got an empty object")
         return Space("dict", names=tuple(map(str, text)), parts=tuple(parse_space(v) for v in text.values()))
     words = str(text).strip()
     try:

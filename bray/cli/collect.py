@@ -82,6 +82,7 @@ def collect(
     if count is not None and steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint)
+    exp.check_env()
     console = make_console()
     out = out or path / "trajectories"
     returns: list[float] = []

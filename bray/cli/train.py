@@ -104,6 +104,8 @@ class Options:
                 value = str(value) if isinstance(value, Path) else value
                 values.setdefault(section, {})[key] = algo_name(value) if name == "run" else value
                 texts[section, key] = f"{flag} {value}"
+        if self.live:
+            values.setdefault("live", {})
         if self.seeds:
             values.setdefault("run", {})["seed"] = self.seeds[0]
             texts["run", "seed"] = f"--seed {self.seeds[0]}"
@@ -207,6 +209,8 @@ def _experiment(options: Options, path: Path | None = None) -> Experiment:
         return Experiment.resume(options.resume, options.sources())
     place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
     exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, live=options.live, **place)
+    if options.render and exp.live:
+        raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
     if options.init_from is not None:
         exp.init_from(options.init_from)
     return exp
@@ -229,6 +233,8 @@ def _closing(exp: Experiment) -> Iterator[None]:
 def _run(exp: Experiment, options: Options, console: Console, signals: Signals) -> int:
     training, run = exp.training, exp.config["run"]
     signals.experiment = exp
+    if isinstance(training, LiveTraining):
+        training.source.open()  # a port that is taken is told before anything is written
     if not options.quiet:
         _head(exp, options, console)
     title = f"{run.algorithm} on {exp.env_id}"
@@ -284,7 +290,6 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
     if options.init_from is not None:
         rows.append(("weights", f"of {options.init_from}"))
     if isinstance(training, LiveTraining):
-        training.source.open()
         url = f"http://{training.live.host}:{training.source.port}/step"
         rows.append(("games call", f"POST {url}"))
         rows.append(("how it goes", f"http://127.0.0.1:{training.source.admin_port}/training"))
@@ -324,7 +329,8 @@ def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: boo
         ("results", path / "result.jsonl"),
         ("tensorboard", path / "tb"),
     ]
-    commands = [("look at it", f"bray eval {quoted} --render"), ("", f"tensorboard --logdir {quoted}")]
+    look = ("serve it", f"bray serve {quoted}") if exp.live else ("look at it", f"bray eval {quoted} --render")
+    commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:
         commands.insert(0, ("go on", f"bray train --resume {quoted}"))
     facts(console, [*[(name, p) for name, p in kept if p.exists()], *commands])

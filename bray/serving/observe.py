@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from bray import tree
-from bray.errors import DataError
+from bray.errors import ConfigError, DataError
 from bray.serving.values import reader
 from bray.spec import ACTION_MASK, EnvSpec, Space
 
@@ -18,9 +18,12 @@ OBS = "obs"
 
 def masked_spec(id: str, observation: Space, action: Space) -> EnvSpec:
     """The spec of a game that may send `action_mask` beside `obs`: both are one observation, so that whoever learns sees the mask too."""
-    choices = EnvSpec(id, observation, action).layout.num_logits
-    if not choices:
-        return EnvSpec(id, observation, action)
+    spec = EnvSpec(id, observation, action)
+    choices = spec.layout.num_logits
+    if observation.kind == "dict" and OBS in observation.names:
+        raise ConfigError(f"a part of the observation cannot be named {OBS!r}: that is the name of all of it")
+    if not choices or (observation.kind == "dict" and ACTION_MASK in observation.names):
+        return spec
     mask = Space("multi_binary", (choices,), "int8")
     return EnvSpec(id, Space("dict", names=(OBS, ACTION_MASK), parts=(observation, mask)), action)
 
@@ -39,6 +42,7 @@ class Observations:
         self._beside = self.in_obs and set(space.names) == {OBS, ACTION_MASK}
         self._ones = np.ones(self.layout.num_logits, np.int8)
         self._read_obs = reader(space)
+        self._read_part = reader(space.parts[space.names.index(OBS)]) if self._beside else None
         self._read_flat = reader(Space("multi_binary", self.all_legal.shape, "int8"), ACTION_MASK)
         parts = _choices(spec.action)
         self._read_parts = None if parts is None or parts.kind == "multi_binary" else reader(parts, ACTION_MASK)
@@ -51,6 +55,12 @@ class Observations:
         if not self.in_obs:
             x = self._read_obs(obs)
             return x, None if mask is None or not self.masked else self._mask(mask)
+        if self._read_part is not None and not _has_obs(
+            obs
+        ):  # what games send: most of the time there is no more to it
+            legal = self.all_legal if mask is None else self._mask(mask)
+            bits = self._ones if mask is None else legal.astype(np.int8)
+            return {OBS: self._read_part(obs), ACTION_MASK: bits}, legal
         x = self._read_obs(self._joined(obs, mask))
         return x, self._legal(self.layout.mask(tree.map(lambda leaf: leaf[None], x))[0])  # type: ignore[index]
 
@@ -58,17 +68,9 @@ class Observations:
         """One object with the mask in it, also where that came beside the observation or not at all."""
         if mask is None and not self._beside:
             return obs
-        parts = obs
-        if type(obs) is msgspec.Raw:
-            try:
-                parts = _decode_object(obs)
-            except (ValueError, RecursionError):
-                parts = None
-        whole = isinstance(parts, dict) and (not self._beside or OBS in parts)
-        if not whole:
-            if not self._beside:
-                return obs  # the reader says what it expected
-            parts = {OBS: obs}
+        parts = _object(obs)
+        if parts is None:
+            return obs  # the reader says what it expected
         if mask is not None:
             return {**parts, ACTION_MASK: self._mask(mask).astype(np.int8)}
         return parts if ACTION_MASK in parts else {**parts, ACTION_MASK: self._ones}
@@ -87,6 +89,22 @@ class Observations:
         if len(mask) == len(self.all_legal) and not all(mask[part].any() for part in self._choices):
             raise DataError(f"{ACTION_MASK}: expected at least one legal action for every choice, got none")
         return mask
+
+
+def _object(value: Any) -> dict[str, Any] | None:
+    """The parts of an object, also of one that is not decoded yet; None for anything else."""
+    if type(value) is msgspec.Raw:
+        try:
+            return _decode_object(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def _has_obs(value: Any) -> bool:
+    """Whether it is a whole observation of `masked_spec`, and not the part of that name."""
+    parts = _object(value)
+    return parts is not None and OBS in parts
 
 
 def _choices(action: Space) -> Space | None:

@@ -90,7 +90,7 @@ def _array_reader(space: Space, where: str) -> Reader:
 
     def read(value: Any) -> np.ndarray:
         if type(value) is msgspec.Raw:
-            x = read_text(value) if has_text else None
+            x = read_text(value) if has_text and memoryview(value)[0] != _BRACE else None
             if x is not None:
                 return x
             value = _decode(value, where)
@@ -119,6 +119,7 @@ def _array_reader(space: Space, where: str) -> Reader:
     return read
 
 
+_BRACE = ord("{")  # of an array in base64
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 _WRITTEN = [np.dtype(x) for x in ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4")]
 """Whose numbers are read from text; those of other types are few."""

@@ -16,10 +16,12 @@ piece. A piece that ends in the middle of an episode bootstraps from the value o
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -29,7 +31,7 @@ from bray import tree
 from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Decision, Policy, Tick
 from bray.data.experience import Counts
 from bray.data.piece import Piece
-from bray.errors import DataError
+from bray.errors import DataError, did_you_mean
 from bray.inference.batcher import own_error
 from bray.inference.rows import Template, split
 from bray.serving.actor import FAILURES
@@ -37,7 +39,7 @@ from bray.serving.agent import Agent, State
 from bray.serving.observe import Observations
 from bray.serving.protocol import malformed
 from bray.serving.values import plain
-from bray.spec import EnvSpec
+from bray.spec import ACTION_MASK, EnvSpec
 
 _ENOUGH = 32  # ticks; a row of a larger forward is hardly cheaper
 
@@ -52,7 +54,14 @@ class _Message(msgspec.Struct):
     action_mask: msgspec.Raw | None = None
 
 
+class _StrictMessage(_Message, forbid_unknown_fields=True):
+    pass
+
+
 _decode_tick = msgspec.json.Decoder(_Message).decode
+_decode_strictly = msgspec.json.Decoder(_StrictMessage).decode
+_KEYS = _Message.__struct_fields__
+_LARGEST = float(np.finfo(np.float32).max)  # of a reward: learners count in float32
 
 
 class Observed(NamedTuple):
@@ -78,6 +87,7 @@ class Player:
     sink       where pieces go; None: it plays and nobody learns
     rewards    what the learner sees of raw rewards `[T, 1]`
     clock      how far training is, for exploration schedules
+    strict     refuse keys of a tick that we do not know: one that is misspelt would be missed by nobody, but the learner
     """
 
     def __init__(
@@ -94,7 +104,9 @@ class Player:
         clock: Callable[[], Clock] | None = None,
         count: Callable[[Counts], None] = lambda counts: None,
         seed: Any = None,
+        strict: bool = False,
     ):
+        self.strict = strict
         self.spec, self.policy, self.model, self.sink, self.rewards = spec, policy, model, sink, rewards
         self.mode = mode or (GREEDY if sink is None else SAMPLE)
         self.initial_state, self.state_every, self.count = initial_state, state_every, count
@@ -116,6 +128,21 @@ class Player:
         if loop not in self._turns:
             self._turns[loop] = _Turn(self, loop)
         return self._turns[loop]
+
+    def warm_up(self) -> None:
+        """Decide for nobody, in batches of all sizes that are recorded, so that no game waits until code is loaded and forwards are recorded."""
+        sample = self.spec.observation.sample(np.random.default_rng(0))
+        if self.observations.in_obs:
+            sample[ACTION_MASK] = tree.map(np.ones_like, sample[ACTION_MASK])
+        obs, mask = self.observations.read(msgspec.Raw(json.dumps(plain(sample)).encode()))
+        state = SimpleNamespace(obs=obs, mask=mask, first=True, memory=self.initial_state)
+        for rows in (1, 2, 4, 8, 16, 32):
+            for _ in range(2):
+                deciding = self.decide([_Asked(None, state, None)] * rows)  # type: ignore[arg-type]
+                more = next(deciding)
+                while not isinstance(more, Decision):
+                    more = _send(deciding, self.model(*more, batch=True))
+        self.warm = True
 
     def decide(self, asked: list[_Asked]) -> Any:
         """The Policy's generator for these ticks."""
@@ -191,25 +218,31 @@ class PolicyAgent(Agent):
         data = state.unread()
         if data is not None:
             try:
-                tick = _decode_tick(data)
+                tick = _decode_strictly(data) if self.player.strict else _decode_tick(data)
             except (ValueError, RecursionError):
                 pass  # told below
             else:
-                self._check_reward(tick.reward is not msgspec.UNSET, "obs")
-                reward = 0.0 if tick.reward is msgspec.UNSET else tick.reward or 0.0
-                return Observed(tick.obs, reward, bool(tick.terminated), bool(tick.truncated), tick.action_mask)
+                reward = None if tick.reward is msgspec.UNSET else tick.reward
+                ends = _flag("terminated", tick.terminated), _flag("truncated", tick.truncated)
+                return Observed(tick.obs, self._reward(reward), *ends, tick.action_mask)
         tick = state.input
         if not isinstance(tick, Mapping) or "obs" not in tick:
             raise DataError(
                 f'expected {{"obs": ..., "reward": ..., "terminated": ..., "truncated": ...}}, got {tick!r:.60}'
             )
-        self._check_reward("reward" in tick, ", ".join(map(str, tick)))
-        ends = bool(tick.get("terminated")), bool(tick.get("truncated"))
-        return Observed(tick["obs"], tick.get("reward") or 0.0, *ends, tick.get("action_mask"))
+        unknown = [str(key) for key in tick if key not in _KEYS] if self.player.strict else ()
+        if unknown:
+            raise DataError(
+                f"expected a tick of {', '.join(_KEYS)}, got {unknown[0][:40]!r} too.{did_you_mean(unknown[0], _KEYS)}"
+            )
+        ends = _flag("terminated", tick.get("terminated")), _flag("truncated", tick.get("truncated"))
+        return Observed(tick["obs"], self._reward(tick.get("reward")), *ends, tick.get("action_mask"))
 
-    def _check_reward(self, there: bool, keys: str) -> None:
-        if not there and self.player.sink is not None and not self._first:
-            raise DataError(f"expected the reward of the previous action, got only {keys}")
+    def _reward(self, reward: Any) -> Any:
+        """What came as reward; a learner needs one for every action."""
+        if reward is None and self.player.sink is not None and not self._first:
+            raise DataError("expected the reward of the previous action, got none")
+        return 0.0 if reward is None else reward
 
     def answer(self, state: State, action: Any) -> None:
         """Tell the game what to do; `action` is one action of the environment's space."""
@@ -430,12 +463,20 @@ def _fail(asked: list[_Asked], error: Exception) -> None:
 
 def _number(reward: Any) -> float:
     try:
-        number = float(reward)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise DataError(f"expected reward to be a finite number, got {reward!r:.60}")
+    if not abs(number) <= _LARGEST:
+        raise DataError(f"expected reward to be a finite number (of float32), got {reward!r:.60}")
     return number
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    if value is None or (type(value) in (int, float) and value in (0, 1)):
+        return bool(value)
+    raise DataError(f"expected {name} to be true or false, got {value!r:.60}")
 
 
 def _column(rows: list[Any]) -> Any:

@@ -340,9 +340,15 @@ class Driver:
             self._last_batch, self._say_after, self.why_waiting = now, SAY_AFTER, ""
         elif now - self._last_batch > self._say_after:
             self._say_after *= 2
-            why = [w for w in (source.waiting_for() for source in self._running) if w]
-            self.why_waiting = "; ".join([*why, self.experience.waiting_for()])
+            self.why_waiting = self.reason_to_wait()
             logger.warning("%sno batch for %.0f s: %s", self.label, now - self._last_batch, self.why_waiting)
+
+    def reason_to_wait(self) -> str:
+        """Why there has been no batch for `SAY_AFTER` seconds, as it is now; empty where there has been one. May be asked in any thread."""
+        if time.monotonic() - self._last_batch <= SAY_AFTER:
+            return ""
+        why = [w for w in (source.waiting_for() for source in list(self._running)) if w]
+        return "; ".join([*why, self.experience.waiting_for()])
 
     label = ""
     """Whose words they are, in the log."""

@@ -66,6 +66,8 @@ class LiveConfig:
     """When given, every request must carry it."""
     max_games: Annotated[int, Field(gt=0)] = 1000
     """Sessions at once."""
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A game that has not called for so long is gone, and makes room for another."""
     obs: Any = None
     """The observation: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
     actions: Any = None
@@ -122,9 +124,10 @@ class LiveSource(Source):
         self._news = threading.Condition()
         self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
         self._published = 0.0
-        self._games = 0
+        self._closing = False
+        self._most_rows = _rows_of(side.experience)
         self._model = copy.deepcopy(side.model).cpu().eval()
-        engine = _Drawing(acting_engine(self._model, _Kept(side.policy)), side.policy.draws, seed)
+        engine = _LiveEngine(acting_engine(self._model, _Kept(side.policy)), side.policy.draws, seed)
         self.host = ModelHost(ID, engine, weights=_weights(self._model))
         rewards = RewardTransform(env, 1, side.config.gamma)
         memory = initial_state(self._model)
@@ -140,13 +143,18 @@ class LiveSource(Source):
             rewards=rewards if rewards.active else None,
             clock=lambda: self.clock,
             seed=[seed, 0],
+            strict=True,
         )
         self.server: BackgroundServer | None = None
         self.about: Callable[[], dict[str, Any]] = dict
         """What the page of the games' owner says of training."""
 
     def open(self) -> None:
-        """Begin to answer."""
+        """Begin to answer, if we do not yet."""
+        if self.server is not None:
+            return
+        self._closing = False
+        self.player.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
         config = {"policy": {"player": self.player}}
         service = ServiceConfig(
@@ -155,6 +163,7 @@ class LiveSource(Source):
             admin_port=0 if self.live.port == 0 else None,
             use_tcp=self.live.use_tcp,
             actors_per_worker=self.live.max_games,
+            idle_timeout_s=self.live.idle_timeout_s,
             tokens=() if self.live.token is None else (self.live.token,),
         )
 
@@ -171,11 +180,15 @@ class LiveSource(Source):
 
     @property
     def port(self) -> int:
+        """Where games call; from now on they are answered."""
+        self.open()
         assert self.server is not None
         return self.server.port
 
     @property
     def admin_port(self) -> int:
+        """Where their owner finds /training and /metrics."""
+        self.open()
         assert self.server is not None
         return self.server.admin_port
 
@@ -183,7 +196,7 @@ class LiveSource(Source):
 
     async def push(self, piece: Piece, counts: Counts) -> None:
         until = time.monotonic() + self.live.wait_s
-        while self._full(piece) and time.monotonic() < until:
+        while self._full(piece) and not self._closing and time.monotonic() < until:
             await asyncio.sleep(_AGAIN)
         with self._news:
             while self._came and self._full(piece):
@@ -195,14 +208,12 @@ class LiveSource(Source):
             self._news.notify()
 
     def _full(self, piece: Piece) -> bool:
-        most = getattr(self._experience, "rows", None) or 4 * PIECE * COLUMNS
-        return self._rows + piece.length > 2 * most or (self._rows > 0 and not self._experience.room())
+        return self._rows + piece.length > 2 * self._most_rows or (self._rows > 0 and not self._experience.room())
 
     # --- to the driver ------------------------------------------------------------------------------------------------
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
-        if self.server is None:
-            self.open()
+        self.open()
         self._publish_pending()
         with self._news:
             if not self._came:
@@ -226,31 +237,43 @@ class LiveSource(Source):
             self.clock, self._pending, self._published = clock, None, time.monotonic()
 
     def waiting_for(self) -> str:
-        sessions = 0
-        if self.server is not None:
-            sessions = int(self.server.server.all_numbers().get("bray_sessions", 0))
-        if not sessions:
+        if self.server is None:
+            return ""
+        games = len(self.server.server.sessions.sessions)
+        if not games:
             return f"no game is connected: they call POST http://{self.live.host}:{self.port}/step"
-        return f"{sessions} game{'s are' if sessions > 1 else ' is'} connected"
+        return f"{games} game{'s are' if games > 1 else ' is'} connected"
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        self.clock = clock
+        self.publish(lambda: self.host.get_weights()[0], clock)
+        self._publish_pending()  # replies carry the version that the run is at, before there is a new one too
         return False  # games go on by themselves
 
     def close(self) -> None:
+        """End the service: whoever still plays gets an error, nobody waits for the learner any more."""
+        self._closing = True
         if self.server is not None:
             self.server.close()
             self.server = None
 
 
-class _Drawing:
-    """An engine that draws the Model's random inputs itself: they have no batch axis, so they cannot wait with the observations of other games."""
+class _LiveEngine:
+    """An engine for batches of any size, as games come. They are filled up to a power of two, so that each size is recorded: the torch engine keeps few.
+
+    It draws the Model's random inputs itself: they have no batch axis, so they cannot wait with the observations of other games."""
 
     def __init__(self, engine: TorchEngine, draws: Mapping[str, tuple[int, ...]], seed: int):
         self.engine, self.draws, self.rng = engine, draws, np.random.default_rng([seed, 3])
 
     def forward(self, *args: Any) -> Any:
-        return self.engine.forward(*args, *([standard_normals(self.draws, self.rng)] if self.draws else []))
+        rows = tree.length(args)
+        more = (1 << (rows - 1).bit_length()) - rows
+        if more:
+            args = tree.map(lambda x: np.concatenate([x, np.broadcast_to(x[:1], (more, *x.shape[1:]))]), args)
+        if self.draws:
+            args = (*args, standard_normals(self.draws, self.rng))
+        out = self.engine.forward(*args)
+        return tree.map(lambda x: x[:rows], out) if more else out
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.set_weights(weights)
@@ -261,6 +284,14 @@ class _Kept:
 
     def __init__(self, policy: Any):
         self.reads = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
+
+
+def _rows_of(experience: Experience) -> int:
+    """Rows of a rollout; of other experience, as many as PPO's usual one has."""
+    if isinstance(experience, Rollouts):
+        assert experience.piece_length is not None
+        return experience.piece_length * (experience.columns or 1)
+    return 4 * PIECE * COLUMNS
 
 
 def _sum(a: Counts, b: Counts) -> Counts:
@@ -289,18 +320,17 @@ class LiveTraining(Driver):
     depends_on_timing = True
 
     def describe(self) -> str:
-        return f"live games on port {self.live.port}"
+        return f"live games on port {self.source.port}"
 
     def about(self) -> dict[str, Any]:
         """For the admin port's /training."""
-        row = self.totals.episodes.row()
         return {
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
-            "episode_return_mean": row.get("episode_return_mean"),
+            "episode_return_mean": self.totals.episodes.return_mean,
             "episodes_total": self.totals.episodes.total,
             "rows_dropped": self.totals.dropped,
-            "waiting": self.why_waiting or None,
+            "waiting": self.reason_to_wait() or None,
         }
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
