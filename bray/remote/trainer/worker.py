@@ -30,7 +30,7 @@ from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, Prepared
 from bray.rundir import RunDir, read_json, write_atomic
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
-from bray.train.local import describe_policy
+from bray.train.local import describe_policy, threads_for
 from bray.train.ranks import Ranks, is_rank_lost
 
 logger = logging.getLogger("bray.remote")
@@ -124,6 +124,7 @@ def assemble(
         refuse_store(f"trainer {plan.name}", name, store_of(buffer))
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
+    torch.set_num_threads(threads_for(setup.spec))
     # A recording cannot hold the conversation between ranks.
     learner = setup.make_learner(model, plan.seed + 10_007 * ranks.rank, ranks.size == 1, cls)
     experience = setup.make_experience()
