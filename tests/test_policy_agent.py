@@ -23,7 +23,7 @@ from bray.envs.make import make_vec
 from bray.errors import ConfigError, Overloaded, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine
-from bray.remote.actor.policy_agent import PolicyAgent
+from bray.remote.actor.policy_agent import BufferSink, PolicyAgent
 from bray.remote.algo import algo_setup, build_model
 from bray.rl import returns
 from bray.serving.agent import AgentActor
@@ -919,3 +919,24 @@ def test_a_tick_that_nobody_waits_for_is_not_decided_on():
 
     run(main())
     assert model.batches == [1, 1]
+
+
+def test_at_the_end_of_a_service_no_game_waits_for_a_trainer_that_is_gone():
+    """Its buffer never takes anything: a game that may wait six seconds is let go at once."""
+
+    class Full:
+        name = "full"
+
+        def push_batch(self, batch, drop=True):
+            raise Overloaded("full")
+
+    sink = BufferSink("agent", Full(), 6.0, SimpleNamespace(step=0))
+
+    async def main():
+        waiting = asyncio.create_task(sink._hand_over({"reward": np.zeros(3)}))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        sink.stop_waiting()
+        await asyncio.wait_for(waiting, 3.0)
+
+    run(main())

@@ -50,6 +50,13 @@ class PolicyAgent(agent.PolicyAgent):
 _in_use: WeakValueDictionary[tuple[int, str], Player] = WeakValueDictionary()
 
 
+def stop_waiting() -> None:
+    """Of all agents of this process."""
+    for player in list(_in_use.values()):
+        if isinstance(player.sink, BufferSink):
+            player.sink.stop_waiting()
+
+
 def make_player(name: str, config: Any) -> Player:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
@@ -106,6 +113,7 @@ class BufferSink:
     def __init__(self, name: str, buffer: Any, wait_s: float, model: Any):
         self.name, self.buffer, self.wait_s, self._model = name, buffer, wait_s, model
         self._origin, self._steps = secrets.randbits(62), 0
+        self._deadlines: set[asyncio.Timeout] = set()  # of games that wait
 
     def clock(self) -> Clock:
         """Of the weights that act, as the trainer published them."""
@@ -126,7 +134,8 @@ class BufferSink:
             return
         taken = False
         try:
-            async with asyncio.timeout(self.wait_s):
+            async with asyncio.timeout(self.wait_s) as deadline:
+                self._deadlines.add(deadline)
                 while not taken:
                     try:
                         pushed = self.buffer.push_batch(samples, drop=False)
@@ -137,6 +146,14 @@ class BufferSink:
         except TimeoutError:  # the game goes on, and its samples are on their way, if they were taken
             if not taken:
                 merge("samples_dropped", len(samples["reward"]), agent=self.name)
+        finally:
+            self._deadlines.discard(deadline)
+
+    def stop_waiting(self) -> None:
+        """The service ends, and the trainer may be gone already: no game waits for it any more. Called in the service's loop."""
+        self.wait_s = 0.0
+        for deadline in self._deadlines:
+            deadline.reschedule(asyncio.get_running_loop().time())
 
 
 def _merge_counts(name: str, counts: Counts) -> None:

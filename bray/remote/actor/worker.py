@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import BrayError, ConfigError
+from bray.remote.actor.policy_agent import stop_waiting
 from bray.remote.cluster import session
 from bray.remote.wire import Address, machine_id
 from bray.serving.affinity import NodeGateway, Table
@@ -168,6 +169,7 @@ class ActorWorker:
             return
         if isinstance(self._gateway, NodeGateway):
             self._gateway.table.open(self._gateway.me, False)
+        stop_waiting()
         await self.server.drain(timeout)
         await self.close()
 
