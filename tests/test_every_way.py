@@ -108,7 +108,11 @@ def test_in_the_loop(case, tmp_path):
     experiment.close()
 
 
-@every_case
+LONG = {"memory", "a2c"}  # from live games
+live_cases = [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in LONG else ()) for k in CASES]
+
+
+@pytest.mark.parametrize("case", live_cases)
 def test_from_live_games(case, tmp_path):
     more = {"rows": case.rows} if case.rows else {}
     experiment = bray.Experiment(

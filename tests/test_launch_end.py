@@ -36,7 +36,7 @@ def check_nothing_is_left(run):
     assert run.pids() == []
 
 
-@pytest.mark.parametrize("kind", ["local", "ray"])
+@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_sigterm_to_the_process_group(kind, tmp_path):
     with Launched(tmp_path, kind) as run:
         check_end(run, lambda pid: os.killpg(pid, signal.SIGTERM))
@@ -47,6 +47,7 @@ def test_a_terminal_that_is_closed(tmp_path):
         check_end(run, lambda pid: os.killpg(pid, signal.SIGHUP))
 
 
+@pytest.mark.slow
 def test_sigterm_while_components_are_started(tmp_path):
     """Ray brings handlers of its own, which would end the process at once and leave its workers behind."""
     with Launched(tmp_path, "ray") as run:

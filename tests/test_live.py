@@ -237,6 +237,7 @@ def served(folder, run):
         yield port
 
 
+@pytest.mark.slow
 def test_the_templates_games_train_a_run_that_serves_them(tmp_path):
     """--stop by steps ends it while 4 games play; the same games then play against `bray serve`."""
     from template.gamecore import Games

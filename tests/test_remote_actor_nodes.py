@@ -51,6 +51,7 @@ def play(port, n):
     return out
 
 
+@pytest.mark.slow
 def test_a_node_dies_and_another_one_joins(two_nodes, monkeypatch):
     monkeypatch.setattr(handle, "_LOOK_EVERY", 1.0)
     ray, second, session = two_nodes

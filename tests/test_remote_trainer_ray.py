@@ -92,6 +92,7 @@ def pids(session):
     return {rank: int((session.path / f"pid-{rank}").read_text()) for rank in (0, 1)}
 
 
+@pytest.mark.slow
 def test_a_trainer_is_driven_on_two_ranks_and_its_errors_are_not_tried_again(parts, ray_session):  # noqa: F811
     first = parts.step
     steps = {"trainer": Slow, "model": "m", "buffers": ["b"]}
