@@ -136,3 +136,14 @@ def test_a_replay_that_was_not_saved_makes_the_resume_inexact(tmp_path):
     resumed = Experiment.resume(tmp_path / "r")
     assert not resumed.exact
     finish(resumed, 2)
+
+
+@pytest.mark.parametrize("case", ["ppo-inprocess", "dqn-inprocess", "sac-inprocess"])
+def test_saving_changes_nothing(case, tmp_path):
+    """A checkpoint after every iteration, or none but the first and the last: the same run."""
+    algo, env, config, iterations = CASES[case]
+    for name, often in (("often", {"checkpoint_freq": 1}), ("seldom", {"checkpoint_every_s": 0.0})):
+        path = tmp_path / name
+        finish(Experiment(algo, env, use_preset=False, path=path, seed=3, config={**config, **often}), iterations)
+    assert len(RunDir.open(tmp_path / "often").steps()) > len(RunDir.open(tmp_path / "seldom").steps())
+    assert_same(tmp_path / "often", tmp_path / "seldom")

@@ -61,6 +61,7 @@ class Learner:
         self.rng = np.random.default_rng([seed, 1])
         self.steps = 0
         """Gradient steps; the version of the weights."""
+        self._draws = dict(getattr(model, "draws", None) or {})  # asked once: a Model looks through its layers for it
         self.build()
         self._step = capture(self.gradient_step, enabled=record)
 
@@ -82,8 +83,9 @@ class Learner:
 
     def draw(self, count: int = 1) -> list[Tensor]:
         """The Model's random inputs (`model.draws`), `count` of each, as tensors."""
-        draws = getattr(self.model, "draws", None) or {}
-        noise = standard_normals({name: (count, *shape) for name, shape in draws.items()}, self.rng)
+        if not self._draws:
+            return []
+        noise = standard_normals({name: (count, *shape) for name, shape in self._draws.items()}, self.rng)
         return [torch.from_numpy(x).to(self.device) for x in noise.values()]
 
     def state_dict(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def register_preprocessor(name: str, cls: type, replace: bool = False) -> None:
     register("preprocessor", name, cls, replace)
 
 
-_KINDS: dict[str, type[nn.Module]] = {
+_KINDS: dict[str, Any] = {
     "actor_critic": ActorCritic,
     "q": QNetwork,
     "squashed_gaussian": SquashedGaussianActor,
@@ -133,12 +133,7 @@ def _check_outputs(model: Any, kind: str, spec: EnvSpec, config: ModelConfig) ->
             f"custom_model {config.custom_model!r} should make an nn.Module, it made {type(model).__name__}"
         )
     batch = 2
-    if kind == "actor_critic":
-        want = {"dist": (batch, spec.layout.num_params), "value": (batch,)}
-    elif kind == "q":
-        want = {"q": (batch, spec.num_actions)}
-    else:
-        want = {"dist": (batch, 2 * spec.layout.size)}
+    want = _KINDS[kind].outputs(spec, batch)
     initial_state: Any = getattr(model, "initial_state", None)
     args: list[Any] = [example_obs(spec.observation, batch)]
     if config.use_lstm:

@@ -30,6 +30,11 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 class Headed(nn.Module):
     """What all models share: `core` makes features of observations, `heads` makes outputs of features."""
 
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        """What a Model of this kind returns for a batch: a `custom_model` in its place is held to it."""
+        return {}
+
     def __init__(self, core: nn.Module):
         super().__init__()
         self.core = core
@@ -103,6 +108,10 @@ class ActorCritic(Headed):
     the network too. The policy's last layer starts 100 times smaller than the value's: the first policy is near uniform.
     """
 
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"dist": (batch, spec.layout.num_params), "value": (batch,)}
+
     def __init__(self, spec: EnvSpec, config: ModelConfig):
         shared = shares_layers(spec, config)
         if shared:
@@ -160,6 +169,10 @@ class QNetwork(Headed):
 
     support: Tensor
 
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"q": (batch, spec.num_actions)}
+
     def __init__(
         self,
         spec: EnvSpec,
@@ -208,6 +221,10 @@ def _only_image(core: nn.Module) -> bool:
 
 class SquashedGaussianActor(Headed):
     """obs -> {"dist": [B, 2D]}: mean and log_std (kept in [-5, 2]) of the normal whose tanh is the action (SAC)."""
+
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"dist": (batch, 2 * spec.layout.size)}
 
     def __init__(self, spec: EnvSpec, config: ModelConfig):
         size = _continuous(spec)
