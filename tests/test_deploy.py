@@ -96,7 +96,7 @@ def deployed(project, *keys, file=RL, trial="t", cluster="local", **kwargs):
 
 
 def steps(project):
-    return RunDir(project / "t").versions("model1")
+    return RunDir(project / "t").steps()
 
 
 def some_obs(n=60, seed=0):

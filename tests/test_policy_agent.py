@@ -557,7 +557,7 @@ def test_a_subclass_speaks_the_games_own_language():
         ([1, 2], r'expected \{"obs"'),
         ({"observation": 1}, r'expected \{"obs"'),
         ({"obs": [1.0, 2.0], "reward": 0}, r"expected shape \[3\], got \[2\]"),
-        ({"obs": [1.0, 2.0, 3.0], "reward": "much"}, "reward to be a finite number, got 'much'"),
+        ({"obs": [1.0, 2.0, 3.0], "reward": "much"}, r"reward to be a finite number \(of float32\), got 'much'"),
         ({"obs": [1.0, 2.0, 3.0]}, "expected the reward of the previous action"),
     ],
 )

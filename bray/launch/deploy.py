@@ -250,6 +250,9 @@ class DeployedPlayer:
 
     sink = None
     state_every = 1
+    strict = False
+    config: Any = None
+    """Of whoever found it."""
 
     def __init__(self, served: ServedModel, count: Callable[[Counts], None]):
         self.served, self.count = served, count
