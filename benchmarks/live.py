@@ -102,7 +102,7 @@ def measure(side: str, seconds: float) -> dict[str, Any]:
 def _moment(
     server: subprocess.Popen[bytes], run: Path, steps: int, folder: Path, not_before: float = 0.0
 ) -> dict[str, Any]:
-    """The first new row of result.jsonl with so many gradient steps, and the CPU time when it was written."""
+    """Wait for a row of result.jsonl with at least `steps` gradient steps; that row, and the server's CPU time then."""
     path, until = run / "result.jsonl", time.monotonic() + LONGEST_S
     seen = path.stat().st_size if path.exists() else 0
     while time.monotonic() < until and server.poll() is None:

@@ -460,7 +460,7 @@ class Experiment:
         """Go on with a run in its own directory, exactly where its latest checkpoint is."""
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():
-            raise ConfigError(f"{path} was made by `bray launch`: the same launch file goes on with it")
+            raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")
         saved = _saved_config(directory)
         if "live" not in saved.values and any("live" in source.values for source in sources):
             raise ConfigError(
@@ -542,7 +542,7 @@ class Experiment:
         on_step: Any = None,
         most_steps: int | None = None,
     ) -> list[tuple[float, int]]:
-        """Whole episodes with this policy: (return, length) of each; with `most_steps` those that end within so many environment steps."""
+        """Whole episodes with this policy: (return, length) of each. With `most_steps` it stops after that many environment steps."""
         with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
             return play(episodes=episodes, on_step=on_step, most_steps=most_steps, **stage)
 

@@ -455,7 +455,7 @@ def test_resumed_training_equals_training_never_interrupted(tmp_path):
     assert rest.learner.optimizer.state_dict()["state"][0]["step"] == 20
 
 
-def test_checkpoints_by_steps_by_time_and_at_the_end(tmp_path, monkeypatch):
+def test_checkpoints_at_the_start_by_steps_by_time_and_at_the_end(tmp_path, monkeypatch):
     saved = []
     real = RunDir.save_checkpoint
 
@@ -465,19 +465,19 @@ def test_checkpoints_by_steps_by_time_and_at_the_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunDir, "save_checkpoint", save)
     drive_of(path=tmp_path / "a", checkpoint_interval=4, num_steps=10).train()
-    assert saved == [4, 8, 10]
+    assert saved == [0, 4, 8, 10]
     run = RunDir.open(tmp_path / "a")
     assert run.pointer("latest") == 10
-    assert run.steps() == [4, 8, 10]
+    assert run.steps() == [0, 4, 8, 10]
     drive_of(path=tmp_path / "a", checkpoint_interval=1, num_steps=13).train()
     assert RunDir.open(tmp_path / "a").steps() == [8, 10, 11, 12, 13]  # old ones go
     saved.clear()
     drive_of(path=tmp_path / "b", num_steps=10).train()
-    assert saved == [10]
+    assert saved == [0, 10]
     saved.clear()
     monkeypatch.setattr(drive_module, "SAVE_EVERY", 0.0)
     drive_of(path=tmp_path / "c", num_steps=3).train()
-    assert saved == [1, 2, 3]
+    assert saved == [0, 1, 2, 3]
 
 
 def test_after_a_crash_no_version_is_given_twice(tmp_path):

@@ -286,7 +286,7 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
             rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))
     else:
         how = "exactly" if exp.exact else "with new episodes"
-        rows.append(("goes on", f"{how} after iteration {training.iteration}, {short(training.env_steps)} steps"))
+        rows.append(("resumes", f"{how}, after iteration {training.iteration} and {short(training.env_steps)} steps"))
     if options.init_from is not None:
         rows.append(("weights", f"of {options.init_from}"))
     if isinstance(training, LiveTraining):

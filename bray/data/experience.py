@@ -5,7 +5,7 @@
     Sequences   runs of rows drawn again and again, for Models with memory
     Dataset     all transitions of files, epoch by epoch
 
-How much is learnt per gathered row is a debt kept here, so that it is the same whoever gathers. An experience of your own has the
+The ratio of updates to gathered rows is kept here, so it is the same for every source. An experience of your own has the
 methods of `Experience`.
 """
 

@@ -66,7 +66,7 @@ class Run:
         return {name: self.models[c.settings.model].step for name, c in self.graph.of_kind("trainer").items()}
 
     def save_models(self) -> None:
-        """The newest weights of each model, into the run directory: whoever ends the run may not wait until everything has ended."""
+        """Save the newest weights of each model now: a supervisor may kill the run before the games are drained."""
         for name in self.models:
             try:
                 self.session.cluster.find(f"model/{name}").call("save", timeout=_SAVE_TIMEOUT).result()

@@ -119,7 +119,6 @@ class Player:
         self.warm = False
         """Whether a decision has been made: compiled code is loaded when it is first used."""
         self._template: Template | None = None
-        self._masked: Template | None = None
         self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
 
     def turn(self) -> _Turn:

@@ -369,6 +369,8 @@ class RankDriver(Driver):
         self._published = start["model_step"]
         if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
+        if self.resumed is None:
+            self._checkpoint()  # the run can be continued, served and evaluated from its first second
         self.model.train()
         self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten
         self._begun = self.steps
