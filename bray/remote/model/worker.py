@@ -17,9 +17,10 @@ from bray.cluster import wire
 from bray.cluster.session import session
 from bray.errors import BrayError, RemoteError
 from bray.remote.model.caller import FORWARD
+from bray.remote.model.client import Follower
 from bray.remote.model.keeper import About
 from bray.remote.model.layout import CURRENT, Reader, Writer
-from bray.remote.model.served import Follower, Served
+from bray.remote.model.served import Served
 
 logger = logging.getLogger("bray.remote")
 
@@ -43,15 +44,15 @@ class ModelWorker:
         self._busy = False
 
     async def start(self) -> None:
-        keeper = session().cluster.find(f"model/{self.model}")
-        about: About = await keeper.call("about", again=True)
-        self.served: Served = await asyncio.to_thread(self._serve, about, keeper)
+        self._follower = Follower(self.model)
+        about: About = await self._follower.keeper.call("about", again=True)
+        self.served: Served = await asyncio.to_thread(self._serve, about)
         self._most = about.definition.max_batch_size
         self._loop = asyncio.get_running_loop()
         self._listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
-        self._follower = Follower(self.model, keeper, about.news.key, self.served)
+        self._follower.follow(about, self.served)
 
-    def _serve(self, about: About, keeper: Any) -> Served:
+    def _serve(self, about: About) -> Served:
         import torch
 
         threads = max(1, int(about.definition.cpus_per_worker))
@@ -61,7 +62,7 @@ class ModelWorker:
         device = "cuda" if about.definition.gpus_per_worker > 0 and torch.cuda.is_available() else "cpu"
         if about.definition.gpus_per_worker > 0 and device == "cpu":
             logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", self.where)
-        return Served(about, keeper, device, threads)
+        return Served(about, self._follower.keeper, device, threads)
 
     def address(self) -> wire.Address:
         return self._listener.address
@@ -73,7 +74,7 @@ class ModelWorker:
     async def close(self) -> None:
         self._follower.close()
         await self._listener.close()
-        await self.served.close()
+        await self.served.host.close()
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
