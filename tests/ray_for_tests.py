@@ -1,4 +1,4 @@
-"""Sessions for tests: a real Ray of our own, small, or everything in this process."""
+"""Sessions for tests: on one small Ray that all modules of a test process share, or everything in this process."""
 
 import contextlib
 import os
@@ -6,16 +6,38 @@ import os
 import pytest
 
 import bray
+import bray.remote.init
+from bray.cluster.ray_start import start_ray
 
 RAY = {"address": "local", "num_cpus": 16, "object_store_memory": 300 << 20, "include_dashboard": False}
+
+
+def start_shared_ray():
+    """From now on every session of this process uses this Ray, as if it had started it: starting one takes seconds."""
+    import ray
+
+    if not ray.is_initialized():
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Ray's workers start three times as fast with byte code
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        start_ray("tests", RAY)
+        bray.remote.init.start_ray = lambda *_: (False, True)  # we did not connect; it is a Ray of this machine alone
+
+
+def stop_shared_ray():
+    """For tests that need a Ray of their own."""
+    if bray.remote.init.start_ray is not start_ray:
+        import ray
+
+        ray.shutdown()
+        bray.remote.init.start_ray = start_ray
 
 
 @contextlib.contextmanager
 def opened(path, kind="ray", **kwargs):
     """A session of its own under `path`, ended however the block ends."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Ray's workers start three times as fast with byte code
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    made = bray.init(str(path / "project"), "trial", cluster=kind, **({**RAY, **kwargs} if kind == "ray" else kwargs))
+    if kind == "ray":
+        start_shared_ray()
+    made = bray.init(str(path / "project"), "trial", cluster=kind, **kwargs)
     try:
         yield made
     finally:
@@ -24,7 +46,7 @@ def opened(path, kind="ray", **kwargs):
 
 @pytest.fixture(scope="module")
 def ray_session(tmp_path_factory):
-    """One Ray for all tests of a module."""
+    """One session for all tests of a module."""
     with opened(tmp_path_factory.mktemp("ray")) as made:
         yield made
 

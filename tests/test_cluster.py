@@ -24,6 +24,9 @@ class Counter:
     async def start(self):
         self.started = True
 
+    def reset(self, n):
+        self.n = n
+
     def add(self, k=1):
         self.n += k
         return self.n
@@ -79,11 +82,16 @@ def session(request, tmp_path_factory):
 on_ray = pytest.mark.parametrize("session", ["ray"], indirect=True)
 
 
+@pytest.fixture(scope="module")
+def shared_counter(session):
+    return session.cluster.start("counter/shared", Counter, 5)
+
+
 @pytest.fixture
-def counter(session, request):
-    name = f"counter/{request.node.name}"
-    yield session.cluster.start(name, Counter, 5)
-    session.cluster.stop(name)
+def counter(shared_counter):
+    """A counter at 5."""
+    shared_counter.call("reset", 5).result()
+    return shared_counter
 
 
 def test_calls(counter):
@@ -117,7 +125,7 @@ def test_members_are_found_by_name(session, counter):
 
 
 def test_a_missing_member_is_answered_with_those_that_exist(session, counter):
-    with pytest.raises(MissingComponent, match=r"there is no counter 'other'.*there are: 'test_a_missing"):
+    with pytest.raises(MissingComponent, match=r"there is no counter 'other'.*there are: 'shared'"):
         session.cluster.find("counter/other")
     with pytest.raises(MissingComponent, match=r"there is no model 'm'.*none yet"):
         session.cluster.find("model/m")

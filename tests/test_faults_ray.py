@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.remote.faults import LIMITS, run_cases
+from tests.ray_for_tests import stop_shared_ray
 
 BUSY = 2
 """How many times longer a busy machine may take."""
@@ -23,6 +24,7 @@ def check(outcome):
     "cases", [[c for c in LIMITS if c != "node"], ["node"]], ids=["one process after the other", "a node"]
 )
 def test_a_training_goes_on(tmp_path, cases):
+    stop_shared_ray()
     outcomes = run_cases(cases, tmp_path)
     assert [o.case for o in outcomes] == cases
     for outcome in outcomes:

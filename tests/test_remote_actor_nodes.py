@@ -12,6 +12,7 @@ from bray.client import Client, ClientError
 from bray.remote.actor import handle
 from bray.remote.actor.handle import RemoteActor
 from bray.serving.agent import AgentActor
+from tests.ray_for_tests import stop_shared_ray
 from tests.remote_actor_for_tests import Numbered, eventually, metrics
 
 NODE = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
@@ -22,6 +23,7 @@ def two_nodes(tmp_path_factory):
     """(cluster, its second node, session); nobody else's Ray is touched, and nobody finds ours by accident."""
     from ray.cluster_utils import Cluster
 
+    stop_shared_ray()
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray-")  # short: Ray's sockets are in it
