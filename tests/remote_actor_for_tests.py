@@ -80,7 +80,7 @@ class FakeBuffer:
 
 
 class AtariActor(bray.Actor):
-    """The Actor of the seed: it gets the names of its model and its buffer."""
+    """An Actor that gets the names of its model and its buffer."""
 
     def __init__(self, model, buffer):
         assert isinstance(model, str)

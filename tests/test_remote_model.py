@@ -17,7 +17,7 @@ from bray import tree
 from bray.cluster import io, session as sessions
 from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName
 from bray.remote.model import keeper as keeper_module
-from bray.remote.model.client import Client
+from bray.remote.model.client import Client, client_of
 from bray.remote.model.definition import Definition, find_example
 from bray.remote.model.handle import RemoteModel
 from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
@@ -103,7 +103,7 @@ def until(condition, seconds=LIMIT_S):
 
 
 def served(model):
-    return model._client.served
+    return client_of(model.name).served
 
 
 def weights_of(w):
@@ -117,7 +117,7 @@ inside = pytest.mark.usefixtures("local_session")
 
 
 @inside
-def test_the_fragment_of_the_seed():
+def test_a_model_for_atari_is_asked_and_published_to():
     inputs = np.random.randn(42, 42, 4).astype(np.float32)
     remote_model = bray.RemoteModel(
         name="atari_model",
@@ -564,12 +564,11 @@ def test_a_model_of_the_same_name_is_replaced_unless_told_otherwise():
     old = RemoteModel("m")
     publish_all(old, [5])
     assert RemoteModel("m", Scale(3), (X,), override_model=False, max_batch_size=7)(X).tolist() == old(X).tolist()
-    assert old._known().definition.max_batch_size == 1
+    assert client_of("m").definition.max_batch_size == 1
     new = RemoteModel("m", Scale(3), (X,), max_batch_size=7)
     assert (new.step, new(X)[1]) == (5, 5)  # what was trained goes on
-    assert new._known().definition.max_batch_size == 7
+    assert client_of("m").definition.max_batch_size == 7
     assert old(X)[1] == 5  # and a handle of earlier asks the new one
-    assert old._client is new._client
 
 
 # --- the keeper, killed -----------------------------------------------------------------------------------------------
@@ -582,7 +581,7 @@ def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
     until(lambda: versions(sessions.session().path.parent.parent) == [0, 10])
     publish_all(model, [13])
     until(lambda: model(X, with_step=True)[1] == 13)
-    fresh = keeper_module.Keeper(model._known().definition, None, sessions.session().cluster.put(weights_of(0)), 0)
+    fresh = keeper_module.Keeper(client_of("m").definition, None, sessions.session().cluster.put(weights_of(0)), 0)
     assert fresh.step() == 10  # what the run directory has
 
     async def poll():
@@ -601,10 +600,10 @@ def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
 @inside
 def test_waiting_for_something_newer():
     model = RemoteModel("m", Scale(0), (X,))
-    keeper = sessions.session().cluster._hosted["model/m"].worker
+    keeper = sessions.session().cluster.hosted("model/m").worker
 
     async def main():
-        key = keeper._news.key
+        key = keeper.about().news.key
         assert await keeper.newer(key, -1, wait=0.05) is None
         waiting = asyncio.create_task(keeper.newer(key, -1, wait=10))
         await asyncio.sleep(0.05)
@@ -620,12 +619,12 @@ def test_waiting_for_something_newer():
 def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
     RemoteModel("m", Scale(0), (X,))
     here = sessions.session().cluster
-    keeper = here._hosted["model/m"].worker
+    keeper = here.hosted("model/m").worker
     monkeypatch.setattr(keeper_module, "_GAP_S", 0.2)
     monkeypatch.setattr(keeper_module, "_MOST_GAPS_S", 10.0)
 
     async def main():
-        waiting = [asyncio.create_task(keeper.newer(keeper._news.key, -1, wait=LIMIT_S)) for _ in range(3)]
+        waiting = [asyncio.create_task(keeper.newer(keeper.about().news.key, -1, wait=LIMIT_S)) for _ in range(3)]
         await asyncio.sleep(0.05)
         keeper.publish(here.put(weights_of(3)), 5, "five")
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

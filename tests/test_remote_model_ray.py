@@ -14,6 +14,7 @@ from torch import nn
 
 from bray.cluster import session as sessions
 from bray.errors import BrayError, ConfigError, MissingComponent, RemoteError, ResourceError
+from bray.remote.model.client import client_of
 from bray.remote.model.handle import RemoteModel
 from tests.ray_for_tests import ray_session  # noqa: F401
 
@@ -92,7 +93,7 @@ def test_forwards_go_to_the_workers(model, exported):
     assert len(pids) == 2  # both have worked
     assert int(model(X)["pid"]) in pids  # plain code too
     assert model(np.stack([X, X, X]), batch=True)["y"].shape == (3, 4)
-    assert model._client.definition.cpus_per_worker == 0.5
+    assert client_of("m").definition.cpus_per_worker == 0.5
     assert pickle.loads(pickle.dumps(model))(X)["y"].tolist() == [0, 0, 0, 0]
 
 
@@ -271,7 +272,7 @@ def test_local_mode_starts_no_workers_and_goes_over_to_onnx_when_that_is_ready(e
     net = exported.get_model()
     expected = net(torch.from_numpy(X[None]))[0].detach().numpy()
     np.testing.assert_allclose(exported(X), expected, atol=1e-6)
-    until(lambda: exported._client.served.engine == "onnx")
+    until(lambda: client_of(exported.name).served.engine == "onnx")
     np.testing.assert_allclose(exported(X), expected, atol=1e-5)
     with torch.no_grad():
         net.bias += 1
@@ -286,5 +287,5 @@ def test_clones_and_a_model_that_is_defined_anew(exported):
     np.testing.assert_allclose(clone(X), exported(X), atol=1e-5)
     other = RemoteModel("exported", nn.Linear(4, 2), (X,), local_mode=True, max_batch_size=3)
     assert other.step == exported.step == 1
-    assert exported._known().definition.max_batch_size == 3
+    assert client_of(exported.name).definition.max_batch_size == 3
     np.testing.assert_allclose(exported(X), clone(X), atol=1e-5)

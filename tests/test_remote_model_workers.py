@@ -120,7 +120,7 @@ def start(session, index=0):
 
 
 def worker(session, index=0):
-    return session.cluster._hosted[f"model/m/{index}"].worker
+    return session.cluster.hosted(f"model/m/{index}").worker
 
 
 def run(main):

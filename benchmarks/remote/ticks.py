@@ -69,6 +69,7 @@ def playing(games: int, ticks: int, sent: list[bytes]) -> dict[str, Any]:
     import bray
     from bray.launch.build import build
     from bray.launch.graph import load
+    from bray.remote.model.client import client_of
     from bray.serving.agent import AgentActor
 
     file = Path(__file__).with_name("training.yaml")
@@ -89,7 +90,7 @@ def playing(games: int, ticks: int, sent: list[bytes]) -> dict[str, Any]:
         end = time.monotonic() + GRAPH_S
         model = config["agent1"]["model"]
         await play(actors[0], 0, 10)
-        while model._client.served.engine != "onnx":
+        while client_of(model.name).served.engine != "onnx":
             await play(actors[0], 0, 10)
             assert time.monotonic() < end, "the ONNX graph was not made in a minute"
         count = ticks // games

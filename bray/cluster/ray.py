@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -47,6 +48,8 @@ _GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)  
 def enter_worker(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
+    # This process blocks SIGTERM (see ray_start); its children must not, or `Process.terminate` would do nothing.
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
@@ -336,10 +339,13 @@ class RayCluster:
     def close(self) -> None:
         if not ray.is_initialized():
             return
-        running = set(self.names())
-        for name in reversed([n for n in self._kept if n in running]):  # the master, started first, goes last
-            with contextlib.suppress(Exception):
-                self.stop(name)
+        try:
+            running = set(self.names())
+            for name in reversed([n for n in self._kept if n in running]):  # the master, started first, goes last
+                with contextlib.suppress(Exception):
+                    self.stop(name)
+        except Exception as e:  # what could be saved is saved
+            logger.warning("Ray ended before the session did: %s", e)
         if self._connected:
             ray.shutdown()
 

@@ -31,6 +31,8 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         raise ConfigError(
             "cluster='ray' needs Ray, which is not installed: pip install 'bray[remote]', or use cluster='local'"
         ) from None
+    hook: Any = import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False  # the environment variable comes too late where Ray was imported before us
     if ray.is_initialized():
         return False, False
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
@@ -73,10 +75,12 @@ def _hold_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own.
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and so do the workers
+    that they start.
 
-    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process. Ray's processes
-    would end before trainers and models could save; they are to end when this process says so (`ray.shutdown`) or dies.
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process, systemd every process of
+    the service. Ray's processes would end before trainers and models could save; they are to end when this process says so
+    (`ray.shutdown`) or dies.
     """
     services: Any = import_module("ray._private.services")  # Ray has no public way to say it
     popen: Any = getattr(services, "ConsolePopen", None)
@@ -90,10 +94,15 @@ def _own_process_groups() -> Iterator[None]:
     class OwnGroup(popen):
         def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
             def prepare() -> None:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which we hold, and they need
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 preexec_fn()
 
             super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
+
+        def terminate(self) -> None:
+            """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its group."""
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     services.ConsolePopen = OwnGroup
     try:

@@ -48,52 +48,41 @@ class RemoteActor:
     def __init__(
         self,
         name: str = "default",
-        port: int = 8000,
         num_workers: int = 2,
         cpus_per_worker: float = 1,
         memory_per_worker: float = 512,
-        actors_per_worker: int = 10,
-        use_tcp: bool = False,
-        use_gateway: str | None = "node",
-        host: str | None = None,
-        admin_port: int | None = None,
         prepare: Prepare | None = None,
         **settings: Any,
     ):
         """
         name               unique among the services of a session
-        port               where games connect; 0 = any free one of this machine
         num_workers        processes on every node of the cluster
         cpus_per_worker, memory_per_worker   what each is promised, memory in MB
-        actors_per_worker  sessions that one worker holds at once
-        use_tcp            answer framed TCP too, on the same port
-        use_gateway        node = all workers of a machine know whose session a request is for; head = one entry on the head node does so for the
-                           whole cluster; null = a session belongs to its connection
-        host               address to listen on; null = this machine alone where the cluster is this machine, else all its networks
-        admin_port         of /metrics, /healthz and /readyz; null = the port after the games', 0 = any free one
         prepare            called in each process with its `Server` before it listens, to give it more admin routes and numbers; it may be async
-        settings           any other key of ServiceConfig: tick_timeout_s=5, tokens=("secret",), ...
+        settings           any other key of ServiceConfig:
+          port               where games connect, 8000; 0 = any free one of this machine
+          actors_per_worker  sessions that one worker holds at once, 10
+          use_tcp            answer framed TCP too, on the same port
+          use_gateway        node = all workers of a machine know whose session a request is for; head = one entry on the head node does so for
+                             the whole cluster; None = a session belongs to its connection
+          host               address to listen on; None = this machine alone where the cluster is this machine, else all its networks
+          admin_port         of /metrics, /healthz and /readyz; None = the port after the games', 0 = any free one
+          tick_timeout_s=5, tokens=("secret",), ...
         """
         if "/" in name or not name:
             raise ConfigError(f"RemoteActor: expected a name without '/', got {name!r}")
         if type(num_workers) is not int or num_workers < 1:
             raise ConfigError(f"RemoteActor {name!r}: num_workers: expected a whole number from 1, got {num_workers!r}")
-        given = {
-            "port": port,
-            "workers": num_workers,
-            "actors_per_worker": actors_per_worker,
-            "use_tcp": use_tcp,
-            "use_gateway": use_gateway,
-            "admin_port": admin_port,
-            **({} if host is None else {"host": host}),
-            **settings,
-        }
-        self.name, self._host, self._prepare = name, host, prepare
+        self.name, self._prepare = name, prepare
+        self._host = settings.pop("host", None)
+        given = {"actors_per_worker": 10, **settings, "workers": num_workers}
+        if self._host is not None:
+            given["host"] = self._host
         source = Source(f"RemoteActor {name!r}", {"actor": given})
         self._asked: ServiceConfig = resolve({"actor": ServiceConfig}, [source])["actor"]
         self._config = self._asked  # with the ports and the host that were found
         self._cpus, self._memory = cpus_per_worker, memory_per_worker
-        self._ports = (port, admin_of(self._config, port))
+        self._ports = (self._asked.port, admin_of(self._asked, self._asked.port))
         self._reserved: list[socket.socket] = []
         self._session: Session | None = None
         self._nodes: dict[str, _Place] = {}  # by node id

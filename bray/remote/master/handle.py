@@ -151,7 +151,7 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
     if not math.isfinite(number):
         logger.warning("bray.merge(%r, %s): not a finite number, left out", name, number)
         return
-    _recorder().add(name, _labels(labels), number, desc or {})
+    _recorder().add(name, _labels(labels) if labels else (), number, desc or {})
 
 
 def _labels(given: Mapping[str, Any]) -> Labels:

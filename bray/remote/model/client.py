@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.cluster import io
-from bray.cluster.session import session
+from bray.cluster.session import current, session
 from bray.inference.host import Promise
 from bray.remote.model.caller import Caller
 from bray.remote.model.definition import Definition
@@ -69,9 +69,9 @@ class Follower:
                 key = news.key
                 self._step = max(self._step, news.step)
                 self._env_steps = max(self._env_steps, news.env_steps)
-            except (
-                Exception
-            ) as e:  # the keeper died, and with it what it was about to send; or a version cannot be built
+            except Exception as e:  # the keeper died and with it its answer; or a version cannot be built
+                if current() is not self.session:
+                    return
                 why = (str(e).splitlines() or [type(e).__name__])[0]
                 logger.warning("model %s stays at step %d in this process and retries: %s", self.name, key[1], why)
                 logger.debug("following model %s", self.name, exc_info=True)

@@ -99,14 +99,12 @@ class Keeper:
         self._graph: Any = None
         self._int8_error = ""
         self._quantizing = False
-        self._saved = -1
+        self._saved = -1  # the newest version that the run directory has
         self._state = self._read_state()
         self._rows = self._read_rows()
         given = session().cluster.get(weights)
         self._wanted = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items()}
-        step, arrays, saved = self._load(step, given)
-        if saved:
-            self._saved = step
+        step, arrays = self._load(step, given)
         self._due = step  # the last version that was saved or is being saved
         self._set(arrays, step, f"{definition.id[:8]}-{step}")
 
@@ -130,8 +128,8 @@ class Keeper:
             task.cancel()
         self._save()  # not in a thread: there are none when the interpreter ends
 
-    def _load(self, step: int, given: Weights) -> tuple[int, Weights, bool]:
-        """What to start from: (step, weights, whether the run directory has them)."""
+    def _load(self, step: int, given: Weights) -> tuple[int, Weights]:
+        """What to start from: (step, weights)."""
         versions = [s for s in self._run.versions(self.name) if s not in self._state["given_up"]]
         restarted = self._state["definition"] == self.definition.id
         checkpoint = self.definition.checkpoint
@@ -141,16 +139,16 @@ class Keeper:
             if step not in self._run.versions(self.name):
                 self._run.save_weights(step, weights, self.name)
             self._state["given_up"] = [s for s in self._run.versions(self.name) if s > step]
-            found = True
+            self._saved = step
         elif versions and max(versions) >= step:
-            step, found = max(versions), True
+            step = self._saved = max(versions)
             weights = self._fitting(self._run.load_weights(step, self.name), f"version {step} of this trial")
             logger.info("resuming model %s at step %d", self.name, step)
         else:
-            weights, found = given, False
+            weights = given
         self._state["definition"] = self.definition.id
         self._write_state()
-        return step, weights, found
+        return step, weights
 
     def _fitting(self, weights: Weights, what: str) -> Weights:
         try:

@@ -34,9 +34,8 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
         )
     for i, source in enumerate(sources):
         _check(source, i, epoch)
-    made = any(not isinstance(s, Iterable) for s in sources)
     count = num_workers or min(len(sources), _MOST_WORKERS)
-    if not made:
+    if all(isinstance(s, Iterable) for s in sources):  # a function may return more of them
         count = min(count, len(sources))
     cluster = session().cluster
     taken = [int(n.rsplit("/", 1)[1]) for n in cluster.names(f"source/{name}/")]
@@ -52,20 +51,17 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
     members: list[Member] = []
     try:
         for i, reader in enumerate(names):
-            numbered = list(enumerate(sources))
-            mine = [(n, s) for n, s in numbered if not isinstance(s, Iterable) or n % count == i]
+            mine = [(n, s) for n, s in enumerate(sources) if not isinstance(s, Iterable) or n % count == i]
             members.append(cluster.start(reader, SourceReader, reader, buffer, mine, epoch, (i, count)))
-    except (TypeError, AttributeError, pickle.PicklingError) as e:
+    except BaseException as e:
         for reader in names[len(members) :]:
             tell(reader, True)
+        if not isinstance(e, (TypeError, AttributeError, pickle.PicklingError)):
+            raise
         raise ConfigError(
             f"the sources of buffer {buffer.name!r} cannot be sent to another process ({e}): give objects that can be pickled, or a function "
             "that makes them there"
         ) from None
-    except BaseException:
-        for reader in names[len(members) :]:
-            tell(reader, True)
-        raise
     promise = Promise()
     promise.set_running_or_notify_cancel()
     io.spawn(_wait(members, promise), f"waiting for {names[0]}")
