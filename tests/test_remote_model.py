@@ -117,7 +117,7 @@ inside = pytest.mark.usefixtures("local_session")
 
 
 @inside
-def test_the_fragment_of_the_seed():
+def test_a_torch_model_answers_and_takes_new_weights():
     inputs = np.random.randn(42, 42, 4).astype(np.float32)
     remote_model = bray.RemoteModel(
         name="atari_model",
