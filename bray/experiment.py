@@ -39,9 +39,10 @@ from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
 from bray.serving.observe import Observations
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig, resolve_device
+from bray.train.config import LiveConfig, RunConfig
+from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
-from bray.train.live import ID as LIVE, LiveConfig, LiveTraining
+from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, acting_engine, describe_policy, initial_state
 
 logger = logging.getLogger("bray")

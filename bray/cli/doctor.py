@@ -22,6 +22,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.text import Text
 
 from bray._version import __version__
+from bray.cli.options import Doctor
 from bray.cli.show import make_console, say
 
 _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
@@ -48,8 +49,9 @@ class Check:
     fix: str = ""
 
 
-def doctor(as_json: bool) -> int:
+def doctor(options: Doctor) -> int:
     """Run all checks; 0 when nothing is to be fixed."""
+    as_json = options.json
     checks: list[Check] = []
     console = make_console()
     for look in CHECKS:

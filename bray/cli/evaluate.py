@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from bray.act import GREEDY, SAMPLE
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
+from bray.cli.options import Eval
+from bray.cli.show import facts, how_to_act, log_shown, make_console, plain_table, say
 from bray.envs.make import make_env
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
@@ -27,23 +28,22 @@ _GIF_SIDE = 320  # pixels: choosing the colours of a large picture takes longer 
 
 
 @log_shown()
-def evaluate(
-    path: Path,
-    episodes: int | None,
-    steps: int | None,
-    checkpoint: str,
-    act: str,
-    render: Render | None,
-    seed: int | None,
-) -> int:
+def evaluate(options: Eval) -> int:
     """Load, play, say; returns the exit code."""
-    if episodes is not None and steps is not None:
+    path, checkpoint = options.path, options.checkpoint
+    if options.episodes is not None and options.steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint)
     console = make_console()
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
-    how: dict[str, Any] = {"out": path, "act": act, "seed": seed, "note": f", checkpoint {number}"}
-    videos = judge(exp, console, episodes or 10, render, steps=steps, **how)
+    how: dict[str, Any] = {
+        "out": path,
+        "act": how_to_act(options),
+        "seed": options.seed,
+        "note": f", checkpoint {number}",
+    }
+    render: Render | None = "human" if options.render_human else "video" if options.render else None
+    videos = judge(exp, console, options.episodes or 10, render, steps=options.steps, **how)
     facts(console, [("video", video) for video in videos])
     exp.close()
     return 0

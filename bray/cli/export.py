@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from bray import tree
 from bray.act import GREEDY, TRAINED, Tick
+from bray.cli.options import Export
 from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.config import Source
 from bray.errors import ConfigError, ExportError
@@ -30,11 +30,12 @@ _SAMPLE_ROWS = 32
 
 
 @log_shown()
-def export(path: Path, quantize: bool, checkpoint: str, min_agreement: float) -> int:
+def export(options: Export) -> int:
     """Export, verify, write, say; returns the exit code."""
+    path, quantize, min_agreement = options.path, options.quantize, options.min_agreement
     run = RunDir.open(path)
     run.refuse_old_launch()
-    saved = run.load_checkpoint(checkpoint)
+    saved = run.load_checkpoint(options.checkpoint)
     cpu = Source("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
     exp = Experiment.load(path, saved.step, sources=[cpu])
     torch.set_num_threads(1)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import inspect
-import json
 from importlib import resources
 from typing import Any
 
 from rich.text import Text
 
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
-from bray.config import field_docs, load_yaml, parse_assignments, resolve, to_plain
+from bray.cli.options import Algos, CheckEnv, Envs
+from bray.cli.show import facts, key_table, log_shown, make_console, plain_table, say
+from bray.config import load_yaml, parse_assignments, resolve
 from bray.errors import BrayError, UnknownName
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
 
 
-def algos(name: str | None) -> int:
+def algos(options: Algos) -> int:
     """A table of all, or the config keys of one."""
     from bray.algos import ALGORITHMS, algo_name, get_algo
 
     console = make_console()
-    if name is not None:
-        _keys(console, algo_name(name), get_algo(name))
+    if options.name is not None:
+        _keys(console, algo_name(options.name), get_algo(options.name))
         return 0
     table = plain_table("name", "learns from", "action spaces", "what it is")
     for known in ALGORITHMS:
@@ -86,12 +85,7 @@ def _keys(console: Any, name: str, algo: Any) -> None:
     source = algo if inspect.ismodule(algo) or inspect.isclass(algo) else type(algo)
     say(console, f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
     console.print()
-    table = plain_table("key", "default", "what it does")
-    docs, defaults = field_docs(algo.Config), to_plain(algo.Config())
-    for field in dataclasses.fields(algo.Config):
-        doc = " ".join(docs.get(field.name, "").split())
-        table.add_row(Text(field.name, "bold"), Text(json.dumps(defaults[field.name])), Text(doc, "dim"))
-    console.print(table)
+    console.print(key_table(algo.Config))
     say(console, f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
 
 
@@ -109,14 +103,14 @@ def presets() -> dict[str, list[str]]:
     return {env: sorted(names) for env, names in out.items()}
 
 
-def envs(pattern: str | None) -> int:
+def envs(options: Envs) -> int:
     """A table of names that match."""
     from bray.envs import native, registry
     from bray.envs.config import EnvConfig
 
     console = make_console()
     names, known = registry.list_envs(), presets()
-    if pattern:
+    if pattern := options.pattern:
         wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
         found = [n for n in names if fnmatch.fnmatchcase(n.lower(), wild.lower())]
         if not found:
@@ -137,30 +131,26 @@ def envs(pattern: str | None) -> int:
 
 
 @log_shown()
-def check(env: str, keys: list[str], steps: int, seed: int) -> int:
+def check_env(options: CheckEnv) -> int:
     """The findings of `bray.envs.check`; 1 when one of them is an error."""
-    from bray.envs.check import check_env
+    from bray.envs.check import check_env as check
     from bray.envs.config import EnvConfig
     from bray.envs.registry import resolve as find
 
-    given = [k if k.startswith("env.") else f"env.env_config.{k}" for k in keys]
-    config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={env}", *given])])["env"]
+    given = [k if k.startswith("env.") else f"env.env_config.{k}" for k in options.keys or ()]
+    config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={options.env}", *given])])["env"]
     find(config)  # a name that nothing answers to is a mistake of the user, not a finding
-    findings = check_env(config, steps, seed)
+    findings = check(config, options.steps, options.seed)
     console = make_console()
-    say(console, f"{env}: {steps} random steps, played twice", "bold")
+    say(console, f"{options.env}: {options.steps} random steps, played twice", "bold")
     styles = {"error": "red", "warning": "yellow", "info": "dim"}
     for finding in findings:
         label, _, rest = str(finding).partition(": ")
         console.print(Text.assemble((f"{label:<8}", styles[finding.severity]), rest), soft_wrap=True)
     counts = {s: sum(f.severity == s for f in findings) for s in styles}
     if counts["error"]:
-        say(
-            console,
-            f"{counts['error']} to correct before training"
-            + (f", {counts['warning']} to look at" if counts["warning"] else ""),
-            "red",
-        )
+        warnings = f", {counts['warning']} to look at" if counts["warning"] else ""
+        say(console, f"{counts['error']} to correct before training{warnings}", "red")
         return 1
     if counts["warning"]:
         facts(console, [("result", f"it trains; {counts['warning']} to look at")])

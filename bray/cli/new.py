@@ -10,6 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+from bray.cli.options import New
 from bray.cli.show import make_console, say
 from bray.errors import ConfigError
 
@@ -18,8 +19,9 @@ _RUN_MARKS = ("bray.log", "result.jsonl", "master.state")
 _SKIPPED = ("__pycache__", ".git", ".pytest_cache", ".ruff_cache", ".mypy_cache")
 
 
-def new(name: str, template: Path | None = None) -> int:
+def new(options: New) -> int:
     """Copy the template to ./NAME; the names of its modules become the project's own."""
+    name, template = options.name, options.template
     target = Path.cwd() / name
     _check_name(name, target)
     source = shipped() if template is None else template.resolve()

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bray.errors import UnknownName
+from bray.cli.options import Acting
+from bray.config.schema import rows
+from bray.errors import BrayError, ConfigError, UnknownName
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -44,6 +47,31 @@ def plain_table(*columns: str) -> Table:
     return table
 
 
+def key_table(cls: type) -> Table:
+    """Every key of a dataclass: default, type and meaning."""
+    table = plain_table("key", "default", "type", "what it does")
+    for row in rows(cls):
+        table.add_row(Text(row.key, "bold"), Text(row.default), Text(row.type, "dim"), Text(row.doc, "dim"))
+    return table
+
+
+def show_failure(error: Exception) -> None:
+    """The traceback of whoever raised it comes first, from whatever process; then one line that says what failed."""
+    notes = list(getattr(error, "__notes__", ()))
+    traces = [note for note in notes if "Traceback (most recent call last)" in note]
+    for trace in traces:
+        print(trace, file=sys.stderr)
+    if not traces and not isinstance(error, BrayError):
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("bray."):
+            frame = frame.tb_next
+        error.__notes__ = []
+        traceback.print_exception(error.with_traceback(frame or error.__traceback__))
+    said = "".join(f"{note}: " for note in notes if note not in traces)
+    name = "" if isinstance(error, BrayError) else f"{type(error).__name__}: "
+    print(f"error: {said}{name}{error}", file=sys.stderr)
+
+
 class _Handler(logging.Handler):
     """Looks up stderr at each message: a live display redirects it while it is on."""
 
@@ -66,3 +94,18 @@ def log_shown(level: str = "warning") -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def renamed_act(act: str | None, old: bool, flag: str) -> str | None:
+    """What --act says; `old` is the flag that it replaces, for one release."""
+    if not old:
+        return act
+    print(f"{flag} is now --act sample; {flag} goes with the next release", file=sys.stderr)
+    if act == "greedy":
+        raise ConfigError(f"--act greedy and {flag} contradict each other: leave out {flag}")
+    return "sample"
+
+
+def how_to_act(options: Acting) -> str:
+    """`sample` or `greedy`."""
+    return renamed_act(options.act, options.explore, "--explore") or "greedy"
