@@ -513,7 +513,7 @@ def test_bray_schema_prints_it(capsys):
     assert re.search(r"^eval\.interval +1000 +a whole number > 0 +Steps between evaluations\.", out, re.M)
     assert re.search(r"^class +null +text.* +The class: a `bray.Trainer`", out, re.M)
     assert main(["schema", "trianer"]) == 2
-    assert "unknown kind 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
+    assert "unknown name 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------

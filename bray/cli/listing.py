@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from importlib import resources
 from typing import Any
 
 from rich.text import Text
 
 from bray.cli.options import Algos, CheckEnv, Envs
 from bray.cli.show import facts, key_table, log_shown, make_console, plain_table, say
-from bray.config import load_yaml, parse_assignments, resolve
+from bray.config import parse_assignments, resolve
+from bray.config.runfile import presets
 from bray.errors import BrayError, UnknownName
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
@@ -92,24 +92,16 @@ def _keys(console: Any, name: str, algo: Any) -> None:
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-def presets() -> dict[str, list[str]]:
-    """Environment -> algorithms that have tuned settings for it."""
-    out: dict[str, list[str]] = {}
-    for file in resources.files("bray").joinpath("presets").iterdir():
-        if file.name.endswith(".yaml"):
-            with resources.as_file(file) as path:
-                values = load_yaml(path).values
-            out.setdefault(values["env"], []).append(values["run"])
-    return {env: sorted(names) for env, names in out.items()}
-
-
 def envs(options: Envs) -> int:
     """A table of names that match."""
     from bray.envs import native, registry
     from bray.envs.config import EnvConfig
 
     console = make_console()
-    names, known = registry.list_envs(), presets()
+    names = registry.list_envs()
+    known: dict[str, list[str]] = {}  # environment -> algorithms that have tuned settings for it
+    for algo, env, _ in presets():
+        known.setdefault(env, []).append(algo)
     if pattern := options.pattern:
         wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
         found = [n for n in names if fnmatch.fnmatchcase(n.lower(), wild.lower())]

@@ -21,8 +21,9 @@ from bray.algos import algo_name
 from bray.cli.options import Train
 from bray.cli.show import facts, log_shown, make_console, say
 from bray.config import Source, parse_assignments, parse_json
+from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
-from bray.experiment import Experiment, load_run_file, preset, show_figure
+from bray.experiment import Experiment, show_figure
 from bray.metrics import TerminalSink, duration, short
 from bray.train.live import LiveTraining
 
@@ -264,7 +265,7 @@ def _head(exp: Experiment, options: Train, console: Console) -> None:
 
 def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
     """Why it ended."""
-    row, stop = _last_row(exp), exp.config["run"].stop
+    row, stop = exp.last_row or {}, exp.config["run"].stop
     spent = f"{short(row.get('env_steps_total'))} steps, {duration(row.get('time_total_s') or 0.0)}"
     if reached:
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
@@ -274,11 +275,6 @@ def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
         say(console, f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
-
-
-def _last_row(exp: Experiment) -> dict[str, Any]:
-    rows = figures.read_results(exp.path)
-    return rows[-1] if rows else {}
 
 
 def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: bool) -> None:
@@ -340,6 +336,6 @@ def _several(options: Train, flags: Source, console: Console, signals: Signals) 
 
 
 def _of_seed(exp: Experiment) -> tuple[str, str]:
-    row = exp._last_row or {}
+    row = exp.last_row or {}
     said = f"return {short(row.get('episode_return_mean'))} after {short(row.get('env_steps_total'))} steps"
     return f"seed {exp.config['run'].seed}", said

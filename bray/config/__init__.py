@@ -12,6 +12,7 @@ A bare key (`lr`) goes to the one section that has such a field; `algo.lr` alway
 keys and are merged deeply; every other field is replaced as a whole. All mistakes are reported together, each with its place.
 
 declare.py   what a dataclass declares        sources.py   files, JSON and key=value      check.py     one value against its option
+runfile.py   a run as a file, and presets
 merge.py     sources -> Resolved              resolved.py  the result, and config.yaml    schema.py    tables and JSON Schema
 """
 
