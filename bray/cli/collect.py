@@ -12,7 +12,7 @@ import numpy as np
 from bray import tree
 from bray.act import GREEDY
 from bray.cli.options import Collect
-from bray.cli.show import facts, how_to_act, log_shown, make_console, say
+from bray.cli.show import facts, how_to_act, log_shown, say, terminal
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
@@ -75,7 +75,7 @@ def collect(options: Collect) -> int:
         raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(options.path, options.checkpoint)
     exp.check_env()
-    console = make_console()
+    console = terminal()
     count, seed = options.episodes or 100, EVAL_SEED if options.seed is None else options.seed
     out = options.out or options.path / "trajectories"
     returns: list[float] = []
@@ -95,16 +95,15 @@ def collect(options: Collect) -> int:
     write = _write if options.format == "bray" else _write_pickles
     paths = write(played(), out, options.per_file)
     exp.close()
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
+    say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(
-        console,
         [
             ("return", f"{short(float(np.mean(returns)))} on average, {short(min(returns))} … {short(max(returns))}"),
             *[("file", p) for p in paths],
         ],
     )
     if options.format == "bray":
-        say(console, f'read them: bray.EpisodeReader("{out}")', "dim")
+        say(f'read them: bray.EpisodeReader("{out}")', "dim")
     return 0
 
 

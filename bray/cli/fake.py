@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bray.cli.options import FakeActor as FakeActorOptions, FakeGamecore as GamecoreOptions
-from bray.cli.show import log_shown, make_console, plain_table, say
+from bray.cli.show import log_shown, plain_table, put, say
 from bray.errors import ConfigError
 from bray.fake.actor import FakeActor, Replies
 from bray.fake.gamecore import FakeGamecore, Load
@@ -24,7 +24,6 @@ from bray.spec import EnvSpec
 @log_shown("info")
 def actor(options: FakeActorOptions) -> int:
     """Serve fixed replies until a signal."""
-    console = make_console()
     replies = Replies(options.start.encode(), options.tick.encode(), options.end.encode(), options.echo)
     config = ServiceConfig(
         host=options.host,
@@ -37,8 +36,8 @@ def actor(options: FakeActorOptions) -> int:
     def ready(port: int, admin_port: int) -> None:
         kinds = "HTTP and TCP" if config.use_tcp else "HTTP"
         where = f"{config.host}:{port} (admin {admin_port})"
-        say(console, f"a fake actor answers {kinds} on {where}; Ctrl-C ends it", "bold")
-        say(console, f"try: bray fake gamecore --port {port} --sessions 8 --seconds 5", "dim")
+        say(f"a fake actor answers {kinds} on {where}; Ctrl-C ends it", "bold")
+        say(f"try: bray fake gamecore --port {port} --sessions 8 --seconds 5", "dim")
 
     return serve(partial(FakeActor, replies), config, on_ready=ready)
 
@@ -55,7 +54,6 @@ def gamecore(options: GamecoreOptions) -> int:
     if options.json:
         print(json.dumps(numbers))
         return 0 if result.requests and not result.errors else 1
-    console = make_console()
     table = plain_table(
         ">sessions", ">requests/s", ">p50 ms", ">p90 ms", ">p99 ms", ">max ms", ">server CPU", ">us/request", ">RSS MB"
     )
@@ -68,14 +66,14 @@ def gamecore(options: GamecoreOptions) -> int:
         _short(numbers.get("server_cpu_us_per_request")),
         _short(numbers.get("server_rss_mb")),
     )
-    console.print(table)
+    put(table)
     if result.errors:
         for name, n in result.errors.most_common():
-            say(console, f"{n:,} x {name}", "yellow")
+            say(f"{n:,} x {name}", "yellow")
         if load.tcp and not result.started and "connection lost" in result.errors:
-            say(console, "does this service answer framed TCP? `bray serve --tcp` does", "dim")
+            say("does this service answer framed TCP? `bray serve --tcp` does", "dim")
     else:
-        say(console, f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
+        say(f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
     return 0 if result.requests and not result.errors else 1
 
 

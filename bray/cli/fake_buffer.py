@@ -7,10 +7,9 @@ import time
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from bray.cli.options import FakeBuffer as Options
-from bray.cli.show import log_shown, make_console, plain_table, say, show_failure
+from bray.cli.show import log_shown, plain_table, put, say, show_failure
 from bray.errors import ConfigError
 from bray.fake.buffer import FakeBuffer, algo_sample
 from bray.launch.build import Run, build
@@ -27,21 +26,20 @@ def buffer(options: Options) -> int:
     graph = _trainers_only(options)
     use_search_path(graph)
     template = None if options.sample is None else _named_sample(options.sample)
-    console = make_console()
     session = cluster.init(graph.settings.project, graph.settings.trial, options.cluster)
     try:
         run = build(graph, session)
         fakes = _fake_buffers(graph, template, options.rate)
         trainers = ", ".join(graph.of_kind("trainer"))
-        say(console, f"{', '.join(fakes)}: filled with made-up samples, for {trainers}; Ctrl-C ends it", "bold")
+        say(f"{', '.join(fakes)}: filled with made-up samples, for {trainers}; Ctrl-C ends it", "bold")
         first, began = run.steps(), time.monotonic()
         try:
-            last = _train(run, list(fakes.values()), console, options.seconds)
+            last = _train(run, list(fakes.values()), options.seconds)
         except Exception as e:
             show_failure(e)
             if template is None:
                 hint = "the samples were what the model takes: --sample MODULE:NAME gives the trainer others"
-                say(console, hint, "yellow")
+                say(hint, "yellow")
             return 1
     finally:
         cluster.shutdown()
@@ -49,9 +47,9 @@ def buffer(options: Options) -> int:
     table = plain_table("trainer", ">steps", ">steps/s")
     for name, step in last.items():
         table.add_row(name, f"{step - first[name]:,}", f"{(step - first[name]) / spent:.3g}")
-    console.print(table)
+    put(table)
     pushed = sum(fake.pushed for fake in fakes.values())
-    say(console, f"{pushed:,} samples were pushed · run directory {session.path}", "dim")
+    say(f"{pushed:,} samples were pushed · run directory {session.path}", "dim")
     return 0 if all(step > first[name] for name, step in last.items()) else 1
 
 
@@ -79,7 +77,7 @@ def _fake_buffers(graph: Graph, template: Any, rate: float | None) -> dict[str, 
     return fakes
 
 
-def _train(run: Run, fakes: list[FakeBuffer], console: Console, seconds: float | None) -> dict[str, int]:
+def _train(run: Run, fakes: list[FakeBuffer], seconds: float | None) -> dict[str, int]:
     """Until the run is done, the time is over or somebody stops it: the last step of each trainer."""
     began = shown = time.monotonic()
     last = run.steps()
@@ -90,7 +88,7 @@ def _train(run: Run, fakes: list[FakeBuffer], console: Console, seconds: float |
         over = run.done() or (seconds is not None and now > began + seconds)
         if over or now > shown + _PROGRESS_EVERY:
             shown = now
-            say(console, run.progress())
+            say(run.progress())
         for fake in fakes:
             if fake.error is not None:
                 raise fake.error

@@ -112,6 +112,8 @@ def _typer_type(option: Option) -> tuple[Any, dict[str, Any]]:
         match m:
             case annotated_types.Ge(limit):
                 limits["min"] = limit
+            case annotated_types.Gt(limit):  # of whole numbers
+                limits["min"] = int(limit) + 1  # type: ignore[call-overload]
             case annotated_types.Le(limit):
                 limits["max"] = limit
     return (kind | None if not option.required and option.default is None else kind), limits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bray.cli.options import Gateway
-from bray.cli.show import facts, make_console, say
+from bray.cli.show import facts, say
 from bray.errors import ConfigError
 
 HAPROXY = """\
@@ -57,7 +57,6 @@ def gateway(options: Gateway) -> int:
         print(text, end="")
     else:
         out.write_text(text)
-        console = make_console()
-        facts(console, [("written", out)])
-        say(console, f"check it: haproxy -c -f {out}    run it: haproxy -f {out}", "dim")
+        facts([("written", out)])
+        say(f"check it: haproxy -c -f {out}    run it: haproxy -f {out}", "dim")
     return 0

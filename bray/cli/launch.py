@@ -15,11 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from bray.cli.options import Launch
-from bray.cli.show import facts, log_shown, make_console, plain_table, say, show_failure
+from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
 from bray.errors import BrayError, ConfigError, ResourceError
 from bray.launch.graph import Ask, Graph, load, total
 from bray.launch.modules import check_modules
@@ -46,19 +45,18 @@ def again(options: Launch, **changes: str) -> str:
 def launch(options: Launch) -> int:
     """Check, draw or run; returns the exit code."""
     graph = load(options.config, options.keys or (), options.mode, options.trial, options.project)
-    console = make_console()
     if options.graph is not None:
-        _draw(console, graph, options.graph)
+        _draw(graph, options.graph)
     if options.graph is not None and not options.check:
         return 0
     with log_shown(options.log_level):
         check_modules(graph, _deployed(graph))
         if options.check:
-            _show_plan(console, graph, options)
+            _show_plan(graph, options)
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
-        return _run(console, graph, options)
+        return _run(graph, options)
 
 
 def _deployed(graph: Graph) -> dict[str, Path]:
@@ -70,7 +68,7 @@ def _deployed(graph: Graph) -> dict[str, Path]:
     return find_deployed(graph)[0]
 
 
-def _draw(console: Console, graph: Graph, out: Path) -> None:
+def _draw(graph: Graph, out: Path) -> None:
     from bray.launch.picture import svg
 
     if out.suffix.lower() != ".svg":
@@ -80,33 +78,33 @@ def _draw(console: Console, graph: Graph, out: Path) -> None:
         out.write_text(svg(graph), encoding="utf-8")
     except OSError as e:
         raise BrayError(f"--graph: {out} cannot be written ({e.strerror})") from None
-    facts(console, [("drawn", out)])
+    facts([("drawn", out)])
 
 
 # --- what would start -------------------------------------------------------------------------------------------------
 
 
-def _show_plan(console: Console, graph: Graph, options: Launch) -> None:
+def _show_plan(graph: Graph, options: Launch) -> None:
     s = graph.settings
-    say(console, f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
+    say(f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
     table = plain_table("component", "kind", ">processes", ">CPUs", ">GPUs", ">MB", "where", "edges")
     asks = {ask.name: ask for ask in graph.resources()}
     for name, c in graph.components.items():
         table.add_row(Text(name, "bold"), c.kind, *_amounts(asks.get(name)), Text(_edges(graph, name), "dim"))
     every = total(asks.values())
     table.add_row("sum", "", *_amounts(every), style="bold")
-    console.print(table)
+    put(table)
     if graph.absent:
         gone = ", ".join(f"{name} ({why})" for name, why in graph.absent.items())
-        say(console, f"not in this mode: {gone}", "dim")
+        say(f"not in this mode: {gone}", "dim")
     for note in graph.notes:
-        say(console, f"note: {note}", "yellow")
+        say(f"note: {note}", "yellow")
     machine, cluster = Machine.look(), _cluster(options.cluster)
-    facts(console, [("this machine", machine), ("cluster", cluster)])
+    facts([("this machine", machine), ("cluster", cluster)])
     if cluster == _OWN:
         for problem in machine.shortage(every):
-            say(console, f"note: {problem}", "yellow")
-    say(console, f"nothing was started; start it with: {again(options)}", "dim")
+            say(f"note: {problem}", "yellow")
+    say(f"nothing was started; start it with: {again(options)}", "dim")
 
 
 def _amounts(ask: Ask | None) -> tuple[str, ...]:
@@ -176,7 +174,7 @@ def _cluster(kind: str) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run(console: Console, graph: Graph, options: Launch) -> int:
+def _run(graph: Graph, options: Launch) -> int:
     from bray.launch.build import build
     from bray.remote import cluster
 
@@ -186,24 +184,22 @@ def _run(console: Console, graph: Graph, options: Launch) -> int:
         session = cluster.init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
         try:
             where = session.cluster.kind
-            say(
-                console, f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold"
-            )
+            say(f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold")
             if where == "ray" and session.info.one_machine:
                 for problem in Machine.look().shortage(asked):
-                    say(console, f"note: {problem}", "yellow")
-            run = build(graph, session, lambda name: _started(console, graph, name, options))
+                    say(f"note: {problem}", "yellow")
+            run = build(graph, session, lambda name: _started(graph, name, options))
         except BaseException as e:
             cluster.shutdown()
             if not isinstance(e, Exception):
                 raise
             show_failure(e)
             return 2 if isinstance(e, (ConfigError, ResourceError)) else 1
-        _say_where(console, run)
-        return _wait(console, run, options)
+        _say_where(run)
+        return _wait(run, options)
 
 
-def _wait(console: Console, run: Run, options: Launch) -> int:
+def _wait(run: Run, options: Launch) -> int:
     """Until the run is done, has failed, or is asked to stop."""
     from bray.remote import cluster
 
@@ -216,7 +212,7 @@ def _wait(console: Console, run: Run, options: Launch) -> int:
             due = time.monotonic() + PROGRESS_EVERY
             line = run.progress()
             if line and not options.quiet:
-                say(console, line)
+                say(line)
         return done
 
     try:
@@ -225,7 +221,7 @@ def _wait(console: Console, run: Run, options: Launch) -> int:
         show_failure(e)
         print(f"run directory: {run.session.path}", file=sys.stderr)
         return 1
-    _say_next(console, run.graph, options, done)
+    _say_next(run.graph, options, done)
     return 0
 
 
@@ -236,13 +232,13 @@ def _ray(options: Launch, asked: Ask) -> dict[str, Any]:
     return {"num_cpus": max(8, 4 * (os.cpu_count() or 1), math.ceil(asked.cpus))}
 
 
-def _started(console: Console, graph: Graph, name: str, options: Launch) -> None:
+def _started(graph: Graph, name: str, options: Launch) -> None:
     if not options.quiet:
         c = graph.components[name]
-        say(console, f"started {c.kind} {name}", "dim")
+        say(f"started {c.kind} {name}", "dim")
 
 
-def _say_where(console: Console, run: Any) -> None:
+def _say_where(run: Any) -> None:
     """Where games call, and where the numbers are."""
     rows: list[tuple[str, Any]] = [("run directory", run.session.path)]
     folder = run.graph.path.resolve().parent
@@ -253,18 +249,18 @@ def _say_where(console: Console, run: Any) -> None:
         if name in run.deployments:
             rows.append(("admin", f"http://127.0.0.1:{actor.admin_port}/models  /metrics  /healthz  /readyz"))
     rows.append(("figures", f"tensorboard --logdir {shlex.quote(run.graph.settings.project)}"))
-    facts(console, rows)
-    say(console, "Ctrl-C ends it", "dim")
+    facts(rows)
+    say("Ctrl-C ends it", "dim")
 
 
-def _say_next(console: Console, graph: Graph, options: Launch, done: bool) -> None:
+def _say_next(graph: Graph, options: Launch, done: bool) -> None:
     s = graph.settings
     if s.mode == "train":
         what = "the training is done" if done else "stopped; the same command goes on"
         after = f"serve it: {again(options, mode='deploy')}" if graph.of_kind("actor") else f"go on: {again(options)}"
     else:
         what, after = "stopped", f"start it again: {again(options)}"
-    say(console, f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
+    say(f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
 
 
 class _term_as_interrupt:

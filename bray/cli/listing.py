@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from bray.cli.options import Algos, CheckEnv, Envs
-from bray.cli.show import facts, key_table, log_shown, make_console, plain_table, say
+from bray.cli.show import facts, key_table, log_shown, plain_table, put, say
 from bray.config import parse_assignments, resolve
 from bray.config.runfile import presets
 from bray.errors import BrayError, UnknownName
@@ -21,17 +21,16 @@ def algos(options: Algos) -> int:
     """A table of all, or the config keys of one."""
     from bray.algos import ALGORITHMS, algo_name, get_algo
 
-    console = make_console()
     if options.name is not None:
-        _keys(console, algo_name(options.name), get_algo(options.name))
+        _keys(algo_name(options.name), get_algo(options.name))
         return 0
     table = plain_table("name", "learns from", "action spaces", "what it is")
     for known in ALGORITHMS:
         algo = get_algo(known)
         learns = learns_from(algo)
         table.add_row(Text(known, "bold"), learns, ", ".join(action_spaces(algo)), _first_line(algo).partition(": ")[2])
-    console.print(table)
-    say(console, "\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
+    put(table)
+    say("\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
     return 0
 
 
@@ -75,18 +74,17 @@ def action_spaces(algo: Any) -> list[str]:
     return out
 
 
-def _keys(console: Any, name: str, algo: Any) -> None:
+def _keys(name: str, algo: Any) -> None:
     say(
-        console,
         f"{name} · learns from {learns_from(algo)} · {', '.join(action_spaces(algo))}",
         "bold",
     )
-    say(console, inspect.getdoc(algo) or "", "dim")
+    say(inspect.getdoc(algo) or "", "dim")
     source = algo if inspect.ismodule(algo) or inspect.isclass(algo) else type(algo)
-    say(console, f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
-    console.print()
-    console.print(key_table(algo.Config))
-    say(console, f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
+    say(f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
+    say()
+    put(key_table(algo.Config))
+    say(f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -97,7 +95,6 @@ def envs(options: Envs) -> int:
     from bray.envs import native, registry
     from bray.envs.config import EnvConfig
 
-    console = make_console()
     names = registry.list_envs()
     known: dict[str, list[str]] = {}  # environment -> algorithms that have tuned settings for it
     for algo, env, _ in presets():
@@ -117,8 +114,8 @@ def envs(options: Envs) -> int:
             "native" if fast else Text("–", "dim"),
             ", ".join(known.get(name, [])),
         )
-    console.print(table)
-    say(console, f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")
+    put(table)
+    say(f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")
     return 0
 
 
@@ -133,19 +130,18 @@ def check_env(options: CheckEnv) -> int:
     config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={options.env}", *given])])["env"]
     find(config)  # a name that nothing answers to is a mistake of the user, not a finding
     findings = check(config, options.steps, options.seed)
-    console = make_console()
-    say(console, f"{options.env}: {options.steps} random steps, played twice", "bold")
+    say(f"{options.env}: {options.steps} random steps, played twice", "bold")
     styles = {"error": "red", "warning": "yellow", "info": "dim"}
     for finding in findings:
         label, _, rest = str(finding).partition(": ")
-        console.print(Text.assemble((f"{label:<8}", styles[finding.severity]), rest), soft_wrap=True)
+        say(Text.assemble((f"{label:<8}", styles[finding.severity]), rest))
     counts = {s: sum(f.severity == s for f in findings) for s in styles}
     if counts["error"]:
         warnings = f", {counts['warning']} to look at" if counts["warning"] else ""
-        say(console, f"{counts['error']} to correct before training{warnings}", "red")
+        say(f"{counts['error']} to correct before training{warnings}", "red")
         return 1
     if counts["warning"]:
-        facts(console, [("result", f"it trains; {counts['warning']} to look at")])
+        facts([("result", f"it trains; {counts['warning']} to look at")])
     else:
-        say(console, "all good: spaces, types, bounds, resets and repeatability are as they should be", "green")
+        say("all good: spaces, types, bounds, resets and repeatability are as they should be", "green")
     return 0

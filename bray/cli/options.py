@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 
-from bray.config.declare import Flag
+from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
 
 RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
 LaunchFile = Annotated[Path, Flag("--config", "FILE")]
 Keys = Annotated[list[str] | None, Flag(metavar="KEY=VALUE", argument=True)]
 ComponentKeys = Annotated[list[str] | None, Flag(metavar="COMPONENT.KEY=VALUE", argument=True)]
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
-Seconds = Annotated[float, Ge(0), Flag(metavar="SECONDS")]
+Seconds = Annotated[Amount, Flag(metavar="SECONDS")]
 Checkpoint = Annotated[str, Flag(metavar="latest|best|STEP")]
 Address = Annotated[str, Flag(metavar="ADDRESS")]
-Port = Annotated[int, Interval(ge=0, le=65535)]
 Text = Annotated[str, Flag(metavar="TEXT")]
 Engine = Literal["onnx", "int8", "torch"]
 Cluster = Literal["ray", "local"]
@@ -195,7 +192,7 @@ class Export(Options):
     """Also in int8, calibrated on recorded observations."""
     checkpoint: Checkpoint = "latest"
     """Which checkpoint."""
-    min_agreement: Annotated[float, Interval(ge=0, le=1), Flag(metavar="PART")] = 0.99
+    min_agreement: Annotated[Share, Flag(metavar="PART")] = 0.99
     """int8 is refused when fewer greedy actions than this are those of the Model; continuous actions agree within 1 % of their range on
     average."""
 
@@ -341,7 +338,7 @@ class FakeBuffer(Options):
     """The launch file whose trainers are to run."""
     sample: Annotated[str | None, Flag(metavar="MODULE:NAME")] = None
     """A sample to imitate, or a function of a random generator that makes one; without it, what the algorithm, else the model takes."""
-    rate: Annotated[float | None, Ge(0), Flag(metavar="HZ")] = None
+    rate: Annotated[Amount | None, Flag(metavar="HZ")] = None
     """Samples per second; without it, as many as are taken."""
     seconds: Seconds | None = None
     """End after this time; without it, until it is stopped."""
@@ -357,7 +354,7 @@ class FakeGamecore(Options):
 
     sessions: Count = 8
     """Games at once."""
-    rate: Annotated[float, Ge(0), Flag(metavar="R")] = 0.0
+    rate: Annotated[Amount, Flag(metavar="R")] = 0.0
     """Ticks/s of each; 0 = as fast as it answers."""
     seconds: Annotated[float, Ge(0.1), Flag(metavar="SECONDS")] = 5.0
     """How long they play."""

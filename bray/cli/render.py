@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.cli.options import Render as Options
-from bray.cli.show import facts, log_shown, make_console, say
+from bray.cli.show import facts, log_shown, say
 from bray.errors import BrayError, ConfigError
 from bray.launch.graph import Graph, load
 from bray.launch.modules import Modules
@@ -36,19 +36,18 @@ def render(options: Options) -> int:
     if not project.is_dir():
         made = f"`bray launch --config {config}` makes it" if config is not None else "a training makes it"
         raise ConfigError(f"there is no project directory {project} here; {made}")
-    console = make_console()
     messages, notes = ([], []) if graph is None else _messages(graph)
     components = {} if graph is None else graph.of_kind("render")
     renders = {name: Render(name, c.settings.module, c.settings.func) for name, c in components.items()}
     server = RenderServer(Project(project, trial, messages), renders, host, options.port)
     try:
-        say(console, f"episodes of {project} at {server.url}", "bold")
-        facts(console, [("trial", trial or "any"), ("renderers", ", ".join(renders) or "none: the State is shown")])
+        say(f"episodes of {project} at {server.url}", "bold")
+        facts([("trial", trial or "any"), ("renderers", ", ".join(renders) or "none: the State is shown")])
         for note in notes:
-            say(console, note, "yellow")
+            say(note, "yellow")
         if host not in ("127.0.0.1", "localhost"):
-            say(console, f"whoever reaches {host} can see the episodes and run the render code", "yellow")
-        say(console, "Ctrl-C ends it", "dim")
+            say(f"whoever reaches {host} can see the episodes and run the render code", "yellow")
+        say("Ctrl-C ends it", "dim")
         sys.stdout.flush()
         if options.open_page and _has_screen():
             webbrowser.open(server.url)
@@ -56,7 +55,7 @@ def render(options: Options) -> int:
         while (left := end - time.monotonic()) > 0:
             time.sleep(min(0.2, left))
     except KeyboardInterrupt:
-        say(console, "ended")
+        say("ended")
     finally:
         server.close()
     return 0

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from bray.cli.flags import load
 from bray.cli.options import Schema
-from bray.cli.show import key_table, make_console, say
+from bray.cli.show import key_table, put, say
 from bray.config.declare import about
 from bray.config.schema import json_schema
 from bray.errors import UnknownName
@@ -39,11 +39,10 @@ def schema(options: Schema) -> int:
         made: Any = {name: json_schema(cls) for name, cls in found.items()}
         print(json.dumps(made if len(made) > 1 else made.popitem()[1], indent=2, ensure_ascii=False))
         return 0
-    console = make_console()
     for name, cls in found.items():
-        console.print(Text.assemble((name, "bold"), f": {about(cls)}"), soft_wrap=True)
-        console.print(key_table(cls))
-        say(console, "")
+        say(Text.assemble((name, "bold"), f": {about(cls)}"))
+        put(key_table(cls))
+        say("")
     return 0
 
 

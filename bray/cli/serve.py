@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from bray.cli.options import Replay, Serve
-from bray.cli.show import facts, log_shown, make_console, plain_table, renamed_act, say
+from bray.cli.show import facts, log_shown, plain_table, put, renamed_act, say
 from bray.config import Source, options as options_of, parse_assignments
 from bray.errors import ConfigError, DataError
 from bray.service import SECTIONS, Service, configure, name_runs, serve as serve_runs
@@ -37,19 +37,15 @@ def serve(options: Serve, flags: Source) -> int:
         models["act"] = renamed_act(models.get("act"), True, "--sample")
     runs, service, model = settings(options.words, flags)
     logging.captureWarnings(True)
-    console = make_console()
 
     def ready(port: int, admin_port: int) -> None:
         rows = [(name, str(path)) for name, path in runs.items()]
-        facts(
-            console, [*rows, ("admin", f"http://{service.admin_host}:{admin_port}/metrics  /models  /healthz  /readyz")]
-        )
+        facts([*rows, ("admin", f"http://{service.admin_host}:{admin_port}/metrics  /models  /healthz  /readyz")])
         kinds = "HTTP and TCP" if service.use_tcp else "HTTP"
         slots = service.workers * service.actors_per_worker
         token = " --token TOKEN" if service.tokens else ""  # not the secret itself: this goes into logs
-        say(console, f"serving {kinds} on {service.host}:{port}, {slots} sessions at once; Ctrl-C ends it", "bold")
+        say(f"serving {kinds} on {service.host}:{port}, {slots} sessions at once; Ctrl-C ends it", "bold")
         say(
-            console,
             f"try: bray fake gamecore --port {port} --run {next(iter(runs.values()))} --sessions 8 --seconds 5{token}",
             "dim",
         )
@@ -81,7 +77,6 @@ def _is_key(word: str) -> bool:
 @log_shown()
 def replay(options: Replay) -> int:
     """Play recorded sessions again and compare the actions, tick by tick."""
-    console = make_console()
     table = plain_table("recording", ">ticks", ">same action", "version then", "version now")
     differences: list[tuple[str, int, Any, Any]] = []
     total = same = 0
@@ -94,12 +89,12 @@ def replay(options: Replay) -> int:
         total, same = total + len(pairs), same + agreed
         share = f"{100 * agreed / len(pairs):.1f} %" if pairs else "–"
         table.add_row(file.name, f"{len(pairs):,}", share, str(about.get("version")), options.against)
-    console.print(table)
+    put(table)
     for name, i, then, now in differences[: options.show]:
-        say(console, f"{name} tick {i}: {then} then, {now} now", "dim")
+        say(f"{name} tick {i}: {then} then, {now} now", "dim")
     if len(differences) > options.show:
-        say(console, f"... {len(differences) - options.show:,} more (--show N)", "dim")
-    say(console, f"{same:,} of {total:,} actions are the same" if total else "no ticks were recorded", "bold")
+        say(f"... {len(differences) - options.show:,} more (--show N)", "dim")
+    say(f"{same:,} of {total:,} actions are the same" if total else "no ticks were recorded", "bold")
     return 0
 
 

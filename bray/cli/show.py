@@ -21,22 +21,27 @@ from bray.errors import BrayError, ConfigError, UnknownName
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def make_console() -> Console:
-    """stdout. A file or pipe gets long lines instead of folded ones."""
+def terminal() -> Console:
+    """stdout, as it is now. A file or pipe gets long lines instead of folded ones."""
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, width=200 if wide else None)
 
 
-def say(console: Console, text: str, style: str = "") -> None:
+def say(text: str | Text = "", style: str = "") -> None:
     """A line that is never folded, so that a path in it can be copied."""
-    console.print(Text(text, style), soft_wrap=True)
+    terminal().print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
 
-def facts(console: Console, rows: list[tuple[str, Any]]) -> None:
+def put(table: Any) -> None:
+    """A table, folded to the width of the terminal."""
+    terminal().print(table)
+
+
+def facts(rows: list[tuple[str, Any]]) -> None:
     """`name  value` lines with the names dimmed and aligned."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        console.print(Text.assemble((f"{name:<{width}}  ", "dim"), str(value)), soft_wrap=True)
+        say(Text.assemble((f"{name:<{width}}  ", "dim"), str(value)))
 
 
 def plain_table(*columns: str) -> Table:

@@ -14,12 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from bray import figures
 from bray.algos import algo_name
 from bray.cli.options import Train
-from bray.cli.show import facts, log_shown, make_console, say
+from bray.cli.show import facts, log_shown, put, say, terminal
 from bray.config import Source, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
@@ -105,8 +103,7 @@ def _one_experiment(source: Source) -> Source:
 class Signals:
     """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at once."""
 
-    def __init__(self, console: Console):
-        self.console = console
+    def __init__(self) -> None:
         self.experiment: Experiment | None = None
         self.number: int | None = None
 
@@ -130,7 +127,7 @@ class Signals:
         self.number = number
         self.experiment.request_stop()
         with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write
-            say(self.console, "finishing this iteration, then saving; the same again ends at once", "dim")
+            say("finishing this iteration, then saving; the same again ends at once", "dim")
 
     def passed_on(self, row: Any = None) -> None:
         """A signal that came before `train` began to listen."""
@@ -147,18 +144,17 @@ class Signals:
 
 def train(options: Train, flags: Source = Source("command line", {})) -> int:
     """Train, and say what came of it; returns the exit code. `flags` sets config keys."""
-    console = make_console()
     level = "error" if options.quiet and options.log_level == "warning" else options.log_level
-    with log_shown(level), Signals(console) as signals:
+    with log_shown(level), Signals() as signals:
         if len(options.seeds or ()) > 1:
-            return _several(options, flags, console, signals)
+            return _several(options, flags, signals)
         exp = _experiment(options, flags)
         if options.print_config:
-            console.print(exp.config.table())
+            put(exp.config.table())
             return 0
         with _closing(exp):
-            code = _run(exp, options, console, signals)
-            _last_line(console, exp.path)
+            code = _run(exp, options, signals)
+            _last_line(exp.path)
         if exp.config["run"].show_figure and signals.number != signal.SIGTERM:
             exp.show_figure()  # after the last words: it waits for somebody
         return code
@@ -194,41 +190,41 @@ def _closing(exp: Experiment) -> Iterator[None]:
         exp.close()
 
 
-def _run(exp: Experiment, options: Train, console: Console, signals: Signals) -> int:
+def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     training, run = exp.training, exp.config["run"]
     signals.experiment = exp
     if isinstance(training, LiveTraining):
         training.source.open()  # a port that is taken is told before anything is written
     if not options.quiet:
-        _head(exp, options, console)
+        _head(exp, options)
     title = f"{run.algorithm} on {exp.env_id}"
-    sinks = [] if options.quiet else [TerminalSink(title, run.stop, console)]
+    sinks = [] if options.quiet else [TerminalSink(title, run.stop, terminal())]
     went_on = False
     for _ in exp.train(sinks=sinks, on_result=signals.passed_on, show=False):
         went_on = True
     signals.experiment = None  # from here on a signal ends at once: all is saved
     reached = exp.reached
     if not options.quiet:
-        _ended(exp, console, reached, signals, went_on)
+        _ended(exp, reached, signals, went_on)
     if not options.quiet and training.iteration and not exp.live:
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
         if greedy:
-            say_if_greedy_is_worse(exp, console, greedy)
+            say_if_greedy_is_worse(exp, greedy)
     videos: list[Path] = []
     if options.render and training.iteration:
         from bray.cli.evaluate import judge
 
-        videos = judge(exp, console, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
+        videos = judge(exp, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
     if not options.quiet:
-        _left(exp, console, videos, unfinished=not reached)
+        _left(exp, videos, unfinished=not reached)
     if signals.number is not None and run.stop and not reached:
         return 128 + signals.number
     return 0
 
 
-def _head(exp: Experiment, options: Train, console: Console) -> None:
+def _head(exp: Experiment, options: Train) -> None:
     import torch
 
     training, run = exp.training, exp.config["run"]
@@ -242,7 +238,7 @@ def _head(exp: Experiment, options: Train, console: Console) -> None:
         device,
         f"seed {run.seed}",
     ]
-    say(console, " · ".join(what), "bold")
+    say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
     if options.resume is None:
         used = preset(run.algorithm, exp.env_id) if not options.no_preset else None
@@ -260,10 +256,10 @@ def _head(exp: Experiment, options: Train, console: Console) -> None:
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
     rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))
     rows.append(("writes to", exp.path))
-    facts(console, rows)
+    facts(rows)
 
 
-def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
+def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
     """Why it ended."""
     row, stop = exp.last_row or {}, exp.config["run"].stop
     spent = f"{short(row.get('env_steps_total'))} steps, {duration(row.get('time_total_s') or 0.0)}"
@@ -271,13 +267,13 @@ def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
         aims = [k for k in stop if "return" in k]
         style = "green" if not aims or any(k in reached for k in aims) else "yellow"
-        say(console, f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
+        say(f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
-        say(console, f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
+        say(f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
 
 
-def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: bool) -> None:
+def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
     """What it left behind, and what to type next."""
     path, quoted = exp.path, shlex.quote(str(exp.path))
     latest = path / "checkpoints" / "latest"
@@ -292,35 +288,35 @@ def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: boo
     commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:
         commands.insert(0, ("go on", f"bray train --resume {quoted}"))
-    facts(console, [*[(name, p) for name, p in kept if p.exists()], *commands])
+    facts([*[(name, p) for name, p in kept if p.exists()], *commands])
 
 
-def _last_line(console: Console, path: Path) -> None:
-    say(console, f"run directory: {path}")
+def _last_line(path: Path) -> None:
+    say(f"run directory: {path}")
 
 
 # --- several seeds ----------------------------------------------------------------------------------------------------
 
 
-def _several(options: Train, flags: Source, console: Console, signals: Signals) -> int:
+def _several(options: Train, flags: Source, signals: Signals) -> int:
     """One run after another in P/T/seed-<n>, then one curve with mean and deviation."""
     seeds = list(options.seeds or ())
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seed: expected different seeds, got {seeds}")
     probe = _experiment(replace(options, seeds=seeds[:1]), flags)
     if options.print_config:
-        console.print(probe.config.table())
+        put(probe.config.table())
         return 0
     root, code, done = probe.path, 0, []
     for seed in seeds:
         exp = _experiment(replace(options, seeds=[seed]), flags, root / f"seed-{seed}")
         with _closing(exp):
-            code = _run(exp, options, console, signals)
+            code = _run(exp, options, signals)
             done.append(exp)
         if signals.number is not None:
             break
         if not options.quiet:
-            console.print()
+            say()
     run, paths = done[0].config["run"], [e.path for e in done]
     title, threshold = f"{run.algorithm} on {done[0].env_id}", run.stop.get("episode_return_mean")
     out = root / "figures" / "learning_curve.png"
@@ -328,8 +324,8 @@ def _several(options: Train, flags: Source, console: Console, signals: Signals) 
         figures.learning_curve(paths, out, title, threshold)
     if not options.quiet:
         rows = [_of_seed(exp) for exp in done]
-        facts(console, [*rows, ("curve", out)] if run.save_figure else rows)
-    _last_line(console, root)
+        facts([*rows, ("curve", out)] if run.save_figure else rows)
+    _last_line(root)
     if run.show_figure and signals.number != signal.SIGTERM:
         show_figure(paths, title, threshold)
     return code

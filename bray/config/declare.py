@@ -19,6 +19,14 @@ from typing import Annotated, Any, Literal, Union
 
 import annotated_types
 
+Count = Annotated[int, annotated_types.Gt(0)]
+Whole = Annotated[int, annotated_types.Ge(0)]
+Amount = Annotated[float, annotated_types.Ge(0)]
+Positive = Annotated[float, annotated_types.Gt(0)]
+Share = Annotated[float, annotated_types.Interval(ge=0, le=1)]
+Port = Annotated[int, annotated_types.Interval(ge=0, le=65535)]
+Name = Annotated[str, annotated_types.MinLen(1)]
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -116,6 +124,11 @@ def _field_docs(cls: type) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     docs[name] = text
     return docs
+
+
+def values_of(made: Any, cls: type) -> dict[str, Any]:
+    """The options that `cls` declares, of an object that has them (and others)."""
+    return {name: getattr(made, name) for name in options(cls)}
 
 
 def about(cls: type) -> str:

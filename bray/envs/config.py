@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 
 from bray.config.check import check_fields
-from bray.config.declare import Flag
+from bray.config.declare import Amount, Count, Flag, Positive, Whole
 from bray.errors import ConfigError
-
-Count = Annotated[int, Ge(1)]
-Whole = Annotated[int, Ge(0)]
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,12 @@ class EnvConfig:
     """Stop at once when the environment returns NaN, a wrong shape or type, or a value outside its space."""
     max_restarts: Whole = 0
     """How often environments that raise, die or hang are rebuilt before the run stops."""
-    step_timeout: Annotated[float, Gt(0)] | None = None
+    step_timeout: Positive | None = None
     """Seconds after which a step counts as hung (subprocess form)."""
     wait_num: Count | None = None
     """A step returns as soon as this many environments are ready, so that slow ones do not hold up the others (vector=subprocess); the
     others are waited for in later steps. Environments of one process are ready together. Runs then depend on timing. null = all."""
-    step_wait_timeout: Annotated[float, Ge(0)] = 0.0
+    step_wait_timeout: Amount = 0.0
     """Seconds to wait further for the other environments once `wait_num` are ready."""
 
     def __post_init__(self) -> None:

@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
-
-from bray.config.declare import Flag
+from bray.config.declare import Amount, Count, Flag, Port, Positive
 from bray.errors import ConfigError
-
-Seconds = Annotated[float, Gt(0)]
-Count = Annotated[int, Gt(0)]
-Port = Annotated[int, Interval(ge=0, le=65535)]
 
 
 def parse_versions(items: Sequence[str]) -> dict[str, float]:
@@ -67,15 +61,15 @@ class ServiceConfig:
     use_gateway: Literal["node", "head"] | None = "node"
     """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry forwards to the
     owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one connection."""
-    tick_timeout_s: Annotated[Seconds, Flag("--tick-timeout", "SECONDS")] = 30.0
+    tick_timeout_s: Annotated[Positive, Flag("--tick-timeout", "SECONDS")] = 30.0
     """A tick that takes longer is cancelled and answered with 504, or with the Actor's `fallback`."""
-    idle_timeout_s: Seconds = 600.0
+    idle_timeout_s: Positive = 600.0
     """A session without a request for this long is ended."""
-    request_timeout_s: Seconds = 30.0
+    request_timeout_s: Positive = 30.0
     """A client may take this long to send a request, or to read a reply; then its connection is closed."""
-    keep_alive_s: Seconds = 300.0
+    keep_alive_s: Positive = 300.0
     """A connection without a request for this long is closed."""
-    drain_timeout_s: Annotated[float, Ge(0)] = 10.0
+    drain_timeout_s: Amount = 10.0
     """After SIGTERM running sessions may go on for this long; new ones are refused."""
     max_body: Count = 16 << 20
     """Bytes of a request's body."""
@@ -91,7 +85,7 @@ class ServiceConfig:
         tuple[str, ...], Flag("--token", "T", help="Required of clients; several times: any of them.")
     ] = ()
     """When given, a request must carry one of these in its `token`."""
-    blocked_after_s: Seconds = 0.5
+    blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
 
 
@@ -108,16 +102,16 @@ class ModelService:
     """How actions are chosen: greedy = the best one, sample = drawn as in training."""
     follow: Annotated[bool, Flag()] = False
     """Go on to new checkpoints of a training that is running."""
-    follow_every_s: Seconds = 1.0
-    """Seconds between two looks at a followed run."""
+    follow_every_s: Positive = 1.0
+    """Positive between two looks at a followed run."""
     fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
     """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
     record: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory for recordings of every session, for `bray replay`; null = none."""
     max_batch_size: Count = 32
     """Rows of one forward."""
-    max_wait_s: Annotated[float, Ge(0)] = 0.0
-    """Seconds that an idle model waits for a fuller batch."""
+    max_wait_s: Amount = 0.0
+    """Positive that an idle model waits for a fuller batch."""
     max_queue: Count = 4096
     """Ticks that may wait for a model."""
     threads: Count = 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Interval
 
-from bray.config.declare import Flag
+from bray.config.declare import Amount, Count, Flag, Port, Positive, Whole
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class RunConfig:
     counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
-    threads: Annotated[int, Ge(1)] | None = None
+    threads: Count | None = None
     """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures."""
     record: bool = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
-    num_workers: Annotated[int, Ge(0), Flag()] = 0
+    num_workers: Annotated[Whole, Flag()] = 0
     """Rollout processes beside this one; only 0 works yet."""
-    eval_freq: Annotated[int, Ge(0), Flag()] = 0
+    eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
-    eval_episodes: Annotated[int, Ge(1), Flag()] = 10
+    eval_episodes: Annotated[Count, Flag()] = 10
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
-    checkpoint_freq: Annotated[int, Ge(0), Flag()] = 0
+    checkpoint_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two checkpoints; 0 = by time alone, and at the end."""
-    checkpoint_every_s: Annotated[float, Ge(0)] = 60.0
+    checkpoint_every_s: Amount = 60.0
     """Seconds between two checkpoints, looked at after each iteration; 0 = not by time."""
-    keep_checkpoints: Annotated[Annotated[int, Ge(1)] | None, Flag()] = 5
+    keep_checkpoints: Annotated[Count | None, Flag()] = 5
     """Newest checkpoints kept, beside the best one; null = all."""
     checkpoint_score: Annotated[str | None, Flag(metavar="KEY")] = None
     """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples: episode_return_max,
@@ -55,7 +55,7 @@ class RunConfig:
 class LiveConfig:
     """Where games call, and what they send."""
 
-    port: Annotated[int, Interval(ge=0, le=65535), Flag()] = 8000
+    port: Annotated[Port, Flag()] = 8000
     """Port of the games; 0 = any free one."""
     host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = every network of this machine."""
@@ -63,9 +63,9 @@ class LiveConfig:
     """Answer framed TCP too, on the same port."""
     token: str | None = None
     """When given, every request must carry it."""
-    max_games: Annotated[int, Gt(0)] = 1000
+    max_games: Count = 1000
     """Sessions at once."""
-    idle_timeout_s: Annotated[float, Gt(0)] = 600.0
+    idle_timeout_s: Positive = 600.0
     """Seconds after which a game that has not called is gone, and makes room for another."""
     obs: Annotated[Any, Flag(metavar="SPACE")] = None
     """The observation that games send: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
@@ -73,7 +73,7 @@ class LiveConfig:
     """The action that games want: 3 (choices), '3,2' (two choices), or 'float32[2] -1..1'."""
     spec: Annotated[str | None, Flag(metavar="FILE")] = None
     """Instead of both: a JSON file {"obs": ..., "actions": ...}, or a run's spec.json. (Or --env, for its spaces.)"""
-    rows: Annotated[int, Gt(0)] | None = None
+    rows: Count | None = None
     """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
