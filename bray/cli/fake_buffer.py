@@ -10,12 +10,13 @@ import numpy as np
 
 from bray.cli.options import FakeBuffer as Options
 from bray.cli.show import log_shown, plain_table, put, say, show_failure
+from bray.cluster import session as sessions
 from bray.errors import ConfigError
 from bray.fake.buffer import FakeBuffer, algo_sample
 from bray.launch.build import Run, build
 from bray.launch.graph import Graph, load
 from bray.launch.modules import Modules, use_search_path
-from bray.remote import cluster
+from bray.remote.init import init
 
 _PROGRESS_EVERY = 5.0  # seconds
 
@@ -26,7 +27,7 @@ def buffer(options: Options) -> int:
     graph = _trainers_only(options)
     use_search_path(graph)
     template = None if options.sample is None else _named_sample(options.sample)
-    session = cluster.init(graph.settings.project, graph.settings.trial, options.cluster)
+    session = init(graph.settings.project, graph.settings.trial, options.cluster)
     try:
         run = build(graph, session)
         fakes = _fake_buffers(graph, template, options.rate)
@@ -42,7 +43,7 @@ def buffer(options: Options) -> int:
                 say(hint, "yellow")
             return 1
     finally:
-        cluster.shutdown()
+        sessions.shutdown()
     spent = time.monotonic() - began
     table = plain_table("trainer", ">steps", ">steps/s")
     for name, step in last.items():
@@ -94,7 +95,7 @@ def _train(run: Run, fakes: list[FakeBuffer], seconds: float | None) -> dict[str
                 raise fake.error
         return over
 
-    cluster.run_until_asked_to_stop(poll)
+    sessions.run_until_asked_to_stop(poll)
     return last
 
 
