@@ -65,12 +65,12 @@ def _flags(options: Train, flags: Source) -> Source:
         flag = next(text for (section, _), text in texts.items() if section == "live").partition(" ")[0]
         raise ConfigError(f"{flag} is for live games: add --live")
     for section, key, flag, value in (
-        ("run", "algorithm", "--run", options.run and algo_name(options.run)),
+        ("run", "algorithm", "--run", options.run),
         ("env", "id", "--env", options.env),
         ("run", "seed", "--seed", options.seeds[0] if options.seeds else None),
     ):
         if value is not None:
-            values.setdefault(section, {})[key] = value
+            values.setdefault(section, {})[key] = algo_name(value) if flag == "--run" else value
             texts = {**texts, (section, key): f"{flag} {value}"}
     return Source("command line", values, texts=texts)
 
