@@ -502,7 +502,7 @@ def test_serve_answers_the_same_bodies_greedily(tmp_path):
         game = Sign(server.port)
         game.play(episodes=3)
         assert game.error is None
-        assert set(game.versions) == {exp._loaded_step}
+        assert set(game.versions) == {exp.loaded[1]}
         for obs, action in game.actions:
             assert action == exp.policy(obs)
         game.mask = lambda obs: [1, 0]
