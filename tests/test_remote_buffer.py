@@ -101,10 +101,10 @@ def test_structures_of_all_kinds(session):
 
 def test_what_cannot_be_pushed_is_refused_at_once_and_as_a_whole(session):
     buffer = RemoteBuffer("b", batch_size=2, num_workers=1)
-    with pytest.raises(DataError, match="got a leaf of str"):
+    with pytest.raises(DataError, match="this one holds a str"):
         buffer.push({"a": 1.0}, {"a": "no"})
     buffer.push({"a": 1.0}).result(10)
-    with pytest.raises(DataError, match=r"'a': expected shape \(\), got shape \(2,\)"):
+    with pytest.raises(DataError, match=r"a: expected shape \(\), got shape \(2,\)"):
         buffer.push({"a": np.zeros(2)})
     buffer.push({"a": 2}).result(10)  # another dtype is no other structure
     (batch,) = drain(buffer, 1)
@@ -211,7 +211,7 @@ def test_a_batch_is_pushed_as_its_rows_would_be(session):
     two.push_batch(np.arange(9), drop=False).result(10)
     assert sorted(int(two.pop(10)) for _ in range(9)) == list(range(9))
     for wrong in ({"a": np.zeros(2), "b": np.zeros(3)}, {"a": 1.0}, {"a": np.zeros((0, 2))}):
-        with pytest.raises(DataError, match=r"same number of rows|without rows"):
+        with pytest.raises(DataError, match=r"a batch needs arrays \[B, ...\] with the same B >= 1"):
             two.push_batch(wrong)
 
 
@@ -238,7 +238,7 @@ def test_an_error_of_a_forgotten_push_is_logged(session, caplog):
     other = type(connection.connection(buffer.settings))(buffer.settings, session)
     other.writer.push(({"a": np.zeros(2)},), drop=True)
     wait_until(lambda: "did not arrive" in caplog.text)
-    assert "'a': expected shape (), got shape (2,)" in caplog.text
+    assert "a: expected shape (), got shape (2,)" in caplog.text
     with pytest.raises(DataError, match="expected shape"):
         other.writer.push(({"a": np.zeros(2)},), drop=True).result(10)
     other.close()

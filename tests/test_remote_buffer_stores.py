@@ -9,10 +9,11 @@ import pytest
 from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Layouts, join, private, stack
+from bray.remote.buffer.columns import join, private, stack
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.stores import Queue, Ring, split, weigh
 from bray.remote.buffer.worker import BufferShard
+from bray.tree.layout import Layouts
 
 LAYOUTS = Layouts()
 
@@ -62,7 +63,7 @@ def test_single_samples_are_given_by_layout():
 def test_samples_of_one_batch_look_alike():
     queue = Queue(10, 2)
     queue.check(chunk(0).layout)
-    with pytest.raises(DataError, match=r"batch_size 2 have the same keys.*'x': expected shape \(\), got nothing"):
+    with pytest.raises(DataError, match=r"batch_size 2 have the same keys.*x: expected shape \(\), got nothing"):
         queue.check(chunk(0, key="y").layout)
     Queue(10, None).check(chunk(0, key="y").layout)
 

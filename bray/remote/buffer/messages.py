@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from bray.errors import DataError
-from bray.remote.buffer.columns import Chunk, Layout, Layouts
+from bray.remote.buffer.columns import Chunk
 from bray.remote.buffer.slabs import SlabAddress
+from bray.tree.layout import ALIGN, Layout, Layouts, aligned
 
 OPEN, SLAB, PUSH, LENT, FREED, POP, WITHDRAW, RELEASE, DRAW, PRIORITIES, SEES = range(1, 12)
 # OPEN        request  Hello                                                         -> Welcome
@@ -38,7 +39,6 @@ _RECEIPT = struct.Struct("<q?")  # samples waiting in the shard, whether anyone 
 _ANSWER = struct.Struct("<B3xIIqdddq")  # kind, rows, length of the layout, Facts
 _LEASE = struct.Struct("<QQQ16sII")  # number of the lease, offset, slab (fd, nonce), first row, rows in the slot
 _DRAW = struct.Struct("<IId")  # wait?, rows, largest priority known
-_ALIGN = 64
 
 pack_receipt, read_receipt = _RECEIPT.pack, _RECEIPT.unpack_from
 pack_draw, read_draw = _DRAW.pack, _DRAW.unpack_from
@@ -78,7 +78,7 @@ class Facts:
 def _with_layout(head: bytes, layout: Layout) -> bytes:
     """Head and layout, padded so that the columns after it are aligned."""
     size = len(head) + len(layout.spec)
-    return head + layout.spec + bytes(-size % _ALIGN)
+    return head + layout.spec + bytes(-size % ALIGN)
 
 
 def _read_layout(body: memoryview, at: int, length: int, layouts: Layouts) -> tuple[Layout, int]:
@@ -86,7 +86,7 @@ def _read_layout(body: memoryview, at: int, length: int, layouts: Layouts) -> tu
     end = at + length
     if end > len(body):
         raise DataError("a message that ends in its head")
-    return layouts.parse(bytes(body[at:end])), end + -end % _ALIGN
+    return layouts.parse(bytes(body[at:end])), aligned(end)
 
 
 # --- pushing ----------------------------------------------------------------------------------------------------------

@@ -27,11 +27,12 @@ from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote import io
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Layout, Layouts, stack
+from bray.remote.buffer.columns import Chunk, read_batch, stack
 from bray.remote.buffer.ports import LocalPort, RemotePort
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, Slot
 from bray.remote.buffer.worker import BufferShard
+from bray.tree.layout import Layout, Layouts
 
 logger = logging.getLogger("bray.remote")
 
@@ -161,7 +162,7 @@ class _Check:
         return out
 
     def read_batch(self, batch: Any) -> Chunk:
-        chunk = self._layouts.read_batch(batch)
+        chunk = read_batch(batch, self._layouts)
         self._compare(chunk.layout)
         return chunk
 
