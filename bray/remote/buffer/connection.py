@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
+from bray.cluster.local import LocalCluster
+from bray.cluster.session import Session, session
 from bray.errors import BrayError, Unreachable
-from bray.remote import io
 from bray.remote.buffer.ports import LocalPort, Port, RemotePort
 from bray.remote.buffer.reader import QueueReader, Reader, Sampler
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.writer import LocalWriter, RemoteWriter
-from bray.remote.cluster import LocalCluster, Session, session
 
 FLUSH_TIMEOUT = 5.0
 

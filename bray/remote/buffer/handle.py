@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
+from bray.cluster.session import session
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Unreachable
 from bray.inference.host import Promise
-from bray.remote import io
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
 from bray.remote.buffer.reader import PREFETCH, Reader, Sampler
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.worker import BufferShard
 from bray.remote.buffer.writer import Pushed
-from bray.remote.cluster import session
 from bray.tree import NestedArray
 
 _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making

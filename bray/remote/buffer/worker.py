@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from bray.cluster import io, wire
+from bray.cluster.session import session
 from bray.data.limit import RateLimit
 from bray.errors import ConfigError, DataError
-from bray.remote import io, wire
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.remote.buffer.stores import Queue, Ring
-from bray.remote.cluster import session
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
