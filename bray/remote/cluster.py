@@ -29,8 +29,9 @@ from typing import Any, NamedTuple, Protocol
 
 from bray.errors import BrayError, ConfigError, MissingComponent, RemoteError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.remote import io, wire
+from bray.remote import io
 from bray.rundir import RunDir, log_to
+from bray.serving import link as wire
 
 logger = logging.getLogger("bray.remote")
 

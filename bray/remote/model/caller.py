@@ -14,9 +14,9 @@ from typing import Any
 from bray.errors import BrayError, LinkLost, Unreachable
 from bray.inference.batcher import Collector, Item, group_by_kind
 from bray.inference.rows import MISFITS, Misfit, Template, as_arrays, length, split
-from bray.remote import wire
 from bray.remote.cluster import Member, session
 from bray.remote.model.layout import CURRENT, Reader, Writer
+from bray.serving.link import Link
 
 FORWARD = 1
 """The kind of message."""
@@ -37,7 +37,7 @@ class WorkerConnection:
 
     def __init__(self, member: Member):
         self.member = member
-        self.link: wire.Link | None = None
+        self.link: Link | None = None
         self.connecting: asyncio.Task[None] | None = None
         self.writer, self.reader = Writer(), Reader()
         self.in_flight: dict[asyncio.Future[memoryview], tuple[list[Item], float]] = {}
@@ -170,7 +170,7 @@ class Caller(Collector):
         worker.connecting = None
         self._flush()
 
-    def _lost(self, worker: WorkerConnection, link: wire.Link) -> None:
+    def _lost(self, worker: WorkerConnection, link: Link) -> None:
         if worker.link is link:
             worker.link = None
             worker.error = "the connection ended"

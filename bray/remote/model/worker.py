@@ -13,12 +13,12 @@ import numpy as np
 
 from bray import tree
 from bray.errors import BrayError, RemoteError
-from bray.remote import wire
 from bray.remote.cluster import session
 from bray.remote.model.caller import FORWARD
 from bray.remote.model.keeper import About
 from bray.remote.model.layout import CURRENT, Reader, Writer
 from bray.remote.model.served import Follower, Served
+from bray.serving.link import Address, Link
 
 logger = logging.getLogger("bray.remote")
 
@@ -50,7 +50,7 @@ class ModelWorker:
             logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", self.where)
         return Served(about, keeper, device, threads)
 
-    def address(self) -> wire.Address:
+    def address(self) -> Address:
         return self._listener.address
 
     def numbers(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ModelWorker:
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
-    def _message(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+    def _message(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         """A frame is one batch to the ModelHost, whose batcher merges small batches that wait together."""
         if kind != FORWARD:
             raise BrayError(f"a model knows messages of kind {FORWARD}, got {kind}")
@@ -77,7 +77,7 @@ class ModelWorker:
             answer = self._loop.create_task(self.served.ask_version(batch.values, True, batch.step, True))
         answer.add_done_callback(lambda answer: self._answered(link, number, batch.rows, answer))
 
-    def _answered(self, link: wire.Link, number: int, rows: int, answer: asyncio.Future[Any]) -> None:
+    def _answered(self, link: Link, number: int, rows: int, answer: asyncio.Future[Any]) -> None:
         try:
             outputs, step = answer.result()
             if type(outputs) is not np.ndarray:

@@ -22,8 +22,9 @@ import msgspec
 
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.remote import cluster, io, wire
+from bray.remote import cluster, io
 from bray.remote.cluster import Session, session
+from bray.serving import link as wire
 
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver

@@ -21,13 +21,14 @@ import torch
 
 from bray.data.experience import Rollouts
 from bray.errors import BrayError, ConfigError, Unreachable
-from bray.remote import cluster, io, wire
+from bray.remote import cluster, io
 from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
 from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
 from bray.rundir import RunDir, read_json, write_atomic
+from bray.serving import link as wire
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
