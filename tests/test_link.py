@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from bray.cluster import io
 from bray.errors import DataError, LinkLost, RemoteError, Unreachable
-from bray.remote import io
 from bray.serving import link as wire
 from bray.serving.link import Address, Listener, connect
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bray.cluster.session import session
 from bray.errors import BrayError, ConfigError
 from bray.remote.actor.policy_agent import stop_waiting
-from bray.remote.cluster import session
 from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig
 from bray.serving.gateway import BehindHead, HeadGateway, NodeGateway

@@ -11,10 +11,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from bray.cluster.protocol import Member
+from bray.cluster.session import session
 from bray.errors import BrayError, LinkLost, Unreachable
 from bray.inference.batcher import Collector, Item, group_by_kind
 from bray.inference.rows import MISFITS, Misfit, Template, as_arrays, length, split
-from bray.remote.cluster import Member, session
 from bray.remote.model.layout import CURRENT, Reader, Writer
 from bray.serving.link import Link
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.cluster.session import session
 from bray.errors import BrayError, RemoteError
-from bray.remote.cluster import session
 from bray.remote.model.caller import FORWARD
 from bray.remote.model.keeper import About
 from bray.remote.model.layout import CURRENT, Reader, Writer
