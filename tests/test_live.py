@@ -756,7 +756,7 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
         port = port_of(exp)
         player = exp.training.source.player
         decide = player.decide
-        player.decide = lambda asked: seen.extend(a.state.memory for a in asked) or decide(asked)
+        player.decide = lambda asked: seen.extend(state.memory for state in asked) or decide(asked)
         with playing(Sign(port)) as games:
             train(exp, games, training_iteration=3)
         fresh = [not any(np.any(x) for x in tree.leaves(memory)) for memory in seen]
