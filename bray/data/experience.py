@@ -394,14 +394,14 @@ class Replay(Experience):
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
         if self._left == 0:
-            if clock.env_steps <= self.learning_starts or not self._ready():
-                self._due = min(self._due, self.train_every)
-                return None
             if self._due < self.train_every:
+                return None
+            if clock.env_steps <= self.learning_starts or not self._ready():
+                self._due = self.train_every
                 return None
             self._due -= self.train_every
             self._left = self.updates
-        if not self._ready():  # the rest is used up or stale: wait for new rows
+        elif not self._ready():  # the rest is used up or stale: wait for new rows
             self._due %= self.train_every
             self._left = 0
             return None
