@@ -106,7 +106,7 @@ def test_port_workers_slots_protocols_and_gateway(session, use_gateway):
         Client("127.0.0.1", actor.port, retries=0).start()
 
 
-def test_an_actor_for_atari_serves_games(session):
+def test_a_game_plays_a_remote_actor(session):
     session.cluster.start("model/atari_model", FakeModel)
     buffer = session.cluster.start("buffer/atari_buffer/0", FakeBuffer)
     remote_actor = RemoteActor(port=0, cpus_per_worker=0.5, memory_per_worker=100)

@@ -117,7 +117,7 @@ inside = pytest.mark.usefixtures("local_session")
 
 
 @inside
-def test_a_model_for_atari_is_asked_and_published_to():
+def test_a_torch_model_answers_and_takes_new_weights():
     inputs = np.random.randn(42, 42, 4).astype(np.float32)
     remote_model = bray.RemoteModel(
         name="atari_model",
