@@ -79,6 +79,6 @@ def test_limits_and_nested_keys_are_told():
     class Empty: ...
 
     told = {row.key: row for row in rows(section("env"))}
-    assert told["num_envs"][1:3] == ("a whole number >= 1", "1")
+    assert told["num_envs"][1:3] == ("a whole number > 0", "1")
     assert told["atari.frame_skip"].default == "4"
     assert json_schema(Empty)["properties"] == {}
