@@ -245,11 +245,11 @@ def test_two_episodes_in_each_of_four_processes():
     per_env = [{"terminate_at": n} for n in (1, 2, 3, 4)]
     config = {"num_envs": 4, "per_env": per_env, "vector": "subprocess", "num_processes": 2, "fcnet_hiddens": [8]}
     exp = Experiment("A2C", e.Scripted, use_preset=False, config=config)
-    assert len(exp.training.env._workers) == 2
+    assert len(exp.training.env.process_ids) == 2
     assert [n for _, n in exp.play(8, num_envs=4)] == [1, 1, 2, 2, 3, 3, 4, 4]
     exp.close()
     exp = Experiment("A2C", e.Scripted, use_preset=False, config={**config, "num_processes": 1})
-    assert len(exp.training.env._workers) == 1
+    assert len(exp.training.env.process_ids) == 1
     exp.close()
 
 

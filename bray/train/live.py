@@ -22,8 +22,8 @@ from bray import tree
 from bray.act import Clock, Policy, standard_normals
 from bray.data.experience import Counts, Experience, Rollouts
 from bray.data.piece import Piece
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
-from bray.envs.make import env_spec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
