@@ -1,6 +1,7 @@
 """Options are declared once: the command line, `bray schema`, JSON Schema and the pages tell the same."""
 
 import dataclasses
+import inspect
 import json
 import re
 import runpy
@@ -10,6 +11,7 @@ import jsonschema
 import pytest
 
 from bray.algos import ALGORITHMS
+from bray.cli.flags import load
 from bray.cli.main import main
 from bray.cli.options import COMMANDS
 from bray.cli.schema import SECTIONS, find_sections
@@ -79,6 +81,25 @@ def test_limits_and_nested_keys_are_told():
     class Empty: ...
 
     told = {row.key: row for row in rows(section("env"))}
-    assert told["num_envs"][1:3] == ("a whole number >= 1", "1")
+    assert told["num_envs"][1:3] == ("a whole number > 0", "1")
     assert told["atari.frame_skip"].default == "4"
     assert json_schema(Empty)["properties"] == {}
+
+
+@pytest.mark.parametrize(
+    ("handle", "declared"),
+    [
+        ("bray.remote.model.handle:RemoteModel", "bray.remote.model.options:ModelOptions"),
+        ("bray.remote.buffer.handle:RemoteBuffer", "bray.remote.buffer.options:BufferOptions"),
+        ("bray.remote.actor.handle:RemoteActor", "bray.remote.actor.options:ActorOptions"),
+        ("bray.remote.trainer.handle:RemoteTrainer", "bray.remote.trainer.options:RankOptions"),
+    ],
+)
+def test_python_and_launch_files_have_the_same_defaults(handle, declared):
+    """A handle that spells out its arguments has the defaults of its launch keys."""
+    parameters = inspect.signature(load(handle)).parameters
+    for name, option in options(load(declared)).items():
+        if name in parameters:
+            assert parameters[name].default == option.default, name
+        else:
+            assert any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()), name
