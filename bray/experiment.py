@@ -37,7 +37,7 @@ from bray.inference.torch_engine import load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.nn.catalog import ModelConfig
 from bray.rundir import RunDir, default_run_dir
-from bray.serving.observe import Observations
+from bray.serving.values import Observations
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig, resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize

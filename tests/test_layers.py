@@ -35,6 +35,7 @@ WITHIN = {
     "metrics": {"rundir"},
     "inference": {"capture"},
     "capture": {"python_state"},
+    "serving": {"act", "inference"},
 }
 ONLY_IN = {
     "ray": {"cluster"},

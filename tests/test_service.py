@@ -24,9 +24,9 @@ from bray.cli.main import main
 from bray.client import ClientError
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
-from bray.service import ModelService, PolicyActor, Service, configure, name_runs
+from bray.service import PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
-from bray.serving.config import ServiceConfig
+from bray.serving.config import ModelService, ServiceConfig
 from bray.serving.record import read_recording
 from bray.spec import EnvSpec, Space
 
@@ -623,8 +623,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
             client.start()
             first = client.tick({"obs": OBS})
             assert "fallback" not in first
-            host = server.service.models["m"].host
-            engine = host._find(host.step).engine
+            engine = server.service.models["m"].shares[0].version.engine
             slow = engine.engine = SlowEngine(engine.engine)
             late = client.tick({"obs": OBS})
             assert late["fallback"] is True
@@ -635,8 +634,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
             assert client.tick({"obs": OBS}) == first
     with serving({"m": cartpole}, tick_timeout_s=0.2) as server, bray.Client(port=server.port) as client:
         client.start()
-        host = server.service.models["m"].host
-        engine = host._find(host.step).engine
+        engine = server.service.models["m"].shares[0].version.engine
         engine.engine = SlowEngine(engine.engine)
         with pytest.raises(ClientError) as e:
             client.tick({"obs": OBS})
@@ -898,10 +896,11 @@ def test_the_actor_alone(cartpole):
     service = Service({"m": cartpole}, ModelService())
 
     async def play():
-        actor = PolicyActor(service)
+        actor = service.make_actor()
+        assert isinstance(actor, PolicyActor)
         actor.start("s", b"")
         reply = json.loads(await actor.tick(json.dumps({"obs": OBS}).encode()))
-        await service.models["m"].host.close()
+        await service.close()
         return reply
 
     assert asyncio.run(play())["action"] in (0, 1)

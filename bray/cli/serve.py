@@ -15,8 +15,8 @@ import msgspec
 from bray.cli.show import facts, log_shown, make_console, plain_table, say
 from bray.config import Source, parse_assignments
 from bray.errors import ConfigError, DataError
-from bray.service import SECTIONS, ModelService, Service, configure, name_runs, serve as serve_runs
-from bray.serving.config import ServiceConfig
+from bray.service import SECTIONS, Service, configure, name_runs, serve as serve_runs
+from bray.serving.config import ModelService, ServiceConfig
 from bray.serving.protocol import TICK
 from bray.serving.record import read_recording
 
@@ -144,9 +144,7 @@ async def _all_again(
             out.append((file, about, await _again(services[path], about, steps)))
     finally:
         for service in services.values():
-            for model in service.models.values():
-                await model.host.close()
-                model.let_go(model.host.steps)
+            await service.close()
     return out
 
 

@@ -1,9 +1,9 @@
-"""What a game service can be told."""
+"""What a game service can be told: where it listens (`service`), and what answers (`model`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -54,3 +54,33 @@ class ServiceConfig:
     """When given, a request must carry one of these in its `token`."""
     blocked_after_s: Seconds = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
+
+
+@dataclass(frozen=True)
+class ModelService:
+    """What the models of a service can be told."""
+
+    engine: Literal["onnx", "int8", "torch"] = "onnx"
+    """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch = PyTorch."""
+    versions: dict[str, float] = field(
+        default_factory=dict
+    )  # not {"latest": 1}: what is given is merged into a default
+    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
+    act: Literal["greedy", "sample"] = "greedy"
+    """How actions are chosen: greedy = the best one, sample = drawn as in training."""
+    follow: bool = False
+    """Go on to new checkpoints of a training that is running."""
+    follow_every_s: Annotated[float, Field(gt=0)] = 1.0
+    """How often a followed run is looked at."""
+    fallback: Any = None
+    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
+    record: str | None = None
+    """Directory for recordings of every session; null = none."""
+    max_batch_size: Annotated[int, Field(gt=0)] = 32
+    """Rows of one forward."""
+    max_wait_s: Annotated[float, Field(ge=0)] = 0.0
+    """How long an idle model waits for a fuller batch."""
+    max_queue: Annotated[int, Field(gt=0)] = 4096
+    """Ticks that may wait for a model."""
+    threads: Annotated[int, Field(gt=0)] = 1
+    """Threads of one forward."""
