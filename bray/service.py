@@ -31,8 +31,7 @@ SECTIONS = {"service": ServiceConfig, "model": ModelService}
 
 def configure(sources: Sequence[Source]) -> tuple[ServiceConfig, ModelService]:
     """The settings of a service and of its models; unknown keys get the nearest one."""
-    defaults = Source("defaults of bray serve", {"service": {"actors_per_worker": 1000}})
-    config = resolve(SECTIONS, [defaults, *map(_renamed, sources)])
+    config = resolve(SECTIONS, [_renamed(source) for source in sources])
     return config["service"], config["model"]
 
 

@@ -15,9 +15,10 @@ from bray import tree
 from bray.cluster.session import session
 from bray.errors import BrayError, RemoteError
 from bray.remote.model.caller import FORWARD
+from bray.remote.model.client import Follower
 from bray.remote.model.keeper import About
 from bray.remote.model.layout import CURRENT, Reader, Writer
-from bray.remote.model.served import Follower, Served
+from bray.remote.model.served import Served
 from bray.serving.link import Address, Link
 
 logger = logging.getLogger("bray.remote")
@@ -31,14 +32,14 @@ class ModelWorker:
         self.where = f"model/{model}/{index} (pid {os.getpid()} on {socket.gethostname()})"
 
     async def start(self) -> None:
-        keeper = session().cluster.find(f"model/{self.model}")
-        about: About = await keeper.call("about", again=True)
-        self.served: Served = await asyncio.to_thread(self._serve, about, keeper)
+        self._follower = Follower(self.model)
+        about: About = await self._follower.keeper.call("about", again=True)
+        self.served: Served = await asyncio.to_thread(self._serve, about)
         self._loop = asyncio.get_running_loop()
         self._listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
-        self._follower = Follower(self.model, keeper, about.news.key, self.served)
+        self._follower.follow(about, self.served)
 
-    def _serve(self, about: About, keeper: Any) -> Served:
+    def _serve(self, about: About) -> Served:
         import torch
 
         threads = max(1, int(about.definition.cpus_per_worker))
@@ -48,7 +49,7 @@ class ModelWorker:
         device = "cuda" if about.definition.gpus_per_worker > 0 and torch.cuda.is_available() else "cpu"
         if about.definition.gpus_per_worker > 0 and device == "cpu":
             logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", self.where)
-        return Served(about, keeper, device, threads)
+        return Served(about, self._follower.keeper, device, threads)
 
     def address(self) -> Address:
         return self._listener.address
@@ -60,7 +61,7 @@ class ModelWorker:
     async def close(self) -> None:
         self._follower.close()
         await self._listener.close()
-        await self.served.close()
+        await self.served.host.close()
 
     # --- frames -----------------------------------------------------------------------------------------------------
 
