@@ -183,7 +183,8 @@ class Service:
         }
 
 
-_DESIRED, _LOCKS = "desired_versions.json", "version_locks"
+_DESIRED = "desired_versions.json"
+_LOCKS = "marks"  # not to be renamed: it frees what a service that was killed had kept from deletion
 
 
 def open_shared(shared: Path, models: Mapping[str, ServedModel]) -> None:
