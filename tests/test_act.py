@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from bray import act, tree
-from bray.act import TRAINED, Clock, Decision, Policy, Tick, decide_now
+from bray.act import TRAINED, ActingEngine, Clock, Decision, Policy, Tick, decide_now
 from bray.algos import ppo
 from bray.envs.make import make_vec
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
 from bray.inference.torch_engine import TorchEngine
-from bray.service import ActingEngine, ModelService, ServedModel
+from bray.serving.config import ModelService
+from bray.serving.model import ServedModel
 from bray.spec import EnvSpec, Space
 from bray.train.evaluate import eval_config, trained
 from bray.train.local import describe_policy
@@ -233,7 +234,7 @@ def test_a_rule_of_ones_own_is_registered_and_served(run, tmp_path, monkeypatch)
     about = describe_policy(policy, torch.nn.Linear(1, 1))
     assert (about["rule"], about["settings"], about["outputs"]) == ("always", {"of": 1}, ["dist"])
     model = ServedModel("m", rewrite(run, tmp_path, rule="always", settings={"of": 1}), ModelService())
-    engine = ActingEngine(None, model._engines.policy, "sample", masked=True, recurrent=False)
+    engine = ActingEngine(None, model.policy, "sample", masked=True, recurrent=False)
     engine.engine = type("Fake", (), {"forward": staticmethod(lambda obs: {"dist": np.zeros((len(obs), 2))})})
     assert engine.forward(np.zeros((3, 4)), np.ones((3, 2), bool))["action"].tolist() == [1, 1, 1]
 

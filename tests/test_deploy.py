@@ -25,9 +25,9 @@ from bray.launch.build import build
 from bray.launch.deploy import find_deployed
 from bray.launch.graph import load
 from bray.rundir import RunDir
-from bray.service import ModelService, Service
+from bray.service import Service
 from bray.serving.background import BackgroundServer
-from bray.serving.config import ServiceConfig
+from bray.serving.config import ModelService, ServiceConfig
 from bray.serving.messages import message_class
 from bray.serving.protocol import END, START, TICK
 from bray.serving.record import read_recording
@@ -196,8 +196,7 @@ def test_messages_of_the_projects_own(trained):
         for x in some_obs(20):
             reply = kinds[1].FromString(client.tick(kinds[0](obs=x.tobytes()).SerializeToString()))
             assert reply.action == exp.policy(x)
-        host = here.service.models["model1"].host
-        engine = host._find(host.step).engine
+        engine = here.service.models["model1"].shares[0].version.engine
         engine.engine = Slow(engine.engine)
         assert kinds[1].FromString(client.tick(kinds[0](obs=x.tobytes()).SerializeToString())).action == 3
 
@@ -218,8 +217,7 @@ def test_a_mask_forbids_actions(trained):
             for legal in range(4):
                 mask = [int(i == legal) for i in range(4)]
                 assert client.tick(tick(x, action_mask=mask))["action"] == legal
-            host = here.service.models["model1"].host
-            engine = host._find(host.step).engine
+            engine = here.service.models["model1"].shares[0].version.engine
             engine.engine = Slow(engine.engine)
             late = client.tick(tick(x, action_mask=[0, 0, 1, 0]))
             assert (late["action"], late["fallback"]) == (2, True)
@@ -247,7 +245,7 @@ def test_a_memory_belongs_to_its_session_and_its_episode(tmp_path):
 
     with deployed(tmp_path / "p", "agent1.act=greedy", file=file, trial="other") as here:
         got = play(here.port)
-        memory = here.service.models["model1"].zero_state()
+        memory = here.service.models["model1"].initial_state
         assert memory is not None
     service = Service({"m": tmp_path / "run"}, ModelService())
     with BackgroundServer(service.make_actor, ServiceConfig(port=0, admin_port=0), service.prepare) as server:
@@ -332,8 +330,7 @@ def test_a_late_tick_is_answered_with_the_fallback(trained, fallback, expected):
             x = some_obs(1)[0]
             first = client.tick(tick(x))
             assert "fallback" not in first
-            host = here.service.models["model1"].host
-            engine = host._find(host.step).engine
+            engine = here.service.models["model1"].shares[0].version.engine
             slow = engine.engine = Slow(engine.engine)
             late = client.tick(tick(x))
             assert late["fallback"] is True
@@ -348,8 +345,7 @@ def test_without_a_fallback_a_late_tick_is_an_error(trained):
     with deployed(trained, "actor1.tick_timeout_s=0.4") as here, bray.Client(port=here.port) as client:
         client.start()
         client.tick(tick(some_obs(1)[0]))
-        host = here.service.models["model1"].host
-        engine = host._find(host.step).engine
+        engine = here.service.models["model1"].shares[0].version.engine
         engine.engine = Slow(engine.engine)
         with pytest.raises(ClientError) as e:
             client.tick(tick(some_obs(1)[0]))

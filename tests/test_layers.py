@@ -36,6 +36,7 @@ WITHIN = {
     "metrics": {"rundir"},
     "inference": {"capture"},
     "capture": {"python_state"},
+    "serving": {"act", "inference"},
 }
 ONLY_IN = {
     "ray": {"cluster"},

@@ -25,9 +25,9 @@ from bray.client import ClientError
 from bray.config import Source
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
-from bray.service import ModelService, PolicyActor, Service, configure, name_runs
+from bray.service import PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
-from bray.serving.config import ServiceConfig
+from bray.serving.config import ModelService, ServiceConfig
 from bray.serving.record import read_recording
 from bray.spec import EnvSpec, Space
 
@@ -626,8 +626,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
             client.start()
             first = client.tick({"obs": OBS})
             assert "fallback" not in first
-            host = server.service.models["m"].host
-            engine = host._find(host.step).engine
+            engine = server.service.models["m"].shares[0].version.engine
             slow = engine.engine = SlowEngine(engine.engine)
             late = client.tick({"obs": OBS})
             assert late["fallback"] is True
@@ -638,8 +637,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
             assert client.tick({"obs": OBS}) == first
     with serving({"m": cartpole}, tick_timeout_s=0.2) as server, bray.Client(port=server.port) as client:
         client.start()
-        host = server.service.models["m"].host
-        engine = host._find(host.step).engine
+        engine = server.service.models["m"].shares[0].version.engine
         engine.engine = SlowEngine(engine.engine)
         with pytest.raises(ClientError) as e:
             client.tick({"obs": OBS})
@@ -901,10 +899,11 @@ def test_the_actor_alone(cartpole):
     service = Service({"m": cartpole}, ModelService())
 
     async def play():
-        actor = PolicyActor(service)
+        actor = service.make_actor()
+        assert isinstance(actor, PolicyActor)
         actor.start("s", b"")
         reply = json.loads(await actor.tick(json.dumps({"obs": OBS}).encode()))
-        await service.models["m"].host.close()
+        await service.close()
         return reply
 
     assert asyncio.run(play())["action"] in (0, 1)

@@ -3,7 +3,19 @@
 A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
 """
 
-from bray.act.policy import GREEDY, MODES, SAMPLE, TRAINED, Clock, Decision, Policy, Tick, decide_now, standard_normals
+from bray.act.policy import (
+    GREEDY,
+    MODES,
+    SAMPLE,
+    TRAINED,
+    ActingEngine,
+    Clock,
+    Decision,
+    Policy,
+    Tick,
+    decide_now,
+    standard_normals,
+)
 from bray.act.rules import RULES, Rule, make_rule
 
 __all__ = [
@@ -12,6 +24,7 @@ __all__ = [
     "RULES",
     "SAMPLE",
     "TRAINED",
+    "ActingEngine",
     "Clock",
     "Decision",
     "Policy",

@@ -71,11 +71,13 @@ class Policy:
     """Outputs that the Learner wants for all T + 1 rows of a piece."""
     rule: Rule | None = None
     """What a service acts by where it does not have this class; None where `act` is a way of its own."""
+    _as_chosen = False  # whether the environment takes the numbers that the rule chooses
     draws: Mapping[str, tuple[int, ...]] = {}
     """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an exported graph."""
 
     def __init__(self, layout: ActionLayout, rule: Rule | None = None):
         self.layout, self.rule = layout, rule
+        self._as_chosen = layout.space.kind == "discrete" and not layout.space.start[0]
         if rule is not None and not self.reads:
             self.reads = rule.reads
 
@@ -86,7 +88,7 @@ class Policy:
         assert self.rule is not None, f"{type(self).__name__} has neither a rule nor an `act` of its own"
         mask = self.layout.mask(tick.obs) if tick.mask is None else tick.mask
         extras = self.rule.choose(self.layout, outputs, mask, rng if mode == SAMPLE else None, clock.env_steps)
-        return self.layout.to_env(extras["action"]), extras
+        return extras["action"] if self._as_chosen else self.layout.to_env(extras["action"]), extras
 
     def decide(
         self, tick: Tick, carry: NestedArray | None, rng: np.random.Generator | None, mode: str, clock: Clock
@@ -124,3 +126,28 @@ def decide_now(deciding: Deciding, forward: Callable[..., dict[str, Any]]) -> De
             inputs = deciding.send(outputs)
         except StopIteration as end:
             return end.value
+
+
+class ActingEngine:
+    """An engine whose outputs are actions: the Policy decides for the whole batch, with as many forwards as it likes."""
+
+    def __init__(
+        self, engine: Any, policy: Policy, mode: str, masked: bool, recurrent: bool, with_outputs: bool = False
+    ):
+        """with_outputs: beside actions give what they were chosen by, `outputs` (of the Model) and `extras` (of the Policy)."""
+        self.engine, self.policy, self.mode, self.masked, self.recurrent = engine, policy, mode, masked, recurrent
+        self.with_outputs = with_outputs
+        self.rng = np.random.default_rng()
+
+    def forward(self, obs: Any, *rest: Any) -> dict[str, Any]:
+        """rest: a mask where there are choices, then a state where the Model remembers."""
+        mask, state = (rest[0], rest[1:]) if self.masked else (None, rest)
+        deciding = self.policy.decide(Tick(obs, mask=mask), state[0] if state else None, self.rng, self.mode, TRAINED)
+        decision = decide_now(deciding, self.engine.forward)
+        out = {"action": decision.action}
+        if self.recurrent:
+            out["state"] = decision.carry
+        if self.with_outputs:
+            out["outputs"] = {k: v for k, v in decision.outputs.items() if k != "state"}
+            out["extras"] = decision.extras
+        return out

@@ -117,9 +117,7 @@ async def _all_again(
             out.append((file, about, await _again(services[path], about, steps)))
     finally:
         for service in services.values():
-            for model in service.models.values():
-                await model.host.close()
-                model.let_go(model.host.steps)
+            await service.close()
     return out
 
 

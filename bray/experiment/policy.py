@@ -12,7 +12,7 @@ import torch
 from bray import tree
 from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
 from bray.errors import ConfigError, UnknownName
-from bray.serving.observe import Observations
+from bray.serving.values import Observations
 from bray.spec import EnvSpec
 from bray.train.local import acting_engine, initial_state
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class ModelHost:
     decide         `decide(outputs, *args) -> tree`, on whole batches (padding included), so that a policy's choice of actions is
                    batched with the forward; versions may call it at the same time
     make_engine    `make_engine(weights) -> Engine`, for engines that take no new weights: called in a thread of its own
-    All others are those of `Batcher`; each version has a batcher of its own in each event loop that asks it, and one forward at a time.
+    batching       arguments of `Batcher`; each version has a batcher of its own in each event loop that asks it, and one forward at a time
 
     `forward` may be awaited in any event loop, everything else may be called from any thread.
     """
@@ -56,25 +56,13 @@ class ModelHost:
         *,
         decide: Callable[..., Any] | None = None,
         make_engine: Callable[[Weights], Forward] | None = None,
-        max_batch_size: int = 32,
-        max_wait: float = 0.0,
-        max_queue: int = 1024,
-        pad_to: Sequence[int] = (),
-        inline_below: float = 2e-4,
-        template: tuple[Any, ...] | None = None,
+        **batching: Any,
     ):
         self.name = name
         self._decide = decide
         self._make_engine = make_engine
-        self._options: dict[str, Any] = {
-            "max_batch_size": max_batch_size,
-            "max_wait": max_wait,
-            "max_queue": max_queue,
-            "pad_to": pad_to,
-            "inline_below": inline_below,
-            "template": template,
-        }
-        self._current = _Version(engine, step, None if weights is None else _copy(weights), decide, self._options)
+        self._batching = batching
+        self._current = self._make_version(engine, step, None if weights is None else _copy(weights))
         self._others: dict[int, _Version] = {}
         self._newest = step  # published or about to be
         self._lock = threading.Lock()  # one publisher at a time; taken before a version's lock, never after it
@@ -95,7 +83,7 @@ class ModelHost:
         kwargs     if there are any, they are one more argument of the engine, a dict, after the others
         Raises Overloaded when too many wait.
         """
-        batcher = (self._current if step is None else self._find(step)).batcher
+        batcher = self._find(step).batcher
         if kwargs:
             args = (*args, kwargs)
         return (batcher.submit_batch if batch else batcher.submit)(*args, with_step=with_step)
@@ -113,7 +101,7 @@ class ModelHost:
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
     ) -> Any:
         """`forward` without a loop: runs in the calling thread, whichever it is, after the forward that may be running."""
-        batcher = (self._current if step is None else self._find(step)).batcher
+        batcher = self._find(step).batcher
         if kwargs:
             args = (*args, kwargs)
         return batcher.call(*args, batch=batch, with_step=with_step)
@@ -166,8 +154,9 @@ class ModelHost:
                     f"model {self.name!r} is at step {self._newest} already, got weights of step {step}: "
                     "an older version is held beside the current one with add_version(step, engine)"
                 )
-            if self._current.weights is not None:
-                _check(self._current.weights, weights)
+            held = self._current.held[0]
+            if held is not None:
+                _check(held, weights)
             if self._make_engine is None:
                 self._current.set_weights(weights, step)
                 self._newest = step
@@ -218,7 +207,7 @@ class ModelHost:
         with self._lock:
             if step in self._others:
                 raise ConfigError(f"model {self.name!r} holds version {step} already: drop_version({step}) first")
-            self._others[step] = _Version(engine, step, None, self._decide, self._options)
+            self._others[step] = self._make_version(engine, step, None)
 
     def drop_version(self, step: int) -> Promise:
         """Let go of a version: its running batch is answered, callers who still wait for it get an error, then the result is there.
@@ -256,7 +245,12 @@ class ModelHost:
             builder.shutdown(wait=False)
         await asyncio.gather(*[v.close(timeout) for v in (self._current, *self._others.values())])
 
-    def _find(self, step: int) -> _Version:
+    def _make_version(self, engine: Forward, step: int, weights: Weights | None) -> _Version:
+        return _Version(engine, (weights, step), self._decide, self._batching)
+
+    def _find(self, step: int | None) -> _Version:
+        if step is None:
+            return self._current
         version = self._others.get(step)
         if version is None and self._current.step == step:
             version = self._current
@@ -266,52 +260,54 @@ class ModelHost:
 
 
 class _Version:
-    """An engine and what it holds, behind a batcher. They change together, under the batcher's lock."""
+    """An engine and what it holds, behind a batcher for each event loop that asks. They change together, under the batchers' common lock."""
 
     def __init__(
         self,
         engine: Forward,
-        step: int,
-        weights: Weights | None,
+        held: tuple[Weights | None, int],
         decide: Callable[..., Any] | None,
-        options: dict[str, Any],
+        batching: dict[str, Any],
     ):
         self.engine = engine
-        self.held = (weights, step)
-        self._decide = decide
-        self._options = options
-        self._lock = threading.Lock()
-        self.batcher = self._make_batcher(None)
-        self._more: list[Batcher] = []  # of further event loops
-        self._past = {"batches": 0, "samples": 0}  # counts of those whose loops have ended
+        self.held = held
+        """Weights and step."""
+        self._decide, self._batching = decide, batching
+        self.lock = threading.Lock()
+        self._adding = threading.Lock()
+        self.batchers = [self._make_batcher()]
+        self.batcher = self.batchers[0]
+        """The one to ask: it passes calls of other loops on."""
+        self._past = {"batches": 0, "samples": 0}  # counts of batchers whose loops have ended
 
-    def _make_batcher(self, lock: threading.Lock | None) -> Batcher:
-        return Batcher(
-            self._forward, step=lambda: self.held[1], lock=lock, elsewhere=self._batcher_here, **self._options
-        )
+    def _make_batcher(self) -> Batcher:
+        step = self._step
+        return Batcher(self._forward, lock=self.lock, step=step, elsewhere=self._batcher_here, **self._batching)
 
-    @property
-    def batchers(self) -> list[Batcher]:
-        return [self.batcher, *self._more]
+    def _step(self) -> int:
+        return self.held[1]
+
+    def _forward(self, *args: Any) -> Any:
+        outputs = self.engine.forward(*args)
+        return outputs if self._decide is None else self._decide(outputs, *args)
 
     def _batcher_here(self) -> Batcher:
-        """The batcher of the running event loop. All of them share one lock, so that they take turns."""
+        """The batcher of the running event loop. Those of loops that have ended are forgotten."""
         loop = asyncio.get_running_loop()
-        with self._lock:
-            for batcher in self.batchers:
-                if batcher.loop is loop:
-                    return batcher
-            made = self._make_batcher(self.batcher.lock)
-            made.here()
-            kept = []
-            for batcher in self.batchers:
-                if batcher.loop is not None and not batcher.loop.is_closed():
-                    kept.append(batcher)
-                    continue
+        with self._adding:
+            found = next((b for b in self.batchers if b.loop is loop), None)
+            if found is None:
+                ended = [b for b in self.batchers if b.loop is None or b.loop.is_closed()]
                 for key in self._past:
-                    self._past[key] += batcher.stats[key]
-            self.batcher, *self._more = [*kept, made]
-            return made
+                    self._past[key] += sum(b.stats[key] for b in ended)
+                found = self._make_batcher().here()
+                self.batchers = [*(b for b in self.batchers if b not in ended), found]
+                self.batcher = self.batchers[0]
+            return found
+
+    @property
+    def step(self) -> int:
+        return self.held[1]
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -335,36 +331,24 @@ class _Version:
             else:
                 await ending
 
-    @property
-    def step(self) -> int:
-        return self.held[1]
-
-    @property
-    def weights(self) -> Weights | None:
-        return self.held[0]
-
-    def _forward(self, *args: Any) -> Any:
-        outputs = self.engine.forward(*args)
-        return outputs if self._decide is None else self._decide(outputs, *args)
-
     def set_weights(self, weights: Weights, step: int) -> None:
         if not hasattr(self.engine, "set_weights"):
             raise ConfigError(
                 f"{type(self.engine).__name__} takes no new weights (it has no set_weights): give ModelHost make_engine"
             )
-        with self.batcher.lock:
+        with self.lock:
+            before = self.held[0]
             try:
                 self.engine.set_weights(weights)
             except Exception:
-                if self.weights is not None:  # the engine may have taken some of them before it raised
-                    self.engine.set_weights(self.weights)
+                if before is not None:  # the engine may have taken some of them before it raised
+                    self.engine.set_weights(before)
                 raise
             self.held = (weights, step)
 
     def replace(self, engine: Forward, weights: Weights, step: int) -> None:
-        with self.batcher.lock:
-            self.engine = engine
-            self.held = (weights, step)
+        with self.lock:
+            self.engine, self.held = engine, (weights, step)
 
 
 def _is_running(loop: asyncio.AbstractEventLoop | None) -> bool:

@@ -27,8 +27,11 @@ from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules, edges_in_code
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.rundir import RunDir
-from bray.service import ModelService, ServedModel, Service, close_shared, open_shared, place_of
+from bray.service import Service, close_shared, open_shared
 from bray.serving.agent import AgentActor, State
+from bray.serving.config import ModelService
+from bray.serving.model import ServedModel, Version
+from bray.serving.policy_actor import place_of, version_at
 from bray.serving.protocol import END, START, TICK
 from bray.serving.record import Recording
 from bray.serving.server import Server
@@ -256,7 +259,7 @@ class DeployedPlayer:
     def __init__(self, served: ServedModel, count: Callable[[Counts], None]):
         self.served, self.count = served, count
         self.spec, self.observations = served.spec, served.observations
-        self.initial_state = served.zero_state()
+        self.initial_state = served.initial_state
         self.warm = False
         self.turns: WeakKeyDictionary[Any, DeployedTurn] = WeakKeyDictionary()
         """By the agents that have asked."""
@@ -278,8 +281,8 @@ class DeployedTurn:
         """The legal choices of the last tick; None where all are."""
 
     @property
-    def version(self) -> int:
-        return self.player.served.pick(self.place or 0.0)
+    def version(self) -> Version:
+        return version_at(self.player.served, self.place or 0.0)
 
     def ask(self, agent: Any, state: Any) -> asyncio.Future[None]:
         """Fill the State with what is decided, by `agent.decided`."""
@@ -293,8 +296,8 @@ class DeployedTurn:
             asked.append(served.observations.all_legal if state.mask is None else state.mask)
         if self.player.initial_state is not None:
             asked.append(state.memory)
-        step = self.version
-        return _Answer(self, agent, state, step, served.host.forward(*asked, step=step))
+        version = self.version
+        return _Answer(self, agent, state, version.step, version.submit(*asked))
 
 
 class _Answer(asyncio.Future[None]):
@@ -342,7 +345,7 @@ class DeployedActor(AgentActor):
         await super().start(session, data)
         if self._deployment.record is not None and session:  # else a stateless request
             model = next(iter(self._deployment.service.models.values()))
-            run, version = str(model.run.path.resolve()), model.pick(place_of(session))
+            run, version = str(model.run.path.resolve()), version_at(model, place_of(session)).step
             about = {"run": run, "model": model.name, "version": version}
             self._recording = Recording(self._deployment.record, session, about)
             self._recording.add(START, data, b"")
@@ -379,7 +382,7 @@ class DeployedActor(AgentActor):
                 turn.place = place_of(self._session)
                 if data is not self._data:  # it never had its turn
                     turn.mask = _mask_of(agent, state)
-                state.version, state.action = turn.version, _fallback_action(self._deployment.fallback, turn)
+                state.version, state.action = turn.version.step, _fallback_action(self._deployment.fallback, turn)
                 agent.answer(state, state.action)
         if isinstance(state.output, dict):
             state.output["fallback"] = True

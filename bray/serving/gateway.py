@@ -27,13 +27,16 @@ from typing import Any
 from bray.errors import BrayError
 from bray.serving.link import Address, Link, Listener, connect, machine_id
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
-from bray.serving.sessions import Request, Sessions
+from bray.serving.sessions import Gateway, Request, Sessions
 from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")
 
 _LENGTHS = struct.Struct("<HH")  # of session and key
 _STATUS = struct.Struct("<H")
+_pack_lengths, _unpack_lengths = _LENGTHS.pack, _LENGTHS.unpack_from
+_pack_status, _unpack_status = _STATUS.pack, _STATUS.unpack_from
+_SMALL = 1 << 12  # bytes; such a body is cheaper copied than sent as a piece of its own
 _NUMBERS, _HELLO, _BEGAN, _OVER = range(16, 20)
 """Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end."""
 _NOT_HERE = 999  # a status beside those of the protocol: this worker does not own that session
@@ -53,7 +56,10 @@ class PeerRequest(Request):
         self.link, self.number = link, number
 
     def reply(self, status: int, body: bytes) -> None:
-        self.link.reply(self.number, _STATUS.pack(status), body)
+        if len(body) < _SMALL:
+            self.link.reply(self.number, _pack_status(status) + body)
+        else:
+            self.link.reply(self.number, _pack_status(status), body)
 
 
 class Peer:
@@ -62,11 +68,12 @@ class Peer:
     def __init__(self, answered: Callable[[Any, Request, int, bytes], None]):
         self._answered = answered
         self.link: Link | None = None
-        self.waiting: dict[int, Request] = {}
+        self.waiting: dict[int, Request] = {}  # by the numbers of the link
         self.unsent: list[Request] = []  # until it is connected
 
     def connected(self, link: Link) -> None:
-        self.link, link.replied = link, self._replied
+        self.link, self.waiting = link, link.asked
+        link.replied, link.as_bytes = self._replied, True
         unsent, self.unsent = self.unsent, []
         for request in unsent:
             self.ask(request)
@@ -76,44 +83,47 @@ class Peer:
             self.unsent.append(request)
             return
         session, key = request.session, request.key
-        lengths = _LENGTHS.pack(len(session), len(key))
-        self.waiting[self.link.send(request.kind, lengths, session, key, request.body)] = request
+        names = _pack_lengths(len(session), len(key)) + session + key
+        if len(request.body) < _SMALL:
+            self.link.ask(request, request.kind, names + request.body)
+        else:
+            self.link.ask(request, request.kind, names, request.body)
 
-    def _replied(self, number: int, body: memoryview | None) -> None:
-        request = self.waiting.pop(number, None)
-        if request is None:
-            return  # it was answered without this worker
+    def _replied(self, request: Request, body: bytes | None) -> None:
         if body is None:
             failed = Refusal(
                 500, "actor_error", "the worker could not read the request; the service's log has the reason"
             )
             self._answered(self, request, failed.status, failed.body)
         else:
-            self._answered(self, request, _STATUS.unpack_from(body)[0], bytes(body[_STATUS.size :]))
+            self._answered(self, request, _unpack_status(body)[0], body[_STATUS.size :])
 
     def take_all(self) -> list[Request]:
         """What it has not answered, and will not any more."""
         lost = [*self.waiting.values(), *self.unsent]
-        self.waiting, self.unsent = {}, []
+        self.waiting.clear()
+        self.unsent.clear()
         return lost
 
 
-class _Forwarding:
+class _Forwarding(Gateway):
     """What the gateways have in common."""
 
     def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
         self.sessions, self._numbers = sessions, numbers
         self.forwarded = 0
 
-    def handle(self, link: Link, kind: int, number: int, body: memoryview) -> None:
+    def handle(self, link: Link, kind: int, number: int, body: memoryview | bytes) -> None:
         """A message from another worker: mostly a request of one of its clients for a session here."""
         if kind == _NUMBERS:
             link.reply(number, json.dumps(self._numbers()).encode())
             return
-        session, key = _LENGTHS.unpack_from(body)
+        if type(body) is not bytes:
+            link.as_bytes, body = True, bytes(body)
+        session, key = _unpack_lengths(body)
         a = _LENGTHS.size + session
         b = a + key
-        request = PeerRequest(kind, bytes(body[_LENGTHS.size : a]), bytes(body[a:b]), bytes(body[b:]), link, number)
+        request = PeerRequest(kind, body[_LENGTHS.size : a], body[a:b], body[b:], link, number)
         if kind == START and request.session not in self.sessions.sessions:
             self._start_here(request)
         else:
@@ -126,9 +136,6 @@ class _Forwarding:
             self.sessions.handle(request)
         else:
             self.sessions.begin_here(request)
-
-    def release(self, session: bytes) -> None:
-        raise NotImplementedError
 
     def _refuse_lost(self, request: Request) -> None:
         """Answer a request whose worker is gone."""
@@ -416,12 +423,6 @@ class HeadGateway(_Forwarding):
             self._send(owner, request)
         return True
 
-    def release(self, session: bytes) -> None:
-        raise AssertionError("a head has no sessions of its own")
-
-    def lent(self, actors: int) -> None:
-        raise AssertionError("a head has no slots of its own")
-
     def running(self) -> int:
         return len(self.owners)
 
@@ -446,7 +447,7 @@ class HeadGateway(_Forwarding):
             why = "none of the workers is there at the moment: try again later"
             self.sessions.refuse(request, Refusal(503, "overloaded", why))
 
-    def handle(self, link: Link, kind: int, number: int, body: memoryview) -> None:
+    def handle(self, link: Link, kind: int, number: int, body: memoryview | bytes) -> None:
         """What a worker tells."""
         worker: HeadPeer = link.data
         session = bytes(body)
@@ -595,20 +596,5 @@ class BehindHead(_Forwarding):
         self._tell(_BEGAN, request.session)
         return True
 
-    def forward(self, request: Request) -> bool:
-        return False
-
-    def spill(self, request: Request) -> bool:
-        return False
-
     def release(self, session: bytes) -> None:
         self._tell(_OVER, session)
-
-    def lent(self, actors: int) -> None:
-        """The head counts them itself."""
-
-    def running(self) -> int:
-        return 0
-
-    def idle(self) -> bool:
-        return True

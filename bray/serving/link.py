@@ -30,6 +30,7 @@ from bray.errors import BrayError, DataError, LinkLost, RemoteError, Unreachable
 logger = logging.getLogger("bray.link")
 
 _HEAD = struct.Struct("<QIB3x")
+_pack_head, _unpack_head = _HEAD.pack, _HEAD.unpack_from
 _HELLO, _REPLY, _ERROR = 253, 254, 255
 MAX_BODY = 1 << 30
 _LARGE = 1 << 16  # pieces from this size on are written as they are; smaller ones are joined first
@@ -79,8 +80,12 @@ class Link(asyncio.Protocol):
         self._error = ""  # why it is closed, where we know
         self.closed = False
         self.data: Any = None  # of whoever handles this link
-        self.replied: Callable[[int, memoryview | None], None] | None = None
-        """Called with the answers to `send`: number and body, None in place of an error."""
+        self.asked: dict[int, Any] = {}
+        """What `ask` was given and is not answered, by number."""
+        self.replied: Callable[[Any, Any], None] | None = None
+        """Called with what `ask` was given and the answer; None in place of an error."""
+        self.as_bytes = False
+        """Whether bodies are handed out as bytes: faster where they are small and cut into parts."""
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -90,14 +95,16 @@ class Link(asyncio.Protocol):
         if self.closed:
             future.set_exception(LinkLost(self._error or "the connection is closed"))
             return future
-        self._waiting[self.send(kind, *pieces)] = future
-        return future
-
-    def send(self, kind: int, *pieces: Piece) -> int:
-        """Send a message whose answer goes to `replied`, without a future; returns its number."""
         number = next(self._numbers)
         self._send(number, kind, pieces)
-        return number
+        self._waiting[number] = future
+        return future
+
+    def ask(self, what: Any, kind: int, *pieces: Piece) -> None:
+        """`request` without a future: `what` goes to `replied` with the answer. Whoever asks looks after `asked` when the link is lost."""
+        number = next(self._numbers)
+        self._send(number, kind, pieces)
+        self.asked[number] = what
 
     def post(self, kind: int, *pieces: Piece) -> None:
         """Send a message that has no answer. Raises LinkLost when the connection is known to be gone."""
@@ -149,7 +156,10 @@ class Link(asyncio.Protocol):
         out = self._out
         if not out:
             self._loop.call_soon(self._flush)
-        out.append(_HEAD.pack(number, length, kind))
+        if length < _LARGE:
+            out += (_pack_head(number, length, kind), *pieces)
+            return
+        out.append(_pack_head(number, length, kind))
         for piece in pieces:
             if len(piece) < _LARGE:
                 out.append(piece)
@@ -192,27 +202,33 @@ class Link(asyncio.Protocol):
                 return
             data = b"".join(self._chunks)
             self._chunks.clear()
-        view, at, end = memoryview(data), 0, len(data)
-        head, size = _HEAD.unpack_from, _HEAD.size
-        needs = size
-        while end - at >= size:
-            number, length, kind = head(data, at)
-            if length > MAX_BODY or (not self._known and (kind != _HELLO or length > _MAX_TOKEN)):
+        view: Any = data if self.as_bytes else memoryview(data)
+        at, end = 0, len(data)
+        size, needs = _HEAD.size, _HEAD.size
+        known, handle, asked = self._known, self._handle, self.asked
+        while (start := at + size) <= end:
+            number, length, kind = _unpack_head(data, at)
+            if length > MAX_BODY or (not known and (kind != _HELLO or length > _MAX_TOKEN)):
                 self._refuse("a frame that is not of this protocol")
                 return
-            if end - at - size < length:
+            if start + length > end:
                 needs = size + length
                 break
-            body = view[at + size : at + size + length]
-            at += size + length
+            at = start + length
+            body = view[start:at]
+            if number in asked and kind == _REPLY:
+                assert self.replied is not None
+                self.replied(asked.pop(number), body)
+                continue
             if kind < _HELLO:
-                assert self._handle is not None
+                assert handle is not None
                 try:
-                    self._handle(self, kind, number, body)
+                    handle(self, kind, number, body)
                 except Exception as e:
                     self.fail(number, e)
             else:
                 self._answered(kind, number, body)
+                known = self._known
             if self.closed:
                 return
         if at < end:
@@ -228,8 +244,8 @@ class Link(asyncio.Protocol):
             return
         future = self._waiting.pop(number, None)
         if future is None:
-            if self.replied is not None:
-                self.replied(number, body if kind == _REPLY else None)
+            if number in self.asked and self.replied is not None:
+                self.replied(self.asked.pop(number), None)
         elif future.done():  # cancelled meanwhile
             return
         elif kind == _REPLY:

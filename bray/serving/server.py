@@ -18,10 +18,9 @@ from typing import Any
 from bray._version import __version__
 from bray.errors import ConfigError
 from bray.serving.config import ServiceConfig
-from bray.serving.connections import Front
-from bray.serving.http import HttpConnection
-from bray.serving.protocol import KIND_NAMES, show
-from bray.serving.sessions import LATENCY_BOUNDS, Session, Sessions
+from bray.serving.http import Front, HttpConnection
+from bray.serving.protocol import KIND_NAMES
+from bray.serving.sessions import LATENCY_BOUNDS, Sessions
 from bray.serving.tcp import FirstByte
 
 logger = logging.getLogger("bray.serving")
@@ -61,8 +60,10 @@ def admin_of(config: ServiceConfig, port: int) -> int:
 class Server:
     """A worker in this process and event loop. `make_actor()` gives a new Actor; Actors are reused by later sessions."""
 
-    def __init__(self, make_actor: Callable[[], Any], config: ServiceConfig, worker: int = 0):
-        self.make_actor, self.config, self.worker = make_actor, config, worker
+    def __init__(self, make_actor: Callable[[], Any] | None, config: ServiceConfig, worker: int = 0):
+        self.config, self.worker = config, worker
+        self.make_actor = make_actor
+        """Must be known before `open`."""
         self.port = self.admin_port = 0
         self.numbers: list[Callable[[], Numbers]] = [self._numbers]
         """More sources of numbers for /metrics."""
@@ -87,9 +88,10 @@ class Server:
 
     def open(self) -> None:
         """Make the table of sessions: from now on requests may come, as yet from a gateway only."""
+        assert self.make_actor is not None
         self.sessions = Sessions(self.make_actor, self.config)
         self.front = Front(self.sessions, self.config)
-        self._watchdog = Watchdog(self.sessions.loop, self.config.blocked_after_s)
+        self._watchdog = Watchdog(self.sessions, self.config.blocked_after_s)
 
     async def listen(self, shared: bool | None = None) -> None:
         """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers."""
@@ -258,8 +260,8 @@ def prometheus(rows: list[Numbers]) -> str:
 class Watchdog:
     """A thread that notices when the event loop stands still, and says whose code stands there."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, blocked_after_s: float):
-        self._loop, self._limit = loop, blocked_after_s
+    def __init__(self, sessions: Sessions, blocked_after_s: float):
+        self._sessions, self._limit = sessions, blocked_after_s
         self._thread_id = threading.get_ident()
         self._beat = time.monotonic()
         self.blocked = 0
@@ -270,7 +272,7 @@ class Watchdog:
 
     def _pulse(self) -> None:
         self._beat = time.monotonic()
-        self._timer = self._loop.call_later(self._limit / 4, self._pulse)
+        self._timer = self._sessions.loop.call_later(self._limit / 4, self._pulse)
 
     def _watch(self) -> None:
         told = None
@@ -279,31 +281,15 @@ class Watchdog:
             if time.monotonic() - beat > self._limit and told != beat:
                 told = beat
                 self.blocked += 1
-                frame = sys._current_frames().get(self._thread_id)
-                who, stack = _whose(frame)
-                del frame
+                stack = traceback.format_stack(sys._current_frames().get(self._thread_id))
                 logger.error(
                     "the event loop has stood still for %.1f s in %s: every session of this worker waits. It is here:\n%s",
                     time.monotonic() - beat,
-                    who,
-                    stack,
+                    self._sessions.whose_code_runs(),
+                    "".join(stack[-8:]).rstrip(),
                 )
 
     def close(self) -> None:
         self._over.set()
         self._timer.cancel()
         self._thread.join(timeout=1.0)
-
-
-def _whose(frame: Any) -> tuple[str, str]:
-    """The session whose Actor is running, told from the stack of the loop's thread."""
-    stack = "".join(traceback.format_stack(frame)[-8:]).rstrip() if frame is not None else "?"
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "bray.serving.sessions":
-            session, request = frame.f_locals.get("session"), frame.f_locals.get("request")
-            if isinstance(session, Session):
-                return f"{type(session.actor).__name__} (session {show(session.name)})", stack
-            if frame.f_code is Sessions._new_session.__code__ and request is not None:
-                return f"the making of an Actor (session {show(request.session)})", stack
-        frame = frame.f_back
-    return "no Actor", stack

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from time import perf_counter
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 from bray.errors import Overloaded
 from bray.serving.actor import FAILURES, Actor
@@ -44,17 +44,20 @@ class Request:
         raise NotImplementedError
 
 
-class Gateway(Protocol):
-    """The other workers of this node, where there are any."""
+class Gateway:
+    """The other workers, where there are any: by default nobody who could take a request."""
 
     def place(self, request: Request) -> bool:
         """Choose the owner of a new session: True = here; else the request is on its way there, or was refused."""
+        raise NotImplementedError
 
     def forward(self, request: Request) -> bool:
         """Send a request to the owner of its session; False when nobody owns it."""
+        return False
 
     def spill(self, request: Request) -> bool:
         """Send a stateless request to a worker with a free slot; False when there is none."""
+        return False
 
     def release(self, session: bytes) -> None:
         """A session of this worker is over."""
@@ -64,9 +67,11 @@ class Gateway(Protocol):
 
     def running(self) -> int:
         """Sessions of all workers."""
+        return 0
 
     def idle(self) -> bool:
         """Whether no request is on its way to another worker."""
+        return True
 
 
 class Session:
@@ -115,6 +120,7 @@ class Sessions:
         self.latency = [0] * (len(LATENCY_BOUNDS) + 1)  # of answered ticks
         self.latency_sum = 0.0
         self.started = self.expired = self.actors_made = 0
+        self._calling: Session | Request | None = None  # whose Actor is being called, or for whom one is being made
         self._logged = 0
         self._stuck: dict[Session, None] = {}
         self._losing: set[asyncio.Task[None]] = set()
@@ -219,6 +225,7 @@ class Sessions:
             slots = self.config.actors_per_worker * self.config.workers
             self.refuse(request, Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken"))
             return None
+        self._calling = request
         try:
             if not self.pool:
                 self.pool.append(self.make_actor())
@@ -230,9 +237,11 @@ class Sessions:
                 request, Refusal(500, "actor_error", "the Actor could not be made; the service's log has the reason")
             )
             return None
+        finally:
+            self._calling = None
 
     def _run(self, session: Session, request: Request) -> None:
-        session.request = request
+        session.request, self._calling = request, session
         kind = request.kind
         try:
             if request.key or session.keyed:
@@ -246,6 +255,8 @@ class Sessions:
         except (*FAILURES, asyncio.CancelledError) as e:
             self._failed(session, request, e)
             return
+        finally:
+            self._calling = None
         if type(reply) is bytes:
             self._finish(session, request, 200, reply)
         elif asyncio.isfuture(reply):  # no task for it
@@ -443,6 +454,7 @@ class Sessions:
     def _late_reply(self, request: Request, session: Session) -> tuple[int, bytes]:
         fallback = getattr(session.actor, "fallback", None)
         if fallback is not None and request.kind in (TICK, AUTO):
+            self._calling = session
             try:
                 reply = fallback(request.body)
                 if not isinstance(reply, (bytes, bytearray, memoryview)):
@@ -450,6 +462,8 @@ class Sessions:
                 return 200, bytes(reply)
             except FAILURES as e:
                 self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
+            finally:
+                self._calling = None
         limit = self.config.tick_timeout_s
         then = "the session goes on" if request.kind == TICK else "the session is over"
         return 504, Refusal(504, "tick_timeout", f"no answer within {limit:g} s; it was cancelled, {then}").body
@@ -507,6 +521,17 @@ class Sessions:
             await asyncio.wait(tasks, timeout=1.0)
         if self._losing:  # Actors that still save what their sessions did
             await asyncio.wait(self._losing, timeout=self.config.tick_timeout_s)
+
+    def whose_code_runs(self) -> str:
+        """For the log of a loop that stands still: asked from another thread."""
+        task = asyncio.current_task(self.loop)
+        running = [s for s in list(self.running.values()) if task is not None and s.task is task]
+        caller = running[0] if running else self._calling
+        if isinstance(caller, Session):
+            return f"{type(caller.actor).__name__} (session {show(caller.name)})"
+        if caller is not None:
+            return f"the making of an Actor (session {show(caller.session)})"
+        return "no Actor"
 
     # --- the log ------------------------------------------------------------------------------------------------------
 

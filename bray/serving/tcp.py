@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.connections import BAD_TOKEN, MAX_OUTSTANDING, SLOW, Connection, Front
-from bray.serving.http import HttpConnection
+from bray.serving.http import BAD_TOKEN, MAX_OUTSTANDING, SLOW, Connection, Front, HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
 from bray.serving.sessions import Request
 

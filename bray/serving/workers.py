@@ -45,10 +45,13 @@ Prepare = Callable[[Server], Any]
 
 
 def serve(
-    make_actor: Callable[[], Any], config: ServiceConfig, on_ready: Ready | None = None, prepare: Prepare | None = None
+    make_actor: Callable[[], Any] | None,
+    config: ServiceConfig,
+    on_ready: Ready | None = None,
+    prepare: Prepare | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. A first signal drains (running sessions may go on for
-    `drain_timeout_s`), a second one ends at once."""
+    `drain_timeout_s`), a second one ends at once. `make_actor` None: `prepare` sets that of the server."""
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
     if config.use_gateway == "head":
@@ -129,7 +132,7 @@ def _orphaned(loop: asyncio.AbstractEventLoop, parent: int, ask: Callable[[], No
 
 
 async def _work(
-    make_actor: Callable[[], Any],
+    make_actor: Callable[[], Any] | None,
     config: ServiceConfig,
     place: _Place | None,
     on_ready: Ready | None,
@@ -183,7 +186,11 @@ class _Parent:
     """Starts the workers, replaces those that die, passes signals on."""
 
     def __init__(
-        self, make_actor: Callable[[], Any], config: ServiceConfig, on_ready: Ready | None, prepare: Prepare | None
+        self,
+        make_actor: Callable[[], Any] | None,
+        config: ServiceConfig,
+        on_ready: Ready | None,
+        prepare: Prepare | None,
     ):
         if threading.active_count() > 1:
             logger.warning("workers are forked from a process with %d threads", threading.active_count())

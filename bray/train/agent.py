@@ -36,9 +36,8 @@ from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
 from bray.serving.actor import FAILURES
 from bray.serving.agent import Agent, State
-from bray.serving.observe import Observations
 from bray.serving.protocol import malformed
-from bray.serving.values import plain
+from bray.serving.values import Observations, plain
 from bray.spec import ACTION_MASK, EnvSpec
 
 _ENOUGH = 32  # ticks; a row of a larger forward is hardly cheaper

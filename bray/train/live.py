@@ -31,8 +31,8 @@ from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
-from bray.serving.observe import masked_spec
 from bray.serving.server import Server
+from bray.serving.values import masked_spec
 from bray.spec import EnvSpec, parse_space
 from bray.train.agent import Player, PolicyAgent
 from bray.train.config import LiveConfig, RunConfig

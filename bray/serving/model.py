@@ -1,0 +1,351 @@
+"""A run directory being served: its versions (checkpoints) in memory, their shares of the sessions, and the engines that answer.
+
+What is served is made of files alone: `spec.json`, `policy.json`, `models/default/graph.onnx` and a version's weights. Neither torch nor
+the environment's package is needed, unless the engine is torch or the graph has to be exported first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import act, tree
+from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
+from bray.errors import BrayError, CheckpointError, ConfigError, DataError
+from bray.inference.batcher import Batcher
+from bray.rundir import RunDir
+from bray.serving.config import ModelService
+from bray.serving.values import Observations, plain, reader
+from bray.spec import EnvSpec
+
+logger = logging.getLogger("bray.serving")
+
+TorchEngine = Callable[[Path, int], tuple[Any, Any]]
+"""(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have torch."""
+_REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
+_MOVING = ("latest", "best")  # labels whose step changes while a training runs
+
+
+class Version(Batcher):
+    """A version in memory: an engine behind a batcher."""
+
+    def __init__(self, engine: ActingEngine, step: int, **options: Any):
+        super().__init__(engine.forward, step=partial(int, step), **options)
+        self.engine, self.step = engine, step
+
+
+@dataclass
+class TrafficShare:
+    """A version among those that share a model's sessions."""
+
+    label: str
+    """latest, best or a step."""
+    share: float
+    version: Version
+
+
+class ServedModel:
+    """One run directory being served."""
+
+    def __init__(
+        self,
+        name: str,
+        path: str | Path,
+        config: ModelService,
+        torch_engine: TorchEngine | None = None,
+        locks: VersionLocks | None = None,
+        with_outputs: bool = False,
+    ):
+        """with_outputs: as ActingEngine says."""
+        self.name, self.config, self.torch_engine, self.with_outputs = name, config, torch_engine, with_outputs
+        self.run = RunDir.open(path)
+        self.run.refuse_old_launch()
+        self.spec = EnvSpec.from_json(self.run.read_json("spec.json"))
+        self.about = self.run.read_json("policy.json")
+        self.weights_name = str(self.about.get("model", "default"))
+        """The name under which the run keeps its weights."""
+        self.policy = self._make_policy()
+        self.recurrent = bool(self.about.get("recurrent"))
+        self.initial_state = _zeros(self.about.get("state"), self.run.path) if self.recurrent else None
+        self.observations = Observations(self.spec)
+        self.masked = self.observations.masked
+        self.versions: dict[int, Version] = {}
+        """In memory, by step."""
+        self.shares: list[TrafficShare] = []
+        self.pinned: int | None = None
+        self._newest: list[int] = []  # steps that were the newest one, in order, for rolling back
+        self._locks = locks or VersionLocks()
+        self._graph: Any = None
+        self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
+        self._rng = np.random.default_rng()
+        if config.fallback is not None and config.fallback not in ("last", "random"):
+            try:
+                reader(self.spec.action, "fallback")(config.fallback)
+            except DataError as e:
+                raise ConfigError(f"{name}: {e}") from None
+
+    # --- which versions -------------------------------------------------------------------------------------------------
+
+    def desired_versions(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """What is to be served, with the steps that `latest` and `best` mean now, so that all workers serve the same ones.
+        `{"pin": STEP}`, `{"pin": null}` (back to the versions of the start), `{"rollback": true}` or `{"versions": {LABEL: SHARE}}`."""
+        what, value = next(iter(asked.items())) if len(asked) == 1 else (None, None)
+        pin = None
+        versions = self.config.versions or {"latest": 1.0}
+        if what == "rollback" and value is True:
+            pin = self._previous()
+        elif what == "pin" and type(value) is int:
+            pin = value
+        elif what == "versions" and isinstance(value, dict):
+            versions = {str(k): v for k, v in value.items()}
+        elif not (what == "pin" and value is None):
+            raise ConfigError(
+                'expected {"pin": STEP}, {"pin": null}, {"rollback": true} or {"versions": {"latest": 0.9, "best": 0.1}}'
+            )
+        if pin is not None:
+            versions = {str(pin): 1.0}
+        shares = list(versions.values())
+        if not all(type(x) in (int, float) and 0 <= x < math.inf for x in shares) or not sum(shares):
+            raise ConfigError(f"versions: expected shares above 0, got {versions}")
+        steps = {label: self._step_of(label) for label in versions}
+        for step in steps.values():
+            if self.config.engine == "onnx" and not self.run.weights_path(step, self.weights_name).exists():
+                there = ", ".join(map(str, self.run.versions(self.weights_name)[-8:])) or "none"
+                raise CheckpointError(f"{self.run.path}: the weights of step {step} are missing. There are: {there}.")
+        return {"versions": versions, "steps": steps, "pinned": pin}
+
+    def _step_of(self, label: str) -> int:
+        if label in _MOVING:
+            step = self.run.pointer(label)
+            if step is None:
+                raise CheckpointError(f"{self.run.path} has no checkpoint {label!r} yet")
+            return step
+        if not label.isdigit():
+            raise ConfigError(f"versions: expected latest, best or a step, got {label!r}")
+        return int(label)
+
+    def _steps(self, desired: Mapping[str, Any]) -> dict[str, int]:
+        """Steps by label; where the training is followed its newest ones, since those of `desired` may be gone."""
+        if desired["pinned"] is not None or not self.config.follow:
+            return dict(desired["steps"])
+        return {k: self._step_of(k) if k in _MOVING else step for k, step in desired["steps"].items()}
+
+    def _previous(self) -> int:
+        """The version before the one that is served."""
+        now = self.shares[0].version.step
+        before = self._newest[: self._newest.index(now)] if now in self._newest else []
+        before = before or [s for s in self.run.versions(self.weights_name) if s < now]
+        if not before:
+            raise ConfigError(f"{self.name}: there is no version before step {now}")
+        return before[-1]
+
+    # --- loading and dropping them --------------------------------------------------------------------------------------
+
+    def open(self, desired: Mapping[str, Any] | None = None) -> None:
+        """Load the first versions; fails with what is wrong with the run."""
+        desired = desired or self.desired_versions({"pin": None})
+        for label, step in self._steps(desired).items():
+            if step not in self.versions:
+                version = self._load(step)
+                if not self.versions:  # what is wrong shows now, not at the first tick
+                    version.call(*tree.map(lambda x: x[None], self.sample()), batch=True)
+                self.versions[step] = version
+            self.shares.append(self._use(label, desired["versions"][label], self.versions[step]))
+        self.pinned = desired["pinned"]
+
+    async def change(self, desired: Mapping[str, Any]) -> None:
+        """Serve what `desired_versions` made."""
+        self.shares = [
+            self._use(label, desired["versions"][label], await self._loaded(step))
+            for label, step in self._steps(desired).items()
+        ]
+        self.pinned = desired["pinned"]
+
+    async def follow(self) -> None:
+        """Go on to new checkpoints, where that is wanted."""
+        if self.pinned is not None or not self.config.follow:
+            return
+        for i, share in enumerate(self.shares):
+            step = self.run.pointer(share.label) if share.label in _MOVING else None
+            if step is not None and step != share.version.step:
+                self.shares[i] = self._use(share.label, share.share, await self._loaded(step))
+                logger.info("%s: now serving %s = step %d", self.name, share.label, step)
+
+    async def _loaded(self, step: int) -> Version:
+        if step not in self.versions:
+            self.versions[step] = await asyncio.get_running_loop().run_in_executor(None, self._load, step)
+        return self.versions[step]
+
+    def _load(self, step: int) -> Version:
+        c, engine = self.config, self._make_engine(step)
+        return Version(
+            ActingEngine(engine, self.policy, c.act, self.masked, self.recurrent, self.with_outputs),
+            step,
+            max_batch_size=c.max_batch_size,
+            max_wait=c.max_wait_s,
+            max_queue=c.max_queue,
+            template=self.sample(),
+        )
+
+    def _use(self, label: str, share: float, version: Version) -> TrafficShare:
+        self._locks.set(self.run, self.weights_name, version.step)
+        if label == "latest" and self._newest[-1:] != [version.step]:
+            self._newest.append(version.step)
+            del self._newest[:-_REMEMBERED]
+        return TrafficShare(label, share, version)
+
+    def unused(self) -> list[int]:
+        """Versions in memory that no session is given any more; the one before the newest stays, for rolling back."""
+        wanted = {share.version.step for share in self.shares}
+        if self._newest[-1:] and self._newest[-1] in wanted:
+            wanted.update(self._newest[-2:-1])
+        return [step for step in self.versions if step not in wanted]
+
+    async def drop(self, step: int) -> None:
+        """Let go of a version: its running batch is answered, callers who still wait for it get an error."""
+        version = self.versions.pop(step)
+        for key in self._dropped:
+            self._dropped[key] += version.stats[key]
+        await version.close()
+        self._locks.remove(self.run, self.weights_name, step)
+
+    async def close(self) -> None:
+        for step in list(self.versions):
+            await self.drop(step)
+
+    def numbers(self) -> dict[str, float]:
+        """The figures of all versions together, for a metrics page."""
+        stats = [version.stats for version in self.versions.values()]
+        return {
+            "step": self.shares[0].version.step,
+            "versions": len(stats),
+            "batches_total": self._dropped["batches"] + sum(s["batches"] for s in stats),
+            "samples_total": self._dropped["samples"] + sum(s["samples"] for s in stats),
+            "queue": sum(s["queue"] for s in stats),
+            "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
+        }
+
+    # --- engines --------------------------------------------------------------------------------------------------------
+
+    def sample(self) -> tuple[Any, ...]:
+        """What one tick may ask the model."""
+        obs = tree.map(np.asarray, self.spec.observation.sample(np.random.default_rng(0)))
+        mask = self.observations.all_legal if self.masked else None
+        return tuple(x for x in (obs, mask, self.initial_state) if x is not None)
+
+    def random_action(self, mask: np.ndarray | None = None) -> Any:
+        outputs: dict[str, Any] = {}
+        for rule in ("dist", "q"):  # a Policy of one's own reads what it likes
+            outputs |= act.make_rule(rule).blank(self.spec.layout, 1, self._rng)
+        tick = Tick(None, mask=None if mask is None else mask[None])
+        return plain(tree.index(self.policy.act(outputs, tick, self._rng, SAMPLE, TRAINED)[0], 0))
+
+    def _make_policy(self) -> act.Policy:
+        rule = self.about.get("rule")
+        if rule is not None:
+            settings = self.about.get("settings", {"epsilon": self.about.get("epsilon", 0.0)} if rule == "q" else {})
+            return act.Policy(self.spec.layout, act.make_rule(rule, settings))
+        if self.config.engine != "torch":
+            why = f"the Policy of {self.about.get('algorithm')} acts in a way of its own, which needs its code"
+            if "rule" not in self.about:
+                why = "its policy.json is of an older Bray and does not say how actions are chosen"
+            raise ConfigError(f"{self.run.path}: {why}: serve it with --engine torch")
+        return act.Policy(self.spec.layout)  # until the algorithm's own is loaded, with the engine
+
+    def _make_engine(self, step: int) -> Any:
+        run, name = self.run, self.config.engine
+        if name == "torch":
+            if self.torch_engine is None:
+                raise ConfigError("--engine torch needs what training needs: pip install 'bray[train]'")
+            # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not have
+            engine, self.policy = self.torch_engine(run.path, step)
+            return engine
+        from bray.inference.onnx_engine import OnnxEngine
+
+        if name == "int8":
+            engine = OnnxEngine(run.models / self.weights_name / "model.int8.onnx", self.config.threads)
+            if engine.step != step:
+                raise ConfigError(
+                    f"{run.path}: the int8 model is of step {engine.step}, step {step} was asked for: `bray export {run.path} --quantize --checkpoint {step}`"
+                )
+            return engine
+        if self._graph is None:
+            self._graph = OnnxEngine(self.graph(), self.config.threads)
+        return self._graph.with_weights(run.load_weights(step, self.weights_name), step)
+
+    def graph(self) -> Path:
+        """The run's graph.onnx, exported if it is not there yet."""
+        path = self.run.models / self.weights_name / "graph.onnx"
+        if not path.exists():
+            export_graph(self.run.path)
+        return path
+
+
+def export_graph(path: Path) -> None:
+    """Write a run's `graph.onnx`. In a process of its own: torch does not come along into a service."""
+    logger.info("%s has no graph.onnx yet: exporting it", path)
+    code = "import sys; from bray.experiment import export_graph; export_graph(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ConfigError(
+            f"{path}: the model could not be exported ({last}): run `bray export {path}`, or serve it with --engine torch"
+        )
+
+
+def _zeros(state: Any, path: Path) -> Any:
+    if state is None:
+        raise CheckpointError(
+            f"{path}/policy.json does not say what the model remembers: train with this version of Bray, or load and save it"
+        )
+    if isinstance(state, dict) and state.keys() == {"shape", "dtype"} and isinstance(state["dtype"], str):
+        return np.zeros(state["shape"], state["dtype"])
+    if isinstance(state, dict):
+        return {k: _zeros(v, path) for k, v in state.items()}
+    return tuple(_zeros(v, path) for v in state)
+
+
+class VersionLocks:
+    """Asks trainings not to delete the versions that are served. The locks that the workers of one service set are written to a file
+    of theirs, so that whoever ends last removes them, and none that somebody else has set."""
+
+    def __init__(self, ledger: Path | None = None):
+        self._ledger = ledger
+        self._ours: set[tuple[str, str, int]] = set()  # run, model, step
+        if ledger is not None and ledger.exists():
+            self._ours = {(run, name, step) for run, name, step in map(json.loads, ledger.read_text().splitlines())}
+
+    def set(self, run: RunDir, name: str, step: int) -> None:
+        lock = (str(run.path), name, step)
+        try:
+            if lock in self._ours or not run.is_protected(step, name):
+                run.protect(step, name)
+                self._ours.add(lock)
+                if self._ledger is not None:
+                    with self._ledger.open("a") as f:
+                        f.write(json.dumps(lock) + "\n")
+        except (BrayError, OSError) as e:  # a run that can only be read is served all the same
+            logger.debug("%s: %s", run.path, e)
+
+    def remove(self, run: RunDir, name: str, step: int) -> None:
+        lock = (str(run.path), name, step)
+        if lock in self._ours:
+            self._ours.discard(lock)
+            with contextlib.suppress(OSError):
+                run.protect(step, name, on=False)
+
+    def remove_all(self) -> None:
+        for run, name, step in list(self._ours):
+            self.remove(RunDir(run), name, step)
