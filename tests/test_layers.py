@@ -47,7 +47,6 @@ ONLY_IN = {
 RAY_TRAIN = PACKAGE / "remote" / "trainer" / "handle.py"
 """The only file outside of `cluster` that imports Ray: it hands its ranks to Ray Train."""
 CYCLES: list[set[str]] = [
-    {"bray.data.ring", "bray.data.view"},
     {"bray.envs.make", "bray.envs.subprocess"},
     {"bray.nn.catalog", "bray.nn.encoders", "bray.nn.heads"},
 ]
