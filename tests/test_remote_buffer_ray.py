@@ -170,7 +170,7 @@ def test_a_killed_shard_comes_back_and_nobody_waits_for_it(ray_session, players,
 
 def test_a_killed_consumer_frees_what_it_held(ray_session, players):  # noqa: F811
     buffer = find("b")
-    holder = ray_session.cluster.start("player/holder", Player, buffer, restarts=False)
+    holder = ray_session.cluster.start("player/holder", Player, buffer)
     for i in range(8):
         buffer.push(sample(i, LARGE)).result(10)
     pid = holder.call("keep", 6).result()
