@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from bray.cluster import io, wire
+from bray.cluster import io
 from bray.cluster.session import Session
 from bray.errors import DataError, LinkLost, MissingComponent, Unreachable
 from bray.remote.buffer import messages as m
@@ -21,6 +21,7 @@ from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.slabs import SlabAddress, Window, look_into
 from bray.remote.buffer.worker import BufferShard
+from bray.serving import link as wire
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from bray.cluster import io, wire
+from bray.cluster import io
 from bray.cluster.session import session
 from bray.data.limit import RateLimit
 from bray.errors import ConfigError, DataError
@@ -28,6 +28,7 @@ from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.remote.buffer.stores import Queue, Ring
+from bray.serving import link as wire
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
