@@ -360,7 +360,9 @@ def test_priorities_of_sequences_go_to_the_row_where_learning_begins():
     before = experience.ring._tree.leaves.copy()
     experience.feedback(batch, np.arange(1.0, 6.0), version=1)
     after = experience.ring._tree.leaves
-    wanted = {int(i): (p + experience.ring.eps) ** 0.5 for i, p in zip(batch.ids[2], np.arange(1.0, 6.0), strict=True)}
+    wanted = {
+        int(i): (p + experience.ring.config.eps) ** 0.5 for i, p in zip(batch.ids[2], np.arange(1.0, 6.0), strict=True)
+    }
     assert {int(i): after[i] for i in wanted} == pytest.approx(wanted)
     others = [i for i in range(41) if i not in wanted]
     np.testing.assert_array_equal(after[others], before[others])

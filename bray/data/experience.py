@@ -483,7 +483,7 @@ class Sequences(Replay):
     def _ready(self) -> bool:
         if self.ring is None or not super()._ready():
             return False
-        low, high = self.ring._range()
+        low, high = self.ring.id_range()
         return (high - low) // self.ring.num_envs >= self.burn_in + self.length  # of each game
 
     def _kept(self, piece: Piece) -> dict[str, NestedArray]:

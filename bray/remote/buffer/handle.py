@@ -1,11 +1,11 @@
-"""RemoteBuffer: where samples wait for trainers.
+"""RemoteBuffer: samples on their way from agents to trainers.
 
     buffer = RemoteBuffer("b", size=8, batch_size=128)
     buffer.push(*samples)                     # from any process, thread or coroutine; await it, or forget it
     for batch in buffer: ...                  # trees [128, ...]
     buffer.add_source(iterable, epoch=3)
 
-The samples lie in shards, processes of the cluster. A handle is a name: it may be sent anywhere in the session.
+The samples lie in shards, which are processes of the cluster. A handle holds only the settings: it may be sent anywhere in the session.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from bray.cluster.session import session
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
+from bray.remote.buffer.pending import Pushed
 from bray.remote.buffer.reader import PREFETCH, Reader, Sampler
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.worker import BufferShard
-from bray.remote.buffer.writer import Pushed
 from bray.tree import NestedArray
 
 _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making
 
 
 class RemoteBuffer:
-    """A buffer of this session: the one of this name, made if there is none. With only a name, or the settings it was made with, it is found.
+    """The buffer of this name, made if there is none. An existing one is found by its name alone, or with the settings it was made with.
 
-    name         found by it from anywhere in the session
-    size         batches it holds (samples, where batch_size is None), in all workers together; they lie in memory
-    batch_size   samples of a batch; None: samples come out one by one, as they were pushed
+    name         unique in the session
+    size         batches it holds in memory (samples, where batch_size is None), all workers together
+    batch_size   samples per batch; None: samples come out one by one, as they were pushed
     num_workers  shards, each a process
-    density      per cent of the shards that a producer connects to, at least one; less saves connections and memory where producers are
-                 many. Consumers are few, and reach all.
+    density      percentage of the shards that a producer connects to, at least one; less saves connections where producers are
+                 many. Consumers connect to all.
     store        "queue": each sample goes to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait (`drop=False`).
                  "uniform", "prioritized": the newest size * batch_size samples; batches are drawn from them and carry `id` and `weight`
     alpha, eps   priorities count as (|priority| + eps) ** alpha; new samples get the largest so far
-    beta         exponent of the importance weights; the attribute may be changed while a training goes on
-    max_reuse    a sample that was drawn so often is drawn no more
+    beta         exponent of the importance weights; the attribute may be changed during a training
+    max_reuse    a sample is drawn at most this many times
     pushed_per_sampled  (least, most): rows that come in per row drawn, over about the last 30 s (`bray.data.RateLimit`). Draws wait while there
                  are fewer, pushes with drop=False while there are more
     """
@@ -87,8 +87,8 @@ class RemoteBuffer:
     def push(self, *samples: NestedArray, drop: bool = True) -> Pushed:
         """Add samples: trees of numpy arrays and numbers (tensors are converted). They are copied before this returns.
 
-        Await what it returns, take its `result()`, or forget it. It never waits itself. A full queue drops its oldest samples; with
-        drop=False the samples wait for room, and who does not await them gets Overloaded when too many do.
+        Await what it returns, take its `result()`, or forget it; the call itself never waits. A full queue drops its oldest samples. With
+        drop=False the samples wait for room, and pushing without awaiting raises Overloaded when too many wait.
         """
         return connection(self.settings).writer.push(samples, drop)
 
@@ -117,9 +117,7 @@ class RemoteBuffer:
         try:
             return got.result(timeout)()
         except TimeoutError:
-            if reader.give_up(got):
-                raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
-            return got.result()()
+            return self._late(reader, got, timeout)
         except BaseException:
             _leave(reader, got)
             raise
@@ -136,12 +134,16 @@ class RemoteBuffer:
         try:
             return (await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(got)), timeout))()
         except TimeoutError:
-            if reader.give_up(got):
-                raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
-            return got.result()()
+            return self._late(reader, got, timeout)
         except BaseException:
             _leave(reader, got)
             raise
+
+    def _late(self, reader: Reader, got: Promise, timeout: float | None) -> NestedArray:
+        """After a timeout: what came at the last moment."""
+        if reader.give_up(got):
+            raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
+        return got.result()()
 
     def _reader(self, prefetch: int) -> Reader:
         it = connection(self.settings)
@@ -251,7 +253,7 @@ class RemoteBuffer:
 
 
 def _leave(reader: Reader, promise: Promise) -> None:
-    """The caller goes (Ctrl-C, a cancelled task): what came for it is for the next one."""
+    """The caller was interrupted (Ctrl-C, a cancelled task): what came for it goes to the next one."""
     if not reader.give_up(promise) and promise.done() and promise.exception() is None:
         reader.put_back(promise.result())
 

@@ -1,8 +1,8 @@
-"""Iterators to stack on a buffer, each on another:
+"""Iterators over a buffer, which can be stacked:
 
     batches = PrefetchBuffer(TorchTensorBuffer(BatchBuffer(buffer, 4, kind="concate"), "cuda"), size=1)
 
-Any iterable will do for a buffer: a RemoteBuffer, another of these, a data set. Where it ends, they end.
+A buffer may be any iterable: a RemoteBuffer, another of these, a data set. They end when it ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from bray.remote.buffer.reader import forget_interrupt, interrupt
 from bray.tree import NestedArray
 
 
-class BatchBuffer:
+class BatchBuffer(Iterator[Any]):
     """Batches of `batch_size` items of a buffer: stacked along a new axis (kind "stack"), joined along the first one they have ("concate"),
-    or as a list (None). What is left when the buffer ends, and is no whole batch, is the last batch."""
+    or as a list (None). The last batch, when the buffer ends, may be smaller."""
 
     def __init__(self, buffer: Iterable[NestedArray], batch_size: int, kind: str | None = "stack"):
         if kind not in ("stack", "concate", None):
@@ -30,9 +30,6 @@ class BatchBuffer:
         if batch_size < 1:
             raise ConfigError(f"a batch has at least 1 item, got batch_size {batch_size}")
         self.buffer, self.batch_size, self.kind = iter(buffer), batch_size, kind
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         items = []
@@ -47,7 +44,7 @@ class BatchBuffer:
         return tree.stack(items) if self.kind == "stack" else tree.concat(items)
 
 
-class TorchTensorBuffer:
+class TorchTensorBuffer(Iterator[Any]):
     """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned memory while the
     caller goes on."""
 
@@ -56,9 +53,6 @@ class TorchTensorBuffer:
 
         self.buffer, self.device = iter(buffer), torch.device(device or "cpu")
         self._torch = torch
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         return tree.map(self._tensor, next(self.buffer))
@@ -73,24 +67,21 @@ class TorchTensorBuffer:
         return leaf.to(self.device)
 
 
-class CallbackBuffer:
+class CallbackBuffer(Iterator[Any]):
     """`callback(batch)` for each batch."""
 
     def __init__(self, buffer: Iterable[NestedArray], callback: Callable[[Any], Any]):
         self.buffer, self.callback = iter(buffer), callback
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
     def __next__(self) -> Any:
         return self.callback(next(self.buffer))
 
 
-class PrefetchBuffer:
+class PrefetchBuffer(Iterator[Any]):
     """Fetches the next `size` batches in a thread, while the caller uses the last one (0: no thread).
 
-    While none is there yet, the last one is given again, at most `max_reuse` times (0: never), instead of waiting. `reused` counts those. An
-    error in the thread is raised here, after the batches that were fetched before it. `close()` ends the thread; so does forgetting this.
+    Instead of waiting for the next batch, the last one is returned again, at most `max_reuse` times (0: never); `reused` counts these. An
+    error in the thread is raised here, after the batches that were fetched before it. `close()` ends the thread, as does deleting this object.
     `name` is that of the thread.
     """
 
@@ -100,13 +91,10 @@ class PrefetchBuffer:
         self.buffer, self.size, self.max_reuse, self.name = iter(buffer), size, max_reuse, name
         self.reused = 0
         self._last: Any = None
-        self._left = 0  # times that the last one may be given again
+        self._left = 0  # times that the last one may be returned again
         self._ahead = _Ahead(self.buffer, size) if size else None
         if self._ahead is not None:
             threading.Thread(target=self._ahead.run, name=f"prefetch {name}".strip(), daemon=True).start()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         ahead = self._ahead
@@ -140,7 +128,7 @@ class PrefetchBuffer:
 
 
 class _Ahead:
-    """The thread's side. It does not know the PrefetchBuffer, so that one may be forgotten."""
+    """The thread's side. It does not refer to the PrefetchBuffer, so that one can be garbage collected."""
 
     def __init__(self, buffer: Iterator[Any], size: int):
         self._buffer, self._size = buffer, size
@@ -183,10 +171,10 @@ class _Ahead:
                 interrupt(self._thread)
 
 
-class SampleBuffer:
-    """Batches of several buffers, mixed: `weights` are the parts of all batches that come from each. Which one is next is not left to chance:
-    it is the one that is furthest behind its part, so the parts are right to within one batch at any time. A buffer that ends leaves the
-    mixture; the last one ends it."""
+class SampleBuffer(Iterator[Any]):
+    """Batches of several buffers, mixed: `weights` are the share of batches that comes from each. The next one is not drawn at random but taken
+    from the buffer that is furthest behind its share, so the shares are right to within one batch at any time. A buffer that ends leaves the
+    mixture, which ends with the last one."""
 
     def __init__(self, buffers: Sequence[Iterable[NestedArray]], weights: Sequence[float] | None = None):
         weights = [1.0] * len(buffers) if weights is None else [float(w) for w in weights]
@@ -197,9 +185,6 @@ class SampleBuffer:
         self.buffers: list[Iterator[Any]] = [iter(b) for b in buffers]
         self.weights = [w / sum(weights) for w in weights]
         self._owed = [0.0] * len(buffers)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         while True:
@@ -217,7 +202,7 @@ class SampleBuffer:
                 self._owed = [0.0] * len(self._owed)
 
 
-class ReuseBuffer:
+class ReuseBuffer(Iterator[Any]):
     """A data set that starts over when it ends, forever."""
 
     def __init__(self, dataset: Iterable[NestedArray]):
@@ -227,9 +212,6 @@ class ReuseBuffer:
             )
         self.dataset = dataset
         self._items = iter(dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         for item in self._items:

@@ -1,4 +1,4 @@
-"""The consumer's side of a buffer. All consumers of a process share one reader, so that what was fetched ahead is lost to none of them."""
+"""The consumer's side of a buffer. All consumers of a process share one reader, so that each gets what was fetched ahead."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from bray.tree import NestedArray
 
 PREFETCH = 2
 """Batches that an iteration keeps ready."""
-_PAUSE = 5.0  # an iteration that pauses for so long fetches no more until it goes on: others may want it
-_MOST = 4096  # single samples that are asked for at once
+_PAUSE = 5.0  # an iteration that pauses this long stops fetching ahead: other consumers may want the samples
+_MOST = 4096  # single samples per request
 
 Make = Callable[[], NestedArray]
 """Makes what `pop` returns, in the thread that called it."""
@@ -34,7 +34,7 @@ _interrupted: set[int] = set()
 
 
 def interrupt(thread: int) -> None:
-    """A thread that waits in `pop`, now or later, waits no longer: Ended is raised there. When it ends it calls `forget_interrupt`."""
+    """Raise Ended in this thread when it waits in `pop`, now or later. The thread calls `forget_interrupt` before it ends."""
     _interrupted.add(thread)
     for reader in list(_readers):
         reader.interrupt(thread)
@@ -51,20 +51,20 @@ class _Waiter(Promise):
 
 
 class Reader:
-    """What is fetched, and who waits for it. `run` calls a function where ports may be used: on the io loop, or at once."""
+    """Fetched batches, and the callers that wait for one. `run` calls a function where ports may be used: on the io loop, or at once."""
 
     def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         self._settings, self._ports, self._run = settings, ports, run
         self._lock = threading.RLock()
         self._waiters: deque[_Waiter] = deque()
-        self._back: deque[Make] = deque()  # given to someone who had left
+        self._back: deque[Make] = deque()  # returned by callers that were interrupted
         self._failed: BrayError | None = None
         self._asked_at = 0.0
         self.prefetch = 0
         _readers.add(self)
 
     def pop(self) -> Make | Promise:
-        """Something that is ready, or the promise of it."""
+        """The next batch, or a promise of it."""
         self._asked_at = time.monotonic()
         with self._lock:
             make = self._back.popleft() if self._back else self._next()
@@ -83,7 +83,7 @@ class Reader:
         return promise if make is None else make
 
     def tick(self) -> None:
-        """Called now and then where ports may be used."""
+        """Called every second where ports may be used: stop fetching ahead for an iteration that pauses."""
         with self._lock:
             if not self.prefetch or self._waiters or time.monotonic() < self._asked_at + _PAUSE:
                 return
@@ -91,7 +91,7 @@ class Reader:
         self._withdraw()
 
     def give_up(self, promise: Any) -> bool:
-        """Do not wait any longer; False where it has come just now."""
+        """Stop waiting; False where the result has come meanwhile."""
         with self._lock:
             if promise not in self._waiters:
                 return False
@@ -107,7 +107,7 @@ class Reader:
                 _settle(promise, error=Ended("the wait was interrupted"))
 
     def put_back(self, make: Make) -> None:
-        """Whoever waited for this is gone: it is for the next one."""
+        """Whoever waited for this was interrupted: it goes to the next caller."""
         with self._lock:
             self._back.append(make)
         self._serve()
@@ -120,7 +120,7 @@ class Reader:
             _settle(promise, error=error)
 
     def _serve(self) -> None:
-        """Give what is ready to those who wait."""
+        """Give what is ready to the callers that wait."""
         while True:
             with self._lock:
                 if not self._waiters:
@@ -141,7 +141,7 @@ class Reader:
         raise NotImplementedError
 
     def _begin(self) -> None:
-        """Someone begins to wait."""
+        """The first caller begins to wait."""
 
     def _withdraw(self) -> None: ...
 
@@ -162,14 +162,14 @@ def _settle(promise: Promise, result: Any = None, error: BaseException | None = 
 
 
 class QueueReader(Reader):
-    """Reads a queue: each of its batches, or samples, goes to one reader."""
+    """Reads a queue: each batch, or sample, goes to one consumer."""
 
     def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)
         self._ready: deque[Chunk] = deque()
         self._row = 0  # of the first one in there
         self._asked = dict.fromkeys(ports, 0)
-        self._ended: set[Port] = set()  # that said so since someone waits: before, there may have been other sources
+        self._ended: set[Port] = set()  # said so since a caller waits; an earlier end may be outdated by a new source
         self._wait = 0
         self._most = 1
         self._turn = 0
@@ -239,7 +239,7 @@ class QueueReader(Reader):
 
 
 class Sampler(Reader):
-    """Draws from shards as if they were one store: each shard gives as many rows as its share of the priorities says."""
+    """Draws from all shards as if they were one store: each shard gives rows in proportion to its share of the priorities."""
 
     def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)
@@ -273,7 +273,7 @@ class Sampler(Reader):
             self._draw(masses)
 
     def _look(self) -> None:
-        """Wait until one of the shards has something, then hear what all have."""
+        """Wait until one of the shards has rows, then ask all of them for their mass."""
         ports = [p for p in self._ports if p.up]
         largest = self._largest()
 
@@ -333,13 +333,13 @@ class Sampler(Reader):
                 whole = sum(c.rows for _, c, _ in draw.pieces) == self._settings.batch_size
                 if whole:
                     self._ready.append(draw)
-                else:  # a shard went, or all that it had has retired
+                else:  # a shard died, or all its rows have retired
                     self._known = False
             self._serve()
             self._ask()
 
         for port, at in asked:
-            # also those that give nothing are asked, for their mass
+            # shards that give no rows are asked too, for their mass
             port.draw(at, bool(len(at)), largest, lambda *answer, port=port: drawn(port, *answer))
 
 
@@ -347,7 +347,7 @@ _NOWHERE = np.empty(0)
 
 
 class _Draw:
-    """A batch in pieces, one of each shard."""
+    """A batch in pieces, one from each shard."""
 
     def __init__(self, shares: np.ndarray, sampler: Sampler):
         self.shares, self.sampler = shares, sampler

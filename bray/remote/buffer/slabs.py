@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -130,9 +131,15 @@ class Window:
             os.close(self._fd)
 
 
+_windows: weakref.WeakValueDictionary[bytes, Window] = weakref.WeakValueDictionary()
+
+
 def look_into(address: SlabAddress) -> Window | None:
-    """A Window, or None where that slab cannot be opened."""
-    try:
-        return Window(address)
-    except OSError:
-        return None
+    """A Window, the same for all who look into this slab; None where it cannot be opened."""
+    window = _windows.get(address.nonce)
+    if window is None:
+        try:
+            window = _windows[address.nonce] = Window(address)
+        except OSError:
+            return None
+    return window

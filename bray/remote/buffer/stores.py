@@ -1,6 +1,6 @@
-"""What a shard holds: a queue that is emptied by whoever reads it, or a ring from which batches are drawn.
+"""The stores of a shard: a queue, which is emptied by reading, or a ring, from which batches are drawn.
 
-Stores know nothing of processes or waiting; the shard (`worker.py`) does.
+Stores know nothing of processes or waiting; that is the shard's job (`worker.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bray.errors import DataError
 from bray.remote.buffer.columns import Chunk
 from bray.tree.layout import Layout, Layouts
 
-_MESSAGE = 1 << 18  # bytes of single samples that are given away at once
+_MESSAGE = 1 << 18  # bytes of single samples per answer
 
 
 class Queue:
-    """The samples of at most `capacity` rows, first in, first out, in batches of `batch_size` (None: any number of single ones)."""
+    """At most `capacity` rows, first in, first out, in batches of `batch_size` (None: single samples)."""
 
     def __init__(self, capacity: int, batch_size: int | None):
         self.capacity, self.batch_size = capacity, batch_size
@@ -35,7 +35,7 @@ class Queue:
         return self.capacity - self.rows
 
     def check(self, layout: Layout) -> None:
-        """Samples that are to share a batch look alike."""
+        """Samples that share a batch have the same structure."""
         if self.batch_size is None:
             return
         if self._layout is None:
@@ -52,7 +52,7 @@ class Queue:
         self.nbytes += chunk.nbytes
 
     def drop(self, rows: int) -> None:
-        """Forget the oldest ones."""
+        """Drop the oldest rows."""
         self._take(rows)
 
     def has(self, ended: bool) -> bool:
@@ -60,7 +60,7 @@ class Queue:
         return self.rows > 0 if self.batch_size is None or ended else self.rows >= self.batch_size
 
     def take(self, most: int) -> list[Chunk]:
-        """A batch, in pieces; or single samples of one layout: at most so many, and no more than fit a message."""
+        """A batch, in pieces; or at most `most` single samples of one layout, and no more than fit in a message."""
         if self.batch_size is not None:
             return self._take(min(self.rows, self.batch_size))
         layout = self._chunks[0].layout
@@ -90,7 +90,7 @@ class Ring:
     """The newest `capacity` rows, each a dict. Batches are drawn from it, uniformly or by priority, and take nothing out.
 
     Row number n lies in slot n % capacity; its id is (generation, slot), the generation grows with each lap. Generations start with the
-    time, so that no id of a shard that died is taken for one of its successor. `max_reuse`: a row that was drawn so often retires (looked at after each draw).
+    time, so that an id of a shard that died is not taken for one of its successor. `max_reuse`: a row retires after this many draws (checked after each draw).
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Ring:
         self.capacity, self.alpha, self.eps, self.max_reuse = capacity, alpha, eps, max_reuse
         self.first_generation = time.time_ns()
         self.count = 0
-        """Rows that came so far."""
+        """Rows added so far."""
         self.late = 0
-        """Priorities that came for rows that were overwritten already."""
+        """Priorities for rows that were overwritten already."""
         self.largest = 1.0
         """The largest (|priority| + eps) ** alpha so far; new rows get it."""
         self.overwritten_unused = 0
@@ -121,7 +121,7 @@ class Ring:
             from bray.data.prioritized import SumTree
 
             self._tree = SumTree(capacity)
-        # uniform: the slots that can be drawn, in any order, and where each of them stands in there
+        # uniform: the slots that can be drawn, in any order, and the position of each slot in that list
         self._order = np.zeros(capacity if self._tree is None else 0, np.int64)
         self._place = np.full(len(self._order), -1, np.int64)
         self._eligible = 0
@@ -136,7 +136,7 @@ class Ring:
 
     @property
     def mass(self) -> float:
-        """What the probability of a draw from here is in proportion to."""
+        """The sum of the priorities (uniform: the number of rows that can be drawn)."""
         return float(self._eligible) if self._tree is None else self._tree.total
 
     @property
@@ -144,7 +144,7 @@ class Ring:
         return self.first_generation + self.count // self.capacity
 
     def check(self, layout: Layout) -> None:
-        """All rows have the structure of the first one, and numbers that fit its columns."""
+        """All rows have the structure of the first one, and dtypes that can be cast to its columns."""
         mine = self._layout
         if mine is None:
             if not layout.spec.startswith(b'{"d":'):
@@ -210,7 +210,7 @@ class Ring:
             columns[-1][:] = self._tree.leaves[slots]
         for column, out in zip(self._columns, columns, strict=False):
             np.take(column, slots, 0, out, mode="clip")
-        lap = self.generation - (slots >= self.count % self.capacity)  # those beyond the newest are of the lap before
+        lap = self.generation - (slots >= self.count % self.capacity)  # slots after the newest are of the lap before
         columns[-2][:, 0], columns[-2][:, 1] = lap, slots
         self._use(slots)
         return Chunk(layout, columns, n, held)

@@ -7,16 +7,12 @@ into shared memory of this process, from where the shard and its consumers read 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import os
 import random
 import threading
-import time
-from asyncio.events import _get_running_loop
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,117 +23,19 @@ from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, read_batch, stack
+from bray.remote.buffer.columns import Chunk, stack
+from bray.remote.buffer.pending import PendingBatch, Pushed, Receipt, SampleCheck
 from bray.remote.buffer.ports import LocalPort, RemotePort
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, Slot
 from bray.remote.buffer.worker import BufferShard
-from bray.tree.layout import Layout, Layouts
+from bray.tree.layout import Layout
 
 logger = logging.getLogger("bray.remote")
 
 MAX_SAMPLES = 4096
 MAX_BYTES = 256 << 20
-_BATCH_BYTES = 1 << 19  # small samples that travel in one message
 _MAX_IN_FLIGHT = 4  # messages to a shard without a receipt
-
-_lock = threading.Lock()
-
-
-def _forked() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-class Pushed:
-    """What `push` returns. Await it, or take its `result()`, to know that the samples have arrived; or forget it."""
-
-    __slots__ = ("_batches",)
-
-    def __init__(self, batches: Sequence[Receipt]):
-        self._batches = batches
-
-    def __await__(self) -> Generator[Any, None, None]:
-        for batch in self._batches:
-            if not batch.done and (future := batch.future()) is not None:
-                yield from future
-            if batch.error is not None:
-                raise batch.error
-
-    def result(self, timeout: float | None = None) -> None:
-        """Wait in a thread."""
-        end = None if timeout is None else time.monotonic() + timeout
-        for batch in self._batches:
-            if not batch.done and (event := batch.event()) is not None:
-                left = None if end is None else max(0.0, end - time.monotonic())
-                if not event.wait(left):
-                    raise TimeoutError(f"samples that were pushed have not arrived in {timeout:g} s")
-            if batch.error is not None:
-                raise batch.error
-
-    def done(self) -> bool:
-        return all(batch.done for batch in self._batches)
-
-
-class Receipt:
-    """Whether samples have arrived. Many callers may wait for the same one, each with a future of its own loop."""
-
-    __slots__ = ("_waiting", "done", "error")
-
-    def __init__(self) -> None:
-        self.done = False
-        self.error: BaseException | None = None
-        self._waiting: list[asyncio.Future[None] | threading.Event] | None = None
-
-    def future(self) -> asyncio.Future[None] | None:
-        """For a coroutine of any loop; None where it is done."""
-        return self._wait(asyncio.get_running_loop().create_future())
-
-    def event(self) -> threading.Event | None:
-        """For a thread."""
-        return self._wait(threading.Event())
-
-    def _wait(self, waiter: Any) -> Any:
-        with _lock:
-            if self.done:
-                return None
-            if self._waiting is None:
-                self._waiting = []
-            self._waiting.append(waiter)
-        return waiter
-
-    def finish(self, error: BaseException | None = None) -> None:
-        with _lock:
-            if self.done:
-                return
-            self.error = error
-            self.done = True
-            waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            if error is not None:
-                logger.error("samples that were pushed did not arrive: %s: %s", type(error).__name__, error)
-            return
-        others: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        here = _get_running_loop()
-        for waiter in waiting:
-            if isinstance(waiter, threading.Event):
-                waiter.set()
-            elif (loop := waiter.get_loop()) is here:
-                _wake([waiter])
-            else:
-                others.setdefault(loop, []).append(waiter)
-        for loop, futures in others.items():
-            with contextlib.suppress(RuntimeError):  # that loop has ended
-                loop.call_soon_threadsafe(_wake, futures)
-
-
-def _wake(futures: list[asyncio.Future[None]]) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(None)
 
 
 def _overloaded(name: str, rows: int) -> Overloaded:
@@ -147,40 +45,12 @@ def _overloaded(name: str, rows: int) -> Overloaded:
     )
 
 
-class _Check:
-    """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds out."""
-
-    def __init__(self, settings: BufferSettings):
-        self._layouts = Layouts()
-        self._batched = settings.batch_size is not None
-        self._first: Layout | None = None
-
-    def read(self, samples: Sequence[Any]) -> list[tuple[Layout, list[np.ndarray]]]:
-        out = [self._layouts.read(sample) for sample in samples]
-        for layout, _ in out:
-            self._compare(layout)
-        return out
-
-    def read_batch(self, batch: Any) -> Chunk:
-        chunk = read_batch(batch, self._layouts)
-        self._compare(chunk.layout)
-        return chunk
-
-    def _compare(self, layout: Layout) -> None:
-        if not self._batched or layout is self._first:
-            return
-        if self._first is None:
-            self._first = layout
-        elif different := self._first.differs(layout):
-            raise DataError(f"samples that share a batch have the same keys and shapes; {different}")
-
-
 class LocalWriter:
     """Pushes to shards of this process."""
 
     def __init__(self, settings: BufferSettings, ports: list[LocalPort]):
         self._settings, self._ports = settings, ports
-        self._check = _Check(settings)
+        self._check = SampleCheck(settings)
         self._lock = threading.Lock()
         self._next = 0
         self.dropped = 0
@@ -219,71 +89,6 @@ class LocalWriter:
         """Everything that was pushed is in the store, or waits there."""
 
 
-class PendingBatch(Receipt):
-    """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose shard dies goes back
-    there. Rows lie in `slot`, or are gathered as the bytes of each column."""
-
-    __slots__ = ("_adds", "_columns", "drop", "layout", "most", "rows", "slot")
-
-    def __init__(self, layout: Layout, drop: bool):
-        super().__init__()
-        self.layout, self.drop, self.rows = layout, drop, 0
-        self.most = max(1, _BATCH_BYTES // max(1, layout.row_bytes))
-        self.slot: Slot | None = None
-        self._columns: list[list[bytes]] = [[] for _ in layout.sizes]
-        self._adds = [c.append for c in self._columns]
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.layout.row_bytes
-
-    def add(self, leaves: list[np.ndarray]) -> None:
-        for add, leaf in zip(self._adds, leaves):  # noqa: B905 (twice as fast)
-            add(leaf.tobytes())
-        self.rows += 1
-
-    def add_rows(self, columns: list[np.ndarray], first: int, end: int) -> None:
-        for add, column in zip(self._adds, columns, strict=True):
-            add(column[first:end].tobytes())
-        self.rows += end - first
-
-    def add_large(self, leaves: list[np.ndarray], slab: Slab) -> None:
-        """The only row, straight to shared memory."""
-        self.slot = slab.take(self.layout.offsets(1)[1])
-        for column, leaf in zip(self.layout.columns(self.slot.data(), 1), leaves, strict=True):
-            np.copyto(column[0, ...], leaf)
-        self.rows = 1
-
-    def move(self, slab: Slab) -> None:
-        """Copy the rows to a slot of this slab."""
-        starts, end = self.layout.offsets(self.rows)
-        slot = slab.take(end)
-        memory = slot.data().data
-        if self.slot is not None:
-            memory[:end] = self.slot.data().data[:end]
-        else:
-            for at, column in zip(starts, self._columns, strict=True):
-                for data in column:
-                    memory[at : at + len(data)] = data
-                    at += len(data)
-        self.slot = slot
-
-    def pieces(self) -> list[Any]:
-        """The columns as they are sent through a socket."""
-        starts, end = self.layout.offsets(self.rows)
-        if self.slot is not None:
-            return [self.slot.data().data[:end]]
-        out: list[bytes] = []
-        for start, stop, column in zip(starts, [*starts[1:], end], self._columns, strict=True):
-            data = b"".join(column)
-            out += (data, bytes(stop - start - len(data)))
-        return out
-
-    def forget_rows(self) -> None:
-        """Whoever keeps the receipt does not keep the samples."""
-        self.slot, self._columns, self._adds = None, [], []
-
-
 class _Target:
     """What a writer knows of a shard."""
 
@@ -312,7 +117,7 @@ class RemoteWriter:
         start = random.randrange(len(ports))  # each producer begins with another shard
         self._order = [ports[(start + i) % len(ports)] for i in range(len(ports))]
         self._connections = max(1, -(-len(ports) * settings.density // 100))
-        self._check = _Check(settings)
+        self._check = SampleCheck(settings)
         self._lock = threading.Lock()
         self._queue: deque[PendingBatch] = deque()
         self._gathering: PendingBatch | None = None  # the last one in the queue, where it takes more rows
