@@ -7,6 +7,7 @@ from bray._version import __version__
 if TYPE_CHECKING:
     from bray.algos import register_algo
     from bray.client import AsyncClient, Client
+    from bray.cluster.session import run_until_asked_to_stop, shutdown
     from bray.data.files import EpisodeReader
     from bray.data.store import PrioritizedBuffer, ReplayBuffer
     from bray.envs.registry import register_env
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         handle_nested_array,
         make_batch,
     )
-    from bray.remote.cluster import init, run_until_asked_to_stop, shutdown
+    from bray.remote.init import init
     from bray.remote.master import (
         Metric,
         add_graph,
@@ -107,6 +108,7 @@ __all__ = [
 _NAMES = {
     "bray.algos": "register_algo",
     "bray.client": "AsyncClient Client",
+    "bray.cluster.session": "run_until_asked_to_stop shutdown",
     "bray.data.files": "EpisodeReader",
     "bray.data.store": "PrioritizedBuffer ReplayBuffer",
     "bray.envs.registry": "register_env",
@@ -115,7 +117,7 @@ _NAMES = {
     "bray.remote.actor.policy_agent": "PolicyAgent",
     "bray.remote.buffer.handle": "RemoteBuffer pop push",
     "bray.remote.buffer.iterators": "BatchBuffer CallbackBuffer PrefetchBuffer ReuseBuffer SampleBuffer TorchTensorBuffer handle_nested_array make_batch",
-    "bray.remote.cluster": "init run_until_asked_to_stop shutdown",
+    "bray.remote.init": "init",
     "bray.remote.master": "Metric add_graph add_histogram add_image add_scalar add_video get log logger merge query register set set_tensorboard_step",
     "bray.remote.model.handle": "RemoteModel forward",
     "bray.remote.model.weights": "get_torch_model_weights set_torch_model_weights",

@@ -185,7 +185,7 @@ _OWN = "none runs here: a Ray of its own would be started on this machine"
 def _cluster(kind: str) -> str:
     if kind == "local":
         return "local: all components in this process"
-    from bray.remote.cluster import running_nodes
+    from bray.cluster.ray_start import running_nodes
 
     nodes = running_nodes()
     if not nodes:
@@ -198,13 +198,14 @@ def _cluster(kind: str) -> str:
 
 
 def _run(console: Console, graph: Graph, options: Options) -> int:
+    from bray.cluster import session as sessions
     from bray.launch.build import build
-    from bray.remote import cluster
+    from bray.remote.init import init
 
     s, asked = graph.settings, total(graph.resources())
     with _term_as_interrupt():
         numbers_in = DEPLOY_FOLDER if s.mode == "deploy" else ""
-        session = cluster.init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
+        session = init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(
@@ -215,7 +216,7 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
                     say(console, f"note: {problem}", "yellow")
             run = build(graph, session, lambda name: _started(console, graph, name, options))
         except BaseException as e:
-            cluster.shutdown()
+            sessions.shutdown()
             if not isinstance(e, Exception):
                 raise
             _show_failure(e)
@@ -226,7 +227,7 @@ def _run(console: Console, graph: Graph, options: Options) -> int:
 
 def _wait(console: Console, run: Run, options: Options) -> int:
     """Until the run is done, has failed, or is asked to stop."""
-    from bray.remote import cluster
+    from bray.cluster import session as sessions
 
     due, done = time.monotonic() + PROGRESS_EVERY, False
 
@@ -241,7 +242,7 @@ def _wait(console: Console, run: Run, options: Options) -> int:
         return done
 
     try:
-        cluster.run_until_asked_to_stop(poll)
+        sessions.run_until_asked_to_stop(poll)
     except Exception as e:
         _show_failure(e)
         print(f"run directory: {run.session.path}", file=sys.stderr)
