@@ -48,7 +48,6 @@ RAY_TRAIN = PACKAGE / "remote" / "trainer" / "handle.py"
 """The only file outside of `cluster` that imports Ray: it hands its ranks to Ray Train."""
 CYCLES: list[set[str]] = [
     {"bray.data.ring", "bray.data.view"},
-    {"bray.envs.make", "bray.envs.subprocess"},
     {"bray.nn.catalog", "bray.nn.encoders", "bray.nn.heads"},
 ]
 """Files that import each other today. This list only gets shorter."""
