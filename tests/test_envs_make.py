@@ -43,7 +43,7 @@ def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"set env\.id"):
         make_env(EnvConfig())
     with pytest.raises(
-        UnknownName, match=r"unknown vector form 'subproces' \(env\.vector\)\. Did you mean 'subprocess'"
+        ConfigError, match=r"env\.vector: expected 'auto', .* got 'subproces'\. Did you mean 'subprocess'"
     ):
         EnvConfig("CartPole-v1", vector="subproces")
 

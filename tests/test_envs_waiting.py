@@ -345,10 +345,10 @@ def test_forms_that_cannot_wait_refuse_it(form):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"wait_num": 0}, "between 1 and num_envs=4, got 0"),
+        ({"wait_num": 0}, "wait_num: expected a whole number > 0 or null, got 0"),
         ({"wait_num": 5}, "between 1 and num_envs=4, got 5"),
-        ({"wait_num": 2, "step_wait_timeout": -1.0}, "step_wait_timeout is seconds, 0 or more"),
-        ({"step_wait_timeout": 1.0}, "got 1.0 with env.wait_num=None"),
+        ({"wait_num": 2, "step_wait_timeout": -1.0}, "step_wait_timeout: expected a number >= 0, got -1.0"),
+        ({"step_wait_timeout": 1.0}, "set env.wait_num too"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(config, says):

@@ -14,15 +14,15 @@ import jsonschema
 import pytest
 import yaml
 
-from bray.cli.launch import keys_of
 from bray.cli.main import main
-from bray.config import field_docs
+from bray.config import options
+from bray.config.schema import rows
 from bray.errors import ConfigError
 from bray.launch.graph import Edge, load, total
 from bray.launch.modules import check_modules, edges_in_code
 from bray.launch.picture import svg
 from bray.launch.schema import schema
-from bray.launch.settings import KINDS, EvalSettings, LaunchSettings, Message
+from bray.launch.settings import KINDS, EvalSettings, Message
 
 SL_RL = Path(__file__).parent / "data" / "launch_sl_rl.yaml"
 DOCS = Path(__file__).parent.parent / "docs" / "launch.md"
@@ -498,11 +498,11 @@ def test_the_schema_tells_each_key():
     made = schema()
     for kind, cls in KINDS.items():
         properties = made["$defs"][kind]["properties"]
-        assert set(properties) == {"kind", *(k for k, _, _ in keys_of(cls) if "." not in k)}
+        assert set(properties) == {"kind", *(row.key for row in rows(cls) if "." not in row.key)}
         assert all(p.get("description") for k, p in properties.items() if k != "kind")
     batch = made["$defs"]["model"]["properties"]["max_batch_size"]
     assert batch["default"] == 1
-    assert batch["description"] == field_docs(KINDS["model"])["max_batch_size"]
+    assert batch["description"] == options(KINDS["model"])["max_batch_size"].doc
 
 
 def test_bray_schema_prints_it(capsys):
@@ -510,10 +510,10 @@ def test_bray_schema_prints_it(capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(schema()))
     assert main(["schema", "trainer"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^eval\.interval +1000 +Steps between evaluations\.", out, re.M)
-    assert re.search(r"^class +null +The class: a `bray.Trainer`", out, re.M)
+    assert re.search(r"^eval\.interval +1000 +a whole number > 0 +Steps between evaluations\.", out, re.M)
+    assert re.search(r"^class +null +text.* +The class: a `bray.Trainer`", out, re.M)
     assert main(["schema", "trianer"]) == 2
-    assert "unknown kind 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
+    assert "unknown name 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -576,33 +576,3 @@ def test_models_and_buffers_that_code_names_are_dashed(project, monkeypatch):
 def test_odd_names_are_escaped(tmp_path):
     root, _, _ = drawn(loaded(tmp_path, SMALL, project="a<b>&c"))
     assert any(t.text == "a<b>&c/t" for t in root.iter(f"{SVG}text"))
-
-
-# --- the page about it ------------------------------------------------------------------------------------------------
-
-
-def tables():
-    """kind -> the table of its keys, as docs/launch.md has it."""
-    out = {}
-    for title, cls in {"top": LaunchSettings, **KINDS}.items():
-        rows = ["| key | default | what it does |", "|---|---|---|"]
-        for key, default, doc in keys_of(cls):
-            rows.append(f"| `{key}` | {default if default == 'required' else f'`{default}`'} | {doc} |")
-        out[title] = "\n".join(rows)
-    return out
-
-
-def test_the_page_lists_every_key():
-    """After a change of the settings: `python tests/test_launch.py` writes the tables anew."""
-    page = DOCS.read_text()
-    for title, table in tables().items():
-        assert f"<!-- keys: {title} -->\n{table}\n<!-- end -->" in page, title
-
-
-if __name__ == "__main__":
-    text = DOCS.read_text()
-    for title, table in tables().items():
-        text = re.sub(
-            rf"(?s)(<!-- keys: {title} -->\n).*?(<!-- end -->)", lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text
-        )
-    DOCS.write_text(text)

@@ -291,7 +291,7 @@ def test_a_killed_worker_takes_only_its_own_sessions_with_it(session, use_gatewa
 
 
 def test_workers_that_do_not_come_back_are_started_anew(session, monkeypatch, tmp_path):
-    monkeypatch.setattr(handle, "_LOOK_EVERY", 0.3)
+    monkeypatch.setattr(handle, "CHECK_S", 0.3)
     flag = tmp_path / "flag"
     with serving(Actor=Picky, flag=str(flag)) as actor:
         first, second = session.cluster.names("actor/games/")

@@ -7,12 +7,9 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
-
-from bray.errors import Unreachable
-from bray.inference.host import Promise
 
 logger = logging.getLogger("bray.remote")
 
@@ -61,25 +58,17 @@ def is_loop() -> bool:
         return False
 
 
+def call(function: Callable[[], object]) -> None:
+    """Call a function on the loop: at once where this is the loop, else soon."""
+    if is_loop():
+        function()
+    else:
+        loop().call_soon_threadsafe(function)
+
+
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the loop; the result comes as a future of threads."""
     return asyncio.run_coroutine_threadsafe(coroutine, loop())
-
-
-def promise(coroutine: Coroutine[Any, Any, Any]) -> Promise:
-    """Run a coroutine on the loop; await the Promise in any loop, or take its `.result()` in a thread."""
-    made = Promise()
-    made.set_running_or_notify_cancel()
-
-    def ended(done: Future[Any]) -> None:
-        error = Unreachable("the call was cancelled") if done.cancelled() else done.exception()
-        if error is not None:
-            made.set_exception(error)
-        else:
-            made.set_result(done.result())
-
-    submit(coroutine).add_done_callback(ended)
-    return made
 
 
 def run(coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
