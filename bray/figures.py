@@ -6,7 +6,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def learning_curve(
     """Return against environment steps: one run with its evaluations, or several seeds, each a thin line to its own end, and their mean
     with a band of one standard deviation as far as all of them go. `threshold` draws a line at the return to reach."""
     with _figure(Path(out), title or "Learning curve", threshold) as axes:
-        _learning_curve(axes, run_dirs)
+        plot_learning_curve(axes, run_dirs)
     return Path(out)
 
 
@@ -98,7 +99,7 @@ def show_learning_curve(
 ) -> None:
     """The same picture in a window; returns when it is closed. Ask `no_window` first."""
     with _figure(None, title or "Learning curve", threshold) as axes:
-        _learning_curve(axes, run_dirs)
+        plot_learning_curve(axes, run_dirs)
 
 
 def no_window() -> str | None:
@@ -118,7 +119,8 @@ def no_window() -> str | None:
     return f"matplotlib draws with {matplotlib.get_backend()!r}, which has no windows: install tkinter or PyQt6, or set MPLBACKEND"
 
 
-def _learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> None:
+def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> None:
+    """Draw a learning curve on the axes of a figure."""
     dirs = [run_dirs] if isinstance(run_dirs, (str, Path)) else list(run_dirs)
     results = [read_results(d) for d in dirs]
     _draw(axes, [series(rows, TRAIN) for rows in results], _COLORS[0], "training", [str(d) for d in dirs])
@@ -170,65 +172,56 @@ def _dot(x: np.ndarray) -> str:
     return "o" if len(x) == 1 else ""
 
 
-class _figure:
-    """A figure in our style, when the block ends well saved to `out`, or shown in a window (None)."""
+@contextmanager
+def _figure(out: Path | None, title: str, threshold: float | None) -> Iterator[Any]:
+    """The axes of a figure in our style, which when the block ends is saved to `out`, or shown in a window (None)."""
+    size: dict[str, Any] = {"figsize": (8, 4.8), "layout": "constrained"}
+    if out is None:
+        import matplotlib.pyplot as plt
 
-    def __init__(self, out: Path | None, title: str, threshold: float | None):
-        self.out, self.title, self.threshold = out, title, threshold
+        figure: Any = plt.figure(**size)
+    else:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
-    def __enter__(self) -> Any:
-        if self.out is None:
-            import matplotlib.pyplot as plt
-
-            self.figure: Any = plt.figure(figsize=(8, 4.8), layout="constrained")
-        else:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-
-            self.figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")  # no pyplot: no global state
-            FigureCanvasAgg(self.figure)
-        self.axes = self.figure.add_subplot()
-        return self.axes
-
-    def __exit__(self, error: object, *exc: object) -> None:
-        if error is not None:
-            return
-        self._style()
-        if self.out is None:
-            import matplotlib.pyplot as plt
-
-            plt.show()
-            plt.close(self.figure)
-            return
-        kind, known = self.out.suffix.lstrip(".").lower(), self.figure.canvas.get_supported_filetypes()
-        if kind not in known:
-            raise ConfigError(f"{self.out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
-        picture = io.BytesIO()
-        self.figure.savefig(picture, format=kind)
-        write_atomic(self.out, picture.getvalue())
-
-    def _style(self) -> None:
-        from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-        axes = self.axes
-        if self.threshold is not None:
-            label = f"threshold {self.threshold:,g}"
-            axes.axhline(self.threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
-        axes.set_title(self.title, loc="left", fontsize=13, fontweight="bold", pad=10)
-        axes.set_xlabel("environment steps")
-        axes.set_ylabel("episode return")
-        axes.xaxis.set_major_locator(MaxNLocator(8))
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(_thousands))
-        axes.grid(color="#d9d9d9", lw=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.margins(x=0.01)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(frameon=False, fontsize=9, loc="best")
+        figure = Figure(dpi=150, **size)  # no pyplot: no global state
+        FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    yield axes
+    _style(axes, title, threshold)
+    if out is None:
+        plt.show()
+        plt.close(figure)
+        return
+    kind, known = out.suffix.lstrip(".").lower(), figure.canvas.get_supported_filetypes()
+    if kind not in known:
+        raise ConfigError(f"{out}: expected a picture file that ends in .{', .'.join(sorted(known))}")
+    picture = io.BytesIO()
+    figure.savefig(picture, format=kind)
+    write_atomic(out, picture.getvalue())
 
 
-def _thousands(x: float, _: Any = None) -> str:
+def _style(axes: Any, title: str, threshold: float | None) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    if threshold is not None:
+        label = f"threshold {threshold:,g}"
+        axes.axhline(threshold, color="#444", lw=1.1, ls=(0, (5, 4)), label=label, zorder=1)
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", pad=10)
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel("episode return")
+    axes.xaxis.set_major_locator(MaxNLocator(8))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(thousands))
+    axes.grid(color="#d9d9d9", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def thousands(x: float, _: Any = None) -> str:
     """12,500 · 0.25 · 1.5M: tick labels that stay short."""
     if abs(x) >= 1e6:
         return f"{x / 1e6:,g}M"

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bray.errors import ConfigError, DataError
@@ -37,7 +38,11 @@ ACTION_MASK = "action_mask"
 
 
 _KINDS = ("box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple")
+_MOST_ELEMENTS = 1 << 40
 _NO_BOUND = (float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
+
+
+Bound = int | float | tuple[int | float, ...] | None
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class Space:
     kind: str
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
-    low: Any = None  # box: one number (all equal) or a raveled tuple; None = unbounded
-    high: Any = None
+    low: Bound = None  # box: one number (all equal) or a raveled tuple; None = unbounded
+    high: Bound = None
     n: tuple[int, ...] = ()  # discrete: (n,); multi_discrete: sizes, raveled
     start: tuple[int, ...] = ()  # discrete: (start,)
     parts: tuple[Space, ...] = ()  # dict, tuple
@@ -99,34 +104,21 @@ class Space:
     @staticmethod
     def from_json(d: dict[str, Any]) -> Space:
         try:
-            space = Space(
-                kind=d["kind"],
-                shape=tuple(d.get("shape", ())),
-                dtype=d.get("dtype", "float32"),
-                low=_tuple(d.get("low")),
-                high=_tuple(d.get("high")),
-                n=tuple(d.get("n", ())),
-                start=tuple(d.get("start", ())),
-                parts=tuple(Space.from_json(p) for p in d.get("parts", ())),
-                names=tuple(d.get("names", ())),
-            )
+            space = msgspec.convert(d, Space)
             space._check()
             return space
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise DataError(f"not a space: {str(d)[:80]} ({type(e).__name__}: {e})") from None
+        except (msgspec.ValidationError, TypeError, ValueError) as e:
+            raise DataError(f"not a space: {str(d)[:80]} ({e})") from None
 
     def _check(self) -> None:
         """Raise ValueError if this came from a file and no environment could have such a space."""
         count = math.prod(self.shape)
         if self.kind not in _KINDS:
             raise ValueError(f"expected a kind of {', '.join(_KINDS)}")
-        if not all(type(x) is int and x >= 0 for x in self.shape) or count > 1 << 40:
+        if min(self.shape, default=0) < 0 or count > _MOST_ELEMENTS:
             raise ValueError("expected a shape of whole numbers")
         np.dtype(self.dtype)
         for bound in (self.low, self.high):
-            numbers = bound if isinstance(bound, tuple) else () if bound is None else (bound,)
-            if not all(type(x) in (int, float) for x in numbers):
-                raise ValueError("expected bounds that are numbers")
             if isinstance(bound, tuple) and len(bound) != count:
                 raise ValueError(f"expected {count} bounds, got {len(bound)}")
         choices = {"discrete": 1, "multi_discrete": count}.get(self.kind, 0)
@@ -134,12 +126,12 @@ class Space:
             raise ValueError(
                 f"expected {choices} numbers of choices and starts, got {len(self.n)} and {len(self.start)}"
             )
-        if not all(type(x) is int and x > 0 for x in self.n) or not all(type(x) is int for x in self.start):
+        if min(self.n, default=1) < 1:
             raise ValueError("expected numbers of choices > 0")
-        if len(self.names) != (len(self.parts) if self.kind == "dict" else 0) or not all(
-            isinstance(x, str) for x in self.names
-        ):
+        if len(self.names) != (len(self.parts) if self.kind == "dict" else 0):
             raise ValueError("expected one name for each part")
+        for part in self.parts:
+            part._check()
 
     @staticmethod
     def from_gym(space: Any) -> Space:
@@ -182,10 +174,6 @@ class Space:
         if dtype.kind in "iu":
             return rng.integers(low, high, endpoint=True).astype(dtype)
         return np.where(bounded, rng.uniform(low, high), rng.normal(size=self.shape)).astype(dtype)
-
-
-def _tuple(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
 
 
 def _bound(x: np.ndarray) -> Any:
@@ -411,12 +399,7 @@ class EnvSpec:
     @staticmethod
     def from_json(d: dict[str, Any]) -> EnvSpec:
         try:
-            return EnvSpec(
-                id=d["id"],
-                observation=Space.from_json(d["observation"]),
-                action=Space.from_json(d["action"]),
-                max_episode_steps=d.get("max_episode_steps"),
-                preprocessing=d.get("preprocessing", {}),
-            )
+            observation, action = Space.from_json(d["observation"]), Space.from_json(d["action"])
+            return EnvSpec(d["id"], observation, action, d.get("max_episode_steps"), d.get("preprocessing", {}))
         except (KeyError, TypeError) as e:
             raise DataError(f"not an environment spec ({type(e).__name__}: {e})") from None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bray.errors import ConfigError, DataError
-from bray.figures import _learning_curve, _thousands, learning_curve, mean_and_std, overlay, read_results, series
+from bray.figures import learning_curve, mean_and_std, overlay, plot_learning_curve, read_results, series, thousands
 from bray.video import write_video
 
 
@@ -65,7 +65,7 @@ def test_seeds_are_drawn_to_their_own_ends_and_the_mean_as_far_as_all_go(tmp_pat
     runs = [make_run(tmp_path / f"s{n}", n, n, evaluate=True) for n in (20, 12)]
     empty = make_run(tmp_path / "empty", iterations=2)
     axes = Figure().add_subplot()
-    _learning_curve(axes, [*runs, empty])
+    plot_learning_curve(axes, [*runs, empty])
     ends = [(line.get_label(), line.get_xdata()[-1], line.get_linewidth() > 1) for line in axes.lines]
     thin = "_child"
     assert [(thin if label.startswith("_") else label, x, thick) for label, x, thick in ends] == [
@@ -124,7 +124,7 @@ def test_figures_of_nothing_are_refused(tmp_path):
 
 
 def test_tick_labels():
-    assert [_thousands(x) for x in (0, 12500, 0.25, 1.5e6, -3)] == ["0", "12,500", "0.25", "1.5M", "-3"]
+    assert [thousands(x) for x in (0, 12500, 0.25, 1.5e6, -3)] == ["0", "12,500", "0.25", "1.5M", "-3"]
 
 
 def frames(n=12, h=33, w=47):

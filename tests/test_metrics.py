@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import csv
 import errno
 import io
@@ -225,25 +226,36 @@ def test_foreign_files_are_refused_when_resuming(tmp_path):
         CsvSink(tmp_path / "progress.csv").truncate_after(1)
 
 
-class FullDisk(io.BytesIO):
-    """A file that takes a few bytes and then no more."""
+class FullDisk:
+    """A file that takes a few bytes and then no more, as long as `full`."""
+
+    full = False
 
     def __init__(self, real):
-        super().__init__()
         self.real = real
 
     def write(self, data):
-        self.real.write(data[:7])
-        self.real.flush()
-        raise OSError(errno.ENOSPC, "No space left on device")
+        self.real.write(data[:7] if self.full else data)
+        self.flush()
 
     def flush(self):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        self.real.flush()
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self):
+        self.real.close()
 
 
 @pytest.mark.parametrize("kind", [JsonlSink, CsvSink])
-def test_a_full_disk_leaves_no_half_line_and_says_so(tmp_path, kind):
-    path = tmp_path / "rows"
+def test_a_full_disk_leaves_no_half_line_and_says_so(tmp_path, kind, monkeypatch):
+    path, real = tmp_path / "rows", open
+
+    def on_disk(file, mode="r", *args, **kwargs):
+        opened = real(file, mode, *args, **kwargs)
+        return FullDisk(opened) if mode == "ab" else opened
+
+    monkeypatch.setattr(builtins, "open", on_disk)
     sink = kind(path)
     write(sink, rows(1, 2))
     before = path.read_bytes()
@@ -256,11 +268,12 @@ def test_a_full_disk_leaves_no_half_line_and_says_so(tmp_path, kind):
         def truncate_after(self, iteration, env_steps=None): ...
         def close(self): ...
 
-    sink._out._file = FullDisk(sink._out._file)
+    monkeypatch.setattr(FullDisk, "full", True)
     with pytest.raises(CheckpointError, match=rf"{kind.__name__} could not write a row \({path}\): the disk is full"):
         Sinks([sink, Other()]).write(rows(3, 3)[0])
     assert path.read_bytes() == before
     assert seen == [3]  # the others got it
+    monkeypatch.setattr(FullDisk, "full", False)
     sink.write(rows(3, 3)[0])  # space again
     assert len(path.read_bytes()) > len(before)
 

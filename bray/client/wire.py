@@ -159,25 +159,25 @@ class HttpReplies:
         return reply
 
     def _read_head(self, head: bytes) -> None:
-        first, *lines = head.split(b"\r\n")
+        first, *lines = head.lower().split(b"\r\n")
         version, _, rest = first.partition(b" ")
-        if not (version.startswith(b"HTTP/1.") and rest[:3].isdigit()):
-            raise bad_reply(f"expected an HTTP/1.x status line, got {first[:80]!r}")
+        if not (version.startswith(b"http/1.") and rest[:3].isdigit()):
+            raise bad_reply(f"expected an HTTP/1.x status line, got {head[:80]!r}")
         status = int(rest[:3])
         if 100 <= status < 200:
             return
-        self._length, self._chunks, keep, retry_after = None, None, version != b"HTTP/1.0", None
+        self._length, self._chunks, keep, retry_after = None, None, version != b"http/1.0", None
         for line in lines:
             name, _, value = line.partition(b":")
-            name, value = name.strip().lower(), value.strip()
+            value = value.strip()
             if name == b"content-length":
                 if not value.isdigit() or int(value) > MAX_REPLY:
                     raise bad_reply(f"expected a Content-Length up to {MAX_REPLY}, got {value[:40]!r}")
                 self._length = int(value)
-            elif name == b"transfer-encoding" and value.lower() == b"chunked":
+            elif name == b"transfer-encoding" and value == b"chunked":
                 self._chunks = []
             elif name == b"connection":
-                keep = value.lower() == b"keep-alive" or (keep and value.lower() != b"close")
+                keep = value == b"keep-alive" or (keep and value != b"close")
             elif name == b"retry-after" and value.isdigit():
                 retry_after = float(value)
         if self._chunks is not None:

@@ -224,11 +224,13 @@ class SubprocessVecEnv(VecEnv):
             raise EnvError(f"{self.name}: reset comes before the first step")
         self._send(actions)
         self._collect(self._wait_num, self._wait_longer)
-        ready, infos = np.zeros(self.num_envs, bool), None
+        infos: Infos = None
+        every, view = len(self._answers) == len(self._workers), self._view
+        ready = np.full(self.num_envs, every)
         for w in list(self._answers):
             infos = self._take(w, infos)
-            ready[self._rows[w]] = True
-        every, view = ready.all(), self._view
+            if not every:
+                ready[self._rows[w]] = True
 
         def pick(new: np.ndarray, old: Any = False) -> np.ndarray:
             """A new array of what is ready; the other rows are as before."""
@@ -257,13 +259,14 @@ class SubprocessVecEnv(VecEnv):
     def _collect(self, least: int, further: float = 0.0) -> None:
         """Receive answers to the steps under way until `least` environments are ready, and those that come `further` seconds
         later. A worker that is slower than `step_timeout`, counted from its own action, is lost."""
+        if least == self.num_envs:  # one after the other, which is much faster than asking who is ready
+            for w in self._sent:
+                if w not in self._answers:
+                    self._receive(w)
+            return
         limit = math.inf if self._timeout is None else self._timeout
         until = math.inf
         while pending := [w for w in self._sent if w not in self._answers]:
-            if least == self.num_envs:  # one after the other, which is much faster than asking who is ready
-                for w in pending:
-                    self._receive(w)
-                return
             now = time.monotonic()
             if until == math.inf and sum(self._rows[w].stop - self._rows[w].start for w in self._answers) >= least:
                 until = now + further

@@ -6,16 +6,17 @@ Sockets and asyncio alone: it runs wherever Python does.
 from __future__ import annotations
 
 import asyncio
-import json
+import itertools
 import random
 import urllib.request
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from bray.client import ClientError
+from bray.client.wire import Reply, http_request, reply_error, reply_parser, tcp_request
 from bray.errors import BrayError
-from bray.serving.protocol import ERROR_MARK, REPLY_HEAD, pack_request
 
 _TIMEOUT_S = 10.0
 
@@ -83,94 +84,55 @@ class _Connection(asyncio.Protocol):
     def __init__(self, load: Load):
         self.load = load
         self.transport: Any = None
-        self.buffer = b""
-        self.waiting: deque[tuple[bytes, asyncio.Future[bytes]]] = deque()
+        self.waiting: dict[tuple[bytes, int], asyncio.Future[Reply]] = {}  # by what TCP echoes
         self.busy = asyncio.Lock()
         self.lost = False
+        self._replies = reply_parser(load.tcp)
+        self._time = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
-        while self.waiting:
-            _, future = self.waiting.popleft()
+        for future in self.waiting.values():
             if not future.done():
                 future.set_exception(ConnectionError("connection lost"))
 
     def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while self.buffer:
-            reply = self._framed() if self.load.tcp else self._http()
-            if reply is None:
-                return
-            session, result = reply
-            for i, (name, future) in enumerate(self.waiting):
-                if session is None or name == session:
-                    del self.waiting[i]
-                    if not future.done():
-                        if isinstance(result, str):
-                            future.set_exception(ServiceSaid(result))
-                        else:
-                            future.set_result(result)
-                    break
+        try:
+            replies = self._replies.feed(data)
+        except ClientError:  # the service speaks another protocol
+            return self.transport.abort()
+        for reply in replies:
+            future = self.waiting.get((reply.session, reply.time))
+            if future is not None and not future.done():
+                future.set_result(reply)
 
-    def _framed(self) -> tuple[bytes | None, bytes | str] | None:
-        size = REPLY_HEAD.size
-        if len(self.buffer) < size:
-            return None
-        n, m, _ = REPLY_HEAD.unpack_from(self.buffer)
-        if len(self.buffer) < size + n + m:
-            return None
-        session, body = self.buffer[size : size + n], self.buffer[size + n : size + n + m]
-        self.buffer = self.buffer[size + n + m :]
-        return session, _code(body[len(ERROR_MARK) :]) if body.startswith(ERROR_MARK) else body
+    async def ask(self, kind: bytes, session: bytes, body: bytes) -> None:
+        load, token = self.load, self.load.token.encode()
+        if load.tcp:
+            self._time += 1
+            return await self._send((session, self._time), tcp_request(session, kind, b"", token, body, self._time))
+        async with self.busy:
+            await self._send((b"", 0), http_request(load.host.encode(), session, kind, b"", token, body))
 
-    def _http(self) -> tuple[bytes | None, bytes | str] | None:
-        end = self.buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return None
-        head = self.buffer[:end].lower()
-        at = head.find(b"content-length:")
-        size = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
-        whole = end + 4 + size
-        if len(self.buffer) < whole:
-            return None
-        body = self.buffer[end + 4 : whole]
-        self.buffer = self.buffer[whole:]
-        status = head[9:12]
-        return None, body if status == b"200" else f"{status.decode()} {_code(body)}"
-
-    async def ask(self, kind: str, session: bytes, body: bytes) -> bytes:
+    async def _send(self, ticket: tuple[bytes, int], message: bytes) -> None:
         if self.lost:
             raise ConnectionError("connection lost")
-        if self.load.tcp:
-            data = pack_request(kind.encode(), session, body, token=self.load.token.encode())
-            return await self._send(session, data)
-        token = f"token: {self.load.token}\r\n" if self.load.token else ""
-        head = (
-            f"POST /step HTTP/1.1\r\nHost: {self.load.host}\r\nsession: {session.decode()}\r\nstep_kind: {kind}\r\n{token}"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        async with self.busy:
-            return await self._send(session, head.encode() + body)
-
-    async def _send(self, session: bytes, data: bytes) -> bytes:
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self.waiting.append((session, future))
-        self.transport.write(data)
-        return await asyncio.wait_for(future, _TIMEOUT_S)
+        self.waiting[ticket] = future = asyncio.get_running_loop().create_future()
+        self.transport.write(message)
+        try:
+            reply = await asyncio.wait_for(future, _TIMEOUT_S)
+        finally:
+            del self.waiting[ticket]
+        if reply.failed:
+            error = reply_error(reply, "")
+            raise ServiceSaid(error.code if self.load.tcp else f"{error.status} {error.code}")
 
 
 class ServiceSaid(Exception):
     """An error reply."""
-
-
-def _code(body: bytes) -> str:
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""
 
 
 class FakeGamecore:
@@ -198,7 +160,7 @@ class FakeGamecore:
         prefix = f"fake-{random.getrandbits(32):08x}"
         names = [f"{prefix}-{i}".encode() for i in range(load.sessions)]
         games = [(name, connections[i % len(connections)]) for i, name in enumerate(names)]
-        started = await asyncio.gather(*[self._count(c.ask("start", name, b"")) for name, c in games])
+        started = await asyncio.gather(*[self._count(c.ask(b"start", name, b"")) for name, c in games])
         games = [game for game, ok in zip(games, started, strict=True) if ok]
         self.result.started = len(games)
         before = await loop.run_in_executor(None, self._service)
@@ -208,10 +170,9 @@ class FakeGamecore:
         after = await loop.run_in_executor(None, self._service)
         if before and after and games:  # else there was no time in which games ran
             self.result.cpu_s, self.result.resident = after[0] - before[0], after[1]
-        await asyncio.gather(*[self._count(c.ask("end", name, b"")) for name, c in games])
+        await asyncio.gather(*[self._count(c.ask(b"end", name, b"")) for name, c in games])
         for c in connections:
-            if c.transport is not None:
-                c.transport.close()
+            c.transport.close()
         return self.result
 
     async def _count(self, asked: Any) -> bool:
@@ -230,13 +191,13 @@ class FakeGamecore:
         load, result = self.load, self.result
         over = begin + load.seconds
         due = begin + (random.random() / load.rate if load.rate else 0.0)
-        for i in range(1 << 62):
+        for body in itertools.cycle(load.bodies):
             if load.rate:
                 await asyncio.sleep(max(0.0, due - perf_counter()))
             since = due if load.rate else perf_counter()  # a tick that could not be sent in time has waited too
             if perf_counter() >= over or connection.lost:
                 return
-            if await self._count(connection.ask("tick", name, load.bodies[i % len(load.bodies)])):
+            if await self._count(connection.ask(b"tick", name, body)):
                 result.requests += 1
                 result.latencies.append(perf_counter() - since)
             elif not load.rate:

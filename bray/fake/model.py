@@ -12,7 +12,7 @@ import numpy as np
 from bray import tree
 from bray.errors import DataError
 
-_ROWS = 251  # different answers there are
+_ANSWERS = 251  # different answers
 
 
 class FakeModel:
@@ -21,10 +21,10 @@ class FakeModel:
         FakeModel({"dist": ((4,), "float32"), "value": ((), "float32")}, latency_s=0.002)
 
     outputs       by name: (shape without batch dimension, dtype), or a dict of such
-    latency_s     seconds of each forward, `per_sample_s` more for each row. It sleeps, as if the work were done elsewhere: other threads
-                  run meanwhile, and in an event loop it blocks like the real thing
+    latency_s     seconds per forward, plus `per_sample_s` for each row. It sleeps: other threads run meanwhile, and an event loop is
+                  blocked as by a real forward
     seed          another seed, other answers
-    fail_every    each so many-th forward raises RuntimeError; 0: none does
+    fail_every    every Nth forward raises RuntimeError; 0: none does
 
     The answer to a sample depends on the seed, the weights and the sample alone, not on its batch: floats are normally distributed, integers
     from 0 to 9. Equal samples get equal answers; different ones may (there are 251 answers).
@@ -62,7 +62,7 @@ class FakeModel:
             checksums = np.array(
                 [zlib.crc32(row.data) for row in np.ascontiguousarray(x).reshape(rows, -1).view(np.uint8)]
             )
-            sums = (sums * 31 + checksums) % _ROWS
+            sums = (sums * 31 + checksums) % _ANSWERS
         return tree.index(self._table, sums)
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
@@ -78,7 +78,7 @@ class FakeModel:
         def answer(kind: Any) -> Any:
             if isinstance(kind, Mapping):
                 return {name: answer(part) for name, part in kind.items()}
-            shape, dtype = (_ROWS, *kind[0]), np.dtype(kind[1])
+            shape, dtype = (_ANSWERS, *kind[0]), np.dtype(kind[1])
             if dtype.kind == "f":
                 return rng.standard_normal(shape).astype(dtype)
             return rng.integers(0, 2 if dtype.kind == "b" else 10, shape).astype(dtype)

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -69,61 +68,52 @@ class Sinks:
 
 
 class _LineFile:
-    """A text file that grows by whole lines: a line that cannot be written leaves no half line behind."""
+    """A sink's text file, which grows by whole lines: a line that cannot be written leaves no half line behind."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab")  # noqa: SIM115
-        self._drop_half_line()
-
-    def _drop_half_line(self) -> None:
-        """A kill can leave half a line at the end; a reader would trip over it."""
+        self._open()
         data = self.path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end != len(data):
-            self.truncate(end)
+        self._truncate(data.rfind(b"\n") + 1)  # a kill can leave half a line at the end
 
-    def append(self, line: bytes) -> None:
+    def _open(self) -> None:
+        self._file = open(self.path, "ab")  # noqa: SIM115
+
+    def _append(self, line: str) -> None:
         end = self.path.stat().st_size
         try:
-            self._file.write(line)
+            self._file.write(line.encode())
             self._file.flush()
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.close()  # its buffer still holds the line
             os.truncate(self.path, end)
-            self._file = open(self.path, "ab")  # noqa: SIM115
+            self._open()
             raise
 
-    def truncate(self, size: int) -> None:
-        self._file.flush()
-        os.truncate(self.path, size)
+    def _truncate(self, size: int) -> None:
         self._file.close()
-        self._file = open(self.path, "ab")  # noqa: SIM115
+        os.truncate(self.path, size)
+        self._open()
 
-    def replace(self, data: bytes) -> None:
+    def _replace(self, text: str) -> None:
         """New content for the whole file, or the old one."""
         self._file.close()
         try:
-            write_atomic(self.path, data)
+            write_atomic(self.path, text)
         finally:
-            self._file = open(self.path, "ab")  # noqa: SIM115
+            self._open()
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.close()
+        self._file.close()
 
 
-class JsonlSink:
+class JsonlSink(_LineFile):
     """`result.jsonl`: one line of JSON per iteration, on disk when `write` returns."""
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._out = _LineFile(path)
-
     def write(self, row: Row) -> None:
-        self._out.append(json.dumps(flatten_row(row), allow_nan=False).encode() + b"\n")
+        self._append(json.dumps(flatten_row(row), allow_nan=False) + "\n")
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
         end = 0
@@ -135,20 +125,15 @@ class JsonlSink:
             if newer:
                 break
             end += len(line)
-        self._out.truncate(end)
-
-    def close(self) -> None:
-        self._out.close()
+        self._truncate(end)
 
 
-class CsvSink:
+class CsvSink(_LineFile):
     """`progress.csv`: a column per key. When a new key appears the file is rewritten, atomically, with one column more."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._out = _LineFile(path)
-        rows = self._read()
-        self._header: list[str] = rows[0] if rows else []
+        super().__init__(path)
+        self._header: list[str] = next(iter(self._read()), [])
 
     def _read(self) -> list[list[str]]:
         with open(self.path, newline="", encoding="utf-8") as f:
@@ -165,7 +150,7 @@ class CsvSink:
     def _rewrite(self, header: list[str], rows: Iterable[Sequence[str]]) -> None:
         width = len(header)
         lines = [header, *([*r, *[""] * (width - len(r))] for r in rows)] if header else []
-        self._out.replace("".join(self._line(x) for x in lines).encode())
+        self._replace("".join(self._line(x) for x in lines))
         self._header = header
 
     def write(self, row: Row) -> None:
@@ -173,7 +158,7 @@ class CsvSink:
         new = [k for k in row if k not in self._header]
         if new:
             self._rewrite([*self._header, *new], self._read()[1:])
-        self._out.append(self._line(row.get(k) for k in self._header).encode())
+        self._append(self._line(row.get(k) for k in self._header))
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
         rows = self._read()
@@ -187,9 +172,6 @@ class CsvSink:
             self._header, [r for r in rows[1:] if len(r) > at and r[at].isdigit() and int(r[at]) <= iteration]
         )
 
-    def close(self) -> None:
-        self._out.close()
-
 
 class TensorBoardSink:
     """TensorBoard events: tags are the row's keys, x is `env_steps_total`. Written with TensorBoard's own protobufs, without torch."""
@@ -198,22 +180,19 @@ class TensorBoardSink:
         self.path = Path(dir)
         self._flush_s = flush_s
         self._flushed = time.monotonic()
-        self._file: io.BufferedWriter | None = None
+        self._file: Any = None
 
     def _event(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         if self._file is None:
             self.path.mkdir(parents=True, exist_ok=True)
             stamp = time.time_ns()  # files are read in the order of their names
             name = f"events.out.tfevents.{stamp // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{stamp % 10**9:09d}"
-            self._file = open(self.path / name, "wb")  # noqa: SIM115
+            self._file = RecordWriter(open(self.path / name, "wb"))  # noqa: SIM115
             self._event(file_version="brain.Event:2")
-        data = Event(wall_time=time.time(), **fields).SerializeToString()
-        head = struct.pack("<Q", len(data))
-        crc = struct.pack("<I", masked_crc32c(head)), struct.pack("<I", masked_crc32c(data))
-        self._file.write(head + crc[0] + data + crc[1])
+        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, row: Row) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
