@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
     {"_version", "errors", "tree", "spec", "schedules"},
-    {"config", "metrics", "rundir", "capture", "python_state", "optim", "figures", "video"},
+    {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
     {"train"},
@@ -32,7 +32,7 @@ WITHIN = {
     "figures": {"rundir", "metrics"},
     "metrics": {"rundir"},
     "inference": {"capture"},
-    "capture": {"python_state"},
+    "target": {"optim"},
 }
 ONLY_IN = {
     "ray": {"remote"},
@@ -42,7 +42,20 @@ ONLY_IN = {
     "httptools": {"serving"},
     "uvloop": {"serving", "remote"},
 }
-NO_TORCH = {"act", "data", "serving", "client", "service", "fake", "rundir", "spec", "tree", "config", "errors"}
+NO_TORCH = {
+    "act",
+    "distributions",
+    "data",
+    "serving",
+    "client",
+    "service",
+    "fake",
+    "rundir",
+    "spec",
+    "tree",
+    "config",
+    "errors",
+}
 """Units that a service without torch is made of."""
 
 

@@ -3,8 +3,10 @@
 A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
 """
 
+from bray.act.epsilon_greedy import EpsilonGreedy
 from bray.act.policy import GREEDY, MODES, SAMPLE, TRAINED, Clock, Decision, Policy, Tick, decide_now, standard_normals
-from bray.act.rules import RULES, Rule, make_rule
+from bray.act.rules import RULES, Distribution, Rule, make_rule
+from bray.act.squashed import Squashed
 
 __all__ = [
     "GREEDY",
@@ -14,8 +16,11 @@ __all__ = [
     "TRAINED",
     "Clock",
     "Decision",
+    "Distribution",
+    "EpsilonGreedy",
     "Policy",
     "Rule",
+    "Squashed",
     "Tick",
     "decide_now",
     "make_rule",
