@@ -75,8 +75,9 @@ def advantages(piece: Piece, gamma: float, lambda_: float) -> np.ndarray:
         rows[:, : len(x)] = x.T
         return rows.reshape(-1, 1)
 
-    value, *rest = (line(x) for x in columns)
-    advantage = returns.gae(value, *(x[:-1] for x in rest), gamma, lambda_)
+    value, reward, terminated, truncated, valid = (line(x) for x in columns)
+    flags = terminated[:-1], truncated[:-1], valid[:-1]
+    advantage = returns.gae(value, reward[:-1], *flags, gamma, lambda_)
     return np.ascontiguousarray(np.append(advantage, np.float32(0.0)).reshape(batch, steps + 1)[:, :-1].T)
 
 
