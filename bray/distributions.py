@@ -2,7 +2,7 @@
 
 `dist` is the Model's head `[..., layout.num_params]`; `action` is int64 `[...]` for a single Discrete, else `[..., layout.size]` with choices
 as indices (floats in mixed spaces); `mask` is bool `[..., layout.num_logits]`, the choices of all categorical parts in order.
-A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its `spec.Part`.
+A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its `spec.ActionPart`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bray.spec import ActionLayout, Part
+from bray.spec import ActionLayout, ActionPart
 
 NEVER = -1e9
 """The logit of a masked choice: not -inf, so that entropies stay finite. Its probability is exactly 0, and it has no gradient. A row with every
@@ -78,7 +78,7 @@ DISTRIBUTIONS: dict[str, Any] = {"categorical": Categorical(), "gaussian": Gauss
 """By the kind of a part."""
 
 
-def parts(layout: ActionLayout, mask: Any) -> Iterator[tuple[Part, Any, Any]]:
+def parts(layout: ActionLayout, mask: Any) -> Iterator[tuple[ActionPart, Any, Any]]:
     """(part, its distribution, its columns of the mask) of each part."""
     at = 0
     for part in layout.parts:

@@ -503,7 +503,7 @@ def test_serve_answers_the_same_bodies_greedily(tmp_path):
         game = Sign(server.port)
         game.play(episodes=3)
         assert game.error is None
-        assert set(game.versions) == {exp._loaded_step}
+        assert set(game.versions) == {exp.loaded[1]}
         for obs, action in game.actions:
             assert action == exp.policy(obs)
         game.mask = lambda obs: [1, 0]
@@ -757,7 +757,7 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
         port = port_of(exp)
         player = exp.training.source.player
         decide = player.decide
-        player.decide = lambda asked: seen.extend(a.state.memory for a in asked) or decide(asked)
+        player.decide = lambda asked: seen.extend(state.memory for state in asked) or decide(asked)
         with playing(Sign(port)) as games:
             train(exp, games, training_iteration=3)
         fresh = [not any(np.any(x) for x in tree.leaves(memory)) for memory in seen]

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+import bray
 from bray.client import Client, ClientError
-from bray.remote import cluster as seam
 from bray.remote.actor import handle
 from bray.remote.actor.handle import RemoteActor
 from bray.serving.agent import AgentActor
@@ -29,10 +29,10 @@ def two_nodes(tmp_path_factory):
     try:
         second = made.add_node(**NODE)
         path = tmp_path_factory.mktemp("nodes")
-        session = seam.init(str(path / "project"), "trial", address=made.address)
+        session = bray.init(str(path / "project"), "trial", address=made.address)
         yield made, second, session
     finally:
-        seam.shutdown()
+        bray.shutdown()
         import ray
 
         ray.shutdown()
@@ -53,7 +53,7 @@ def play(port, n):
 
 @pytest.mark.slow
 def test_a_node_dies_and_another_one_joins(two_nodes, monkeypatch):
-    monkeypatch.setattr(handle, "_LOOK_EVERY", 1.0)
+    monkeypatch.setattr(handle, "CHECK_S", 1.0)
     ray, second, session = two_nodes
     settings = {"port": 0, "admin_port": 0, "host": "127.0.0.1", "num_workers": 2, "actors_per_worker": 3}
     settings |= {"cpus_per_worker": 0.25, "memory_per_worker": 50, "drain_timeout_s": 0.2, "use_tcp": True}

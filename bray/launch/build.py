@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from bray.config.declare import values_of
 from bray.errors import BrayError, ConfigError, MissingComponent
 from bray.launch.deploy import (
     DeployedActor,
@@ -27,6 +28,10 @@ from bray.launch.deploy import (
 )
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
+from bray.remote.actor.options import ActorOptions
+from bray.remote.buffer.options import BufferOptions
+from bray.remote.model.options import ModelOptions
+from bray.remote.trainer.options import RankOptions, TrainOptions
 
 logger = logging.getLogger("bray.launch")
 
@@ -171,19 +176,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
         c.name,
         model,
         forward_args if isinstance(forward_args, tuple) else (forward_args,),
-        checkpoint_interval=s.checkpoint_interval,
-        checkpoint_every_s=s.checkpoint_every_s,
-        checkpoint=s.checkpoint,
-        max_batch_size=s.max_batch_size,
-        num_workers=s.num_workers,
-        cpus_per_worker=s.cpus_per_worker,
-        gpus_per_worker=s.gpus_per_worker,
-        memory_per_worker=s.memory_per_worker,
-        use_onnx=s.use_onnx,
-        local_mode=s.local_mode,
-        override_model=s.override_model,
-        tensorboard_graph=s.tensorboard_graph,
-        tensorboard_step=s.tensorboard_step,
+        **values_of(s, ModelOptions),
     )
     if run.graph.settings.mode == "deploy" and s.checkpoint is None and run.models[c.name].step == 0:
         logger.warning(
@@ -196,19 +189,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
 def _buffer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteBuffer, and the sources that fill it. A source of two buffers is read once for each."""
     s = c.settings
-    buffer = run.buffers[c.name] = _part("RemoteBuffer")(
-        c.name,
-        size=s.size,
-        batch_size=s.batch_size,
-        num_workers=s.num_workers,
-        density=s.density,
-        store=s.store,
-        alpha=s.alpha,
-        beta=s.beta,
-        eps=s.eps,
-        max_reuse=s.max_reuse,
-        pushed_per_sampled=s.pushed_per_sampled,
-    )
+    buffer = run.buffers[c.name] = _part("RemoteBuffer")(c.name, **values_of(s, BufferOptions))
     for name in s.sources:
         source = run.graph.components.get(name)
         if source is None:  # it does not exist in this mode
@@ -228,15 +209,8 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
     more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
     actor = run.actors[c.name] = _part("RemoteActor")(
         name=c.name,
-        port=s.port,
-        num_workers=s.num_workers,
-        cpus_per_worker=s.cpus_per_worker,
-        memory_per_worker=s.memory_per_worker,
-        actors_per_worker=s.actors_per_worker,
-        use_tcp=s.use_tcp,
-        use_gateway=s.use_gateway,
+        **values_of(s, ActorOptions),
         **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
-        tick_timeout_s=s.tick_timeout_s,
         **more,
     )
     if s.module is not None:
@@ -262,9 +236,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
 def _trainer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteTrainer that trains its model from its buffers; its failure ends the run."""
     s = c.settings
-    trainer = run.trainers[c.name] = _part("RemoteTrainer")(
-        name=c.name, use_gpu=s.use_gpu, num_workers=s.num_workers, cpus_per_worker=s.cpus_per_worker
-    )
+    trainer = run.trainers[c.name] = _part("RemoteTrainer")(name=c.name, **values_of(s, RankOptions))
     evaluate = s.eval and {
         "buffer": run.buffers[s.eval.buffer],
         "interval": s.eval.interval,
@@ -274,17 +246,7 @@ def _trainer(run: Run, modules: Modules, c: Component) -> None:
         trainer=modules.needed(c),  # None: the Learner of its `algo`
         model=run.models[s.model],
         buffers=[run.buffers[name] for name in s.buffers],
-        buffer_weights=s.buffer_weights,
         eval=evaluate,
-        batch_size=s.batch_size,
-        batch_kind=s.batch_kind,
-        prefetch_size=s.prefetch_size,
-        max_reuse=s.max_reuse,
-        accumulate=s.accumulate,
-        learning_rate=s.learning_rate,
-        clip_grad_max_norm=s.clip_grad_max_norm,
-        weights_publish_interval=s.weights_publish_interval,
-        num_steps=s.num_steps,
-        checkpoint_interval=s.checkpoint_interval,
         config=run.graph.config,
+        **values_of(s, TrainOptions),
     )

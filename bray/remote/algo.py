@@ -25,8 +25,8 @@ from bray import tree
 from bray.algos import algo_name, get_algo, make_experience
 from bray.config import Resolved, Source, resolve
 from bray.data.experience import Replay, Sequences
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
-from bray.envs.make import env_spec
 from bray.errors import ConfigError, UnknownName
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,6 +56,14 @@ def is_loop() -> bool:
         return asyncio.get_running_loop() is _loop
     except RuntimeError:
         return False
+
+
+def call(function: Callable[[], object]) -> None:
+    """Call a function on the loop: at once where this is the loop, else soon."""
+    if is_loop():
+        function()
+    else:
+        loop().call_soon_threadsafe(function)
 
 
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
