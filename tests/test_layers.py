@@ -48,7 +48,6 @@ ONLY_IN = {
 RAY_TRAIN = PACKAGE / "remote" / "trainer" / "handle.py"
 """The only file outside of `cluster` that imports Ray: it hands its ranks to Ray Train."""
 CYCLES = [
-    ["bray.nn.catalog", "bray.nn.encoders", "bray.nn.heads"],
     ["bray.data.ring", "bray.data.view"],
 ]
 """Files that import each other today. This list only gets shorter."""
