@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bray.algos import ppo, rows as rollout
+from bray.algos import packing, ppo
 from bray.algos.base import to_torch
 from bray.inference.torch_engine import TorchEngine
 from bray.nn.catalog import ModelConfig
@@ -56,7 +56,7 @@ def make(spec: EnvSpec, rows: int, precision: str, record: bool) -> tuple[Any, A
         "logp": np.full(rows, -1.0, np.float32),
         "weight": np.ones(rows, np.float32),
     }
-    columns = to_torch(rollout.pack(batch), learner.device)
+    columns = to_torch(packing.pack(batch), learner.device)
     return learner, columns, torch.arange(rows, device="cuda")
 
 

@@ -43,7 +43,7 @@ PPO = (
     "bray.act.rules",
     "bray.rl.losses",
     "bray.rl.returns",
-    "bray.nn.distributions",
+    "bray.distributions",
     "bray.optim",
     "bray.schedules",
 )

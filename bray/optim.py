@@ -6,7 +6,6 @@ made of tensor operations that change tensors in place, so a Learner can record 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -39,13 +38,8 @@ class Optimizer:
         self.params = list(dict.fromkeys(params))  # a tied parameter counts once
         if not self.params:
             raise ValueError("an optimizer needs at least one parameter")
-        self.kind, self.max_grad_norm, self.betas, self.eps, self.weight_decay = (
-            kind,
-            max_grad_norm,
-            betas,
-            eps,
-            weight_decay,
-        )
+        self.kind, self.max_grad_norm = kind, max_grad_norm
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.flat = flatten_parameters(self.params)
         # float64, because 1 - 0.999**1 in float32 is wrong in the fifth digit
         self.lr = torch.tensor(float(lr), device=self.flat.device, dtype=torch.float64)
@@ -65,18 +59,12 @@ class Optimizer:
     def step(self, loss: Tensor) -> Tensor:
         """One step down the gradient of `loss`; returns the gradient's norm before clipping."""
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
-        return self.apply(
-            torch.cat(
-                [
-                    p.new_zeros(p.numel()) if g is None else g.reshape(-1)
-                    for p, g in zip(self.params, grads, strict=True)
-                ]
-            )
-        )
+        pairs = zip(self.params, grads, strict=True)
+        return self._apply(torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))
 
     @torch.no_grad()
-    def apply(self, grad: Tensor) -> Tensor:
-        """One step with a given flat gradient."""
+    def _apply(self, grad: Tensor) -> Tensor:
+        """One step with a flat gradient."""
         if self.average is not None:
             mean = self.average(grad)
             if mean is None:
@@ -127,35 +115,3 @@ def flatten_parameters(params: list[nn.Parameter]) -> Tensor:
         p.data = flat[at : at + p.numel()].view(p.shape)
         at += p.numel()
     return flat
-
-
-class Target:
-    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies."""
-
-    def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
-        params = list(dict.fromkeys(module.parameters()))
-        if [id(p) for p in params] != [id(p) for p in optimizer.params]:
-            raise ValueError("a target copies all parameters of one optimizer, in order")
-        self.module = copy.deepcopy(module).requires_grad_(False)
-        self.tau = tau
-        self._flat = flatten_parameters(list(dict.fromkeys(self.module.parameters())))
-        self._source = optimizer.flat
-
-    def __call__(self, *args: Any) -> Any:
-        return self.module(*args)
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        """target += tau * (source - target)."""
-        self._flat.lerp_(self._source, self.tau)
-
-    @torch.no_grad()
-    def copy(self) -> None:
-        """target = source."""
-        self._flat.copy_(self._source)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.module.state_dict()
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.module.load_state_dict(state)

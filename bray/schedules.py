@@ -38,20 +38,19 @@ def make_schedule(schedule: Schedule) -> Callable[[int], float]:
         raise ConfigError(f"a {kind} schedule needs {', '.join(_KEYS[kind])}; {', '.join(missing)} missing")
     if kind == "piecewise":
         points = schedule["points"]
-        if not isinstance(points, (list, tuple)) or not all(
-            isinstance(p, (list, tuple)) and len(p) == 2 for p in points
-        ):
+        listed = isinstance(points, (list, tuple))
+        if not listed or not all(isinstance(p, (list, tuple)) and len(p) == 2 for p in points):
             raise ConfigError(f"the points of a piecewise schedule are pairs [step, value], got {points!r}")
         pairs = [(_number(kind, "points", x), _number(kind, "points", y)) for x, y in points]
         if not pairs or any(b[0] <= a[0] for a, b in itertools.pairwise(pairs)):
             raise ConfigError(f"the points of a piecewise schedule have growing steps, got {points}")
-        return lambda step: piecewise(pairs, step)
+        return lambda step: _between(pairs, step)
     start, end, length = (_number(kind, key, schedule[key]) for key in _KEYS[kind])
     if length < 0 or (kind == "exp" and length == 0):
         raise ConfigError(f"the {_KEYS[kind][2]} of a schedule of kind {kind} cannot be {length:g}")
     if kind == "linear":
-        return lambda step: linear(start, end, length, step)
-    return lambda step: exponential(start, end, length, step)
+        return lambda step: start + (end - start) * min(1.0, step / length) if length > 0 else end
+    return lambda step: end + (start - end) * math.exp(-step / length)
 
 
 def _number(kind: str, key: str, x: Any) -> float:
@@ -60,17 +59,7 @@ def _number(kind: str, key: str, x: Any) -> float:
     return float(x)
 
 
-def linear(start: float, end: float, steps: float, step: int) -> float:
-    """From start to end in `steps`, then end."""
-    return start + (end - start) * min(1.0, step / steps) if steps > 0 else end
-
-
-def exponential(start: float, end: float, decay: float, step: int) -> float:
-    """end + (start - end) * exp(-step / decay)."""
-    return end + (start - end) * math.exp(-step / decay)
-
-
-def piecewise(points: list[tuple[float, float]], step: int) -> float:
+def _between(points: list[tuple[float, float]], step: int) -> float:
     """Linear between points, constant outside."""
     if step <= points[0][0]:
         return points[0][1]

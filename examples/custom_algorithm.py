@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bray import act
+from bray import act, distributions
 from bray.algos import base
 from bray.data import Piece, Rollouts
-from bray.nn import catalog, distributions
+from bray.nn import catalog
 from bray.optim import Optimizer
 
 
@@ -50,8 +50,9 @@ class Policy(act.Policy):
 class Learner(base.Learner):
     """Pieces of trajectory in, better weights out."""
 
-    def build(self) -> None:
+    def build(self) -> dict[str, Any]:
         self.optimizer = Optimizer(self.model.parameters(), self.config.lr, max_grad_norm=0.5)
+        return {"optimizer": self.optimizer}  # what checkpoints hold
 
     def prepare(self, t: Piece) -> dict[str, np.ndarray]:
         """Rows with the return that followed; where the rollout or a time limit cuts it off, the value stands for the rest."""

@@ -9,7 +9,8 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import a2c, dqn, get_algo, ppo, sac
 from bray.algos.base import to_torch
-from bray.algos.rows import minibatches, pack
+from bray.algos.packing import pack
+from bray.algos.rows import minibatches
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment

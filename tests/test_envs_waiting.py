@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from bray import tree
+from bray import distributions, tree
 from bray.data.ring import ReplayRing
 from bray.envs import EnvConfig, episode_seed, make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError, EnvError
 from bray.experiment import Experiment
-from bray.nn import distributions
 from bray.rundir import RunDir
 from bray.train.evaluate import eval_config
 
@@ -230,7 +229,7 @@ def test_every_row_of_a_rollout_is_a_true_transition_or_not_valid():
     logp = np.concatenate([p.extras["logp"] for p in parts])
     with torch.no_grad():
         dist = training.model(torch.from_numpy(obs[:-1].reshape(-1, 3)))["dist"]
-        expected = distributions.log_prob(training.spec.layout, dist, torch.from_numpy(action.reshape(-1)))
+        expected = distributions.log_prob_entropy(training.spec.layout, dist, torch.from_numpy(action.reshape(-1)))[0]
     np.testing.assert_allclose(logp.reshape(-1), expected.numpy(), rtol=1e-4, atol=1e-5)
     # steps and episodes are counted once
     rollout = training.rollout

@@ -492,6 +492,7 @@ class Clone:
     class Learner(base.Learner):
         def build(self):
             self.optimizer = Optimizer(self.model.parameters(), self.config.lr)
+            return {"optimizer": self.optimizer}
 
         def update(self, batch, clock):
             values = self._step(to_torch({k: batch[k] for k in ("obs", "action")}, self.device))

@@ -1,13 +1,14 @@
-"""bray.nn.distributions against torch.distributions and against plain float64 loops."""
+"""bray.distributions against torch.distributions and against plain float64 loops."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Categorical, Independent, Normal, TanhTransform, TransformedDistribution, kl_divergence
+from torch.distributions import Categorical, Independent, Normal, TanhTransform, TransformedDistribution
 
-from bray.nn import distributions as D
+from bray import distributions as D
+from bray.algos.sac import squashed_sample
 from bray.spec import ActionLayout, Space
 
 
@@ -57,29 +58,27 @@ def example(layout, rows=7, seed=0, mask=False):
     return dist, action, allowed if mask else None
 
 
-def by_hand(layout, dist, action, mask, other):
-    """log_prob, entropy, KL(dist || other) in float64, number by number."""
-    out = np.zeros((3, len(dist)))
+def by_hand(layout, dist, action, mask):
+    """log_prob and entropy in float64, number by number."""
+    out = np.zeros((2, len(dist)))
     action = action.reshape(len(dist), -1)
     for b in range(len(dist)):
         at = 0
         for part in layout.parts:
-            p, q = dist[b, part.param].astype(np.float64), other[b, part.param].astype(np.float64)
+            p = dist[b, part.param].astype(np.float64)
             a = action[b, part.action].astype(np.float64)
             if part.kind == "categorical":
                 legal = [j for j in range(part.n) if mask is None or mask[b, at + j]]
                 at += part.n
-                zp, zq = sum(math.exp(p[j]) for j in legal), sum(math.exp(q[j]) for j in legal)
+                zp = sum(math.exp(p[j]) for j in legal)
                 probs = {j: math.exp(p[j]) / zp for j in legal}
                 out[0, b] += math.log(probs[int(a[0])])
                 out[1, b] -= sum(x * math.log(x) for x in probs.values())
-                out[2, b] += sum(x * (math.log(x) - math.log(math.exp(q[j]) / zq)) for j, x in probs.items())
             else:
                 for i in range(part.n):
-                    (m, s), (mq, sq) = ((v[i], math.exp(v[part.n + i])) for v in (p, q))
+                    m, s = p[i], math.exp(p[part.n + i])
                     out[0, b] += -0.5 * ((a[i] - m) / s) ** 2 - math.log(s) - 0.5 * math.log(2 * math.pi)
                     out[1, b] += 0.5 * math.log(2 * math.pi * math.e) + math.log(s)
-                    out[2, b] += math.log(sq / s) + (s * s + (m - mq) ** 2) / (2 * sq * sq) - 0.5
     return out
 
 
@@ -88,43 +87,32 @@ def by_hand(layout, dist, action, mask, other):
 def test_formulas_equal_a_float64_loop(name, masked):
     layout = LAYOUTS[name]
     dist, action, mask = example(layout, mask=masked)
-    other = example(layout, seed=1)[0]
-    want = by_hand(layout, dist.numpy(), action.numpy(), None if mask is None else mask.numpy(), other.numpy())
-    log_prob, entropy = D.log_prob(layout, dist, action, mask), D.entropy(layout, dist, mask)
+    want = by_hand(layout, dist.numpy(), action.numpy(), None if mask is None else mask.numpy())
+    log_prob, entropy = D.log_prob_entropy(layout, dist, action, mask)
     assert log_prob.shape == entropy.shape == (7,)
     np.testing.assert_allclose(log_prob, want[0], atol=2e-5)
     np.testing.assert_allclose(entropy, want[1], atol=2e-5)
-    np.testing.assert_allclose(D.kl(layout, dist, other, mask), want[2], atol=5e-5, rtol=1e-5)
-    both = D.log_prob_entropy(layout, dist, action, mask)
-    assert torch.equal(both[0], log_prob)
-    assert torch.equal(both[1], entropy)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_leading_axes_are_kept(name):
     layout = LAYOUTS[name]
     dist, action, mask = example(layout, rows=6, mask=True)
-    for fn in (lambda *a: D.log_prob(layout, *a), lambda d, a, m: D.kl(layout, d, d + 1.0, m)):
-        flat = fn(dist, action, mask)
-        folded = fn(dist.unflatten(0, (2, 3)), action.unflatten(0, (2, 3)), mask.unflatten(0, (2, 3)))
-        assert torch.equal(folded, flat.unflatten(0, (2, 3)))
+    flat = D.log_prob_entropy(layout, dist, action, mask)
+    folded = D.log_prob_entropy(layout, *(x.unflatten(0, (2, 3)) for x in (dist, action, mask)))
+    for x, y in zip(flat, folded, strict=True):
+        assert torch.equal(y, x.unflatten(0, (2, 3)))
 
 
 def test_equal_torch_distributions():
     layout = LAYOUTS["discrete"]
     dist, action, _ = example(layout)
-    other = example(layout, seed=1)[0]
-    p, q = Categorical(logits=dist), Categorical(logits=other)
-    torch.testing.assert_close(D.log_prob(layout, dist, action), p.log_prob(action))
-    torch.testing.assert_close(D.entropy(layout, dist), p.entropy())
-    torch.testing.assert_close(D.kl(layout, dist, other), kl_divergence(p, q))
+    p = Categorical(logits=dist)
+    torch.testing.assert_close(D.log_prob_entropy(layout, dist, action), (p.log_prob(action), p.entropy()))
     layout = LAYOUTS["box"]
     dist, action, _ = example(layout)
-    other = example(layout, seed=1)[0]
-    p, q = (Independent(Normal(d[:, :4], d[:, 4:].exp()), 1) for d in (dist, other))
-    torch.testing.assert_close(D.log_prob(layout, dist, action), p.log_prob(action))
-    torch.testing.assert_close(D.entropy(layout, dist), p.entropy())
-    torch.testing.assert_close(D.kl(layout, dist, other), kl_divergence(p, q))
+    p = Independent(Normal(dist[:, :4], dist[:, 4:].exp()), 1)
+    torch.testing.assert_close(D.log_prob_entropy(layout, dist, action), (p.log_prob(action), p.entropy()))
 
 
 @pytest.mark.parametrize("name", ["discrete", "multi_equal", "multi", "dict"])
@@ -132,7 +120,7 @@ def test_masked_choices_have_no_probability_and_no_gradient(name):
     layout = LAYOUTS[name]
     dist, action, mask = example(layout, mask=True)
     dist.requires_grad_()
-    loss = (D.log_prob(layout, dist, action, mask) + D.entropy(layout, dist, mask)).sum()
+    loss = sum(D.log_prob_entropy(layout, dist, action, mask)).sum()
     (grad,) = torch.autograd.grad(loss, dist)
     at = 0
     for part in layout.parts:
@@ -147,7 +135,7 @@ def test_masked_choices_have_no_probability_and_no_gradient(name):
                     asked[rows] = choice
                 else:
                     asked[rows, part.action] = choice
-                assert (D.log_prob(layout, dist, asked, mask)[rows].exp() == 0).all()
+                assert (D.log_prob_entropy(layout, dist, asked, mask)[0][rows].exp() == 0).all()
     assert torch.isfinite(grad).all()
     assert grad.abs().sum() > 0
 
@@ -155,48 +143,74 @@ def test_masked_choices_have_no_probability_and_no_gradient(name):
 def test_a_row_without_legal_choice_stays_finite():
     layout = LAYOUTS["discrete"]
     mask = torch.zeros(1, 5, dtype=torch.bool)
-    assert D.entropy(layout, torch.randn(1, 5), mask).item() == pytest.approx(math.log(5), abs=1e-6)
+    assert D.log_prob_entropy(layout, torch.randn(1, 5), torch.zeros(1, dtype=torch.int64), mask)[
+        1
+    ].item() == pytest.approx(math.log(5), abs=1e-6)
 
 
-def test_modes():
-    assert D.mode(LAYOUTS["discrete"], torch.tensor([[0.0, 3, 1, 2, 0]])).tolist() == [1]
-    masked = torch.tensor([[True, False, True, True, True]])
-    assert D.mode(LAYOUTS["discrete"], torch.tensor([[0.0, 3, 1, 2, 0]]), masked).tolist() == [3]
-    equal = D.mode(LAYOUTS["multi_equal"], torch.tensor([[0.0, 1, 0, 2, 0, 0, 0, 0, 5]]))
+def test_most_likely_actions():
+    def best(name, *dist, mask=None):
+        mask = None if mask is None else np.array([mask])
+        return D.sample(LAYOUTS[name], np.array([dist], np.float32), None, mask)[0]
+
+    assert best("discrete", 0, 3, 1, 2, 0).tolist() == [1]
+    assert best("discrete", 0, 3, 1, 2, 0, mask=[True, False, True, True, True]).tolist() == [3]
+    equal = best("multi_equal", 0, 1, 0, 2, 0, 0, 0, 0, 5)
     assert equal.tolist() == [[1, 0, 2]]
-    assert equal.dtype == torch.int64
-    assert D.mode(LAYOUTS["multi"], torch.tensor([[0.0, 1, 0, 0, 0, 9, 4, 0, 0]])).tolist() == [[1, 3, 0]]
-    mixed = torch.tensor([[0.5, -0.5, 0, 0, 1, 2, 0, 7, 6, 0, 0, 0, 1, 0.25, 0]])
-    assert D.mode(LAYOUTS["dict"], mixed).tolist() == [[0.5, -0.5, 1, 0, 3, 0.25]]
+    assert equal.dtype == np.int64
+    assert best("multi", 0, 1, 0, 0, 0, 9, 4, 0, 0).tolist() == [[1, 3, 0]]
+    mixed = best("dict", 0.5, -0.5, 0, 0, 1, 2, 0, 7, 6, 0, 0, 0, 1, 0.25, 0)
+    assert mixed.tolist() == [[0.5, -0.5, 1, 0, 3, 0.25]]
+
+
+def test_a_distribution_of_ones_own_is_one_class(monkeypatch):
+    """A Laplace in place of the Gaussian: drawn, and learnt from, by its registration alone."""
+
+    class Laplace:
+        masked = False
+
+        def draw(self, params, rng, mask):
+            mean, log_scale = np.split(params, 2, -1)
+            noise = rng.laplace(size=mean.shape)
+            return mean + np.exp(log_scale) * noise, (-abs(noise) - log_scale - math.log(2.0)).sum(-1)
+
+        def read(self, params, mask):
+            return params.chunk(2, -1)
+
+        def log_prob(self, params, action):
+            mean, log_scale = params
+            return (-(action - mean).abs() * (-log_scale).exp() - log_scale - math.log(2.0)).sum(-1)
+
+        def entropy(self, params):
+            return (params[1] + 1.0 + math.log(2.0)).sum(-1)
+
+    monkeypatch.setitem(D.DISTRIBUTIONS, "gaussian", Laplace())
+    dist, _, _ = example(LAYOUTS["box"])
+    action, logp = D.sample(LAYOUTS["box"], dist.numpy(), np.random.default_rng(0))
+    log_prob, entropy = D.log_prob_entropy(LAYOUTS["box"], dist, torch.from_numpy(action))
+    reference = Independent(torch.distributions.Laplace(dist[:, :4], dist[:, 4:].exp()), 1)
+    torch.testing.assert_close(log_prob, reference.log_prob(torch.from_numpy(action)))
+    torch.testing.assert_close(entropy, reference.entropy())
+    np.testing.assert_allclose(logp, log_prob, rtol=1e-4, atol=1e-4)
 
 
 def test_squashed_sample_equals_a_transformed_normal():
     g = torch.Generator().manual_seed(0)
     dist = torch.cat([torch.randn(50, 3, generator=g), torch.randn(50, 3, generator=g) * 0.5], 1).double()
     noise = torch.randn(50, 3, generator=g).double()
-    action, log_prob = D.squashed_sample(dist, noise)
+    action, log_prob = squashed_sample(dist, noise)
     reference = Independent(
         TransformedDistribution(Normal(dist[:, :3], dist[:, 3:].exp()), TanhTransform(cache_size=1)), 1
     )
     torch.testing.assert_close(action, torch.tanh(dist[:, :3] + dist[:, 3:].exp() * noise))
     torch.testing.assert_close(log_prob, reference.log_prob(action), atol=1e-6, rtol=1e-6)
-    assert torch.equal(D.squashed_mode(dist), torch.tanh(dist[:, :3]))
 
 
 def test_squashed_log_prob_is_right_where_tanh_is_flat():
     # u = 20: 1 - tanh(u)^2 is 0 in float32, but log(1 - tanh(u)^2) = 2 log 2 - 2u (to 1e-17) is not -inf
     dist = torch.tensor([[20.0, 0.0]], requires_grad=True)
-    action, log_prob = D.squashed_sample(dist, torch.zeros(1, 1))
+    action, log_prob = squashed_sample(dist, torch.zeros(1, 1))
     assert action.item() == 1.0
     assert log_prob.item() == pytest.approx(-0.5 * math.log(2 * math.pi) - (2 * math.log(2) - 40.0), abs=1e-4)
     (grad,) = torch.autograd.grad(log_prob.sum(), dist)
     assert grad[0].tolist() == pytest.approx([2.0, -1.0], abs=1e-5)
-
-
-def test_action_mask_of_observations():
-    flat = {"obs": torch.zeros(2, 3), "action_mask": torch.tensor([[1, 0, 1], [1, 1, 0]], dtype=torch.int8)}
-    assert D.action_mask(flat).tolist() == [[True, False, True], [True, True, False]]
-    parts = {"action_mask": (torch.tensor([[1, 0]]), torch.tensor([[0, 1, 1]]))}
-    assert D.action_mask(parts).tolist() == [[True, False, False, True, True]]
-    assert D.action_mask({"obs": torch.zeros(1)}) is None
-    assert D.action_mask(torch.zeros(1)) is None

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from bray.errors import CheckpointError, UnknownName
-from bray.optim import Optimizer, Target
+from bray.optim import Optimizer
+from bray.target import Target
 
 
 def pair(seed=0):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bray.act import rules as act
+from bray import distributions
+from bray.act.epsilon_greedy import epsilon_greedy
 from bray.rl import losses, returns
 from bray.spec import ActionLayout, Space
 
@@ -136,7 +137,7 @@ def test_gae_needs_one_more_value():
 def test_categorical_draws_follow_the_softmax():
     rng = np.random.default_rng(0)
     logits = np.tile(np.array([[1.0, 0.0, -1.0]], np.float32), (100_000, 1))
-    action, logp = act.sample(DISCRETE3, logits, rng)
+    action, logp = distributions.sample(DISCRETE3, logits, rng)
     p = np.exp(logits[0].astype(np.float64))
     p /= p.sum()
     observed = np.bincount(action, minlength=3)
@@ -148,21 +149,20 @@ def test_masked_actions_are_never_drawn_and_greedy_is_the_best_legal_one():
     rng = np.random.default_rng(0)
     logits = np.tile(np.array([[9.0, 0.0, 1.0]], np.float32), (1000, 1))
     mask = np.tile(np.array([[False, True, True]]), (1000, 1))
-    action, logp = act.sample(DISCRETE3, logits, rng, mask)
+    action, logp = distributions.sample(DISCRETE3, logits, rng, mask)
     assert set(action) == {1, 2}
     np.testing.assert_allclose(logp[action == 2][0], -math.log1p(math.exp(-1)), rtol=1e-5)
-    assert act.sample(DISCRETE3, logits[:1], None, mask[:1])[0].tolist() == [2]
-    assert act.sample(DISCRETE3, logits[:1], None)[0].tolist() == [0]
+    assert distributions.sample(DISCRETE3, logits[:1], None, mask[:1])[0].tolist() == [2]
+    assert distributions.sample(DISCRETE3, logits[:1], None)[0].tolist() == [0]
 
 
 @pytest.mark.parametrize("layout", [MULTI, BOX2, MIXED], ids=["multi", "box", "mixed"])
 def test_log_probability_of_a_draw_equals_the_learners(layout):
-    from bray.nn import distributions
 
     rng = np.random.default_rng(1)
     dist = rng.normal(size=(64, layout.num_params)).astype(np.float32)
-    action, logp = act.sample(layout, dist, rng)
-    theirs = distributions.log_prob(layout, torch.from_numpy(dist), torch.from_numpy(action))
+    action, logp = distributions.sample(layout, dist, rng)
+    theirs = distributions.log_prob_entropy(layout, torch.from_numpy(dist), torch.from_numpy(action))[0]
     np.testing.assert_allclose(logp, theirs.numpy(), rtol=1e-4, atol=1e-4)
     assert action.shape == (64, layout.size)
     assert action.dtype == layout.dtype
@@ -172,7 +172,7 @@ def test_per_part_masks():
     rng = np.random.default_rng(0)
     dist = np.zeros((500, 5), np.float32)
     mask = np.tile(np.array([[True, False, False, True, True]]), (500, 1))
-    action, _ = act.sample(MULTI, dist, rng, mask)
+    action, _ = distributions.sample(MULTI, dist, rng, mask)
     assert set(action[:, 0]) == {0}
     assert set(action[:, 1]) == {1, 2}
 
@@ -180,13 +180,13 @@ def test_per_part_masks():
 def test_epsilon_greedy_explores_per_row_and_respects_masks():
     rng = np.random.default_rng(0)
     q = np.tile(np.array([[0.0, 3.0, 1.0, 2.0]]), (20_000, 1))
-    action = act.epsilon_greedy(q, 0.4, rng)
+    action = epsilon_greedy(q, 0.4, rng)
     assert abs((action == 1).mean() - (0.6 + 0.1)) < 0.015
     mask = np.tile(np.array([[True, False, False, True]]), (20_000, 1))
-    action = act.epsilon_greedy(q, 0.4, rng, mask)
+    action = epsilon_greedy(q, 0.4, rng, mask)
     assert set(action) == {0, 3}
     assert abs((action == 3).mean() - 0.8) < 0.015
-    assert set(act.epsilon_greedy(q, 0.4, None)) == {1}
+    assert set(epsilon_greedy(q, 0.4, None)) == {1}
 
 
 def test_ppo_clip_by_hand():

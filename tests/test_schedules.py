@@ -5,11 +5,10 @@ import math
 import pytest
 
 from bray.errors import ConfigError, UnknownName
-from bray.schedules import exponential, linear, make_schedule, piecewise
+from bray.schedules import make_schedule
 
 
 def test_linear_values():
-    assert linear(1.0, 0.1, 90, 9) == pytest.approx(0.91, abs=1e-12)
     eps = make_schedule({"kind": "linear", "start": 1.0, "end": 0.1, "steps": 90})
     assert [round(eps(t), 6) for t in (0, 9, 45, 90, 1000)] == [1.0, 0.91, 0.55, 0.1, 0.1]
 
@@ -20,7 +19,6 @@ def test_linear_is_the_kind_when_none_is_named_and_may_take_no_steps():
 
 
 def test_exponential_values():
-    assert exponential(0.9, 0.1, 100, 0) == 0.9
     eps = make_schedule({"kind": "exp", "start": 0.9, "end": 0.1, "decay": 100})
     assert eps(0) == 0.9
     assert eps(100) == pytest.approx(0.1 + 0.8 / math.e)
@@ -31,7 +29,7 @@ def test_piecewise_joins_points_and_stays_outside_them():
     points = [[10, 1.0], [20, 0.0], [40, 0.5]]
     f = make_schedule({"kind": "piecewise", "points": points})
     assert [f(t) for t in (0, 10, 15, 20, 30, 40, 99)] == [1.0, 1.0, 0.5, 0.0, 0.25, 0.5, 0.5]
-    assert piecewise([(0.0, 3.0)], 7) == 3.0
+    assert make_schedule({"kind": "piecewise", "points": [[0.0, 3.0]]})(7) == 3.0
 
 
 def test_a_number_is_a_constant():

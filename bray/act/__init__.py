@@ -3,6 +3,7 @@
 A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
 """
 
+from bray.act.epsilon_greedy import EpsilonGreedy
 from bray.act.policy import (
     GREEDY,
     MODES,
@@ -16,7 +17,8 @@ from bray.act.policy import (
     decide_now,
     standard_normals,
 )
-from bray.act.rules import RULES, Rule, make_rule
+from bray.act.rules import RULES, Distribution, Rule, make_rule
+from bray.act.squashed import Squashed
 
 __all__ = [
     "GREEDY",
@@ -27,8 +29,11 @@ __all__ = [
     "ActingEngine",
     "Clock",
     "Decision",
+    "Distribution",
+    "EpsilonGreedy",
     "Policy",
     "Rule",
+    "Squashed",
     "Tick",
     "decide_now",
     "make_rule",

@@ -9,12 +9,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from bray import distributions
 from bray.act import Clock
 from bray.algos import base, ppo, rows
 from bray.algos.base import Update, to_torch
+from bray.algos.packing import pack, unpack
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
-from bray.nn import catalog, distributions
+from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
@@ -63,7 +65,7 @@ class Learner(base.Learner):
 
     config: Config
 
-    def build(self) -> None:
+    def build(self) -> dict[str, Any]:
         c = self.config
         self.optimizer = Optimizer(
             self.model.parameters(),
@@ -73,6 +75,7 @@ class Learner(base.Learner):
             eps=1e-5,
             betas=(0.9, 0.99),
         )
+        return {"optimizer": self.optimizer}
 
     def prepare(self, data: Piece) -> dict[str, Any]:
         c = self.config
@@ -82,17 +85,17 @@ class Learner(base.Learner):
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
         explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        values = self._step(to_torch(rows.pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
+        values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
         return Update((*METRICS, "explained_variance"), torch.cat([values, torch.tensor([explained])]))
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
         """METRICS."""
-        c = self.config
-        dist, value, old = rows.actor_critic(self.model, batch, draws)
-        logp, entropy = distributions.log_prob_entropy(self.layout, dist, old["action"], old.get("mask"))
+        c, old = self.config, unpack(batch)
+        new = rows.actor_critic(self.model, batch, draws)
+        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
         policy_loss = -logp * old["advantage"]
-        value_loss = losses.value_loss(value, old["target"])
+        value_loss = losses.value_loss(new["value"], old["target"])
         loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
         means = torch.mv(torch.stack([policy_loss, value_loss, entropy]).detach(), old["weight"])

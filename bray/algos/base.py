@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bray import tree
 from bray.act import Clock, standard_normals
 from bray.capture import capture
+from bray.errors import ConfigError
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
 
@@ -43,34 +44,28 @@ def to_torch(batch: Any, device: torch.device) -> Any:
 
 
 class Learner:
-    """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state, steps, saved state.
-
-    An algorithm makes its optimizers in `build` and says in `parts` what a checkpoint keeps of them; `gradient_step` is recorded."""
-
-    parts: tuple[str, ...] = ("optimizer",)
-    """Attributes that checkpoints hold: whatever has a `state_dict`, and parameters."""
+    """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state, steps, saved state."""
 
     def __init__(
         self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: bool = True
     ):
-        self.config, self.spec, self.layout, self.model, self.model_config = (
-            config,
-            spec,
-            spec.layout,
-            model,
-            model_config,
-        )
+        self.config, self.spec, self.model, self.model_config = config, spec, model, model_config
+        self.layout = spec.layout
         self.device = next(model.parameters()).device
         self.lr = make_schedule(config.lr)
         self.rng = np.random.default_rng([seed, 1])
         self.steps = 0
         """Gradient steps; the version of the weights."""
         self._draws = dict(getattr(model, "draws", None) or {})  # asked once: a Model looks through its layers for it
-        self.build()
+        self._parts = self.build()
+        if not isinstance(self._parts, dict):
+            raise ConfigError(
+                f"{type(self).__name__}.build: expected what checkpoints hold, by name, got {self._parts}"
+            )
         self._step = capture(self.gradient_step, enabled=record)
 
-    def build(self) -> None:
-        """Make optimizers, targets, critics."""
+    def build(self) -> dict[str, Any]:
+        """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`, and parameters."""
         raise NotImplementedError
 
     def prepare(self, data: Any) -> Any:
@@ -94,22 +89,19 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, targets, counters and random state; the Model's weights are its owner's."""
-
-        def arrays(part: Any) -> dict[str, np.ndarray]:
+        parts: dict[str, Any] = {}
+        for name, part in self._parts.items():
             state = {"": part} if isinstance(part, Tensor) else part.state_dict()
-            return {k: v.detach().cpu().numpy().copy() for k, v in state.items()}
-
-        saved = {name: arrays(getattr(self, name)) for name in self.parts}
-        return {"parts": saved, "rng": self.rng.bit_generator.state, "steps": self.steps}
+            parts[name] = {k: v.detach().cpu().numpy().copy() for k, v in state.items()}
+        return {"parts": parts, "rng": self.rng.bit_generator.state, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, values in state["parts"].items():
-            part = getattr(self, name)
+            part, tensors = self._parts[name], {k: torch.from_numpy(np.array(v)) for k, v in values.items()}
             if isinstance(part, Tensor):
-                with torch.no_grad():
-                    part.copy_(torch.as_tensor(values[""]))
+                part.data.copy_(tensors[""])
             else:
-                part.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in values.items()})
+                part.load_state_dict(tensors)
         self.rng.bit_generator.state = state["rng"]
         self.steps = int(state["steps"])
 

@@ -18,10 +18,11 @@ from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
-from bray.optim import Optimizer, Target
+from bray.optim import Optimizer
 from bray.rl import losses
 from bray.schedules import Schedule
 from bray.spec import EnvSpec
+from bray.target import Target
 
 
 def _epsilon() -> dict[str, Any]:
@@ -97,13 +98,13 @@ class Policy(act.Policy):
 class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights and new priorities out."""
 
-    parts = ("optimizer", "target")
     config: Config
 
-    def build(self) -> None:
+    def build(self) -> dict[str, Any]:
         c = self.config
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
         self.target = Target(self.model, self.optimizer, c.tau or 1.0)
+        return {"optimizer": self.optimizer, "target": self.target}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.target.module):  # both see the same scale

@@ -13,13 +13,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray import act
+from bray import act, distributions
 from bray.act import Clock
 from bray.algos import base, rows
 from bray.algos.base import Update, to_torch
+from bray.algos.packing import pack, take, unpack
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
-from bray.nn import catalog, distributions
+from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
@@ -65,7 +66,6 @@ class Config:
 
 
 METRICS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "grad_norm")
-KL = METRICS.index("kl")
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
@@ -90,9 +90,10 @@ class Learner(base.Learner):
 
     config: Config
 
-    def build(self) -> None:
+    def build(self) -> dict[str, Any]:
         c = self.config
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
+        return {"optimizer": self.optimizer}
 
     def prepare(self, data: Piece) -> dict[str, Any]:
         c = self.config
@@ -103,25 +104,26 @@ class Learner(base.Learner):
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
         explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        step = self._step.bind(to_torch(rows.pack(batch, c.minibatches), self.device))
+        step = self._step.bind(to_torch(pack(batch, c.minibatches), self.device))
         results: list[Tensor] = []
         for _ in range(c.epochs):
             for index in rows.minibatches(self.rng, batch["weight"].shape[-1], c.minibatches):
                 results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
                 self.steps += 1
-            if c.target_kl is not None and float(results[-1][KL]) > c.target_kl:
+            if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
                 break
         means = torch.stack(results).mean(0).cpu()
         return Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
 
     def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
         """One minibatch; METRICS."""
-        c = self.config
+        c, minibatch = self.config, take(batch, index)
         with rows.autocast(self.device, c.precision):
-            dist, value, old = rows.actor_critic(self.model, rows.take(batch, index), draws)
-        logp, entropy = distributions.log_prob_entropy(self.layout, dist, old["action"], old.get("mask"))
+            new = rows.actor_critic(self.model, minibatch, draws)
+        old = unpack(minibatch)
+        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
         policy_loss, ratio = losses.ppo_clip(logp, old["logp"], old["advantage"], c.clip, c.dual_clip)
-        value_loss = losses.value_loss(value, old["target"], old["value"], c.clip_value)
+        value_loss = losses.value_loss(new["value"], old["target"], old["value"], c.clip_value)
         loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
         with torch.no_grad():

@@ -6,7 +6,7 @@ T steps, B games, N = T * B rows; L rows per sequence and S sequences where the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,6 @@ from bray.data.experience import Rollouts
 from bray.data.piece import Piece
 from bray.rl import returns
 from bray.spec import ActionLayout
-
-PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
-FLOATS = ("logp", "value", "advantage", "target", "weight")
-"""Columns of single floats, which travel as one array."""
 
 
 def rollouts(config: Any, model: Any) -> Rollouts:
@@ -79,8 +75,9 @@ def advantages(piece: Piece, gamma: float, lambda_: float) -> np.ndarray:
         rows[:, : len(x)] = x.T
         return rows.reshape(-1, 1)
 
-    value, *rest = (line(x) for x in columns)
-    advantage = returns.gae(value, *(x[:-1] for x in rest), gamma, lambda_)
+    value, reward, terminated, truncated, valid = (line(x) for x in columns)
+    flags = terminated[:-1], truncated[:-1], valid[:-1]
+    advantage = returns.gae(value, reward[:-1], *flags, gamma, lambda_)
     return np.ascontiguousarray(np.append(advantage, np.float32(0.0)).reshape(batch, steps + 1)[:, :-1].T)
 
 
@@ -96,36 +93,14 @@ def flat_obs(batch: dict[str, Any]) -> Any:
     return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch["obs"]) if "first" in batch else batch["obs"]
 
 
-def pack(batch: dict[str, Any], pieces: int = 1) -> dict[str, Any]:
-    """FLOATS as one array `[5, ...]`: a minibatch takes its rows from it in one operation. Weights are scaled so that the rows of one of
-    `pieces` minibatches sum to one: a weighted mean is then a dot product."""
-    scale = pieces / max(1.0, float(batch["weight"].sum()))
-    floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
-    return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}
-
-
-def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
-    """A minibatch of a packed batch: rows, or whole sequences (whose axis is the second, but for their states)."""
-    axis = 1 if "first" in batch else 0
-    axes = {"floats": axis + 1, "state": 0}
-    return {k: tree.map(lambda x, k=k: x.index_select(axes.get(k, axis), index), v) for k, v in batch.items()}
-
-
-def actor_critic(
-    model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """dist `[N, P]`, value `[N]` and the columns of a packed batch as rows `[N, ...]`, whether the Model has a memory or not."""
+def actor_critic(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> dict[str, Tensor]:
+    """`dist [N, P]` and `value [N]` for the rows of a batch, whether the Model has a memory or not."""
     noise = drawn(model, draws)
     if "first" not in batch:
         outputs = model(batch["obs"], *noise)
-        columns, floats = batch, batch["floats"]
-    else:
-        outputs = model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
-        outputs = {k: outputs[k].flatten(0, 1) for k in ("dist", "value")}
-        columns = {k: batch[k].flatten(0, 1) for k in ("action", "mask") if k in batch}
-        floats = batch["floats"].flatten(1)
-    rows = {k: columns[k] for k in ("action", "mask") if k in columns}
-    return outputs["dist"].float(), outputs["value"].float(), rows | dict(zip(FLOATS, floats.unbind(0), strict=True))
+        return {k: outputs[k].float() for k in ("dist", "value")}
+    outputs = model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
+    return {k: outputs[k].flatten(0, 1).float() for k in ("dist", "value")}
 
 
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
@@ -144,6 +119,5 @@ def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    dtype = PRECISIONS[precision]
     # Weight caching would keep casts of old weights inside a recording.
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False)
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16", cache_enabled=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bray import act
 from bray.act import Clock
@@ -16,13 +18,14 @@ from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
 from bray.data.experience import Replay
 from bray.errors import ConfigError
-from bray.nn import catalog, distributions
+from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
-from bray.optim import Optimizer, Target
+from bray.optim import Optimizer
 from bray.rl import losses
 from bray.schedules import Schedule
 from bray.spec import EnvSpec
+from bray.target import Target
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,9 @@ class Policy(act.Policy):
 class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights out. Critics and their targets never leave it."""
 
-    parts = ("critic", "optimizer", "critic_optimizer", "target", "log_alpha", "alpha_optimizer")
     config: Config
 
-    def build(self) -> None:
+    def build(self) -> dict[str, Any]:
         c = self.config
         self.size = self.layout.size
         self.target_entropy = -float(self.size) if c.target_entropy is None else c.target_entropy
@@ -107,6 +109,14 @@ class Learner(base.Learner):
         self.target = Target(self.critic, self.critic_optimizer, c.tau)
         self.log_alpha = nn.Parameter(torch.tensor([np.log(c.initial_alpha)], dtype=torch.float32, device=self.device))
         self.alpha_optimizer = Optimizer([self.log_alpha], c.alpha_lr)
+        return {
+            "critic": self.critic,
+            "optimizer": self.optimizer,
+            "critic_optimizer": self.critic_optimizer,
+            "target": self.target,
+            "log_alpha": self.log_alpha,
+            "alpha_optimizer": self.alpha_optimizer,
+        }
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.critic, self.target.module):  # all three see the same scale
@@ -125,14 +135,14 @@ class Learner(base.Learner):
         alpha = self.log_alpha.detach().exp()
 
         with torch.no_grad():
-            next_action, next_logp = distributions.squashed_sample(self.model(next_obs, *then)["dist"], next_noise)
+            next_action, next_logp = squashed_sample(self.model(next_obs, *then)["dist"], next_noise)
             q_next = self.target(next_obs, next_action).amin(0) - alpha * next_logp
         q = self.critic(obs, batch["action"])
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
         critic_loss = 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()
         grad_norm = self.critic_optimizer.step(critic_loss)
 
-        action, logp = distributions.squashed_sample(self.model(obs, *now)["dist"], noise)
+        action, logp = squashed_sample(self.model(obs, *now)["dist"], noise)
         actor_loss = torch.mean(alpha * logp - self.critic(obs, action).amin(0))
         self.optimizer.step(actor_loss)
 
@@ -144,3 +154,15 @@ class Learner(base.Learner):
             [critic_loss.detach(), actor_loss.detach(), alpha.squeeze(), entropy, q.detach().mean(), grad_norm]
         )
         return values, td_error.detach().abs().mean(0)
+
+
+def squashed_sample(dist: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """A sample of tanh(N(mean, std)) and its log probability, differentiable (SAC).
+
+    `dist [..., 2D]`: mean, then log_std; `noise [..., D]`: standard normal. Returns the action in [-1, 1] `[..., D]` and its
+    log density `[...]`. log(1 - tanh(u)^2) is taken as 2 (log 2 - u - softplus(-2u)), which is exact for large u as well.
+    """
+    mean, log_std = dist.chunk(2, -1)
+    u = torch.addcmul(mean, log_std.exp(), noise)
+    per_dim = 0.5 * noise.square() + log_std - 2.0 * (u + F.softplus(-2.0 * u))
+    return torch.tanh(u), -per_dim.sum(-1) - noise.shape[-1] * (0.5 * math.log(2.0 * math.pi) + 2.0 * math.log(2.0))

@@ -1,4 +1,4 @@
-"""Networks: encoders for every kind of observation, heads for every kind of algorithm, distributions over actions."""
+"""Networks: encoders for every kind of observation, heads for every kind of algorithm."""
 
 from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model, register_preprocessor
 from bray.nn.encoders import Encoder, make_encoder

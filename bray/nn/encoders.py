@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,20 +27,15 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.errors import ConfigError, UnknownName
+from bray.nn.config import CONV_NAMES, Filter, ModelConfig, read_filters
 from bray.nn.layers import HIDDEN_GAIN, MLP, LayerStack, activation, conv_out, init_layer, linear
 from bray.nn.normalize import RunningNorm
 from bray.spec import ACTION_MASK, Space
-
-if TYPE_CHECKING:
-    from bray.nn.catalog import ModelConfig
-
-Filter = tuple[int, tuple[int, int], int]  # channels out, kernel, stride
 
 NATURE: list[Filter] = [(32, (8, 8), 4), (64, (4, 4), 2), (64, (3, 3), 1)]
 """The convolutions of Mnih 2015, without padding: 84 x 84 -> 64 x 7 x 7."""
 IMPALA = (16, 32, 32)
 """Channels of the residual sections of Espeholt 2018."""
-CONV_NAMES = ("nature", "impala")
 
 
 def default_filters(height: int, width: int) -> tuple[list[Filter], str]:
@@ -207,29 +202,6 @@ class ImageStem(nn.Module):
                 x = self.norm(x)
             x = self.act(x)
         return x
-
-
-def read_filters(filters: Any) -> list[Filter]:
-    """`[[channels, [kernel height, width], stride], ...]` checked; a kernel may be one number."""
-    out: list[Filter] = []
-    for i, entry in enumerate(filters if isinstance(filters, (list, tuple)) else [filters]):
-        ok = isinstance(entry, (list, tuple)) and len(entry) == 3
-        if ok:
-            channels, kernel, stride = entry
-            kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
-            ok = isinstance(kernel, (list, tuple)) and len(kernel) == 2
-            ok = ok and all(
-                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (channels, stride, *kernel)
-            )
-        if not ok:
-            raise ConfigError(
-                f"conv_filters[{i}] should be [channels, [kernel height, kernel width], stride], like [16, [8, 8], 4], "
-                f"got {entry!r}. Or name a net: {', '.join(CONV_NAMES)}."
-            )
-        out.append((channels, (kernel[0], kernel[1]), stride))
-    if not out:
-        raise ConfigError("conv_filters is empty: give at least one filter, or null for a net that fits the image")
-    return out
 
 
 class VectorStem(nn.Module):

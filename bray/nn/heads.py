@@ -8,20 +8,18 @@ here but beside the environment and in losses, so that an exported model is the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bray.errors import ConfigError
+from bray.nn.config import ModelConfig
 from bray.nn.encoders import Encoder, Features, make_encoder, sees_image
 from bray.nn.layers import HIDDEN_GAIN, Towers, activation, joint_linear, linear
 from bray.nn.noise import Draws, Shapes, noise_shapes, with_noise
 from bray.nn.recurrent import Recurrent, State
 from bray.spec import EnvSpec
-
-if TYPE_CHECKING:
-    from bray.nn.catalog import ModelConfig
 
 POLICY_GAIN, VALUE_GAIN = 0.01, 1.0
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0

@@ -1,0 +1,35 @@
+"""Rollouts packed for the hot path: a minibatch takes all columns of single floats in one operation. It changes no numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from bray import tree
+
+FLOATS = ("logp", "value", "advantage", "target", "weight")
+
+
+def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
+    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` sum to one: a weighted mean is then a dot product."""
+    scale = minibatches / max(1.0, float(batch["weight"].sum()))
+    floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
+    return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}
+
+
+def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
+    """A minibatch of a packed batch: rows, or whole sequences (whose axis is the second, but for their states)."""
+    axis = 1 if "first" in batch else 0
+    axes = {"floats": axis + 1, "state": 0}
+    return {k: tree.map(lambda x, k=k: x.index_select(axes.get(k, axis), index), v) for k, v in batch.items()}
+
+
+def unpack(batch: dict[str, Any]) -> dict[str, Tensor]:
+    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one."""
+    columns = {k: batch[k] for k in ("action", "mask") if k in batch}
+    floats = batch["floats"]
+    if "first" in batch:
+        columns, floats = {k: x.flatten(0, 1) for k, x in columns.items()}, floats.flatten(1)
+    return columns | dict(zip(FLOATS, floats.unbind(0), strict=True))

@@ -1,0 +1,115 @@
+"""Replaying a tape without Python: by TorchScript's interpreter on the CPU, as a CUDA graph on a GPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bray.capture.simplify import ARM
+from bray.capture.tape import NotRecordable, Ref, Snapshot, Tape, generators_of
+
+aten = torch.ops.aten
+
+Replay = Callable[[list[Tensor]], list[Tensor]]
+"""Flat inputs -> flat outputs."""
+
+
+def interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
+    """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
+    turns numbers into tensors and fails on the backward of convolutions."""
+    held = [x.detach() for x in tape.held.values()]
+    run = torch.jit.CompilationUnit(_source(tape, range(len(flat)), list(tape.held))).program
+    if not _prefers_openblas(tape):
+        return lambda flat: run(*flat, *held)
+
+    def replay(flat: list[Tensor]) -> list[Tensor]:
+        # PyTorch chooses the library for the whole process: a forward of another thread may get the slower one meanwhile.
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return run(*flat, *held)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
+
+    return replay
+
+
+_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
+_PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
+
+
+def _prefers_openblas(tape: Tape) -> bool:
+    """On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster."""
+    if not ARM or any("conv" in op.func.name() for op in tape.ops):
+        return False
+    largest = 0
+    for op in tape.ops:
+        if op.func in _PRODUCTS:
+            a, b = (tape.examples[op.args[_PRODUCTS[op.func] + i].slot] for i in range(2))
+            largest = max(largest, a.shape[-2] * a.shape[-1] * b.shape[-1])
+    return _TINY_PRODUCT < largest < _SMALL_PRODUCT
+
+
+def _source(tape: Tape, inputs: Iterable[int], held: list[int]) -> str:
+    """A tape as TorchScript."""
+    lines = [f"def program({', '.join(f't{s}' for s in [*inputs, *held])}):"]
+    for op in tape.ops:
+        name = op.func.name().removeprefix("aten::").split(".")[0]
+        args = [_literal(a) for a in op.args] + [f"{k}={_literal(v)}" for k, v in op.kwargs.items()]
+        call = f"torch.ops.aten.{name}({', '.join(args)})"
+        if op.results is None:
+            lines.append(f"    t{op.outs[0]} = {call}")
+        else:
+            lines.append(f"    r = {call}")
+            places = [i for i, there in enumerate(op.results) if there]
+            lines += [f"    t{slot} = r[{i}]" for slot, i in zip(op.outs, places, strict=True)]
+    lines.append(f"    return [{', '.join(f't{s}' for s in tape.outputs)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(x: Any) -> str:
+    if isinstance(x, Ref):
+        return f"t{x.slot}"
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(_literal(v) for v in x)}]"
+    if isinstance(x, float) and not math.isfinite(x):
+        return f"float('{x}')"
+    if isinstance(x, torch.device):
+        return f"torch.device('{x}')"
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.memory_format, torch.layout)):
+        return repr(x)
+    raise NotRecordable(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
+
+
+def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
+    """A CUDA graph over static copies of the inputs: one launch for the whole function."""
+    static = [x.clone() for x in flat]
+    before = Snapshot(list(tape.held.values()) + static, generators_of(flat))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(3):  # cuBLAS and cuDNN choose their kernels and allocate outside the recording
+            tape.play(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    gc.collect()
+    gc.disable()  # an old graph that is freed while a new one is recorded breaks the recording
+    try:
+        with torch.cuda.graph(graph), torch.no_grad():
+            out = tape.play(static)
+    finally:
+        gc.enable()
+    before.restore()
+
+    def replay(flat: list[Tensor]) -> list[Tensor]:
+        for mine, given in zip(static, flat, strict=True):
+            mine.copy_(given, non_blocking=True)
+        graph.replay()
+        return [x.clone() for x in out]
+
+    return replay

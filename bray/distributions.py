@@ -1,0 +1,157 @@
+"""Action distributions over a `spec.ActionLayout`: draws in numpy (acting needs no torch), log probabilities and entropies of tensors (losses).
+
+`dist` is the Model's head `[..., layout.num_params]`; `action` is int64 `[...]` for a single Discrete, else `[..., layout.size]` with choices
+as indices (floats in mixed spaces); `mask` is bool `[..., layout.num_logits]`, the choices of all categorical parts in order.
+A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its `spec.ActionPart`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+import numpy as np
+
+from bray.spec import ActionLayout, ActionPart
+
+NEVER = -1e9
+"""The logit of a masked choice: not -inf, so that entropies stay finite. Its probability is exactly 0, and it has no gradient. A row with every
+choice masked (a dead row) counts as uniform."""
+_LOG_2PI = math.log(2.0 * math.pi)
+_LOG_SQRT_2PI = 0.5 * _LOG_2PI
+_NO_MASK = np.empty((0, 0), np.bool_)
+_MOST_LIKELY = np.empty(0)
+
+Rng = np.random.Generator | None
+Drawn = tuple[np.ndarray, np.ndarray]
+
+
+class Categorical:
+    """One of n choices: n logits."""
+
+    masked = True
+
+    def draw(self, params: np.ndarray, rng: Rng, mask: np.ndarray | None) -> Drawn:
+        """Actions and their log probability, `[B]` each; without `rng` the most likely."""
+        u = rng.random(len(params)) if rng is not None else _MOST_LIKELY
+        legal = _NO_MASK if mask is None else np.ascontiguousarray(mask)
+        return _draw_choices(np.ascontiguousarray(params), u, legal)
+
+    def read(self, params: Any, mask: Any) -> Any:
+        """What `log_prob` and `entropy` share: the log probabilities of all choices."""
+        return (params if mask is None else params.where(mask, NEVER)).log_softmax(-1)
+
+    def log_prob(self, logs: Any, action: Any) -> Any:
+        return logs.gather(-1, action.long()).squeeze(-1)
+
+    def entropy(self, logs: Any) -> Any:
+        return -(logs.exp() * logs).sum(-1)
+
+
+class Gaussian:
+    """n independent normal numbers: n means, then n logarithms of standard deviations."""
+
+    masked = False
+
+    def draw(self, params: np.ndarray, rng: Rng, mask: np.ndarray | None) -> Drawn:
+        mean, log_std = np.split(params, 2, -1)
+        noise = rng.standard_normal(mean.shape, np.float32) if rng is not None else np.zeros_like(mean)
+        logp = (-0.5 * noise * noise - log_std - _LOG_SQRT_2PI).sum(-1)
+        return mean + np.exp(log_std) * noise, logp
+
+    def read(self, params: Any, mask: Any) -> Any:
+        return params.chunk(2, -1)
+
+    def log_prob(self, params: Any, action: Any) -> Any:
+        mean, log_std = params
+        z = (action - mean) * (-log_std).exp()
+        return (-0.5 * z.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * _LOG_2PI
+
+    def entropy(self, params: Any) -> Any:
+        log_std = params[1]
+        return log_std.sum(-1) + 0.5 * log_std.shape[-1] * (1.0 + _LOG_2PI)
+
+
+DISTRIBUTIONS: dict[str, Any] = {"categorical": Categorical(), "gaussian": Gaussian()}
+"""By the kind of a part."""
+
+
+def parts(layout: ActionLayout, mask: Any) -> Iterator[tuple[ActionPart, Any, Any]]:
+    """(part, its distribution, its columns of the mask) of each part."""
+    at = 0
+    for part in layout.parts:
+        distribution, legal = DISTRIBUTIONS[part.kind], None
+        if distribution.masked:
+            legal = None if mask is None else mask[..., at : at + part.n]
+            at += part.n
+        yield part, distribution, legal
+
+
+def sample(layout: ActionLayout, dist: np.ndarray, rng: Rng, mask: np.ndarray | None = None) -> Drawn:
+    """Flat actions `[B]` or `[B, size]` and their log probability `[B]`; without `rng` the most likely ones."""
+    dist = np.ascontiguousarray(dist, np.float32)
+    if layout.single:
+        return DISTRIBUTIONS["categorical"].draw(dist, rng, mask)
+    action = np.empty((len(dist), layout.size), layout.dtype)
+    logp = np.zeros(len(dist), np.float32)
+    for part, distribution, legal in parts(layout, mask):
+        drawn, part_logp = distribution.draw(dist[:, part.param], rng, legal)
+        action[:, part.action] = drawn.reshape(len(dist), -1)
+        logp += part_logp
+    return action, logp
+
+
+def log_prob_entropy(layout: ActionLayout, dist: Any, action: Any, mask: Any = None) -> tuple[Any, Any]:
+    """Log probability (density for Gaussian parts) of flat actions, and entropy in nats: tensors `[...]`."""
+    sizes = {part.n for part in layout.parts}
+    if layout.discrete and len(sizes) == 1:  # one choice, or several of one size: a single softmax
+        choices = DISTRIBUTIONS["categorical"]
+        if layout.single:
+            logs = choices.read(dist, mask)
+            return choices.log_prob(logs, action.unsqueeze(-1)), choices.entropy(logs)
+        logits = dist if mask is None else dist.where(mask, NEVER)
+        logs = choices.read(logits.unflatten(-1, (len(layout.parts), sizes.pop())), None)
+        log_prob = choices.log_prob(logs, action.unsqueeze(-1)).sum(-1)
+        return log_prob, -(logs.exp() * logs).sum((-2, -1))
+    log_probs, entropies = [], []
+    for part, distribution, legal in parts(layout, mask):
+        read = distribution.read(dist[..., part.param], legal)
+        log_probs.append(distribution.log_prob(read, action[..., part.action]))
+        entropies.append((part.kind, distribution.entropy(read)))
+    return _sum(log_probs), _sum([x for _, x in sorted(entropies, key=lambda pair: pair[0])])
+
+
+def _sum(terms: list[Any]) -> Any:
+    return sum(terms[1:], start=terms[0])
+
+
+@numba.njit(cache=True, nogil=True)
+def _draw_choices(logits, u, mask):  # pragma: no cover - compiled
+    """One draw per row by inverting the cumulative distribution at u[b] (empty u: the most likely) and its log probability."""
+    batch, n = logits.shape
+    action = np.empty(batch, np.int64)
+    logp = np.empty(batch, np.float32)
+    for b in range(batch):
+        top = -np.inf
+        best = 0
+        for i in range(n):
+            if (mask.size == 0 or mask[b, i]) and logits[b, i] > top:
+                top = logits[b, i]
+                best = i
+        total = 0.0
+        for i in range(n):
+            if mask.size == 0 or mask[b, i]:
+                total += np.exp(logits[b, i] - top)
+        if u.size:
+            left = u[b] * total
+            for i in range(n):
+                if mask.size == 0 or mask[b, i]:
+                    left -= np.exp(logits[b, i] - top)
+                    best = i  # rounding may leave a crumb: the last legal choice takes it
+                    if left < 0.0:
+                        break
+        action[b] = best
+        logp[b] = logits[b, best] - top - np.log(total)
+    return action, logp

@@ -1,0 +1,116 @@
+"""The `model` section of a config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from bray.errors import ConfigError, UnknownName
+from bray.nn.layers import activation, read_layer
+from bray.nn.recurrent import CELLS
+
+CONV_NAMES = ("nature", "impala")
+Filter = tuple[int, tuple[int, int], int]  # channels out, kernel, stride
+INITS = ("orthogonal", "torch")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What a network looks like. Which keys act depends on the observation: see the table in `bray.nn.encoders`."""
+
+    fcnet_hiddens: tuple[int, ...] = (64, 64)
+    """Widths of the dense layers after vector observations, and after the joined features of a Dict or Tuple. (RLlib: 256, 256.)"""
+    fcnet_activation: str = "tanh"
+    """After each dense layer: relu, tanh, sigmoid, softmax, leakyrelu, elu, silu, gelu, none."""
+    conv_filters: Any = None
+    """Convolutions for images: [[channels, [kernel height, width], stride], ...], or "nature" (Mnih 2015), "impala" (Espeholt 2018).
+    Given filters are padded so that a side n becomes ceil(n / stride), all but the last, as in RLlib. null: a net that fits the size
+    (nature from 64 x 64 on)."""
+    conv_activation: str = "relu"
+    """After each convolution and after the dense layer that follows them."""
+    conv_features: int | None = None
+    """Width of the dense layer after the convolutions; 0 for none. null: 512, impala 256, none where given filters end in 1 x 1."""
+    dim: int | None = None
+    """Resize images to dim x dim inside the model (bilinear). null: as they come."""
+    zero_mean: bool = False
+    """Scale bytes of images to [-1, 1] in place of [0, 1]."""
+    free_log_std: bool = True
+    """Gaussian actions: log_std is a parameter of its own. False: the network computes it from the observation. (RLlib: False.)"""
+    log_std_init: float = 0.0
+    """Where log_std starts."""
+    vf_share_layers: bool | None = None
+    """Policy and value read the same features. null: yes for images and LSTMs, no for dense networks."""
+    use_lstm: bool = False
+    """Put a recurrent cell between the encoder and the heads."""
+    recurrent: str = "lstm"
+    """Which cell `use_lstm` means: lstm or gru."""
+    lstm_cell_size: int = 256
+    """Width of the recurrent state."""
+    max_seq_len: int = 20
+    """Longest sequence a recurrent model is trained on; longer ones are cut by the learner."""
+    normalize_observations: bool = False
+    """First layer: subtract the running mean of vector observations of real numbers, divide by their running deviation, clip at 10."""
+    layer_norm: bool = False
+    """LayerNorm before the activation of each dense layer."""
+    init: str = "orthogonal"
+    """First weights: orthogonal (gain sqrt 2; policy 0.01, value 1; zero biases) or torch (PyTorch's defaults)."""
+    layers: list[dict[str, Any]] | None = None
+    """The encoder as a list of {layer_type, layer_dim, activation, ...} in place of fcnet_hiddens and conv_filters. Types: linear,
+    noisy_linear (its noise is an input of the model: `bray.nn.noise`), conv2d, pooling, flatten, norm, embed, none."""
+    custom_model: Any = None
+    """Your model: a class, a name given to `register_model`, or "module:Name"; built as Name(spec, config, **custom_options)."""
+    custom_preprocessor: Any = None
+    """Your first layer, likewise: Name(space, **custom_options), an nn.Module with `space` (what it turns observations into)."""
+    custom_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for custom_model and custom_preprocessor."""
+
+    def __post_init__(self) -> None:
+        hiddens = self.fcnet_hiddens
+        if not isinstance(hiddens, (list, tuple)) or not all(_natural(n) for n in hiddens):
+            raise ConfigError(f"fcnet_hiddens should be a list of positive integers, got {hiddens!r}")
+        for key in ("lstm_cell_size", "max_seq_len", *(["dim"] if self.dim is not None else [])):
+            if not _natural(getattr(self, key)):
+                raise ConfigError(f"{key} should be a positive integer, got {getattr(self, key)!r}")
+        if self.conv_features is not None and not (_natural(self.conv_features) or self.conv_features == 0):
+            raise ConfigError(f"conv_features should be null, 0 or a positive integer, got {self.conv_features!r}")
+        activation(self.fcnet_activation), activation(self.conv_activation)
+        for key, known in (("recurrent", CELLS), ("init", INITS)):
+            if getattr(self, key) not in known:
+                raise UnknownName(f"value of {key}", str(getattr(self, key)), known)
+        if isinstance(self.conv_filters, str):
+            if self.conv_filters not in CONV_NAMES:
+                raise UnknownName("convolution net", self.conv_filters, CONV_NAMES, "conv_filters")
+        elif self.conv_filters is not None:
+            read_filters(self.conv_filters)
+        if self.layers is not None:
+            if not isinstance(self.layers, (list, tuple)) or not self.layers:
+                raise ConfigError(f"layers should be a list of at least one layer, or null, got {self.layers!r}")
+            for i, layer in enumerate(self.layers):
+                activation(read_layer(i, layer)[2])
+
+
+def _natural(n: Any) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n > 0
+
+
+def read_filters(filters: Any) -> list[Filter]:
+    """`[[channels, [kernel height, width], stride], ...]` checked; a kernel may be one number."""
+    out: list[Filter] = []
+    for i, entry in enumerate(filters if isinstance(filters, (list, tuple)) else [filters]):
+        ok = isinstance(entry, (list, tuple)) and len(entry) == 3
+        if ok:
+            channels, kernel, stride = entry
+            kernel = (kernel, kernel) if isinstance(kernel, int) else kernel
+            ok = isinstance(kernel, (list, tuple)) and len(kernel) == 2
+            ok = ok and all(
+                isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in (channels, stride, *kernel)
+            )
+        if not ok:
+            raise ConfigError(
+                f"conv_filters[{i}] should be [channels, [kernel height, kernel width], stride], like [16, [8, 8], 4], "
+                f"got {entry!r}. Or name a net: {', '.join(CONV_NAMES)}."
+            )
+        out.append((channels, (kernel[0], kernel[1]), stride))
+    if not out:
+        raise ConfigError("conv_filters is empty: give at least one filter, or null for a net that fits the image")
+    return out

@@ -1,0 +1,43 @@
+"""Slow copies of networks that others learn towards (DQN, SAC)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bray.optim import Optimizer, flatten_parameters
+
+
+class Target:
+    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
+        params = list(dict.fromkeys(module.parameters()))
+        if [id(p) for p in params] != [id(p) for p in optimizer.params]:
+            raise ValueError("a target copies all parameters of one optimizer, in order")
+        self.module = copy.deepcopy(module).requires_grad_(False)
+        self.tau = tau
+        self._flat = flatten_parameters(list(dict.fromkeys(self.module.parameters())))
+        self._source = optimizer.flat
+
+    def __call__(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """target += tau * (source - target)."""
+        self._flat.lerp_(self._source, self.tau)
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """target = source."""
+        self._flat.copy_(self._source)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.module.load_state_dict(state)
