@@ -644,10 +644,13 @@ class RayCluster:
 
         if not ray.is_initialized():
             return
-        there = set(self.names())
-        for name in reversed([n for n in self._kept if n in there]):  # the master, who came first, goes last
-            with contextlib.suppress(Exception):
-                self.stop(name)
+        try:
+            there = set(self.names())
+            for name in reversed([n for n in self._kept if n in there]):  # the master, who came first, goes last
+                with contextlib.suppress(Exception):
+                    self.stop(name)
+        except Exception as e:  # Ray is going down by itself: what could be saved is saved
+            logger.warning("Ray ended before the session did: %s", e)
         if self._connected:
             ray.shutdown()
 
@@ -829,6 +832,8 @@ def _start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         ) from None
     if ray.is_initialized():
         return False, False
+    hook: Any = import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False  # the environment variable says it too late where Ray was imported before us
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
     if kwargs.get("address") is None and os.environ.get("RAY_ADDRESS") == "local":
         kwargs["address"] = "local"
@@ -871,10 +876,12 @@ def _hold_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[None]:
-    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own.
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and so do the workers that
+    they start.
 
-    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a terminal that is closed signal the whole group of this process. Ray's processes
-    would end before trainers and models could save; they are to end when this process says so (`ray.shutdown`) or dies.
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a terminal that is closed signal the whole group of this process, systemd every
+    process of the service. Ray's processes would end before trainers and models could save; they are to end when this process says so
+    (`ray.shutdown`) or dies.
     """
     services: Any = import_module("ray._private.services")  # Ray has no public way to say it
     popen: Any = getattr(services, "ConsolePopen", None)
@@ -888,10 +895,15 @@ def _own_process_groups() -> Iterator[None]:
     class OwnGroup(popen):
         def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
             def prepare() -> None:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # which we hold, and they need
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 preexec_fn()
 
             super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
+
+        def terminate(self) -> None:
+            """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its group."""
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     services.ConsolePopen = OwnGroup
     try:
@@ -907,6 +919,8 @@ def _enter(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     global _session
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
+    # This process blocks SIGTERM (see _own_process_groups); its children must not, or `Process.terminate` would do nothing.
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)

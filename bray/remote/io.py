@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -15,21 +16,31 @@ logger = logging.getLogger("bray.remote")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 _pid = 0
 _running: set[Future[Any]] = set()  # the loop itself keeps only weak references
 
 
 def loop() -> asyncio.AbstractEventLoop:
     """The loop; started when first asked for, and anew in a forked process."""
-    global _loop, _pid
+    global _loop, _pid, _thread
     if _loop is not None and _pid == os.getpid():
         return _loop
     with _lock:
         if _loop is None or _pid != os.getpid():
             made = _new_loop()
-            threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True).start()
+            _thread = threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True)
+            _thread.start()
             _loop, _pid = made, os.getpid()
         return _loop
+
+
+@atexit.register
+def _stop() -> None:
+    """A loop that runs while the interpreter is taken apart may crash the process."""
+    if _loop is not None and _thread is not None and _pid == os.getpid():
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(2.0)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
