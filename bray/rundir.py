@@ -296,7 +296,7 @@ class RunDir:
         path = Path(path)
         if resume:
             run = cls.open(path)
-            run._lock()
+            run.lock()
             run._recover()
             return run
         if path.exists() and not path.is_dir():
@@ -311,7 +311,7 @@ class RunDir:
         except OSError as e:
             raise _explain(e, path, "nothing was changed") from e
         run = cls(path)
-        run._lock()
+        run.lock()
         return run
 
     @classmethod
@@ -329,7 +329,7 @@ class RunDir:
             raise CheckpointError(f"{path} is not a run directory: expected config.yaml or checkpoints/ in it.{hint}")
         return cls(path)
 
-    def _lock(self) -> None:
+    def lock(self, doing: str = "training") -> None:
         """One process writes. The lock goes with the process, however it ends."""
         path = (self.path / ".lock").resolve()
         if path in _locks:
@@ -341,7 +341,7 @@ class RunDir:
             os.close(fd)
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
-                    f"{self.path}: another process is training here. Wait for it, or choose another --trial."
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial."
                 ) from None
             logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
             return

@@ -73,13 +73,14 @@ def launch(options: Options) -> int:
     if options.graph is not None and not options.check:
         return 0
     with log_shown(options.log_level):
-        check_modules(graph, _deployed(graph))
+        deployed = _deployed(graph)
+        check_modules(graph, deployed)
         if options.check:
             _show_plan(console, graph, options)
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
-        return _run(console, graph, options)
+        return _run(console, graph, options, reads_only=deployed.keys() >= graph.of_kind("model").keys())
 
 
 def _deployed(graph: Graph) -> dict[str, Path]:
@@ -197,14 +198,16 @@ def _cluster(kind: str) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run(console: Console, graph: Graph, options: Options) -> int:
+def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> int:
     from bray.launch.build import build
     from bray.remote import cluster
 
     s, asked = graph.settings, total(graph.resources())
     with _term_as_interrupt():
-        numbers_in = DEPLOY_FOLDER if s.mode == "deploy" else ""
-        session = cluster.init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
+        place: dict[str, Any] = {}
+        if s.mode == "deploy":
+            place = {"numbers_in": DEPLOY_FOLDER, "shared": reads_only}
+        session = cluster.init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(

@@ -719,6 +719,11 @@ class Session:
         return Path(self.info.numbers or self.info.path)
 
     @property
+    def writes_to(self) -> Path:
+        """Where it may write what is no number: the run directory, or its own folder of one that another session trains in."""
+        return self.path if self.run is None else self.run.path
+
+    @property
     def namespace(self) -> str:
         return self.info.namespace
 
@@ -769,6 +774,7 @@ def init(
     cluster: str = "ray",
     metrics_port: int = 0,
     numbers_in: str = "",
+    shared: bool = False,
     **ray_kwargs: Any,
 ) -> Session:
     """Open the session of a project's trial; its run directory is `project/trial`. A trial that is there is continued.
@@ -778,6 +784,7 @@ def init(
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
     numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log, made where it is
                   missing; '' = the run directory itself
+    shared        only `numbers_in` is written to: a session that serves may run while another one trains in the same run directory
     ray_kwargs    go to `ray.init`
     """
     global _session
@@ -793,9 +800,14 @@ def init(
         raise ConfigError(f"cluster='local' has no Ray to give these to: {', '.join(ray_kwargs)}")
     path = Path(os.path.abspath(Path(project) / trial))
     has_run = (path / "checkpoints").exists()
-    run = RunDir.create(path, resume=has_run)
+    if shared:
+        (path / numbers_in).mkdir(parents=True, exist_ok=True)
+        run = RunDir(path / numbers_in)
+        run.lock("serving")
+    else:
+        run = RunDir.create(path, resume=has_run)
     try:
-        namespace = f"bray:{path}"
+        namespace = f"bray:{path / numbers_in}"
         token = secrets.token_bytes(16)
         modules = tuple(os.path.abspath(p) for p in sys.path)
         numbers = str(path / numbers_in)
