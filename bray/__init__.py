@@ -7,6 +7,7 @@ from bray._version import __version__
 if TYPE_CHECKING:
     from bray.algos import register_algo
     from bray.client import AsyncClient, Client
+    from bray.cluster.session import run_until_asked_to_stop, shutdown
     from bray.data.files import EpisodeReader
     from bray.data.store import PrioritizedBuffer, ReplayBuffer
     from bray.envs.registry import register_env
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         handle_nested_array,
         make_batch,
     )
-    from bray.remote.cluster import init, run_until_asked_to_stop, shutdown
+    from bray.remote.init import init
     from bray.remote.master import (
         Metric,
         add_graph,
@@ -138,7 +139,7 @@ _HOMES = {
     "get": "bray.remote.master",
     "get_torch_model_weights": "bray.remote.model.weights",
     "handle_nested_array": "bray.remote.buffer.iterators",
-    "init": "bray.remote.cluster",
+    "init": "bray.remote.init",
     "log": "bray.remote.master",
     "logger": "bray.remote.master",
     "make_batch": "bray.remote.buffer.iterators",
@@ -149,11 +150,11 @@ _HOMES = {
     "register": "bray.remote.master",
     "register_algo": "bray.algos",
     "register_env": "bray.envs.registry",
-    "run_until_asked_to_stop": "bray.remote.cluster",
+    "run_until_asked_to_stop": "bray.cluster.session",
     "set": "bray.remote.master",
     "set_tensorboard_step": "bray.remote.master",
     "set_torch_model_weights": "bray.remote.model.weights",
-    "shutdown": "bray.remote.cluster",
+    "shutdown": "bray.cluster.session",
 }
 
 

@@ -4,11 +4,12 @@ import contextlib
 import multiprocessing
 import os
 
+from bray.cluster.local import LocalCluster
+from bray.cluster.session import Session, SessionInfo, enter, shutdown
 from bray.inference.host import Promise
-from bray.remote import cluster
 
 
-class SocketCluster(cluster.LocalCluster):
+class SocketCluster(LocalCluster):
     """Members are objects of this process, but buffers take them for those of others."""
 
     kind = "sockets"
@@ -50,22 +51,21 @@ class KnownCluster:
 @contextlib.contextmanager
 def session_of(kind, path):
     """A session of this process alone, without a run directory or a master: "local", or one whose buffers use "sockets" and shared memory."""
-    info = cluster.SessionInfo("p", "t", str(path), "ns", os.urandom(16), True, ())
-    cluster._session = cluster.Session(info, SocketCluster() if kind == "sockets" else cluster.LocalCluster())
+    info = SessionInfo("p", "t", str(path), str(path), os.urandom(16), True, ())
     try:
-        yield cluster._session
+        yield enter(Session(info, SocketCluster() if kind == "sockets" else LocalCluster()))
     finally:
-        cluster.shutdown()
+        shutdown()
 
 
 def _child(info, openings, function, args, pipe):
-    cluster._session = cluster.Session(info, KnownCluster(openings))
+    enter(Session(info, KnownCluster(openings)))
     try:
         pipe.send(function(*args))
     except (EOFError, BrokenPipeError):
         pass
     finally:
-        cluster.shutdown()
+        shutdown()
 
 
 def child(session, function, *args):

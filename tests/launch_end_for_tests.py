@@ -61,7 +61,7 @@ FILES = {
 }
 SMALL_RAY = """
 import functools, os, sys
-import bray.remote.cluster
+import bray.cluster.ray_start
 if "ray" in sys.argv:
     import ray
     ray.init = functools.partial(ray.init, object_store_memory=100 << 20)

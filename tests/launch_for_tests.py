@@ -4,8 +4,8 @@ import contextlib
 import textwrap
 from concurrent.futures import Future
 
+from bray.cluster.session import session
 from bray.errors import ConfigError
-from bray.remote.cluster import session
 
 made = []
 """(what, args, kwargs) in the order in which it happened."""

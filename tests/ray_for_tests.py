@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from bray.remote import cluster
+import bray
 
 RAY = {"address": "local", "num_cpus": 16, "object_store_memory": 300 << 20, "include_dashboard": False}
 
@@ -15,13 +15,11 @@ def opened(path, kind="ray", **kwargs):
     """A session of its own under `path`, ended however the block ends."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Ray's workers start three times as fast with byte code
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    made = cluster.init(
-        str(path / "project"), "trial", cluster=kind, **({**RAY, **kwargs} if kind == "ray" else kwargs)
-    )
+    made = bray.init(str(path / "project"), "trial", cluster=kind, **({**RAY, **kwargs} if kind == "ray" else kwargs))
     try:
         yield made
     finally:
-        cluster.shutdown()
+        bray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import time
 import urllib.request
 
 import bray
-from bray.remote import cluster
+from bray.cluster import session as sessions
 
 
 class Who(bray.Actor):
@@ -84,8 +84,8 @@ class AtariActor(bray.Actor):
 
     def __init__(self, model, buffer):
         assert isinstance(model, str)
-        self.model = cluster.session().cluster.find(f"model/{model}")
-        self.buffer = cluster.session().cluster.find(f"buffer/{buffer}/0")
+        self.model = sessions.session().cluster.find(f"model/{model}")
+        self.buffer = sessions.session().cluster.find(f"buffer/{buffer}/0")
 
     async def start(self, session, data):
         self.session, self.sum = session, 0
@@ -133,7 +133,7 @@ class Planner(bray.Agent):
         state.output["tick"] = state.tick
 
     async def on_episode(self, episode, done):
-        where = cluster.session().path / "pieces"
+        where = sessions.session().path / "pieces"
         where.mkdir(exist_ok=True)
         name = f"{episode[0].game if episode else 'none'}-{len(episode)}-{done}-{time.time_ns()}"
         (where / name).write_text("")

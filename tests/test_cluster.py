@@ -9,8 +9,8 @@ import time
 import numpy as np
 import pytest
 
+from bray.cluster import session as sessions
 from bray.errors import ConfigError, DataError, MissingComponent, RemoteError, ResourceError, Unreachable
-from bray.remote import cluster
 from tests.ray_for_tests import opened
 
 
@@ -33,10 +33,10 @@ class Counter:
         return "done"
 
     def about(self):
-        return {"pid": os.getpid(), "started": self.started, "n": self.n, "session": cluster.session().trial}
+        return {"pid": os.getpid(), "started": self.started, "n": self.n, "session": sessions.session().info.trial}
 
     def total(self, ref):
-        return float(cluster.session().cluster.get(ref[0]).sum())
+        return float(sessions.session().cluster.get(ref[0]).sum())
 
     def bad(self, kind):
         if kind == "bray":
@@ -180,7 +180,7 @@ def test_infeasible_requests_fail_at_once(session):
 @on_ray
 def test_a_request_that_others_leave_no_room_for_fails(session, monkeypatch):
     session.cluster.start("counter/large", Counter, cpus=15)
-    monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 1.0)
+    monkeypatch.setattr("bray.cluster.ray.BUSY_TIMEOUT", 1.0)
     try:
         with pytest.raises(ResourceError, match=r"counter/more asks for 4 CPUs, and others hold.*free are 1 CPUs"):
             session.cluster.start("counter/more", Counter, cpus=4)

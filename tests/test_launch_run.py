@@ -15,10 +15,10 @@ import pytest
 
 from bray.cli import launch as command
 from bray.cli.main import main
+from bray.cluster import session as sessions
 from bray.errors import ConfigError
 from bray.launch import build as building
 from bray.launch.graph import load
-from bray.remote import cluster
 from bray.serving.agent import AgentActor
 
 _number = itertools.count()
@@ -327,7 +327,7 @@ def test_a_component_that_cannot_be_built_ends_the_session(body, code, first, la
     else:
         assert err[0] == first
         assert err[1].startswith(f'  File "{path}"')  # the user's code, and none of ours before it
-    from bray.remote.cluster import session
+    from bray.cluster.session import session
 
     with pytest.raises(ConfigError, match="there is no session"):
         session()
@@ -335,7 +335,7 @@ def test_a_component_that_cannot_be_built_ends_the_session(body, code, first, la
 
 @pytest.mark.parametrize(("mode", "folder"), [("train", "."), ("deploy", "deploy")])
 def test_the_numbers_of_a_deployment_are_in_a_folder_of_its_own(mode, folder, file, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster, "run_until_asked_to_stop", lambda poll: cluster.shutdown())
+    monkeypatch.setattr(sessions, "run_until_asked_to_stop", lambda poll: sessions.shutdown())
     assert launch(file, "--mode", mode) == 0
     written = {p.parent for p in (tmp_path / "runs" / "t").rglob("bray.log")}
     assert written == {tmp_path / "runs" / "t" / folder}
@@ -374,7 +374,7 @@ def test_a_signal_stops_it_cleanly_with_code_0(sig, mode, file, tmp_path):
 
 def test_check_says_what_would_start(file, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command.Machine, "look", classmethod(lambda cls: cls(1, 2048.0, ())))
-    monkeypatch.setattr(cluster, "running_nodes", lambda: [])
+    monkeypatch.setattr("bray.cluster.ray_start.running_nodes", lambda: [])
     assert main(["launch", "--config", str(file), "--check", "model1.num_workers=2", "model1.gpus_per_worker=1"]) == 0
     out = capsys.readouterr().out
     rows = [" ".join(line.split()) for line in out.splitlines()]
@@ -412,11 +412,11 @@ def test_the_clusters_nodes_are_shown(file, capsys, monkeypatch):
         SimpleNamespace(host="10.0.0.1", head=True, cpus=4.0, gpus=1.0),
         SimpleNamespace(host="10.0.0.2", head=False, cpus=8.0, gpus=0.0),
     ]
-    monkeypatch.setattr(cluster, "running_nodes", lambda: nodes)
+    monkeypatch.setattr("bray.cluster.ray_start.running_nodes", lambda: nodes)
     assert main(["launch", "--config", str(file), "--check"]) == 0
     out = capsys.readouterr().out
     assert "a Ray cluster of 2 would be joined: 10.0.0.1 (head): 4 CPUs, 1 GPUs; 10.0.0.2: 8 CPUs, 0 GPUs" in out
-    monkeypatch.setattr(cluster, "running_nodes", lambda: [])
+    monkeypatch.setattr("bray.cluster.ray_start.running_nodes", lambda: [])
     assert main(["launch", "--config", str(file), "--check"]) == 0
     assert "a Ray of its own would be started on this machine" in capsys.readouterr().out
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from bray.client import Client, ClientError
+from bray.cluster import io, session as sessions
 from bray.errors import ConfigError, UnknownName
-from bray.remote import cluster, io
 from bray.remote.actor.handle import RemoteActor
 from bray.serving.agent import AgentActor
 from tests.ray_for_tests import local_session  # noqa: F401
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("local_session")
 @pytest.fixture
 def atari():
     """A model and a buffer of the seed's names."""
-    here = cluster.session().cluster
+    here = sessions.session().cluster
     return here.start("model/atari_model", FakeModel), here.start("buffer/atari_buffer/0", FakeBuffer)
 
 
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_an_actor_is_told_by_serve():
         actor.serve()
     with pytest.raises(ConfigError, match="with a class, got 'Who'"):
         actor.serve(Actor="Who")
-    assert cluster.session().cluster.names("actor/") == []
+    assert sessions.session().cluster.names("actor/") == []
     actor.serve(Actor=Who)  # after all that
     with pytest.raises(ConfigError, match="serves already"):
         actor.serve(Actor=Who)
@@ -181,7 +181,7 @@ def test_the_end_of_a_session_drains(local_session):  # noqa: F811
 
     async def shut_down():
         loop = asyncio.get_running_loop()
-        ending = loop.run_in_executor(None, cluster.shutdown)
+        ending = loop.run_in_executor(None, sessions.shutdown)
         await asyncio.sleep(0.3)
         assert not ending.done()
         with pytest.raises(ClientError, match="503"):
@@ -194,7 +194,7 @@ def test_the_end_of_a_session_drains(local_session):  # noqa: F811
     with pytest.raises(ClientError):
         other.start()
     with pytest.raises(ConfigError, match="no session"):
-        cluster.session()
+        sessions.session()
 
 
 def test_stop_does_not_wait_forever():
@@ -206,6 +206,6 @@ def test_stop_does_not_wait_forever():
     actor.stop()
     assert time.monotonic() - began < 5
     actor.stop()  # nothing more to do
-    assert not cluster.session().cluster.names("actor/")
+    assert not sessions.session().cluster.names("actor/")
     with pytest.raises(ClientError):
         client.tick(b"x")

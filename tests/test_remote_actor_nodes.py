@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+import bray
 from bray.client import Client, ClientError
-from bray.remote import cluster as seam
 from bray.remote.actor import handle
 from bray.remote.actor.handle import RemoteActor
 from bray.serving.agent import AgentActor
@@ -29,10 +29,10 @@ def two_nodes(tmp_path_factory):
     try:
         second = made.add_node(**NODE)
         path = tmp_path_factory.mktemp("nodes")
-        session = seam.init(str(path / "project"), "trial", address=made.address)
+        session = bray.init(str(path / "project"), "trial", address=made.address)
         yield made, second, session
     finally:
-        seam.shutdown()
+        bray.shutdown()
         import ray
 
         ray.shutdown()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from bray import tree
+from bray.cluster import io
 from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
-from bray.remote import io
 from bray.remote.buffer import handle, reader, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
 from bray.remote.buffer.worker import BufferShard

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from bray.cluster import io
 from bray.errors import MissingComponent, Unreachable
-from bray.remote import io
 from bray.remote.buffer import ports
 from bray.remote.buffer.handle import RemoteBuffer, find
 from bray.remote.buffer.slabs import Slab, SlabAddress, Window, look_into

@@ -14,8 +14,8 @@ from torch import nn
 
 import bray
 from bray import tree
+from bray.cluster import io, session as sessions
 from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName
-from bray.remote import cluster
 from bray.remote.model import keeper as keeper_module
 from bray.remote.model.definition import Definition, find_example
 from bray.remote.model.handle import RemoteModel
@@ -307,7 +307,7 @@ def test_a_handle_is_found_by_name_and_pickled_by_name():
 def test_wrong_settings_are_refused_and_nothing_is_left(keys, error, message):
     with pytest.raises(error, match=message):
         RemoteModel(**{"name": "m", "model": Scale(), "forward_args": (X,), **keys})
-    assert cluster.session().cluster.names("model/") == []
+    assert sessions.session().cluster.names("model/") == []
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
@@ -486,10 +486,10 @@ def test_a_script_that_just_ends_has_saved_its_model(tmp_path):
     script = f"""
 import numpy as np
 from torch import nn
-from bray.remote import cluster
+import bray
 from bray.remote.model.handle import RemoteModel
 
-cluster.init({str(tmp_path / "project")!r}, "trial", cluster="local")
+bray.init({str(tmp_path / "project")!r}, "trial", cluster="local")
 net = nn.Linear(4, 2)
 model = RemoteModel("m", net, (np.zeros(4, np.float32),))
 model(np.zeros(4, np.float32))
@@ -512,7 +512,7 @@ def test_checkpoint_is_a_step_or_a_path(tmp_path):
     ):
         with opened(tmp_path / str(i), "local"):
             if isinstance(checkpoint, int) or checkpoint.isdigit():
-                run = RunDir(cluster.session().path)
+                run = RunDir(sessions.session().path)
                 for s in (5, 6, 9):
                     run.save_weights(s, weights_of(s), "m")
             model = RemoteModel("m", Scale(0), (X,), checkpoint=checkpoint)
@@ -541,7 +541,7 @@ def test_weights_of_another_model_are_refused(tmp_path):
     with opened(tmp_path, "local"):
         with pytest.raises(CheckpointError, match=r"cannot start from version 7 of this trial.*another trial or name"):
             RemoteModel("m", nn.Linear(4, 2), (X,))
-        assert cluster.session().cluster.names("model/") == []
+        assert sessions.session().cluster.names("model/") == []
 
 
 def test_old_versions_go_and_protected_ones_stay(tmp_path):
@@ -555,7 +555,7 @@ def test_old_versions_go_and_protected_ones_stay(tmp_path):
             if step == 3:
                 model.clone()
             if step == 4:
-                RunDir(cluster.session().path).protect(4, "m")
+                RunDir(sessions.session().path).protect(4, "m")
         until(lambda: len(versions(tmp_path)) == keeper_module.KEEP + 3)
     assert versions(tmp_path) == [2, 3, 4, 8, 9, 10, 11, 12]
 
@@ -581,29 +581,29 @@ def test_a_model_of_the_same_name_is_replaced_unless_told_otherwise():
 def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
     model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=10)
     publish_all(model, [10])
-    until(lambda: versions(cluster.session().path.parent.parent) == [0, 10])
+    until(lambda: versions(sessions.session().path.parent.parent) == [0, 10])
     publish_all(model, [13])
     until(lambda: model(X, with_step=True)[1] == 13)
-    fresh = keeper_module.Keeper(model._known().definition, None, cluster.session().cluster.put(weights_of(0)), 0)
+    fresh = keeper_module.Keeper(model._known().definition, None, sessions.session().cluster.put(weights_of(0)), 0)
     assert fresh.step() == 10  # what the run directory has
 
     async def poll():
         key = (fresh.definition.id, 13, "t", False, False, "")
         return await fresh.newer(key, 13, wait=5)
 
-    assert cluster.io.run(poll()).wants == "offer"
-    assert fresh.offer(cluster.session().cluster.put(weights_of(13)), 13, "t") == 13
-    assert fresh.offer(cluster.session().cluster.put(weights_of(12)), 12, "old") == 13
+    assert io.run(poll()).wants == "offer"
+    assert fresh.offer(sessions.session().cluster.put(weights_of(13)), 13, "t") == 13
+    assert fresh.offer(sessions.session().cluster.put(weights_of(12)), 12, "old") == 13
     assert (
-        fresh.publish(cluster.session().cluster.put(weights_of(14)), None, "n", 1, 20) == 21
+        fresh.publish(sessions.session().cluster.put(weights_of(14)), None, "n", 1, 20) == 21
     )  # the publisher knew of 20
-    assert fresh.publish(cluster.session().cluster.put(weights_of(14)), None, "n", 1, 20) == 21  # the same once more
+    assert fresh.publish(sessions.session().cluster.put(weights_of(14)), None, "n", 1, 20) == 21  # the same once more
 
 
 @inside
 def test_waiting_for_something_newer():
     model = RemoteModel("m", Scale(0), (X,))
-    keeper = cluster.session().cluster._hosted["model/m"].worker
+    keeper = sessions.session().cluster._hosted["model/m"].worker
 
     async def main():
         key = keeper._news.key
@@ -614,14 +614,14 @@ def test_waiting_for_something_newer():
         model.publish_weights(weights_of(3))
         return await asyncio.wait_for(waiting, LIMIT_S)
 
-    news = cluster.io.run(main())
-    assert (news.step, cluster.session().cluster.get(news.weights)["w"].tolist()) == (1, [3.0])
+    news = io.run(main())
+    assert (news.step, sessions.session().cluster.get(news.weights)["w"].tolist()) == (1, [3.0])
 
 
 @inside
 def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
     RemoteModel("m", Scale(0), (X,))
-    here = cluster.session().cluster
+    here = sessions.session().cluster
     keeper = here._hosted["model/m"].worker
     monkeypatch.setattr(keeper_module, "_GAP_S", 0.2)
     monkeypatch.setattr(keeper_module, "_MOST_GAPS_S", 10.0)
@@ -635,7 +635,7 @@ def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
         keeper.publish(here.put(weights_of(4)), 6, "six")
         return told, sorted([(await task).step for task in waiting])
 
-    assert cluster.io.run(main()) == (1, [5, 6, 6])  # who is told later is told of the newest
+    assert io.run(main()) == (1, [5, 6, 6])  # who is told later is told of the newest
 
 
 # --- ONNX -------------------------------------------------------------------------------------------------------------
@@ -709,7 +709,7 @@ def test_a_model_that_cannot_be_exported_says_why_and_goes_on_with_torch(net, wh
 
     model = RemoteModel("m", net, (X,), use_onnx="train")
     model(X)
-    keeper = cluster.session().cluster.find("model/m")
+    keeper = sessions.session().cluster.find("model/m")
     until(lambda: keeper.call("export_error").result())
     assert re.search(why, keeper.call("export_error").result())
     assert "goes on with torch" in caplog.text

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from bray.cluster import session as sessions
 from bray.errors import BrayError, ConfigError, MissingComponent, RemoteError, ResourceError
-from bray.remote import cluster
 from bray.remote.model.handle import RemoteModel
 from tests.ray_for_tests import ray_session  # noqa: F401
 
@@ -64,7 +64,7 @@ def until(condition, seconds=LIMIT_S):
 
 def steps(name="m", n=2):
     """The step that each worker answers with."""
-    find = cluster.session().cluster.find
+    find = sessions.session().cluster.find
     return [find(f"model/{name}/{i}").call("numbers", again=True).result()["step"] for i in range(n)]
 
 
@@ -80,7 +80,7 @@ def exported(ray_session):  # noqa: F811
 
 
 def test_forwards_go_to_the_workers(model, exported):
-    assert cluster.session().cluster.names("model/m") == ["model/m", "model/m/0", "model/m/1"]
+    assert sessions.session().cluster.names("model/m") == ["model/m", "model/m/0", "model/m/1"]
 
     async def main():
         return await asyncio.gather(*[model.forward(X, with_step=True) for _ in range(100)])
@@ -97,7 +97,7 @@ def test_forwards_go_to_the_workers(model, exported):
 
 
 def test_a_publish_from_anywhere_reaches_every_worker_and_every_process(model):
-    asker = cluster.session().cluster.start("asker", Asker, model)
+    asker = sessions.session().cluster.start("asker", Asker, model)
     outputs, pid, step = asker.call("ask", 20).result()
     assert pid != os.getpid()
     assert [s for _, s in outputs] == [0] * 20
@@ -112,7 +112,7 @@ def test_a_publish_from_anywhere_reaches_every_worker_and_every_process(model):
     weights, step = model.get_weights()
     assert (weights["w"].tolist(), step) == ([before + 1.0], before + 1)
     assert model.get_model().w.item() == before + 1
-    cluster.session().cluster.stop("asker")
+    sessions.session().cluster.stop("asker")
 
 
 def test_an_error_of_the_users_model_shows_its_traceback_and_where_it_ran(model):
@@ -143,7 +143,7 @@ def test_a_missing_model_names_those_that_exist(model):
 def test_what_a_worker_asks_for_is_asked_of_ray(keys, message, model):
     with pytest.raises(ResourceError, match=message):
         RemoteModel("large", Scale(), (X,), num_workers=1, **keys)
-    assert cluster.session().cluster.names("model/large") == []
+    assert sessions.session().cluster.names("model/large") == []
 
 
 def test_a_model_that_cannot_be_sent_is_refused(model):
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_sent_is_refused(model):
     net.lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"model 'locked' cannot be sent to other processes.*lock"):
         RemoteModel("locked", net, (X,))
-    assert cluster.session().cluster.names("model/locked") == []
+    assert sessions.session().cluster.names("model/locked") == []
 
 
 class Load:
@@ -188,7 +188,7 @@ class Load:
 
 
 def test_a_worker_that_is_killed_is_replaced_and_nobody_notices(model):
-    find = cluster.session().cluster.find
+    find = sessions.session().cluster.find
     publish_to(model, model.step + 1)
     load = Load(model)
     until(lambda: load.answered > 200)
@@ -211,16 +211,16 @@ def test_the_keeper_is_killed_and_the_step_does_not_go_back(model):
     publish_to(model, step + 1)
     load = Load(model, 2)
     until(lambda: load.answered > 20)
-    pid = cluster.session().cluster.pid("model/m")
+    pid = sessions.session().cluster.pid("model/m")
     os.kill(pid, signal.SIGKILL)
     assert model.publish_weights(weights_of(step + 2)).result(LIMIT_S) == step + 2  # waits for the new one
     assert until(lambda: _pid("model/m", pid)) != pid
     until(lambda: steps() == [step + 2] * 2)
-    pid = cluster.session().cluster.pid("model/m")
+    pid = sessions.session().cluster.pid("model/m")
     os.kill(pid, signal.SIGKILL)
     until(lambda: _pid("model/m", pid))
     # nothing is published now: what the workers have is offered to the new one, whose files are older
-    until(lambda: cluster.session().cluster.find("model/m").call("step", again=True).result() == step + 2)
+    until(lambda: sessions.session().cluster.find("model/m").call("step", again=True).result() == step + 2)
     assert model.get_weights()[0]["w"].tolist() == [step + 2.0]
     assert model.step == step + 2
     load.end()
@@ -233,10 +233,10 @@ def test_the_keeper_is_killed_and_the_step_does_not_go_back(model):
 def test_who_published_last_gives_it_to_a_keeper_that_lost_it():
     lone = RemoteModel("lone", Scale(), (X,))  # nobody has an engine
     assert lone.publish_weights(weights_of(5), step=5).result(LIMIT_S) == 5
-    pid = cluster.session().cluster.pid("model/lone")
+    pid = sessions.session().cluster.pid("model/lone")
     os.kill(pid, signal.SIGKILL)
     until(lambda: _pid("model/lone", pid))
-    until(lambda: cluster.session().cluster.find("model/lone").call("step", again=True).result() == 5)
+    until(lambda: sessions.session().cluster.find("model/lone").call("step", again=True).result() == 5)
     assert lone(X, with_step=True)[1] == 5
     assert lone(X)["y"].tolist() == (5 * X).tolist()
     assert lone.publish_weights(weights_of(6)).result(LIMIT_S) == 6
@@ -249,7 +249,7 @@ def publish_to(model, step):
 
 def _pid(name, old):
     try:
-        found = cluster.session().cluster.pid(name)
+        found = sessions.session().cluster.pid(name)
     except BrayError:
         return None
     return found if found != old else None
@@ -267,7 +267,7 @@ def test_versions_of_the_pool_are_hosted_beside_the_current_one(model):
 
 
 def test_local_mode_starts_no_workers_and_goes_over_to_onnx_when_that_is_ready(exported):
-    assert cluster.session().cluster.names("model/exported") == ["model/exported"]
+    assert sessions.session().cluster.names("model/exported") == ["model/exported"]
     net = exported.get_model()
     expected = net(torch.from_numpy(X[None]))[0].detach().numpy()
     np.testing.assert_allclose(exported(X), expected, atol=1e-6)
@@ -282,7 +282,7 @@ def test_local_mode_starts_no_workers_and_goes_over_to_onnx_when_that_is_ready(e
 
 def test_clones_and_a_model_that_is_defined_anew(exported):
     clone = exported.clone(name="rival")
-    assert cluster.session().cluster.names("model/rival") == ["model/rival"]
+    assert sessions.session().cluster.names("model/rival") == ["model/rival"]
     np.testing.assert_allclose(clone(X), exported(X), atol=1e-5)
     other = RemoteModel("exported", nn.Linear(4, 2), (X,), local_mode=True, max_batch_size=3)
     assert other.step == exported.step == 1

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bray import tree
+from bray.cluster import io, session as sessions
 from bray.errors import BrayError, DataError, RemoteError, Unreachable
-from bray.remote import cluster, io
 from bray.remote.model import caller as caller_module
 from bray.remote.model.caller import Caller
 from bray.remote.model.handle import RemoteModel
@@ -384,7 +384,7 @@ def test_a_wrong_message_is_answered_with_an_error(session, model):
     member = start(session)
 
     async def main():
-        link = await cluster.session().connect(member.call("address").result())
+        link = await sessions.session().connect(member.call("address").result())
         with pytest.raises(DataError, match="not a batch"):
             await link.request(1, b"junk")
         with pytest.raises(BrayError, match="messages of kind 1"):

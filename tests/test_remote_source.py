@@ -166,7 +166,7 @@ def test_what_is_no_source(session, sources, kwargs, message):
 
 
 def test_a_reader_that_was_killed_goes_on_where_it_was(session):
-    from bray.remote import io
+    from bray.cluster import io
     from bray.remote.source.worker import SourceReader
 
     buffer = RemoteBuffer("b", size=1000, num_workers=1)

@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bray.cluster import session as sessions
 from bray.data.ring import ReplayRing
 from bray.errors import ConfigError, MissingComponent, ResourceError, UnknownName
-from bray.remote import cluster, master
+from bray.remote import master
 from bray.remote.algo import algo_setup
 from bray.remote.buffer.handle import RemoteBuffer
 from bray.remote.model.handle import RemoteModel
@@ -91,7 +92,7 @@ def test_a_trainer_is_driven_over_a_session():
     numbers = master.numbers()
     assert numbers["loss/loss{trainer=t1}"]["cnt"] == 20
     assert numbers["eval/loss{trainer=t1}"]["cnt"] == 4
-    saved = RunDir.open(trainer_path(cluster.session().path, "t1")).load_checkpoint()
+    saved = RunDir.open(trainer_path(sessions.session().path, "t1")).load_checkpoint()
     assert saved.step == 20
     assert all(np.array_equal(saved.weights[k], weights[k]) for k in weights)
 
@@ -116,7 +117,7 @@ def test_errors_of_the_users_code_are_the_promises_and_end_the_session():
         end.result(60)
     assert any(entry.name == "loss" for entry in caught.traceback)
     with pytest.raises(KeyError, match="advantage") as caught:
-        cluster.run_until_asked_to_stop()
+        sessions.run_until_asked_to_stop()
     assert any("trainer broken" in note for note in caught.value.__notes__)
 
 
@@ -134,8 +135,8 @@ def test_the_end_of_a_session_saves_the_training(tmp_path):
     while RemoteModel("m").step < 30 and time.monotonic() < deadline:
         buffer.push({k: v[0] for k, v in batch_of(1).items()})
         time.sleep(0.001)
-    path = cluster.session().path
-    cluster.shutdown()
+    path = sessions.session().path
+    sessions.shutdown()
     summary = end.result(1)
     assert summary["stopped"]
     assert RunDir.open(trainer_path(path, "t")).load_checkpoint().step == summary["model_step"] >= 30

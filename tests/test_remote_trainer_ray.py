@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import bray
+from bray.cluster import session as sessions
 from bray.errors import ConfigError, ResourceError
-from bray.remote import cluster
 from bray.remote.trainer.worker import trainer_path
 from bray.rundir import RunDir, write_atomic
 from bray.train.driver import Hook
@@ -83,7 +83,7 @@ class Slow(Regression):
 
 
 def write_pid(drive):
-    path = cluster.session().path / f"pid-{drive.ranks.rank}"
+    path = sessions.session().path / f"pid-{drive.ranks.rank}"
     if drive.steps % 5 == 0:
         write_atomic(path, str(os.getpid()).encode())  # whoever reads it finds all of it
 
@@ -134,14 +134,14 @@ def test_what_others_hold_is_named(monkeypatch):
         def ask(self):
             return 1
 
-    held = cluster.session().cluster.start("idle", Idle, cpus=14)
+    held = sessions.session().cluster.start("idle", Idle, cpus=14)
     try:
         assert held.call("ask").result() == 1
-        monkeypatch.setattr(cluster, "_BUSY_TIMEOUT", 0.5)
+        monkeypatch.setattr("bray.cluster.ray.BUSY_TIMEOUT", 0.5)
         with pytest.raises(ResourceError, match="asks for 4 x 1 CPUs, and others hold what there is: free are"):
             bray.RemoteTrainer("many", num_workers=4).train(train=print).result(30)
     finally:
-        cluster.session().cluster.stop("idle")
+        sessions.session().cluster.stop("idle")
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
+import bray
+from bray.cluster import io, session as sessions
 from bray.errors import ConfigError, DataError, UnknownName
-from bray.remote import cluster, io
 from tests.ray_for_tests import local_session, opened  # noqa: F401
 
 
@@ -17,18 +18,18 @@ class Bad:
 
 
 def test_a_session_is_opened_once(local_session, tmp_path):  # noqa: F811
-    assert cluster.init(local_session.project, "trial", cluster="local") is local_session
+    assert bray.init(local_session.info.project, "trial", cluster="local") is local_session
     with pytest.raises(ConfigError, match=r"bray\.shutdown"):
-        cluster.init(str(tmp_path / "other"), "trial", cluster="local")
+        bray.init(str(tmp_path / "other"), "trial", cluster="local")
 
 
 def test_bad_arguments(tmp_path):
     with pytest.raises(UnknownName, match="Did you mean 'ray'"):
-        cluster.init(str(tmp_path), "t", cluster="rai")
+        bray.init(str(tmp_path), "t", cluster="rai")
     with pytest.raises(ConfigError, match="num_cpus"):
-        cluster.init(str(tmp_path), "t", cluster="local", num_cpus=3)
+        bray.init(str(tmp_path), "t", cluster="local", num_cpus=3)
     with pytest.raises(ConfigError, match=r"bray\.init"):
-        cluster.session()
+        sessions.session()
 
 
 def test_a_trial_that_is_there_goes_on(tmp_path):
@@ -43,10 +44,10 @@ def test_run_until_asked_to_stop_raises_what_a_component_raised(tmp_path):
         member = session.cluster.start("bad", Bad)
         session.watch("trainer t", member.call("bad"))
         with pytest.raises(DataError) as caught:
-            cluster.run_until_asked_to_stop()
+            sessions.run_until_asked_to_stop()
         assert any("trainer t has failed" in note for note in caught.value.__notes__)
     with pytest.raises(ConfigError):
-        cluster.session()
+        sessions.session()
 
 
 def test_run_until_asked_to_stop_ends_at_a_signal(tmp_path):
@@ -57,4 +58,4 @@ def test_run_until_asked_to_stop_ends_at_a_signal(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
         io.spawn(stop())
-        cluster.run_until_asked_to_stop()
+        sessions.run_until_asked_to_stop()

@@ -84,11 +84,12 @@ def buffer(
 ) -> int:
     """Run the trainers of a launch file on made-up samples; 0 when all have made steps."""
     from bray.cli.launch import _show_failure as show_failure
+    from bray.cluster import session as sessions
     from bray.fake.buffer import FakeBuffer, algo_sample
     from bray.launch.build import build
     from bray.launch.graph import load
     from bray.launch.modules import Modules, use_search_path
-    from bray.remote import cluster as remote
+    from bray.remote.init import init
 
     graph = load(config, keys)
     trial = trial or f"{graph.settings.trial}-fake"  # what is learnt from nothing stays out of the real trial
@@ -100,7 +101,7 @@ def buffer(
     use_search_path(graph)
     given = None if sample is None else _named_sample(sample)
     console = make_console()
-    session = remote.init(graph.settings.project, graph.settings.trial, cluster)
+    session = init(graph.settings.project, graph.settings.trial, cluster)
     try:
         run = build(graph, session)
         modules = Modules(graph)
@@ -134,7 +135,7 @@ def buffer(
             return over
 
         try:
-            remote.run_until_asked_to_stop(poll)
+            sessions.run_until_asked_to_stop(poll)
         except Exception as e:
             show_failure(e)
             if given is None:
@@ -146,7 +147,7 @@ def buffer(
             return 1
         steps = {name: step - first[name] for name, step in last.items()}
     finally:
-        remote.shutdown()
+        sessions.shutdown()
     spent = time.monotonic() - began
     table = plain_table("trainer", ">steps", ">steps/s")
     for name, n in steps.items():

@@ -186,7 +186,7 @@ _OWN = "none runs here: a Ray of its own would be started on this machine"
 def _cluster(kind: str) -> str:
     if kind == "local":
         return "local: all components in this process"
-    from bray.remote.cluster import running_nodes
+    from bray.cluster.ray_start import running_nodes
 
     nodes = running_nodes()
     if not nodes:
@@ -199,15 +199,16 @@ def _cluster(kind: str) -> str:
 
 
 def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> int:
+    from bray.cluster import session as sessions
     from bray.launch.build import build
-    from bray.remote import cluster
+    from bray.remote.init import init
 
     s, asked = graph.settings, total(graph.resources())
     with _term_as_interrupt():
         place: dict[str, Any] = {}
         if s.mode == "deploy":
             place = {"numbers_in": DEPLOY_FOLDER, "shared": reads_only}
-        session = cluster.init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
+        session = init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(
@@ -218,7 +219,7 @@ def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> 
                     say(console, f"note: {problem}", "yellow")
             run = build(graph, session, lambda name: _started(console, graph, name, options))
         except BaseException as e:
-            cluster.shutdown()
+            sessions.shutdown()
             if not isinstance(e, Exception):
                 raise
             _show_failure(e)
@@ -229,7 +230,7 @@ def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> 
 
 def _wait(console: Console, run: Run, options: Options) -> int:
     """Until the run is done, has failed, or is asked to stop."""
-    from bray.remote import cluster
+    from bray.cluster import session as sessions
 
     due, done = time.monotonic() + PROGRESS_EVERY, False
 
@@ -244,7 +245,7 @@ def _wait(console: Console, run: Run, options: Options) -> int:
         return done
 
     try:
-        cluster.run_until_asked_to_stop(poll)
+        sessions.run_until_asked_to_stop(poll)
     except Exception as e:
         _show_failure(e)
         print(f"run directory: {run.session.path}", file=sys.stderr)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.cluster.session import session
 from bray.data.piece import Piece
 from bray.data.rows import to_samples
 from bray.errors import ConfigError
-from bray.remote.cluster import session
 
 logger = logging.getLogger("bray.remote")
 

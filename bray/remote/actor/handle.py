@@ -14,11 +14,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from bray.cluster.protocol import Member, Node
+from bray.cluster.session import Session, session
 from bray.config import Source, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.remote.actor.worker import ActorWorker, EntryWorker, Service
-from bray.remote.cluster import Member, Node, Session, session
 from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bray.cluster.session import session
+from bray.cluster.wire import Address, machine_id
 from bray.errors import BrayError, ConfigError
 from bray.remote.actor.policy_agent import stop_waiting
-from bray.remote.cluster import session
-from bray.remote.wire import Address, machine_id
 from bray.serving.affinity import NodeGateway, Table
 from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig

@@ -21,16 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
+from bray.cluster.local import LocalCluster
+from bray.cluster.session import Session, session
 from bray.errors import BrayError, ConfigError, DataError, Ended, MissingComponent, Unreachable
 from bray.inference.host import Promise
-from bray.remote import io
 from bray.remote.buffer import writer
 from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.ports import LocalPort, RemotePort, gone
 from bray.remote.buffer.reader import PREFETCH, QueueReader, Reader, Sampler
 from bray.remote.buffer.worker import BufferShard, Settings
 from bray.remote.buffer.writer import LocalWriter, Pushed, RemoteWriter
-from bray.remote.cluster import LocalCluster, Session, session
 from bray.tree import NestedArray
 
 _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making

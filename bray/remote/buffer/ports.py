@@ -12,14 +12,14 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from bray.cluster import io, wire
+from bray.cluster.session import Session
 from bray.errors import BrayError, LinkLost, MissingComponent, Unreachable
-from bray.remote import io, wire
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, Layouts
 from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.slabs import Window, look_into
 from bray.remote.buffer.worker import BufferShard, Hello, slab_address
-from bray.remote.cluster import Session
 
 logger = logging.getLogger("bray.remote")
 

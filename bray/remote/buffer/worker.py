@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from bray.cluster import io, wire
+from bray.cluster.session import session
 from bray.data.limit import RateLimit
 from bray.errors import ConfigError, DataError, UnknownName
-from bray.remote import io, wire
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, Layouts, join, private
 from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot
 from bray.remote.buffer.stores import Queue, Ring
-from bray.remote.cluster import session
 
 logger = logging.getLogger("bray.remote")
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
-from bray.remote import io
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, Layout, Layouts, stack
 from bray.remote.buffer.ports import LocalPort, RemotePort

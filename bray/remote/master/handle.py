@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
+from bray.cluster.protocol import Member
+from bray.cluster.session import Session, session
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
-from bray.remote import io
-from bray.remote.cluster import Member, Session, session
 from bray.remote.master.worker import KEPT, KINDS, LAST, LAST_KINDS, Labels, Master, Merged
 
 logger = logging.getLogger("bray")

@@ -18,9 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
-from bray.remote.cluster import session
 from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
 
 logger = logging.getLogger("bray.remote")
@@ -188,10 +188,9 @@ class Master:
         if self._model is None:
             return None
         if not self._step_is_final:
-            from bray.remote.model.handle import RemoteModel
-
             try:
-                self._last_step = RemoteModel(self._model).step
+                keeper = session().cluster.find(f"model/{self._model}")
+                self._last_step = keeper.call("step", timeout=_STEP_TIMEOUT).result()
             except BrayError as e:
                 logger.warning("the step of model %r is not known, and left out of a row: %s", self._model, e)
                 return None

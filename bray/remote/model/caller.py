@@ -12,11 +12,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from bray.cluster import wire
+from bray.cluster.protocol import Member
+from bray.cluster.session import session
 from bray.errors import BrayError, DataError, LinkLost, Unreachable
 from bray.inference import rows as rows_
 from bray.inference.rows import MISFITS, Template
-from bray.remote import wire
-from bray.remote.cluster import Member, session
 from bray.remote.model.layout import CURRENT, Reader, Writer
 
 logger = logging.getLogger("bray.remote")

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster import io
+from bray.cluster.session import Session, session
 from bray.inference.host import Promise
-from bray.remote import io
-from bray.remote.cluster import Session, session
 from bray.remote.model.caller import Caller
 from bray.remote.model.definition import Definition
 from bray.remote.model.keeper import About

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.cluster import io
+from bray.cluster.session import session
 from bray.errors import ConfigError, MissingComponent
 from bray.inference.host import Promise
-from bray.remote import io
-from bray.remote.cluster import session
 from bray.remote.model.client import Client, client_of, forget
 from bray.remote.model.definition import Definition, find_example
 from bray.remote.model.keeper import Keeper

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.cluster import io
+from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
-from bray.remote import io
-from bray.remote.cluster import session
 from bray.remote.model.definition import Definition, with_kwargs
 from bray.rundir import RunDir, match_weights, read_json, read_weights, write_atomic
 

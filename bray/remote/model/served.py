@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.cluster import io
+from bray.cluster.protocol import Member
+from bray.cluster.session import session
 from bray.errors import BrayError
 from bray.inference.host import ModelHost
-from bray.remote import io
-from bray.remote.cluster import Member, session
 from bray.remote.model.definition import Definition, with_kwargs
 from bray.remote.model.keeper import CALIBRATION_ROWS, POLL_S, About, Key, News
 

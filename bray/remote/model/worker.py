@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray import tree
+from bray.cluster import wire
+from bray.cluster.session import session
 from bray.errors import BrayError, RemoteError
-from bray.remote import wire
-from bray.remote.cluster import session
 from bray.remote.model.caller import FORWARD
 from bray.remote.model.keeper import About
 from bray.remote.model.layout import CURRENT, Reader, Writer

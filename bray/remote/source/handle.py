@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from bray.cluster import io
+from bray.cluster.protocol import Member
+from bray.cluster.session import session
 from bray.errors import ConfigError
 from bray.inference.host import Promise
-from bray.remote import io
-from bray.remote.cluster import Member, session
-from bray.remote.source.worker import SourceReader
-
-if TYPE_CHECKING:
-    from bray.remote.buffer.handle import RemoteBuffer
+from bray.remote.source.worker import SourceReader, Target
 
 logger = logging.getLogger("bray.remote")
 
@@ -22,7 +20,7 @@ _MOST_WORKERS = 4
 _FOREVER = 1e8  # seconds
 
 
-def add_source(buffer: RemoteBuffer, sources: Sequence[Any], num_workers: int | None, epoch: int, name: str) -> Promise:
+def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, epoch: int, name: str) -> Promise:
     """Read iterables into a buffer; see `RemoteBuffer.add_source`."""
     if not sources:
         raise ConfigError(

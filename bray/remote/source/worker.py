@@ -9,16 +9,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bray import tree
+from bray.cluster import io
+from bray.cluster.session import session
 from bray.errors import BrayError, ConfigError, Overloaded
-from bray.remote import io
-from bray.remote.cluster import session
-
-if TYPE_CHECKING:
-    from bray.remote.buffer.handle import RemoteBuffer
-    from bray.remote.buffer.writer import Pushed
 
 logger = logging.getLogger("bray.remote")
 
@@ -26,6 +22,22 @@ _THREADS = 8
 _UNDER_WAY = 256  # samples
 _BYTES_UNDER_WAY = 8 << 20
 _NOTE = 1.0  # seconds between notes of how far we are
+
+
+class Target(Protocol):
+    """What a reader needs of a RemoteBuffer."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settings(self) -> Any: ...
+
+    def _reads(self, reader: str, ended: bool) -> None: ...
+
+    def _push_from(self, reader: str, sample: Any) -> Any:
+        """Its `result(timeout)` waits until the sample is in the buffer."""
+        ...
 
 
 class SourceReader:
@@ -37,9 +49,7 @@ class SourceReader:
     How far it is, is noted in the first shard of the buffer: a reader that was killed goes on there.
     """
 
-    def __init__(
-        self, name: str, buffer: RemoteBuffer, sources: list[tuple[int, Any]], epoch: int, share: tuple[int, int]
-    ):
+    def __init__(self, name: str, buffer: Target, sources: list[tuple[int, Any]], epoch: int, share: tuple[int, int]):
         self.name, self.buffer, self.epoch, self.share = name, buffer, epoch, share
         self._sources = sources
         self._tasks: deque[tuple[str, Iterable[Any]]] = deque()
@@ -119,7 +129,7 @@ class SourceReader:
         epochs, items = self._progress.get(label, (0, 0))
         for epoch in range(epochs, self.epoch):
             skip = items if epoch == epochs else 0
-            under_way: deque[tuple[Pushed, int]] = deque()
+            under_way: deque[tuple[Any, int]] = deque()
             waiting, done = 0, skip
             for sample in islice(iter(source), skip, None):
                 if self._stop:
@@ -139,7 +149,7 @@ class SourceReader:
                     return
             self._note(label, epoch + 1, 0, now=epoch + 1 == self.epoch)
 
-    def _push(self, sample: Any) -> Pushed:
+    def _push(self, sample: Any) -> Any:
         while True:
             try:
                 return self.buffer._push_from(self.name, sample)
@@ -148,7 +158,7 @@ class SourceReader:
                     raise
                 time.sleep(0.01)
 
-    def _arrived(self, pushed: Pushed) -> bool:
+    def _arrived(self, pushed: Any) -> bool:
         while not self._stop:
             try:
                 pushed.result(1.0)

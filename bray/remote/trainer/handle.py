@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bray.cluster import io, wire
+from bray.cluster.session import Session, session
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.remote import cluster, io, wire
-from bray.remote.cluster import Session, session
 
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver
@@ -274,7 +274,9 @@ class _RayRun(_Run):
     def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
         ranks = opened.cluster
-        assert isinstance(ranks, cluster.RayCluster)
+        from bray.cluster.ray import RayCluster
+
+        assert isinstance(ranks, RayCluster)
         self._cluster = ranks
         cpus = max(trainer.cpus_per_worker, 0.001)  # Ray places nothing that asks for nothing
         self._resources = {"CPU": cpus, **({"GPU": 1.0} if trainer.use_gpu else {})}
@@ -335,7 +337,7 @@ class _RayRun(_Run):
             return pickle.loads(fit.fit().return_value)  # our own ranks' bytes, through Ray
         except rt.ControllerError as e:
             why = e.controller_failure
-            raise cluster._raise(why.failure()) if isinstance(why, Failed) else Unreachable(str(why)) from None
+            raise why.failure().for_caller() if isinstance(why, Failed) else Unreachable(str(why)) from None
         except BaseException:
             if self._over:
                 raise Unreachable(f"trainer {self.plan.name}: the session ended before the training did") from None

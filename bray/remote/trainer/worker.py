@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 import torch
 
+from bray.cluster import io, wire
+from bray.cluster.protocol import Failure
+from bray.cluster.session import SessionInfo, session
 from bray.data.experience import Rollouts
 from bray.errors import BrayError, ConfigError, Unreachable
-from bray.remote import cluster, io, wire
 from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
-from bray.remote.cluster import SessionInfo, session
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
@@ -241,14 +242,16 @@ class Failed(Exception):
         super().__init__(sealed)
         self.sealed = sealed
 
-    def failure(self) -> cluster.Failure:
+    def failure(self) -> Failure:
         return pickle.loads(self.sealed)  # from a rank of this session, through Ray
 
 
 def rank_main(info: SessionInfo, name: str, address: wire.Address, made: list[Any], use_gpu: bool) -> bytes:
     """The function that Ray Train runs. Errors of the user's code come back as Failed; others as they are, and then Ray Train begins again."""
+    from bray.cluster.ray import enter_worker  # it imports Ray
+
     ranks = Ranks()
-    cluster._enter(info, f"trainer/{name}/{ranks.rank}")
+    enter_worker(info, f"trainer/{name}/{ranks.rank}")
     where = f"trainer {name}, rank {ranks.rank} of {ranks.size} (pid {os.getpid()} on {socket.gethostname()})"
     logger.info("%s begins", where)
     try:
@@ -264,7 +267,7 @@ def rank_main(info: SessionInfo, name: str, address: wire.Address, made: list[An
         if is_worth_another_try(e):
             raise
         logger.error("%s failed", where, exc_info=e)
-        raise Failed(pickle.dumps(cluster._fail(e, where))) from None
+        raise Failed(pickle.dumps(Failure.of(e, where))) from None
 
 
 def is_worth_another_try(error: BaseException) -> bool:

@@ -12,6 +12,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
+from bray.errors import Unreachable
+from bray.inference.host import Promise
+
 logger = logging.getLogger("bray.remote")
 
 _lock = threading.Lock()
@@ -72,6 +75,22 @@ def is_loop() -> bool:
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the loop; the result comes as a future of threads."""
     return asyncio.run_coroutine_threadsafe(coroutine, loop())
+
+
+def promise(coroutine: Coroutine[Any, Any, Any]) -> Promise:
+    """Run a coroutine on the loop; await the Promise in any loop, or take its `.result()` in a thread."""
+    made = Promise()
+    made.set_running_or_notify_cancel()
+
+    def ended(done: Future[Any]) -> None:
+        error = Unreachable("the call was cancelled") if done.cancelled() else done.exception()
+        if error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(done.result())
+
+    submit(coroutine).add_done_callback(ended)
+    return made
 
 
 def run(coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:

@@ -1,0 +1,335 @@
+"""Components in processes that Ray places, names and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from bray.cluster import io
+from bray.cluster.protocol import (
+    CALL_TIMEOUT,
+    CLOSE_TIMEOUT,
+    Failure,
+    Hosted,
+    Member,
+    Node,
+    as_coroutine,
+    missing,
+    name_taken,
+)
+from bray.cluster.ray_start import alive_nodes
+from bray.cluster.session import Session, SessionInfo, enter, session
+from bray.errors import MissingComponent, ResourceError, Unreachable
+from bray.inference.host import Promise
+from bray.rundir import log_to
+
+logger = logging.getLogger("bray.remote")
+
+START_TIMEOUT = 120.0
+BUSY_TIMEOUT = 30.0
+"""Seconds after which a request fails that fits the cluster, but not what others leave free."""
+_RETRY_S = 0.2
+_INLINE = 50_000  # bytes of constructor arguments that travel in the message; larger ones go through the object store
+_GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)  # the latter: its node is gone too
+
+
+def enter_worker(info: SessionInfo, member: str) -> None:
+    """In a worker process: take part in the session."""
+    os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
+    # This process blocks SIGTERM (see ray_start); its children must not, or `Process.terminate` would do nothing.
+    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
+    sys.path.extend(p for p in info.modules if p not in sys.path)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("bray").setLevel(logging.INFO)
+    opened = enter(Session(info, RayCluster(info, False), member))
+    opened.log = log_to(opened.numbers / "bray.log")
+
+
+class _Host:
+    """The Ray actor around a worker. Its own loop is Ray's; the worker's coroutines run on the io loop."""
+
+    def __init__(self, info: SessionInfo, name: str, made: bytes | list[Any]):
+        enter_worker(info, name)
+        self._hosted: Future[Hosted] = Future()
+        # In a thread: this process answers at once, however long its worker takes to start.
+        threading.Thread(target=self._make, args=(name, made), daemon=True).start()
+
+    def _make(self, name: str, made: bytes | list[Any]) -> None:
+        def make() -> Any:  # only now: the user's modules are found on the session's path
+            cls, args, kwargs = ray.cloudpickle.loads(made) if isinstance(made, bytes) else ray.get(made[0])
+            return cls(*args, **kwargs)
+
+        self._hosted.set_result(Hosted(name, make))
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def ready(self) -> Failure | None:
+        return (await asyncio.wrap_future(self._hosted)).failure
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """(True, the result) or (False, a Failure)."""
+        hosted = self._hosted.result() if self._hosted.done() else await asyncio.wrap_future(self._hosted)
+        if hosted.failure is not None:
+            return False, hosted.failure
+        try:
+            result = getattr(hosted.worker, method)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await asyncio.wrap_future(io.submit(as_coroutine(result)))
+            return True, result
+        except BaseException as e:
+            return False, Failure.of(e, hosted.where)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._hosted.result().close()
+        session().end()
+
+
+class RayMember:
+    """A worker in another process."""
+
+    def __init__(self, name: str, actor: Any = None):
+        self.name, self._actor = name, actor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayMember, (self.name,)  # whoever gets it finds the actor when it is needed
+
+    def actor(self) -> Any:
+        if self._actor is None:
+            if not ray.is_initialized():
+                raise Unreachable(f"{self.name} cannot be asked: the session has ended")
+            try:
+                self._actor = ray.get_actor(self.name, session().namespace)
+            except ValueError:
+                raise missing(self.name, session().cluster.names()) from None
+        return self._actor
+
+    def call(
+        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, again: bool = False, **kwargs: Any
+    ) -> Promise:
+        def send() -> Future[Any]:
+            try:
+                return self.actor().call.remote(method, args, kwargs).future()
+            except Exception as e:
+                failed: Future[Any] = Future()
+                failed.set_exception(e)
+                return failed
+
+        first = send()  # here and not on the loop: large arguments take time to pickle
+        return io.promise(self._answer(first, send, method, timeout, again))
+
+    async def _answer(self, answer: Future[Any], send: Any, method: str, timeout: float, again: bool) -> Any:
+        """Wait for an answer; with `again`, send the request anew while the worker is gone."""
+        end = time.monotonic() + timeout
+        while True:
+            done = asyncio.wrap_future(answer)
+            await asyncio.wait([done], timeout=end - time.monotonic())
+            if not done.done():
+                done.add_done_callback(lambda f: f.exception())  # it comes too late, and nobody reads it
+                raise Unreachable(f"{self.name} did not answer {method} in {timeout:g} s")
+            error = done.exception()
+            if error is None:
+                fine, result = done.result()
+                if fine:
+                    return result
+                raise result.for_caller()
+            if not isinstance(error, (*_GONE, MissingComponent)):
+                raise error
+            self._actor = None
+            if not again or time.monotonic() + _RETRY_S >= end:
+                if isinstance(error, MissingComponent):
+                    raise error
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                raise Unreachable(f"{self.name} did not answer {method}: {why}")
+            await asyncio.sleep(_RETRY_S)
+            answer = send()
+
+    def tell(self, method: str, *args: Any, **kwargs: Any) -> None:
+        try:
+            self.actor().call.remote(method, args, kwargs)
+        except MissingComponent:
+            logger.warning("%s is missing and was not told %s", self.name, method)
+
+
+class RayCluster:
+    """connected  `ray.init` was called for this session, which then calls `ray.shutdown`"""
+
+    kind = "ray"
+
+    def __init__(self, info: SessionInfo, connected: bool):
+        self._info, self._connected = info, connected
+        self._kept: dict[str, Any] = {}  # constructor arguments, which a restart needs, and handles: see `stop`
+
+    def start(
+        self,
+        name: str,
+        cls: type,
+        *args: Any,
+        cpus: float = 0.0,
+        gpus: float = 0.0,
+        memory: float = 0,
+        node: str | None = None,
+        **kwargs: Any,
+    ) -> Member:
+        if name in self.names():
+            raise name_taken(name)
+        self._check_feasible(name, cpus, gpus, memory, node)
+        made: Any = ray.cloudpickle.dumps((cls, args, kwargs))
+        if len(made) > _INLINE:
+            made = [ray.put((cls, args, kwargs))]
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": self._info.namespace,
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "max_restarts": -1,
+            "max_task_retries": 0,
+            "max_concurrency": 10_000,
+        }
+        if memory:
+            options["memory"] = int(memory * 2**20)
+        if node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        try:
+            actor = ray.remote(_Host).options(**options).remote(self._info, name, made)
+        except ValueError:  # taken meanwhile
+            raise name_taken(name) from None
+        self._kept[name] = (made, actor)
+        try:
+            self._wait_ready(name, actor, _amount(cpus, gpus, memory))
+        except BaseException:
+            self.stop(name)
+            raise
+        return RayMember(name, actor)
+
+    def _wait_ready(self, name: str, actor: Any, asks: str) -> None:
+        start = time.monotonic()
+        placed, ready = actor.pid.remote(), actor.ready.remote()
+        while not ray.wait([ready], timeout=1.0)[0]:
+            waited = time.monotonic() - start
+            if waited > BUSY_TIMEOUT and not ray.wait([placed], timeout=0)[0]:
+                raise self._busy(name, asks)
+            if waited > START_TIMEOUT:
+                raise Unreachable(f"{name} was not ready after {START_TIMEOUT:g} s and was stopped; Ray's logs say why")
+        try:
+            failure = ray.get(ready)
+        except ray.exceptions.RayError as e:
+            raise Unreachable(f"{name} died while it started: {e}") from None
+        if failure is not None:
+            raise failure.for_caller()
+
+    def _check_feasible(self, name: str, cpus: float, gpus: float, memory: float, node: str | None) -> None:
+        nodes = self.nodes()
+        if node is not None and node not in [n.id for n in nodes]:
+            raise ResourceError(f"{name} is to run on node {node[:12]}, which is not there (any more)")
+        for n in nodes:
+            if node in (None, n.id) and n.cpus >= cpus and n.gpus >= gpus and n.memory >= memory:
+                return
+        raise ResourceError(
+            f"{name} asks for {_amount(cpus, gpus, memory)} on one node, and no node has that: there are {_list(nodes)}. "
+            "Ask for less (cpus_per_worker, gpus_per_worker, memory_per_worker), or add a larger node."
+        )
+
+    def _busy(self, name: str, asks: str) -> ResourceError:
+        free = ray.available_resources()
+        return ResourceError(
+            f"{name} asks for {asks}, and others hold what there is: free are "
+            f"{_amount(free.get('CPU', 0.0), free.get('GPU', 0.0), free.get('memory', 0.0) / 2**20)} of {_list(self.nodes())}. "
+            "Ask for less, stop something, or add a node."
+        )
+
+    def check_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
+        """Refuse `count` processes that would not fit if the cluster were empty."""
+        nodes = self.nodes()
+        room = sum(min(int(n.cpus / cpus) if cpus else count, int(n.gpus / gpus) if gpus else count) for n in nodes)
+        if room < count:
+            raise ResourceError(
+                f"{name} asks for {count} x {_amount(cpus, gpus)}, and there is room for {room}: there are {_list(nodes)}. "
+                "Ask for less (num_workers, cpus_per_worker, use_gpu), or add a node."
+            )
+
+    def wait_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
+        """Wait until others leave room for `count` processes; ResourceError after BUSY_TIMEOUT."""
+        end = time.monotonic() + BUSY_TIMEOUT
+        free = ray.available_resources()
+        while free.get("CPU", 0.0) < count * cpus or free.get("GPU", 0.0) < count * gpus:
+            if time.monotonic() > end:
+                raise self._busy(name, f"{count} x {_amount(cpus, gpus)}")
+            time.sleep(0.5)
+            free = ray.available_resources()
+
+    def find(self, name: str) -> Member:
+        member = RayMember(name)
+        member.actor()
+        return member
+
+    def names(self, prefix: str = "") -> list[str]:
+        rows = ray.util.list_named_actors(all_namespaces=True)
+        mine = (r["name"] for r in rows if r["namespace"] == self._info.namespace)
+        return sorted(n for n in mine if n.startswith(prefix))
+
+    def pid(self, name: str) -> int:
+        try:
+            return ray.get(RayMember(name).actor().pid.remote(), timeout=CALL_TIMEOUT)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as e:
+            raise Unreachable(f"{name} does not answer: {type(e).__name__}") from None
+
+    def stop(self, name: str) -> None:
+        with contextlib.suppress(ValueError):
+            actor = ray.get_actor(name, self._info.namespace)
+            with contextlib.suppress(Exception):  # it may hang or be dead: it is killed all the same
+                ray.get(actor.close.remote(), timeout=CLOSE_TIMEOUT)
+            ray.kill(actor)
+        # Not before: Ray kills an actor of which nobody has a handle, and it could not close.
+        self._kept.pop(name, None)
+
+    def nodes(self) -> list[Node]:
+        return alive_nodes()
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def get(self, ref: Any) -> Any:
+        return ray.get(ref)
+
+    def host(self) -> str:
+        return "127.0.0.1" if self._info.one_machine else ray.util.get_node_ip_address()
+
+    def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        try:
+            running = set(self.names())
+            for name in reversed([n for n in self._kept if n in running]):  # the master, started first, goes last
+                with contextlib.suppress(Exception):
+                    self.stop(name)
+        except Exception as e:  # what could be saved is saved
+            logger.warning("Ray ended before the session did: %s", e)
+        if self._connected:
+            ray.shutdown()
+
+
+def _amount(cpus: float, gpus: float, memory: float = 0) -> str:
+    parts = [f"{cpus:g} CPUs"] if cpus or not (gpus or memory) else []
+    parts += [f"{gpus:g} GPUs"] if gpus else []
+    parts += [f"{memory:.0f} MB"] if memory else []
+    return ", ".join(parts)
+
+
+def _list(nodes: list[Node]) -> str:
+    return "; ".join(f"node {n.host}: {_amount(n.cpus, n.gpus)}" for n in nodes) or "no nodes"

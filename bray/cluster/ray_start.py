@@ -1,0 +1,146 @@
+"""Joining the Ray that runs, or starting one on this machine, in a way that lets a session end well."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from bray.cluster.protocol import Node
+from bray.errors import ConfigError
+
+logger = logging.getLogger("bray.remote")
+
+# Ray starts a cluster by itself when a thread that has outlived its session asks it for something.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+
+_OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")
+
+
+def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    """Join the Ray that runs, or start one; (whether this call connected us, whether it started that Ray)."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "cluster='ray' needs Ray, which is not installed: pip install 'bray[remote]', or use cluster='local'"
+        ) from None
+    if ray.is_initialized():
+        return False, False
+    hook: Any = import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = False  # the environment variable says it too late where Ray was imported before us
+    kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
+    if kwargs.get("address") is None and os.environ.get("RAY_ADDRESS") == "local":
+        kwargs["address"] = "local"
+    with _hold_sigterm():
+        if kwargs.get("address") is None:
+            joining = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
+            try:
+                ray.init(**{**joining, "address": "auto"})
+                return True, False
+            except ConnectionError:
+                kwargs["address"] = "local"
+        if kwargs["address"] != "local":
+            ray.init(**kwargs)
+            return True, False
+        kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
+        kwargs.setdefault("include_dashboard", False)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker would compile all libraries again
+        with _own_process_groups():
+            ray.init(**kwargs)
+    return True, True
+
+
+@contextlib.contextmanager
+def _hold_sigterm() -> Iterator[None]:
+    """Within: `ray.init`, which sets handlers of SIGTERM, in Python and in C++, that end this process without saving anything. A SIGTERM
+    that arrives meanwhile waits until the previous handler is back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _own_process_groups() -> Iterator[None]:
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and so do
+    the workers that they start.
+
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process, systemd every process of
+    the service. Ray's processes would end before trainers and models could save; they are to end when this process says so
+    (`ray.shutdown`) or dies.
+    """
+    services: Any = import_module("ray._private.services")  # Ray has no public way to say it
+    popen: Any = getattr(services, "ConsolePopen", None)
+    if popen is None or sys.platform == "win32":
+        logger.warning(
+            "this version of Ray starts its processes in our process group: a signal to the group ends them before us"
+        )
+        yield
+        return
+
+    class OwnGroup(popen):
+        def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
+            def prepare() -> None:
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                preexec_fn()
+
+            super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
+
+        def terminate(self) -> None:
+            """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its group."""
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    services.ConsolePopen = OwnGroup
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def alive_nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(
+            n["NodeID"],
+            n["NodeManagerAddress"],
+            "node:__internal_head__" in n["Resources"],
+            n["Resources"].get("CPU", 0.0),
+            n["Resources"].get("GPU", 0.0),
+            n["Resources"].get("memory", 0.0) / 2**20,
+        )
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
+
+
+def running_nodes() -> list[Node]:
+    """The nodes of the Ray cluster that `init` would join; empty where none runs."""
+    try:
+        import ray
+    except ImportError:
+        return []
+    if ray.is_initialized():
+        return alive_nodes()
+    try:
+        ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
+    except ConnectionError:
+        return []
+    try:
+        return alive_nodes()
+    finally:
+        ray.shutdown()

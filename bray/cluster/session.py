@@ -1,0 +1,176 @@
+"""The session of this process: a project's trial, its run directory and its cluster. `bray.init` opens it, `shutdown` ends it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bray.cluster import wire
+from bray.cluster.protocol import Cluster
+from bray.errors import ConfigError
+from bray.inference.host import Promise
+from bray.rundir import RunDir
+
+logger = logging.getLogger("bray.remote")
+
+
+class SessionInfo(NamedTuple):
+    """What a process needs to know to take part in a session."""
+
+    project: str
+    trial: str
+    path: str
+    """The run directory."""
+    numbers: str
+    """The folder for result rows, TensorBoard's events and the log."""
+    token: bytes
+    """Proves to the listeners of the session that a connection belongs to it."""
+    one_machine: bool
+    """The cluster is this machine alone."""
+    modules: tuple[str, ...]
+    """`sys.path` of the process that called `init`."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the session's actors in Ray."""
+        return f"bray:{self.numbers}"
+
+
+@dataclass
+class Session:
+    info: SessionInfo
+    cluster: Cluster
+    member: str = ""
+    """The member that this process runs; '' in the process that called `init`."""
+    run: RunDir | None = None
+    """What the process that called `init` has locked: the run directory, or `numbers` where that is all it writes to."""
+    log: logging.Handler | None = None
+    watched: list[tuple[str, Promise]] = field(default_factory=list)
+    """(name, its end): components whose failure ends `run_until_asked_to_stop`."""
+    stops: list[Callable[[], None]] = field(default_factory=list)
+    """Called first at the end, newest first: they stop what makes work for others, games and trainers."""
+    closers: list[Callable[[], None]] = field(default_factory=list)
+    """Called after them, newest first."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.info.path)
+
+    @property
+    def numbers(self) -> Path:
+        return Path(self.info.numbers)
+
+    @property
+    def writes_to(self) -> Path:
+        """For what is no number, such as episodes."""
+        return self.path if self.run is None else self.run.path
+
+    @property
+    def namespace(self) -> str:
+        return self.info.namespace
+
+    @property
+    def token(self) -> bytes:
+        return self.info.token
+
+    def end(self) -> None:
+        """Stop what runs, then close what it used."""
+        for close in (*reversed(self.stops), *reversed(self.closers)):
+            try:
+                close()
+            except Exception:
+                logger.exception("%s did not end well", self.member or "the session")
+
+    def watch(self, name: str, end: Promise) -> None:
+        """An error of this component reaches `run_until_asked_to_stop`."""
+        self.watched.append((name, end))
+
+    async def connect(
+        self, address: wire.Address, handle: Any = None, lost: Any = None, unix: bool = True
+    ) -> wire.Link:
+        """A link to a Listener of this session."""
+        return await wire.connect(address, self.token, handle, lost, unix)
+
+    async def listen(self, name: str, handle: wire.Handle, lost: Any = None) -> wire.Listener:
+        """A Listener that all processes of this session can reach."""
+        listener = wire.Listener(handle, self.token, lost)
+        await listener.start(name.replace("/", "-"), self.cluster.host())
+        return listener
+
+
+_current: Session | None = None
+
+
+def current() -> Session | None:
+    """The session of this process, if it has one."""
+    return _current
+
+
+def session() -> Session:
+    """The session of this process."""
+    if _current is None:
+        raise ConfigError(
+            'there is no session in this process: call bray.init(project="./runs/game", trial="v0") first'
+        )
+    return _current
+
+
+def enter(opened: Session) -> Session:
+    """Make this the session of the process."""
+    global _current
+    _current = opened
+    return opened
+
+
+def shutdown() -> None:
+    """End the session: all its components, and the Ray that it started."""
+    global _current
+    ending = _current
+    if ending is None:
+        return
+    ending.end()
+    ending.cluster.close()
+    if ending.run is not None:
+        ending.run.close()
+    if ending.log is not None:
+        ending.log.close()
+    _current = None
+
+
+atexit.register(shutdown)
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float = 0.2) -> None:
+    """Wait for Ctrl-C, SIGTERM or a closed terminal, then end the session. A trainer that fails ends it too, and its error is raised.
+
+    poll  called about every `every` seconds; True ends the session
+    """
+    asked = threading.Event()
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        old = {s: signal.signal(s, lambda *_: asked.set()) for s in _ENDING if signal.getsignal(s) != signal.SIG_IGN}
+    try:
+        while not asked.wait(every):
+            for name, end in session().watched:
+                if end.done() and (error := end.exception()) is not None:
+                    error.add_note(f"{name} has failed, and the session ends")
+                    raise error
+            if poll is not None and poll():
+                break
+    finally:
+        # A second Ctrl-C interrupts what follows. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
+        if signal.SIGINT in old:
+            signal.signal(signal.SIGINT, old.pop(signal.SIGINT))
+        try:
+            shutdown()
+        finally:
+            for sig, handler in old.items():
+                signal.signal(sig, handler)
