@@ -43,6 +43,7 @@ from bray.train.config import RunConfig, resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.live import ID as LIVE, LiveConfig, LiveTraining
 from bray.train.local import LocalTraining, acting_engine, describe_policy, initial_state
+from bray.train.offline import ID as FILES, DataConfig, FileTraining
 
 logger = logging.getLogger("bray")
 
@@ -165,29 +166,38 @@ class Experiment:
         project: str | Path | None = None,
         trial: str | None = None,
         live: bool = False,
+        data: str | Path | None = None,
         **overrides: Any,
     ):
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
-        of `LiveConfig` say where and what."""
+        of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
         given = [_spread(s) for s in sources]
         if config:
             given.append(Source("python", dict(config)))
         if overrides:
             given.append(Source("python", dict(overrides)))
+        if data is not None:
+            given.append(Source("python", {"data": {"files": str(data)}}))
         run = _first(run, given, "run", "algorithm")
         env = _first(env, given, "env", "id")
         live = live or any("live" in source.values for source in given)
-        if live and env is None:
-            env = LIVE
+        from_files = any("data" in source.values for source in given)
+        if live and from_files:
+            raise ConfigError("an experiment learns from live games or from files, not from both")
+        if env is None and (live or from_files):
+            env = LIVE if live else FILES
         if run is None or env is None:
             raise ConfigError(
-                "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), or live games (live=True, --live)"
+                "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, --live), or "
+                "files (data=, --data)"
             )
         self.algo = get_algo(run)
         name = algo_name(run)
         sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": self.algo.Config}
         if live:
             sections["live"] = LiveConfig
+        if from_files:
+            sections["data"] = DataConfig
         layers = [Source("named", {"run": {"algorithm": name}, "env": {"id": env}})]
         defaults = getattr(self.algo, "DEFAULTS", None)  # e.g. another network for this algorithm
         if defaults:
@@ -213,7 +223,7 @@ class Experiment:
             path = Path(project or "runs") / (trial or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self._path = Path(path) if path else None
         self._dir: RunDir | None = None
-        self._training: LocalTraining | LiveTraining | None = None
+        self._training: LocalTraining | LiveTraining | FileTraining | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
         self._spec: EnvSpec | None = None
         self._served: ServedPolicy | None = None
@@ -229,11 +239,16 @@ class Experiment:
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> LocalTraining | LiveTraining:
+    def training(self) -> LocalTraining | LiveTraining | FileTraining:
         if self._training is None:
             c = self.config
             parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
-            self._training = LiveTraining(*parts, c["live"]) if self.live else LocalTraining(*parts)
+            if self.live:
+                self._training = LiveTraining(*parts, c["live"])
+            elif "data" in c.sections:
+                self._training = FileTraining(*parts, c["data"])
+            else:
+                self._training = LocalTraining(*parts)
             if self._weights is not None:
                 self._training.set_weights(self._weights)
         return self._training
@@ -554,8 +569,17 @@ class Experiment:
         with self._stage(1, seed, act) as stage:
             return play_steps(steps=steps, **stage)
 
+    @property
+    def has_env(self) -> bool:
+        """Whether there is an environment that Bray can play in."""
+        return self.config["env"].id not in (LIVE, FILES)
+
     def check_env(self) -> None:
         """Refuse a run that has no environment to play in."""
+        if self.config["env"].id == FILES:
+            raise ConfigError(
+                "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
+            )
         if self.config["env"].id == LIVE:
             raise ConfigError(
                 "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "

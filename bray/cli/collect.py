@@ -17,6 +17,7 @@ from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.metrics import short
+from bray.rundir import RunDir
 from bray.train.evaluate import EVAL_SEED, eval_config, trained
 
 
@@ -102,6 +103,8 @@ def collect(
                 yield episode
 
     paths = _write(played(), out, per_file) if format == "bray" else _write_pickles(played(), out, per_file)
+    if format == "bray":
+        RunDir(out).write_spec(exp.served.spec)  # whoever learns from the files needs no environment
     exp.close()
     say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(

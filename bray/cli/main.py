@@ -137,6 +137,9 @@ def train(
         str | None, _opt(_LIVE, "--actions", "SPACE", "What they want: 3, '3,2', 'float32[2] -1..1'.")
     ] = None,
     spec: Annotated[Path | None, _opt(_LIVE, "--spec", "FILE", "Or both as JSON; or --env, for its spaces.")] = None,
+    data: Annotated[
+        str | None, _opt(_WHAT, "--data", "FILES", "Learn from files: a directory, 'DIR/*.episodes'.")
+    ] = None,
     device: Annotated[str | None, _opt(_HOW, "--device", "D", "cpu, cuda, cuda:N or auto")] = None,
     num_workers: Annotated[int | None, _opt(_HOW, "--num-workers", "N", "Rollout processes; 0 = this one.")] = None,
     num_envs: Annotated[int | None, _opt(_HOW, "--num-envs-per-worker", "N", "Stepped together: env.num_envs.")] = None,

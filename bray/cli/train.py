@@ -41,6 +41,7 @@ _FLAGS = {  # what a flag sets
     "obs": ("--obs", "live", "obs"),
     "actions": ("--actions", "live", "actions"),
     "spec": ("--spec", "live", "spec"),
+    "data": ("--data", "data", "files"),
 }
 _LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
 _FIXED = ("run", "env", "file", "seeds", "project", "trial", "init_from")
@@ -78,6 +79,7 @@ class Options:
     obs: str | None = None
     actions: str | None = None
     spec: Path | None = None
+    data: str | None = None
     print_config: bool = False
     render: bool = False
     log_level: str = "warning"
@@ -211,6 +213,8 @@ def _experiment(options: Options, path: Path | None = None) -> Experiment:
     exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
+    if options.render:
+        exp.check_env()
     if options.init_from is not None:
         exp.init_from(options.init_from)
     return exp
@@ -246,7 +250,7 @@ def _run(exp: Experiment, options: Options, console: Console, signals: Signals) 
     reached = exp.reached
     if not options.quiet:
         _ended(exp, console, reached, signals, went_on)
-    if not options.quiet and training.iteration and not exp.live:
+    if not options.quiet and training.iteration and not exp.live and exp.has_env:
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
@@ -329,7 +333,11 @@ def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: boo
         ("results", path / "result.jsonl"),
         ("tensorboard", path / "tb"),
     ]
-    look = ("serve it", f"bray serve {quoted}") if exp.live else ("look at it", f"bray eval {quoted} --render")
+    look = (
+        ("serve it", f"bray serve {quoted}")
+        if exp.live or not exp.has_env
+        else ("look at it", f"bray eval {quoted} --render")
+    )
     commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:
         commands.insert(0, ("go on", f"bray train --resume {quoted}"))
