@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
-
-from bray.errors import Unreachable
-from bray.inference.host import Promise
 
 logger = logging.getLogger("bray.remote")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
-_thread: threading.Thread | None = None
 _pid = 0
 _running: set[Future[Any]] = set()  # the loop itself keeps only weak references
 
 
 def loop() -> asyncio.AbstractEventLoop:
     """The loop; started when first asked for, and anew in a forked process."""
-    global _loop, _pid, _thread
+    global _loop, _pid
     if _loop is not None and _pid == os.getpid():
         return _loop
     with _lock:
         if _loop is None or _pid != os.getpid():
             made = _new_loop()
-            _thread = threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True)
-            _thread.start()
+            threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True).start()
             _loop, _pid = made, os.getpid()
         return _loop
-
-
-@atexit.register
-def _stop() -> None:
-    """A loop that runs while the interpreter is taken apart may crash the process."""
-    if _loop is not None and _thread is not None and _pid == os.getpid():
-        _loop.call_soon_threadsafe(_loop.stop)
-        _thread.join(2.0)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -72,25 +58,17 @@ def is_loop() -> bool:
         return False
 
 
+def call(function: Callable[[], object]) -> None:
+    """Call a function on the loop: at once where this is the loop, else soon."""
+    if is_loop():
+        function()
+    else:
+        loop().call_soon_threadsafe(function)
+
+
 def submit(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
     """Run a coroutine on the loop; the result comes as a future of threads."""
     return asyncio.run_coroutine_threadsafe(coroutine, loop())
-
-
-def promise(coroutine: Coroutine[Any, Any, Any]) -> Promise:
-    """Run a coroutine on the loop; await the Promise in any loop, or take its `.result()` in a thread."""
-    made = Promise()
-    made.set_running_or_notify_cancel()
-
-    def ended(done: Future[Any]) -> None:
-        error = Unreachable("the call was cancelled") if done.cancelled() else done.exception()
-        if error is not None:
-            made.set_exception(error)
-        else:
-            made.set_result(done.result())
-
-    submit(coroutine).add_done_callback(ended)
-    return made
 
 
 def run(coroutine: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
