@@ -61,11 +61,20 @@ class capture:
         self.enabled = enabled
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._programs: dict[Any, Program | None] = {}
+        self._known: dict[Any, Program | None] = {}  # the same by a key that is five times cheaper to make
         self._warned = False
 
     def __call__(self, *args: Any) -> Any:
-        flat, structure = pytree.tree_flatten(args)
-        program = self.program(flat, structure) if self.enabled else None
+        if not self.enabled:
+            return self.fn(*args)
+        flat: list[Tensor] = []
+        key = (_names(args, flat), tuple([(x.shape, x.dtype, x.device) for x in flat]))
+        if key not in self._known:
+            program = self.program(flat, pytree.tree_structure(args))
+            if len(self._known) < MAX_PROGRAMS:
+                self._known[key] = program
+        else:
+            program = self._known[key]
         if program is None:
             return self.fn(*args)
         return pytree.tree_unflatten(program.run(flat), program.out_structure)
@@ -109,6 +118,16 @@ class capture:
             logger.warning("%s is not recorded and runs slower: %s", self.name, _first_line(e))
         self._warned = True
         logger.debug("why recording failed", exc_info=e)
+
+
+def _names(x: Any, leaves: list[Tensor]) -> Any:
+    """The structure of nested dicts, lists and tuples as something to look up by; the tensors in them are added to `leaves`."""
+    if isinstance(x, Tensor):
+        leaves.append(x)
+        return None
+    if isinstance(x, dict):
+        return dict, tuple(x), tuple([_names(v, leaves) for v in x.values()])
+    return type(x), tuple([_names(v, leaves) for v in x])
 
 
 def _first_line(e: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bray.errors import ConfigError, DataError
-from bray.metrics import ENV_STEPS
+from bray.metrics.rows import ENV_STEPS
 from bray.rundir import write_atomic
 
 TRAIN = "episode_return_mean"

@@ -49,6 +49,7 @@ class Optimizer:
         self.flat = flatten_parameters(self.params)
         # float64, because 1 - 0.999**1 in float32 is wrong in the fifth digit
         self.lr = torch.tensor(float(lr), device=self.flat.device, dtype=torch.float64)
+        self._lr = float(lr)  # what the tensor holds
         self.steps = torch.zeros((), device=self.flat.device, dtype=torch.float64)
         self.m = torch.zeros_like(self.flat) if kind == "adam" else torch.zeros(0)
         self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
@@ -57,7 +58,9 @@ class Optimizer:
         It talks to other processes, so a step with it cannot be recorded."""
 
     def set_lr(self, lr: float) -> None:
-        self.lr.fill_(lr)
+        if lr != self._lr:
+            self.lr.fill_(lr)
+            self._lr = lr
 
     def step(self, loss: Tensor) -> Tensor:
         """One step down the gradient of `loss`; returns the gradient's norm before clipping."""
@@ -112,6 +115,7 @@ class Optimizer:
                     "the checkpoint belongs to another network"
                 )
             mine.copy_(given)
+        self._lr = float(self.lr)
 
 
 @torch.no_grad()

@@ -17,13 +17,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
-from pydantic import Field
 
 from bray import act, tree
 from bray.act import GREEDY, SAMPLE, TRAINED, Tick, decide_now
@@ -32,7 +31,7 @@ from bray.errors import BrayError, CheckpointError, ConfigError, DataError, Unkn
 from bray.inference.host import ModelHost
 from bray.rundir import RunDir, write_atomic
 from bray.serving.actor import Actor
-from bray.serving.config import ServiceConfig
+from bray.serving.config import ModelService, ServiceConfig
 from bray.serving.observe import Observations
 from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
@@ -45,38 +44,6 @@ logger = logging.getLogger("bray.serving")
 
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have torch."""
-EngineName = Literal["onnx", "int8", "torch"]
-
-
-@dataclass(frozen=True)
-class ModelService:
-    """What the models of a service can be told."""
-
-    engine: EngineName = "onnx"
-    """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch = PyTorch."""
-    versions: dict[str, float] = field(
-        default_factory=dict
-    )  # not {"latest": 1}: what is given is merged into a default
-    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
-    act: Literal["greedy", "sample"] = "greedy"
-    """How actions are chosen: greedy = the best one, sample = drawn as in training."""
-    follow: bool = False
-    """Go on to new checkpoints of a training that is running."""
-    follow_every_s: Annotated[float, Field(gt=0)] = 1.0
-    """How often a followed run is looked at."""
-    fallback: Any = None
-    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
-    record: str | None = None
-    """Directory for recordings of every session; null = none."""
-    max_batch_size: Annotated[int, Field(gt=0)] = 32
-    """Rows of one forward."""
-    max_wait_s: Annotated[float, Field(ge=0)] = 0.0
-    """How long an idle model waits for a fuller batch."""
-    max_queue: Annotated[int, Field(gt=0)] = 4096
-    """Ticks that may wait for a model."""
-    threads: Annotated[int, Field(gt=0)] = 1
-    """Threads of one forward."""
-
 
 _REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
 SECTIONS = {"service": ServiceConfig, "model": ModelService}
@@ -84,8 +51,7 @@ SECTIONS = {"service": ServiceConfig, "model": ModelService}
 
 def configure(sources: Sequence[Source]) -> tuple[ServiceConfig, ModelService]:
     """The settings of a service and of its models; unknown keys get the nearest one."""
-    defaults = Source("defaults of bray serve", {"service": {"actors_per_worker": 1000}})
-    config = resolve(SECTIONS, [defaults, *map(_renamed, sources)])
+    config = resolve(SECTIONS, [_renamed(source) for source in sources])
     return config["service"], config["model"]
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -55,9 +55,22 @@ class Space:
     names: tuple[str, ...] = ()  # dict
 
     @property
+    def composite(self) -> bool:
+        """A dict or tuple of other spaces."""
+        return self.kind in ("dict", "tuple")
+
+    @property
+    def keys(self) -> Sequence[Any]:
+        """The keys of a dict space, the positions of a tuple space."""
+        return self.names if self.kind == "dict" else range(len(self.parts))
+
+    @property
     def items(self) -> Iterator[tuple[str, Space]]:
-        names = self.names if self.kind == "dict" else tuple(str(i) for i in range(len(self.parts)))
-        return zip(names, self.parts, strict=True)
+        return zip(map(str, self.keys), self.parts, strict=True)
+
+    def join(self, members: Iterable[Any]) -> Any:
+        """One value per part -> the dict or tuple of them."""
+        return dict(zip(self.names, members, strict=True)) if self.kind == "dict" else tuple(members)
 
     def bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """low and high of a box as float arrays of its shape, infinite where there is none."""
@@ -71,7 +84,7 @@ class Space:
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"kind": self.kind}
-        if self.kind not in ("dict", "tuple"):
+        if not self.composite:
             out |= {"shape": list(self.shape), "dtype": self.dtype}
         if self.kind == "box":
             out |= {"low": self.low, "high": self.high}
@@ -154,10 +167,8 @@ class Space:
 
     def sample(self, rng: np.random.Generator) -> Any:
         """A random member, in environment units; unbounded boxes are drawn from a normal distribution."""
-        if self.kind == "dict":
-            return {k: s.sample(rng) for k, s in self.items}
-        if self.kind == "tuple":
-            return tuple(s.sample(rng) for s in self.parts)
+        if self.composite:
+            return self.join(s.sample(rng) for s in self.parts)
         if self.kind == "discrete":
             return np.int64(self.start[0] + rng.integers(self.n[0]))
         if self.kind == "multi_discrete":
@@ -238,7 +249,7 @@ def _box(space: Space) -> tuple[np.ndarray, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ActionPart:
     """One factor of a composite action: `size` columns of the flat action, `num_params` distribution parameters."""
 
     kind: str  # "categorical" | "gaussian"
@@ -253,22 +264,22 @@ class ActionLayout:
     """How an action space lies flat; see the module's table."""
 
     space: Space
-    parts: tuple[Part, ...] = field(init=False)
+    parts: tuple[ActionPart, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        parts: list[Part] = []
+        parts: list[ActionPart] = []
         p = a = 0
 
         def add(kind: str, n: int, start: int = 0) -> None:
             nonlocal p, a
             num_params, size = (n, 1) if kind == "categorical" else (2 * n, n)
-            parts.append(Part(kind, n, slice(p, p + num_params), slice(a, a + size), start))
+            parts.append(ActionPart(kind, n, slice(p, p + num_params), slice(a, a + size), start))
             p, a = p + num_params, a + size
 
         def walk(space: Space) -> None:
-            if space.kind in ("dict", "tuple"):
-                for _, s in space.items:
-                    walk(s)
+            if space.composite:
+                for part in space.parts:
+                    walk(part)
             elif space.kind in ("discrete", "multi_discrete"):
                 for n, start in zip(space.n, space.start, strict=True):
                     add("categorical", n, start)
@@ -341,10 +352,8 @@ class ActionLayout:
 
         def build(space: Space) -> Any:
             nonlocal used
-            if space.kind == "dict":
-                return {k: build(s) for k, s in space.items}
-            if space.kind == "tuple":
-                return tuple(build(s) for s in space.parts)
+            if space.composite:
+                return space.join(build(part) for part in space.parts)
             width = len(space.n) if space.n else int(np.prod(space.shape, dtype=int))
             x = action[:, used : used + width]
             used += width

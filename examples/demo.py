@@ -12,7 +12,8 @@ import gymnasium as gym
 import numpy as np
 
 import bray
-from bray.cli.train import Options, train
+from bray.cli.options import Train
+from bray.cli.train import train
 from bray.errors import BrayError
 
 GAMES = 20
@@ -43,7 +44,7 @@ def main() -> int:
     trial = time.strftime("%Y%m%d-%H%M%S")
     path = Path("demo") / trial
     try:
-        code = train(Options(run="PPO", env="CartPole-v1", project=Path("demo"), trial=trial, render=True))
+        code = train(Train(run="PPO", env="CartPole-v1", project=Path("demo"), trial=trial, render=True))
         if code != 0:
             return code
         with bray.Experiment.load(path).serve(port=0, admin_port=0, block=False) as server:

@@ -11,11 +11,12 @@ from bray.act import TRAINED, Clock, Decision, Policy, Tick, decide_now
 from bray.algos import ppo
 from bray.envs.make import make_vec
 from bray.errors import ConfigError, UnknownName
-from bray.experiment import Experiment, describe_policy
+from bray.experiment import Experiment
 from bray.inference.torch_engine import TorchEngine
 from bray.service import ActingEngine, ModelService, ServedModel
 from bray.spec import EnvSpec, Space
 from bray.train.evaluate import eval_config, trained
+from bray.train.local import describe_policy
 
 SPEC = EnvSpec("test", Space("box", (3,)), Space("discrete", n=(4,), start=(2,)))
 OBS = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -96,6 +96,18 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
+def worker_thread():
+    """The thread of the only batcher that has one."""
+    (thread,) = [t for t in threading.enumerate() if t.name == "bray-batcher"]
+    return thread
+
+
+def templates():
+    """How many kinds of samples are remembered, by all batchers."""
+    gc.collect()
+    return sum(type(o) is rows.Template for o in gc.get_objects())
+
+
 async def shut(batcher, fn):
     """Close the gate and let one sample into the engine: from now on the others have to wait."""
     fn.gate.clear()
@@ -536,6 +548,8 @@ def test_before_anything_was_answered_the_engine_says_which_kind_is_right(run):
 
 
 def test_one_odd_sample_that_a_lenient_engine_answered_does_not_become_the_rule(run):
+    before = templates()
+
     async def main():
         b = Batcher(total)
         await asyncio.gather(*[b.submit(sample(1)) for _ in range(3)])
@@ -544,7 +558,7 @@ def test_one_odd_sample_that_a_lenient_engine_answered_does_not_become_the_rule(
         assert [type(x) for x in out] == [DataError, dict]
         for width in range(6, 40):  # and nobody can fill the memory with kinds
             await b.submit(sample(1, width))
-        assert len(b._templates) <= 16
+        assert templates() - before <= 17
         out = await asyncio.gather(b.submit(sample(1, 7)), b.submit(sample(1)), return_exceptions=True)
         assert [type(x) for x in out] == [DataError, dict]
         await b.close()
@@ -647,7 +661,7 @@ def test_close_fails_those_who_wait_answers_those_who_run_and_ends_the_thread(ru
         b = Batcher(fn, max_batch_size=2, inline_below=THREAD)
         first = await shut(b, fn)
         waiting = [b.submit(sample(i)) for i in range(3)] + [b.submit_batch(np.zeros((5, 3), np.float32))]
-        thread = b._thread._thread
+        thread = worker_thread()
         closing = [asyncio.ensure_future(b.close()), asyncio.ensure_future(b.close())]
         await turns()
         for f in waiting:
@@ -713,33 +727,32 @@ def test_a_batch_that_is_about_to_start_is_closed_too(run):
 def test_callers_of_a_thread_that_dies_get_an_error_and_the_next_get_a_new_thread(run, monkeypatch):
     monkeypatch.setattr(module, "_WATCH_S", 0.05)
     fn = Doubler()
+    held = []
 
     async def main():
         b = Batcher(fn, inline_below=THREAD)
         with monkeypatch.context() as m:
-            m.setattr(module, "_work", lambda jobs, loop: jobs.get())  # takes a batch and dies with it in its hands
+            m.setattr(
+                module, "_work", lambda jobs, loop: held.append((jobs.get(), loop))
+            )  # takes a batch and dies with it
             lost = [b.submit(sample(2)), b.submit(sample(3))]
-            await turns(2)
-            thread, items = b._thread._thread, b._running
+            await until(lambda: held)
         late = b.submit(sample(4))
         for f in lost:
             with pytest.raises(BrayError, match="thread that ran the forward has died"):
                 await f
-        assert not thread.is_alive()
         check(await late, 4)
         five = await shut(b, fn)
         six = b.submit(sample(6))
-        running = b._running
-        b._finish(items, ([{}, {}], {}, None))  # the dead thread's last words, too late
-        assert b._running is running
+        b._finish(held[0][0][1], ([{}, {}], {}, None))  # the dead thread's last words, too late
         await turns()
         assert not five.done()
         fn.gate.set()
         check(await five, -1)
         check(await six, 6)
         # one that dies between two batches is replaced before anybody notices
-        thread = b._thread._thread
-        b._thread._jobs.put(None)
+        thread = worker_thread()
+        thread.jobs.put(None)
         await until(lambda: not thread.is_alive())
         check(await b.submit(sample(7)), 7)
         await b.close()
@@ -782,7 +795,7 @@ def test_a_loop_that_goes_away_leaves_nobody_behind(new_loop):
 
     loop.run_until_complete(main())
     loop.close()
-    thread = b._thread._thread
+    thread = worker_thread()
     fn.gate.set()
     asyncio.run(b.close())
     thread.join(LIMIT_S)
@@ -834,16 +847,15 @@ def test_a_batcher_belongs_to_one_loop(run):
     run(another)
 
 
-def test_a_forgotten_batcher_takes_its_thread_with_it(run):
+def test_a_forgotten_batcher_takes_its_thread_with_it(run, monkeypatch):
+    monkeypatch.setattr(module, "_WATCH_S", 0.01)
+
     async def main():
         b = Batcher(Doubler(), inline_below=THREAD)
         await b.submit(sample(1))
-        thread, gone = b._thread._thread, weakref.ref(b)
-        b._watch.cancel()
+        thread, gone = worker_thread(), weakref.ref(b)
         del b
-        await turns()
-        gc.collect()
-        assert gone() is None
+        await until(lambda: gc.collect() is not None and gone() is None)
         await asyncio.to_thread(thread.join, LIMIT_S)
         assert not thread.is_alive()
 
@@ -971,7 +983,7 @@ def test_while_somebody_else_holds_the_lock_the_loop_goes_on(run):
 
 
 @pytest.mark.parametrize("inline_below", [INLINE, THREAD], ids=["inline", "thread"])
-def test_a_batch_of_its_own_runs_in_its_turn_alone_and_in_parts(run, inline_below):
+def test_whole_batches_run_in_their_turn_in_parts_or_with_other_whole_batches(run, inline_below):
     fn = Doubler()
 
     async def main():
@@ -1006,7 +1018,44 @@ def test_a_batch_of_its_own_runs_in_its_turn_alone_and_in_parts(run, inline_belo
         await b.close()
 
     run(main)
-    assert fn.sizes == [1, 2, 4, 4, 2, 1, 2, 1, 2, 1]
+    assert fn.sizes == [1, 2, 4, 4, 2, 1, 3, 2, 1]
+
+
+def test_whole_batches_share_a_forward_only_where_they_are_alike_and_one_that_fails_harms_no_other(run):
+    sizes = []
+
+    def fn(x):
+        sizes.append(len(x))
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x * 2
+
+    async def main():
+        b = Batcher(fn, max_batch_size=8, inline_below=THREAD)
+        asked = [np.full((2, 3), v) for v in (1.0, 2.0, -1.0, 3.0)] + [
+            np.ones((2, 4)),
+            np.ones((7, 4)),
+            np.ones((2, 4)),
+        ]
+        out = await asyncio.gather(*[b.submit_batch(x) for x in asked], return_exceptions=True)
+        for x, y in zip(asked, out, strict=True):
+            if (x < 0).any():
+                assert isinstance(y, ValueError)
+            else:
+                assert np.array_equal(y, 2 * x)
+        await b.close()
+
+    run(main)
+    assert sizes == [
+        8,
+        2,
+        2,
+        2,
+        2,
+        2,
+        7,
+        2,
+    ]  # together, then each alone since that failed; other kinds, and what is too much
 
 
 def test_a_large_batch_of_quick_forwards_does_not_block_the_loop(run):
@@ -1294,5 +1343,7 @@ def test_a_batch_is_run_at_once_where_that_takes_a_moment():
     assert b.run_now((np.zeros((5, 1)),), 5) is None  # more than a batch
     with b.lock:
         assert b.run_now((x,), 3) is None  # another forward runs
-    b._mean_s = 2 * module._NOW_BELOW
+    fn.seconds = 0.05  # from now on its forwards take long
+    for _ in range(2):
+        b.call(x, batch=True)
     assert b.run_now((x,), 3) is None

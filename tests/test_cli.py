@@ -14,8 +14,9 @@ from envs_for_tests import Scripted
 import bray
 from bray import algos, nn
 from bray.algos import a2c, ppo
-from bray.cli import collect, doctor, listing
+from bray.cli import collect, doctor
 from bray.cli.main import NOT_YET, main
+from bray.config.runfile import presets
 from bray.envs import EnvConfig, registry
 from bray.envs.make import make_env
 from bray.envs.vector import episode_seed
@@ -145,7 +146,9 @@ def test_algos_lists_the_keys_of_one(capsys):
     assert main(["algos", "ppo"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("PPO · learns from rollouts")
-    assert re.search(r"rollout_length +128 +Steps T that each environment takes between two updates\.", out)
+    assert re.search(
+        r"rollout_length +128 +a whole number > 0 +Steps T that each environment takes between two updates\.", out
+    )
     assert re.search(r"dual_clip +null ", out)
 
 
@@ -159,10 +162,10 @@ def test_envs_with_a_pattern(capsys):
 
 
 def test_presets_name_known_algorithms_and_environments():
-    assert "PPO" in listing.presets()["CartPole-v1"]
-    for env, names in listing.presets().items():
-        for name in names:
-            assert Experiment(name, env).config.provenance["env.num_envs"].startswith("preset ")
+    found = [(algo, env) for algo, env, _ in presets()]
+    assert ("PPO", "CartPole-v1") in found
+    for algo, env in found:
+        assert Experiment(algo, env).config.provenance["env.num_envs"].startswith("preset ")
 
 
 def test_check_env(capsys):

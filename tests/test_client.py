@@ -2,6 +2,7 @@
 
 import ast
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -368,16 +369,19 @@ def test_timeout(strict, tcp):
 def test_interrupted_call_does_not_shift_the_replies(strict, tcp):
     with client(strict, tcp) as c:
         c.start()
-        strict.tell("slow:0.3")
-        receive = c._receive
+        strict.tell("slow:1")
 
-        def interrupted(*args):
+        def interrupt(*args):
             raise KeyboardInterrupt
 
-        c._receive = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            c.tick(b"1")
-        c._receive = receive
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                c.tick(b"1")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
         assert c.tick(b"2") == b"2"
 
 
@@ -434,7 +438,7 @@ def test_connection_close_is_obeyed(strict):
     with client(strict) as c:
         strict.tell("close")
         c.start()
-        assert c._sock is None
+        wait_for(lambda: not strict.open)
         assert c.tick(b"x") == b"x"
 
 

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from bray.cluster import session as sessions
+from bray.cluster import io, session as sessions
 from bray.errors import ConfigError, DataError, MissingComponent, RemoteError, ResourceError, Unreachable
 from tests.ray_for_tests import opened
 
@@ -101,6 +101,13 @@ def test_calls_are_awaited_in_any_loop(counter):
         return await asyncio.gather(counter.call("slow", 0.05), counter.call("add"))
 
     assert asyncio.run(main()) == ["done", 6]
+
+
+def test_code_on_the_io_loop_may_wait_for_a_plain_method(counter):
+    async def main():
+        return counter.call("add").result(30)
+
+    assert io.run(main(), timeout=60) == 6
 
 
 def test_members_are_found_by_name(session, counter):

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings, strategies as st
 from pydantic import Field
 
 from bray import config
-from bray.config import Source, field_docs, load_config, load_yaml, parse_assignments, parse_json, resolve
+from bray.config import Source, load_config, load_yaml, options, parse_assignments, parse_json, resolve
 from bray.errors import ConfigError, UnknownName
 
 
@@ -298,7 +298,7 @@ def test_a_key_given_in_two_spellings_is_refused():
             "cnn.activation=relus",
             "model.cnn.activation ({}): expected 'relu' or 'tanh', got 'relus'. Did you mean 'relu'?",
         ),
-        ("cnn=3", "model.cnn ({}): expected Cnn, got 3"),
+        ("cnn=3", "model.cnn ({}): expected keys and values, got 3"),
         ("mode=quick", "env.mode ({}): expected 'fast' or 'safe', got 'quick'"),
         ("env_config=3", "env.env_config ({}): expected keys and values, got 3"),
         ("video=3", "env.video ({}): expected a path or null, got 3"),
@@ -332,7 +332,6 @@ def test_a_field_without_default_must_be_given():
     class Needs:
         size: int
 
-    config._fields.cache_clear()
     Needs.__annotations__["size"] = int
     with pytest.raises(ConfigError, match=r"needs\.size: expected a whole number, none was given"):
         resolve({"needs": Needs}, [])
@@ -461,7 +460,7 @@ plain = st.recursive(
 @example({"A\n": None, "b": "c\n"})
 def test_any_env_config_survives_config_yaml(values):
     r = resolved(Source("python", {"env": {"env_config": values}}))
-    data, _ = config._read_yaml(r.to_yaml(), "config.yaml")
+    data, _ = config.read_yaml(r.to_yaml(), "config.yaml")
     assert resolved(Source("config.yaml", data))["env"].env_config == values
 
 
@@ -485,21 +484,26 @@ def test_table_has_every_value_and_its_source():
     assert len(rows) == len(r.rows()) + 1
 
 
-def test_field_docs_come_from_the_source():
-    assert field_docs(Algo) == {"lr": "Step size.\n\nOf the optimizer."}
-    assert field_docs(Cnn) == {"filters": "Filters per layer."}
+def docs_of(cls):
+    return {name: option.doc for name, option in options(cls).items() if option.doc}
+
+
+def test_the_text_of_a_key_is_the_docstring_under_its_field():
+    assert docs_of(Algo) == {"lr": "Step size. Of the optimizer."}
+    assert docs_of(Cnn) == {"filters": "Filters per layer."}
 
     @dataclass(frozen=True)
     class More(Cnn):
         width: int = 3
         """How wide."""
 
-    assert field_docs(More) == {"filters": "Filters per layer.", "width": "How wide."}
+    More.__annotations__["width"] = int
+    assert docs_of(More) == {"filters": "Filters per layer.", "width": "How wide."}
 
 
 def test_our_yaml_reads_what_pyyaml_writes():
     data = {"a": [1, 2.5, 1e-7, -1e30, None, True, "x", "1e-3", "2024-01-01", ""], "b": {"c": "yes: no"}}
-    read, _ = config._read_yaml(yaml.safe_dump(data), "x")
+    read, _ = config.read_yaml(yaml.safe_dump(data), "x")
     assert read["a"][:7] == data["a"][:7]
     assert read["b"] == data["b"]
 

@@ -119,5 +119,5 @@ def test_options_change_what_is_seen():
     film = make_env(EnvConfig("ALE/Pong-v5"), render_mode="rgb_array")
     film.reset(seed=0)
     assert film.render().shape == (210, 160, 3)
-    with pytest.raises(ConfigError, match="frame_skip must be 1 or more"):
+    with pytest.raises(ConfigError, match="frame_skip: expected a whole number > 0, got 0"):
         AtariConfig(frame_skip=0)

@@ -43,7 +43,7 @@ def test_unknown_names_are_answered_with_the_nearest():
     with pytest.raises(ConfigError, match=r"set env\.id"):
         make_env(EnvConfig())
     with pytest.raises(
-        UnknownName, match=r"unknown vector form 'subproces' \(env\.vector\)\. Did you mean 'subprocess'"
+        ConfigError, match=r"env\.vector: expected 'auto', .* got 'subproces'\. Did you mean 'subprocess'"
     ):
         EnvConfig("CartPole-v1", vector="subproces")
 
@@ -171,12 +171,13 @@ def test_an_object_that_raises_is_used_on():
 
 @pytest.mark.parametrize(("cut", "ends"), [(False, (True, False)), (True, (False, True))])
 def test_old_four_tuple_environments_are_adapted(cut, ends):
-    v = make_vec(EnvConfig(e.OldGym, env_config={"cut": cut}), seed=0)
+    old = e.OldGym(cut=cut)
+    v = make_vec(EnvConfig(old), seed=0)
     assert v.reset().tolist() == [[0.0]]
     rows = [v.step([0]) for _ in range(4)]
     assert [r[0][0, 0] for r in rows] == [1, 2, 3, 0]
     assert (bool(rows[2][2][0]), bool(rows[2][3][0])) == ends
-    assert len(v._envs[0].env.seeds) == 2
+    assert len(old.seeds) == 2
 
 
 def test_a_gymnasium_class_with_four_values_is_adapted_too():

@@ -193,7 +193,13 @@ def test_step_before_reset_and_wrong_actions_are_refused():
 
 @pytest.mark.parametrize("form", ["inprocess", "subprocess"])
 def test_dict_and_tuple_spaces_with_a_mask_per_action_part(form):
-    with vec(e.Composite, form=form, seed=1) as v:
+    made = []
+
+    def here():
+        made.append(e.Composite())
+        return made[-1]
+
+    with vec(here if form == "inprocess" else e.Composite, form=form, seed=1) as v:
         obs = v.reset()
         assert {k: getattr(x, "dtype", None) for k, x in obs.items()} | {"pair": None, "action_mask": None} == {
             "vector": np.float32,
@@ -212,7 +218,7 @@ def test_dict_and_tuple_spaces_with_a_mask_per_action_part(form):
         assert obs["pair"][0].tolist() == [[[1, 1], [1, 1]]] * 2
         assert layout.mask(obs)[0].tolist() == [True] * 5 + [True, False, True]
     if form == "inprocess":
-        action = v._envs[0].actions[0]
+        action = made[0].actions[0]
         assert (action["move"], action["items"].tolist(), action["aim"].tolist()) == (2, [1, 2], [1.0, -2.0])
         assert action["aim"].dtype == np.float32
 
@@ -253,9 +259,8 @@ def test_resumed_equals_uninterrupted(env, form, steps):
     a.reset()
     rng = np.random.default_rng(0)
     acts = [tree.stack([a.spec.action.sample(rng) for _ in range(8)]) for _ in range(steps + 60)]
-    play(a, acts[:steps])
+    last, dead = play(a, acts[:steps])[-1][0], a.dead
     state = through_json(a.get_state())
-    last, dead = tree.map(np.copy, a._last if form == "inprocess" else a._obs), a.dead
     rest = play(a, acts[steps:])
     b = make()
     b.reset(99)
@@ -277,10 +282,10 @@ def test_subprocess_resumes_exactly_and_takes_an_inprocess_state():
     acts = actions(60, 4, 2)
     with vec("CartPole-v1", n=4, form="subprocess") as a:
         a.reset()
-        play(a, acts[:30])
+        last = play(a, acts[:30])[-1][0]
         state = through_json(a.get_state())
         rest = play(a, acts[30:])
-        assert tree.equal(a.set_state(state), tree.map(np.array, a._last))
+        assert tree.equal(a.set_state(state), last)
         assert a.exact
         assert same(play(a, acts[30:]), rest)
     b = vec("CartPole-v1", n=4)
@@ -320,8 +325,8 @@ def test_a_very_long_episode_is_not_kept_forever(monkeypatch, caplog):
     v.reset()
     for _ in range(5000):
         v.step([0, 0])
-    assert len(v._log) < 4200
     state = v.get_state()
+    assert sum(len(entry.get("actions", ())) for entry in state["arrays"]["envs"]) < 2000
     assert not v.exact
     with caplog.at_level(logging.WARNING):
         assert v.set_state(state)[0, 0] == 0
@@ -384,10 +389,10 @@ def test_without_restarts_the_users_traceback_comes_at_once():
 def test_a_worker_that_dies_or_hangs_is_replaced(fault, timeout, says, caplog):
     per_env = [{"terminate_at": 2}, {"fault": fault, "terminate_at": None}, {"terminate_at": None}]
     with vec(n=3, per_env=per_env, form="subprocess", num_processes=2, max_restarts=1, step_timeout=timeout) as v:
-        assert v._shares == [(0, 2), (2, 3)]
+        assert len(v.process_ids) == 2  # environments 0 and 1 share one
         v.reset()
         play(v, [[1] * 3] * 2)
-        pid = v._workers[0].process.pid
+        pid = v.process_ids[0]
         with caplog.at_level(logging.WARNING):
             obs, reward, terminated, truncated, _ = v.step([1] * 3)
         # environment 0 was dead: its next episode starts as it was to; 1 is cut; 2 lives elsewhere
@@ -435,7 +440,7 @@ def gone(pid):
 
 def test_close_ends_all_workers():
     v = vec(form="subprocess")
-    pids = [w.process.pid for w in v._workers]
+    pids = v.process_ids
     assert len(pids) == min(2, os.cpu_count())
     v.close()
     v.close()
@@ -453,7 +458,7 @@ def test_workers_do_not_outlive_a_killed_parent():
         v = make_vec(EnvConfig(e.Scripted, num_envs=2, vector="subprocess", num_processes=2,
                                per_env=[{{"fault": "hang"}}, {{}}]), seed=0)
         v.reset()
-        print(*[w.process.pid for w in v._workers], flush=True)
+        print(*v.process_ids, flush=True)
         for _ in range(3):
             v.step([0, 0])
     """)

@@ -43,7 +43,7 @@ def until(v, happens, action=1, seconds=30.0):
 
 def test_a_slow_environment_does_not_hold_up_the_others():
     with vec(per_env=[{}, {}, {}, {"seconds": 0.2}], env_config={"terminate_at": None}) as v:
-        assert len(v._workers) == 4  # one each, so that none sits behind another
+        assert len(v.process_ids) == 4  # one each, so that none sits behind another
         v.reset()
         came = np.zeros(4, int)
         for _ in range(300):
@@ -323,8 +323,8 @@ def test_a_run_says_that_it_is_not_exact_and_resumes_with_new_episodes(tmp_path,
         kept = replay.steps - 1 if replay else 0
         rows = list(resumed.train({"training_iteration": 3}))
         assert [r["training_iteration"] for r in rows] == [3]
-        env = training.env
-        assert all(now > then for now, then in zip(env._view["episode"], episodes, strict=True))
+        later = [r["episode"] for r in training.env.get_state()["json"]["envs"]]
+        assert all(now > then for now, then in zip(later, episodes, strict=True))
         if replay:  # nothing was made of the last row before and the first one after
             batch = replay.take(replay.ids())
             assert (batch["next_obs"][:, 0] == batch["obs"][:, 0] + 1).all()
@@ -345,10 +345,10 @@ def test_forms_that_cannot_wait_refuse_it(form):
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"wait_num": 0}, "between 1 and num_envs=4, got 0"),
+        ({"wait_num": 0}, "wait_num: expected a whole number > 0 or null, got 0"),
         ({"wait_num": 5}, "between 1 and num_envs=4, got 5"),
-        ({"wait_num": 2, "step_wait_timeout": -1.0}, "step_wait_timeout is seconds, 0 or more"),
-        ({"step_wait_timeout": 1.0}, "got 1.0 with env.wait_num=None"),
+        ({"wait_num": 2, "step_wait_timeout": -1.0}, "step_wait_timeout: expected a number >= 0, got -1.0"),
+        ({"step_wait_timeout": 1.0}, "set env.wait_num too"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(config, says):

@@ -1,7 +1,9 @@
 """The examples run as they stand."""
 
+import re
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,7 @@ def test_an_algorithm_takes_under_100_lines():
 def test_its_keys_are_listed_and_it_resumes_exactly(from_root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["algos", "examples.custom_algorithm:Reinforce"]) == 0
-    assert "entropy_coef    0.01     Weight of the entropy bonus." in capsys.readouterr().out
+    assert re.search(r"entropy_coef +0\.01 +a number.* +Weight of the entropy bonus\.", capsys.readouterr().out)
     run = {"run": "examples.custom_algorithm:Reinforce", "env": "CartPole-v1", "rollout_length": 8, "num_envs": 2}
     whole = Experiment(**run, path="a")
     rows = list(whole.train(stop={"training_iteration": 4}))
@@ -58,7 +60,7 @@ def test_the_demo(tmp_path, monkeypatch, capsys):
 
     def short(o):
         options.append(o)
-        return train.train(train.replace(o, keys=["rollout_length=32"], stop='{"training_iteration": 2}'))
+        return train.train(replace(o, keys=["rollout_length=32"], stop='{"training_iteration": 2}'))
 
     demo = runpy.run_path(str(EXAMPLES / "demo.py"))
     demo["main"].__globals__["train"] = short

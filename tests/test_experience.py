@@ -178,11 +178,13 @@ def test_pieces_of_this_process_pass_as_they_are():
     assert experience.next(Clock()) is None
 
 
-def test_recurrent_pieces_are_padded_and_not_joined():
-    """Sequences of four rows, each with the state before its first row; what is short is filled up with rows of weight zero."""
+def test_recurrent_pieces_become_sequences_with_the_advantages_of_the_whole_piece():
+    """Sequences of four rows, each with the state before its first row; what is short is filled up with rows of weight zero. Advantages end where a
+    piece ends, not with a sequence; a piece that begins in one batch and ends in the next is cut there."""
     rng = np.random.default_rng(0)
     lengths = (6, 3, 4, 9, 1, 7, 2)
-    pieces = [make_piece(rng, n, i, state_every=4) for i, n in enumerate(lengths)]
+    ends = {0: (1,), 3: (2,), 5: (3,)}
+    pieces = [make_piece(rng, n, i, state_every=4, ends=ends.get(i, ())) for i, n in enumerate(lengths)]
     experience, learner, got = Rollouts(8, columns=2, state_every=4), ppo_learner(), []
     for piece in pieces:
         experience.add(piece)
@@ -191,16 +193,20 @@ def test_recurrent_pieces_are_padded_and_not_joined():
         sequences = learner.prepare(canvas)
         assert sequences["weight"].shape == (4, 4)
         assert sequences["state"].shape == (4, 2)
-        for s in range(4):
-            rows = int(sequences["weight"][:, s].sum())
-            stream, tick = (int(x) for x in sequences["obs"][0, s, :2])
-            assert sequences["weight"][:rows, s].all()
+        starts = [tuple(int(x) for x in sequences["obs"][0, s, :2]) for s in range(4)]
+        for s, (stream, tick) in enumerate(starts):
+            p = pieces[stream]
+            rows = min(4, p.length - tick)
+            assert sequences["weight"][:rows, s].tolist() == p.valid[tick : tick + rows, 0].tolist()
+            assert not sequences["weight"][rows:, s].any()
             assert sequences["state"][s].tolist() == [stream, tick]
             np.testing.assert_array_equal(sequences["obs"][:rows, s, 1], np.arange(tick, tick + rows))
-            assert sequences["first"][:, s].tolist() == [tick == 0, False, False, False]
-            p = pieces[stream]
-            flags = (getattr(p, k)[tick : tick + rows] for k in ("reward", "terminated", "truncated", "valid"))
-            expected = slow_gae(p.outputs["value"][tick : tick + rows + 1], *flags, GAMMA, LAMBDA)
+            assert sequences["first"][:rows, s].tolist() == p.first[tick : tick + rows, 0].tolist()
+            here = [t for other, t in starts if other == stream]  # the sequences of this piece in this batch
+            first, last = min(here), min(p.length, max(here) + 4)
+            flags = (getattr(p, k)[first:last] for k in ("reward", "terminated", "truncated", "valid"))
+            whole = slow_gae(p.outputs["value"][first : last + 1], *flags, GAMMA, LAMBDA)
+            expected = whole[tick - first : tick - first + rows]
             np.testing.assert_allclose(sequences["advantage"][:rows, s], expected[:, 0], rtol=1e-4, atol=1e-5)
             got.append((stream, tick, rows))
     expected = [(i, t, min(4, n - t)) for i, n in enumerate(lengths) for t in range(0, n, 4)]

@@ -121,7 +121,7 @@ def test_an_error_while_pushing_is_kept(caplog):
 
 
 def test_a_trainer_runs_on_it():
-    """The seed's fragment: a model, a fake buffer, a trainer."""
+    """A model, a fake buffer, a trainer."""
     RemoteModel("m", net(), (np.zeros(3, np.float32),))
     FakeBuffer("b", {"x": np.zeros(3, np.float32), "y": np.zeros(2, np.float32)}, size=4, batch_size=8, num_workers=1)
     end = RemoteTrainer().train(trainer=Regression, model="m", buffers=["b"], num_steps=20)

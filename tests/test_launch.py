@@ -14,17 +14,17 @@ import jsonschema
 import pytest
 import yaml
 
-from bray.cli.launch import keys_of
 from bray.cli.main import main
-from bray.config import field_docs
+from bray.config import options
+from bray.config.schema import rows
 from bray.errors import ConfigError
 from bray.launch.graph import Edge, load, total
 from bray.launch.modules import check_modules, edges_in_code
 from bray.launch.picture import svg
 from bray.launch.schema import schema
-from bray.launch.settings import KINDS, EvalSettings, LaunchSettings, Message
+from bray.launch.settings import KINDS, EvalSettings, Message
 
-SEED = Path(__file__).parent / "data" / "seed_sl_rl.yaml"
+SL_RL = Path(__file__).parent / "data" / "launch_sl_rl.yaml"
 DOCS = Path(__file__).parent.parent / "docs" / "launch.md"
 SMALL = """\
 project: p
@@ -57,11 +57,11 @@ def mistakes(tmp_path, text, *args, **kwargs):
 # --- what the file means ----------------------------------------------------------------------------------------------
 
 
-def test_the_seed_means_what_it_says():
-    graph = load(SEED)
+def test_every_key_of_a_launch_file_has_its_value():
+    graph = load(SL_RL)
     top = graph.settings
     assert (top.project, top.trial, top.mode, top.dump_state) == ("template", "train_sl_rl_v0", "train", True)
-    plain = yaml.safe_load(SEED.read_text())
+    plain = yaml.safe_load(SL_RL.read_text())
     for name, c in graph.components.items():  # every key that the file gives has its value, null means a default
         for key, value in plain[name].items():
             if c.kind == "config" and key != "kind":
@@ -79,8 +79,8 @@ def test_the_seed_means_what_it_says():
     assert graph.notes == ()
 
 
-def test_the_seed_as_a_graph():
-    assert set(load(SEED).edges) == {
+def test_a_launch_file_as_a_graph():
+    assert set(load(SL_RL).edges) == {
         Edge("eval_source", "eval_buffer", "fills"),
         Edge("train_source", "train_buffer", "fills"),
         Edge("actor1", "agent1", "ticks"),
@@ -93,7 +93,7 @@ def test_the_seed_as_a_graph():
 
 
 def test_one_file_two_modes():
-    graph = load(SEED, mode="deploy")
+    graph = load(SL_RL, mode="deploy")
     assert set(graph.components) == {
         "model1", "agent1", "metrics_agent", "actor1", "render1", "action_render", "network",
     }  # fmt: skip
@@ -334,7 +334,7 @@ def test_not_a_launch_file(tmp_path):
 
 
 def test_reading_a_file_is_light():
-    code = f"import sys; from bray.launch.graph import load; load({str(SEED)!r}); print([m for m in ('torch', 'ray', 'gymnasium', 'typer') if m in sys.modules])"
+    code = f"import sys; from bray.launch.graph import load; load({str(SL_RL)!r}); print([m for m in ('torch', 'ray', 'gymnasium', 'typer') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -460,9 +460,9 @@ def errors(values):
     return [e.message for e in jsonschema.Draft202012Validator(schema()).iter_errors(values)]
 
 
-def test_the_seed_fits_the_schema():
+def test_a_launch_file_fits_the_schema():
     jsonschema.Draft202012Validator.check_schema(schema())
-    assert errors(yaml.safe_load(SEED.read_text())) == []
+    assert errors(yaml.safe_load(SL_RL.read_text())) == []
 
 
 @pytest.mark.parametrize(
@@ -479,13 +479,13 @@ def test_the_seed_fits_the_schema():
     ],
 )
 def test_a_typo_does_not_fit_the_schema(name, change, said):
-    values = yaml.safe_load(SEED.read_text())
+    values = yaml.safe_load(SL_RL.read_text())
     values[name] |= change
     assert any(said in e for e in errors(values)), errors(values)
 
 
 def test_the_schema_knows_where_keys_of_ones_own_are_allowed():
-    values = yaml.safe_load(SEED.read_text())
+    values = yaml.safe_load(SL_RL.read_text())
     for name in ("agent1", "eval_source", "render1", "network"):
         values[name]["speed"] = 3
     values["own"] = {"kind": "actor", "module": "m", "class": "C", "speed": 3}
@@ -498,11 +498,11 @@ def test_the_schema_tells_each_key():
     made = schema()
     for kind, cls in KINDS.items():
         properties = made["$defs"][kind]["properties"]
-        assert set(properties) == {"kind", *(k for k, _, _ in keys_of(cls) if "." not in k)}
+        assert set(properties) == {"kind", *(row.key for row in rows(cls) if "." not in row.key)}
         assert all(p.get("description") for k, p in properties.items() if k != "kind")
     batch = made["$defs"]["model"]["properties"]["max_batch_size"]
     assert batch["default"] == 1
-    assert batch["description"] == field_docs(KINDS["model"])["max_batch_size"]
+    assert batch["description"] == options(KINDS["model"])["max_batch_size"].doc
 
 
 def test_bray_schema_prints_it(capsys):
@@ -510,10 +510,10 @@ def test_bray_schema_prints_it(capsys):
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(schema()))
     assert main(["schema", "trainer"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^eval\.interval +1000 +Steps between evaluations\.", out, re.M)
-    assert re.search(r"^class +null +The class: a `bray.Trainer`", out, re.M)
+    assert re.search(r"^eval\.interval +1000 +a whole number > 0 +Steps between evaluations\.", out, re.M)
+    assert re.search(r"^class +null +text.* +The class: a `bray.Trainer`", out, re.M)
     assert main(["schema", "trianer"]) == 2
-    assert "unknown kind 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
+    assert "unknown name 'trianer'. Did you mean 'trainer'" in capsys.readouterr().err
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -532,7 +532,7 @@ def drawn(graph):
 
 
 def test_the_picture_shows_every_component_and_edge():
-    graph = load(SEED)
+    graph = load(SL_RL)
     root, boxes, lines = drawn(graph)
     assert set(boxes) == set(graph.components)
     assert len(lines) == len(graph.edges) + 1  # and games to the actor
@@ -550,7 +550,7 @@ def test_the_picture_shows_every_component_and_edge():
 
 
 def test_the_picture_of_deploy_mode_names_what_is_left_out():
-    root, boxes, _ = drawn(load(SEED, mode="deploy"))
+    root, boxes, _ = drawn(load(SL_RL, mode="deploy"))
     assert "trainer1" not in boxes
     assert any(t.text.startswith("not in this mode: eval_source, train_source") for t in root.iter(f"{SVG}text"))
 
@@ -576,33 +576,3 @@ def test_models_and_buffers_that_code_names_are_dashed(project, monkeypatch):
 def test_odd_names_are_escaped(tmp_path):
     root, _, _ = drawn(loaded(tmp_path, SMALL, project="a<b>&c"))
     assert any(t.text == "a<b>&c/t" for t in root.iter(f"{SVG}text"))
-
-
-# --- the page about it ------------------------------------------------------------------------------------------------
-
-
-def tables():
-    """kind -> the table of its keys, as docs/launch.md has it."""
-    out = {}
-    for title, cls in {"top": LaunchSettings, **KINDS}.items():
-        rows = ["| key | default | what it does |", "|---|---|---|"]
-        for key, default, doc in keys_of(cls):
-            rows.append(f"| `{key}` | {default if default == 'required' else f'`{default}`'} | {doc} |")
-        out[title] = "\n".join(rows)
-    return out
-
-
-def test_the_page_lists_every_key():
-    """After a change of the settings: `python tests/test_launch.py` writes the tables anew."""
-    page = DOCS.read_text()
-    for title, table in tables().items():
-        assert f"<!-- keys: {title} -->\n{table}\n<!-- end -->" in page, title
-
-
-if __name__ == "__main__":
-    text = DOCS.read_text()
-    for title, table in tables().items():
-        text = re.sub(
-            rf"(?s)(<!-- keys: {title} -->\n).*?(<!-- end -->)", lambda m, table=table: f"{m[1]}{table}\n{m[2]}", text
-        )
-    DOCS.write_text(text)

@@ -15,6 +15,7 @@ import pytest
 
 from bray.cli import launch as command
 from bray.cli.main import main
+from bray.cli.options import Launch
 from bray.cluster import session as sessions
 from bray.errors import ConfigError
 from bray.launch import build as building
@@ -444,9 +445,9 @@ def test_the_picture_is_drawn(file, tmp_path, capsys):
 
 def test_a_ray_of_its_own_is_told_of_enough_cpus(file):
     asked = command.total(load(file, ["trainer1.num_workers=100"]).resources())
-    assert command._ray(command.Options(file), asked) == {"num_cpus": 102}
-    assert command._ray(command.Options(file), asked._replace(cpus=0.5))["num_cpus"] >= 8
-    assert command._ray(command.Options(file, cluster="local"), asked) == {}
+    assert command._ray(Launch(config=file), asked) == {"num_cpus": 102}
+    assert command._ray(Launch(config=file), asked._replace(cpus=0.5))["num_cpus"] >= 8
+    assert command._ray(Launch(config=file, cluster="local"), asked) == {}
 
 
 def test_python_m_bray_launch_is_the_same_command(file):

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from test_rl import slow_gae
 
 from bray import tree
 from bray.cli.main import main
@@ -502,7 +503,7 @@ def test_serve_answers_the_same_bodies_greedily(tmp_path):
         game = Sign(server.port)
         game.play(episodes=3)
         assert game.error is None
-        assert set(game.versions) == {exp._loaded_step}
+        assert set(game.versions) == {exp.loaded[1]}
         for obs, action in game.actions:
             assert action == exp.policy(obs)
         game.mask = lambda obs: [1, 0]
@@ -756,7 +757,7 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
         port = port_of(exp)
         player = exp.training.source.player
         decide = player.decide
-        player.decide = lambda asked: seen.extend(a.state.memory for a in asked) or decide(asked)
+        player.decide = lambda asked: seen.extend(state.memory for state in asked) or decide(asked)
         with playing(Sign(port)) as games:
             train(exp, games, training_iteration=3)
         fresh = [not any(np.any(x) for x in tree.leaves(memory)) for memory in seen]
@@ -780,6 +781,33 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
             mine, state = exp.policy(obs, state)
             assert mine == action
     exp.close()
+
+
+def test_advantages_of_a_memory_go_through_whole_pieces_of_a_game(tmp_path):
+    """As those of the loop go through a whole rollout: by the definition, in float64, until the piece or the batch ends."""
+    settings = {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4, "wait_s": 5, "normalize_advantage": False}
+    pieces = []
+    with experiment(tmp_path / "run", gamma=0.9, lambda_=0.8, **settings) as exp:
+        batches, _ = recorded(exp)
+        add = exp.training.experience.add
+        exp.training.experience.add = lambda piece: pieces.append(piece) or add(piece)
+        with playing(Sign(port_of(exp))) as games:
+            train(exp, games, training_iteration=4)
+    at = [(i, t) for i, piece in enumerate(pieces) for t in range(0, piece.length, 4)]  # sequences in order
+    longest = 0
+    for n, (_, rows) in enumerate(batches):
+        assert rows["advantage"].shape == (4, 16)
+        here = at[16 * n : 16 * (n + 1)]
+        for i in {i for i, _ in here}:
+            ticks = [t for j, t in here if j == i]
+            piece, start, end = pieces[i], ticks[0], min(ticks[-1] + 4, pieces[i].length)
+            names = ("reward", "terminated", "truncated", "valid")
+            columns = [getattr(piece, k)[start:end].astype(np.float64) for k in names]
+            expected = slow_gae(piece.outputs["value"][start : end + 1], *columns, 0.9, 0.8)
+            got = rows["advantage"][:, [here.index((i, t)) for t in ticks]].T.reshape(-1)[: end - start]
+            np.testing.assert_allclose(got, expected[:, 0], rtol=1e-4, atol=1e-5)
+            longest = max(longest, len(ticks))
+    assert longest > 2  # several sequences of one piece in a batch
 
 
 # --- other algorithms and spaces --------------------------------------------------------------------------------------

@@ -42,17 +42,17 @@ R42 = [[16, [4, 4], 2], [32, [4, 4], 2], [256, [11, 11], 1]]
 @pytest.mark.parametrize(
     ("space", "config", "params", "features"),
     [
-        # R63: 84 x 84 -> 21 -> 11 -> 1; 42 x 42 -> 21 -> 11 -> 1; no dense layer after 1 x 1
+        # 84 x 84 -> 21 -> 11 -> 1; 42 x 42 -> 21 -> 11 -> 1; no dense layer after 1 x 1
         (image(4, 84, 84), {"conv_filters": R84}, 4 * 64 * 16 + 16 + 16 * 16 * 32 + 32 + 32 * 121 * 256 + 256, 256),
         (image(4, 42, 42), {"conv_filters": R42}, 4 * 16 * 16 + 16 + 16 * 16 * 32 + 32 + 32 * 121 * 256 + 256, 256),
-        # R64: the last filter with 512 channels, images of 84 resized to 42
+        # the last filter with 512 channels, images of 84 resized to 42
         (
             image(4, 84, 84),
             {"dim": 42, "conv_filters": [*R42[:2], [512, [11, 11], 1]]},
             4 * 16 * 16 + 16 + 16 * 16 * 32 + 32 + 32 * 121 * 512 + 512,
             512,
         ),
-        # R63: the dense network
+        # the dense network
         (box(8), {"fcnet_hiddens": (256, 256)}, 8 * 256 + 256 + 256 * 256 + 256, 256),
         # nature, as published for 84 x 84
         (image(4, 84, 84), {}, 1_684_128, 512),

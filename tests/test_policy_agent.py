@@ -271,28 +271,17 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
     assert [len(p["reward"]) for p in buffer.pushes] == [1, 2, 2, 2]
     *full, last = buffer.pieces
     for rows, piece in zip((4, 8, 8), full, strict=True):
-        # Sequences travel apart, so advantages end with each: the loop's are cut there too.
         whole = collect(training, rows)
-        wanted = tree.concat([_first(prepared(setup, whole.rows(i, i + 4))) for i in range(0, rows, 4)], axis=1)
         got = prepared(setup, piece)
         assert got["obs"].shape[:2] == (4, rows // 4)
-        assert_same(_first(got), wanted)
-        assert_same(got["state"], tree.index(whole.state, (slice(None), 0)))
+        assert_same(got, prepared(setup, whole))  # advantages too: they go through all sequences of a piece
     got = prepared(setup, last)
     whole = collect(training, 6)
-    for i, (start, end) in enumerate([(0, 4), (4, 6)]):
-        want = returns.gae(
-            **{k: v[start : end + (k == "value")] for k, v in _gae_args(whole).items()}, gamma=0.99, lambda_=0.95
-        )
-        np.testing.assert_allclose(got["advantage"][: end - start, i], want[:, 0], rtol=1e-5, atol=1e-6)
+    want = returns.gae(**_gae_args(whole), gamma=0.99, lambda_=0.95)
+    np.testing.assert_allclose(got["advantage"].T.reshape(-1)[:6], want[:, 0], rtol=1e-5, atol=1e-6)
     assert got["weight"][2:, 1].tolist() == [0.0, 0.0]  # null rows fill the last sequence
     assert got["weight"][:2, 1].tolist() == whole.valid[4:, 0].astype(float).tolist()
     training.close()
-
-
-def _first(rows):
-    """Without the states, which have no time axis."""
-    return {k: v for k, v in rows.items() if k != "state"}
 
 
 def _gae_args(piece):

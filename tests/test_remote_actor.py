@@ -106,7 +106,7 @@ def test_port_workers_slots_protocols_and_gateway(session, use_gateway):
         Client("127.0.0.1", actor.port, retries=0).start()
 
 
-def test_the_fragment_of_the_seed(session):
+def test_a_game_plays_a_remote_actor(session):
     session.cluster.start("model/atari_model", FakeModel)
     buffer = session.cluster.start("buffer/atari_buffer/0", FakeBuffer)
     remote_actor = RemoteActor(port=0, cpus_per_worker=0.5, memory_per_worker=100)
@@ -291,7 +291,7 @@ def test_a_killed_worker_takes_only_its_own_sessions_with_it(session, use_gatewa
 
 
 def test_workers_that_do_not_come_back_are_started_anew(session, monkeypatch, tmp_path):
-    monkeypatch.setattr(handle, "_LOOK_EVERY", 0.3)
+    monkeypatch.setattr(handle, "CHECK_S", 0.3)
     flag = tmp_path / "flag"
     with serving(Actor=Picky, flag=str(flag)) as actor:
         first, second = session.cluster.names("actor/games/")

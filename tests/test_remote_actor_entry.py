@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,11 +19,12 @@ import uvloop
 
 from bray.client import Client
 from bray.errors import ConfigError
-from bray.serving import entry as entry_module
-from bray.serving.affinity import _ANSWER, Table
+from bray.serving import gateway as gateway_module, link as link_module
 from bray.serving.config import ServiceConfig
-from bray.serving.entry import BehindEntry, Entry
+from bray.serving.gateway import BehindHead, HeadGateway
+from bray.serving.link import Listener, connect
 from bray.serving.server import Server
+from bray.serving.table import Table
 from bray.serving.workers import serve
 from tests.serving_for_tests import Orders, Wire, http_request
 
@@ -68,16 +70,10 @@ class Cluster:
     async def _open_entry(self, port=0):
         self.server = Server(lambda: None, ServiceConfig(**self.config | {"actors_per_worker": 0, "port": port}))
         self.server.open()
-        self.entry = Entry(self.server.sessions, SECRET, self.server.all_numbers)
+        self.entry = HeadGateway(self.server.sessions, self.server.all_numbers)
         self.server.gather = self.entry.gather
-        if self.tcp:
-            self.door = await self.loop.create_server(self.entry.door, "127.0.0.1", 0)
-            self.address = self.door.sockets[0].getsockname()[1]
-        else:
-            unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            unix.bind(address := f"\0bray-test-{os.urandom(6).hex()}")
-            self.address = address
-            self.door = await self.loop.create_unix_server(self.entry.door, sock=unix)
+        self.listener = Listener(self.entry.handle, SECRET, self.entry.lost)
+        await self.listener.start("test")
         await self.server.listen()
         self.port = self.server.port
 
@@ -85,29 +81,27 @@ class Cluster:
         made = type("Who", (Who,), {"worker": name})
         server = self.workers[name] = Server(made, ServiceConfig(**self.config | config))
         server.open()
-        self.gateways[name] = BehindEntry(server.sessions, name, SECRET, server.all_numbers)
+        self.gateways[name] = BehindHead(server.sessions, name, server.all_numbers)
         await self._link(name)
 
     async def _link(self, name):
-        make = self.gateways[name].link_to
-        if self.tcp:
-            await self.loop.create_connection(make, "127.0.0.1", self.address)
-        else:
-            await self.loop.create_unix_connection(make, self.address)
+        gateway = self.gateways[name]
+        address = self.listener.address
+        gateway.connected(await connect(address, SECRET, gateway.handle, gateway.lost, unix=not self.tcp))
 
     async def _kill_worker(self, name):
         """Its connections end without a word; its sessions are gone."""
         server, gateway = self.workers.pop(name), self.gateways.pop(name)
-        gateway.link.transport.abort()
+        gateway.link.abort()
         await asyncio.sleep(0)
         server.sessions.gateway = None
         await server.close()
 
     async def _kill_entry(self):
-        self.door.close()
-        for worker in list(self.entry.workers.values()):
-            worker.transport.abort()
-        self.entry.close()
+        for link in self.listener.links:
+            link.abort()
+        await self.listener.close()
+        await self.entry.close()
         await self.server.close()
 
     async def _close(self):
@@ -115,7 +109,7 @@ class Cluster:
         for server in self.workers.values():
             await server.close()
         for gateway in self.gateways.values():
-            gateway.close()
+            await gateway.close()
         await asyncio.sleep(0)
 
     async def owners(self):
@@ -234,10 +228,10 @@ def test_the_same_worker_comes_back_before_its_old_connection_is_known_to_be_gon
         old = c.gateways["w0"].link
         c.call(c._link("w0"))
         for _ in range(100):
-            if old.transport is None:
+            if old.closed:
                 break
             time.sleep(0.02)
-        assert old.transport is None
+        assert old.closed
         assert wire.step("tick", "g", b"x") == (200, b"1:x")
         assert not c.gateways["w0"].gone.is_set()
         assert wire.step("end", "g")[0] == 200
@@ -258,16 +252,18 @@ def test_sessions_that_end_by_themselves_give_their_slots_back():
 
 
 def hello(address, secret=SECRET, name="odd", slots=5):
-    sock = socket.create_connection(("127.0.0.1", address), timeout=5)
+    """A connection that says it is a worker, and never answers."""
+    sock = socket.create_connection(("127.0.0.1", address.port), timeout=5)
     body = b'{"name": "%b", "slots": %d, "sessions": []}' % (name.encode(), slots)
-    sock.sendall(secret + _ANSWER.pack(0, 1000, len(body)) + body)
+    for kind, data in ((253, secret), (17, body)):
+        sock.sendall(struct.pack("<QIB3x", 0, len(data), kind) + data)
     return sock
 
 
 def test_a_worker_that_stands_still_does_not_hold_its_games_forever(monkeypatch):
-    monkeypatch.setattr(entry_module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(gateway_module, "_GRACE_S", 0.2)
     with Cluster(0, tcp=True, tick_timeout_s=0.3) as c:
-        with hello(c.address), Wire(c.port) as wire:
+        with hello(c.listener.address), Wire(c.port) as wire:
             assert c.call(c.entry.wait_for({"odd"}, 5.0))
             began = time.monotonic()
             assert wire.step("start", "g")[0] == 504
@@ -282,11 +278,11 @@ def test_a_worker_that_stands_still_does_not_hold_its_games_forever(monkeypatch)
 
 
 def test_only_who_knows_the_secret_is_a_worker(monkeypatch):
-    monkeypatch.setattr(entry_module, "_GREETING_S", 0.2)
+    monkeypatch.setattr(link_module, "GREETING_S", 0.2)
     with Cluster(1, tcp=True) as c:
-        with hello(c.address, b"x" * 16) as sock, contextlib.suppress(ConnectionResetError):
+        with hello(c.listener.address, b"x" * 16) as sock, contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
-        with socket.create_connection(("127.0.0.1", c.address), timeout=5) as silent:
+        with socket.create_connection(("127.0.0.1", c.listener.address.port), timeout=5) as silent:
             silent.sendall(b"short")
             with contextlib.suppress(ConnectionResetError):
                 assert silent.recv(1) == b""
@@ -348,7 +344,6 @@ def test_whatever_happens_entry_and_workers_agree():
         assert {("start", 200), ("start", 409), ("start", 429), ("tick", 200), ("tick", 404), ("auto", 200)} <= seen
         time.sleep(0.1)
         assert c.call(c.owners()) == c.call(c.truth())
-        assert not c.entry._tried
         for worker in c.entry.workers.values():
             assert not worker.waiting
             assert worker.lent == 0
@@ -360,7 +355,7 @@ def test_whatever_happens_entry_and_workers_agree():
 HOLDER = """
 import sys
 from pathlib import Path
-from bray.serving.affinity import Table
+from bray.serving.table import Table
 table = Table(Path(sys.argv[1]), workers=4, slots=10, create=True)
 row = table.join(sys.argv[2])
 table.open(row, True)

@@ -32,12 +32,12 @@ pytestmark = pytest.mark.usefixtures("local_session")
 
 @pytest.fixture
 def atari():
-    """A model and a buffer of the seed's names."""
+    """The model and the buffer that the Atari actor names."""
     here = sessions.session().cluster
     return here.start("model/atari_model", FakeModel), here.start("buffer/atari_buffer/0", FakeBuffer)
 
 
-def test_the_fragment_of_the_seed(atari):
+def test_the_atari_actor_plays_with_its_model_and_buffer(atari):
     remote_actor = RemoteActor(port=0)
     remote_actor.serve(Actor=AtariActor, model="atari_model", buffer="atari_buffer")
     with Client("127.0.0.1", remote_actor.port) as client:

@@ -53,7 +53,7 @@ def play(port, n):
 
 @pytest.mark.slow
 def test_a_node_dies_and_another_one_joins(two_nodes, monkeypatch):
-    monkeypatch.setattr(handle, "_LOOK_EVERY", 1.0)
+    monkeypatch.setattr(handle, "CHECK_S", 1.0)
     ray, second, session = two_nodes
     settings = {"port": 0, "admin_port": 0, "host": "127.0.0.1", "num_workers": 2, "actors_per_worker": 3}
     settings |= {"cpus_per_worker": 0.25, "memory_per_worker": 50, "drain_timeout_s": 0.2, "use_tcp": True}

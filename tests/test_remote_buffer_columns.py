@@ -9,7 +9,8 @@ import pytest
 from bray import tree
 from bray.errors import DataError
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Layout, Layouts, join, private, stack
+from bray.remote.buffer.columns import Chunk, join, private, stack
+from bray.tree.layout import Layout, Layouts
 
 NESTED = {
     "obs": {"image": np.arange(6, dtype=np.uint8).reshape(2, 3), "flags": np.array([True, False])},
@@ -73,10 +74,10 @@ def test_what_is_no_plain_array_is_converted():
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ({"a": "text"}, "got a leaf of str"),
-        ({"a": None}, "got a leaf of NoneType"),
-        (np.array([object()]), "got a leaf of dtype object"),
-        ({1: 2.0}, r"keys of a sample are strings, got \[1\]"),
+        ({"a": "text"}, "this one holds a str"),
+        ({"a": None}, "this one holds a NoneType"),
+        (np.array([object()]), "holds an array of dtype object"),
+        ({1: 2.0}, r"keys of a tree are strings, got \[1\]"),
     ],
 )
 def test_what_is_no_sample_is_refused(sample, message):
@@ -109,9 +110,9 @@ def test_layouts_are_looked_at_once_and_told_apart():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"a": np.zeros(4), "b": 1}, r"'a': expected shape \(3,\), got shape \(4,\)"),
-        ({"a": np.zeros(3)}, r"'b': expected shape \(\), got nothing there"),
-        ({"a": np.zeros(3), "b": 1, "c": 2}, r"'c': expected nothing there, got shape \(\)"),
+        ({"a": np.zeros(4), "b": 1}, r"^a: expected shape \(3,\), got shape \(4,\)"),
+        ({"a": np.zeros(3)}, r"^b: expected shape \(\), got nothing"),
+        ({"a": np.zeros(3), "b": 1, "c": 2}, r"^c: expected nothing, got shape \(\)"),
         ({"b": 1, "a": np.zeros(3)}, "another order"),
     ],
 )

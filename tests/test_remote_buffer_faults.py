@@ -260,7 +260,7 @@ def test_a_slab_is_seen_through_a_window():
     slab = Slab()
     slot = slab.take(100_000)
     assert slot.size == 1 << 17
-    memory = np.frombuffer(slab.data(slot), np.uint8)
+    memory = slot.data()
     window = Window(slab.address)
     view = window.data(slot.offset, slot.size)
     view[:5] = 7
@@ -268,6 +268,30 @@ def test_a_slab_is_seen_through_a_window():
     slab.close()
     assert (view[:5] == 7).all()
     assert look_into(slab.address) is None
+
+
+def test_a_window_shows_a_slab_to_others_after_its_owner_has_closed_it():
+    slab = Slab()
+    slot = slab.take(100)
+    slot.data()[:3] = 5
+    window = Window(slab.address)
+    slab.close()
+    again = look_into(window.address)
+    assert again is not None
+    assert (again.data(slot.offset, 3) == 5).all()
+
+
+def test_what_was_lent_to_a_shard_that_died_is_not_overwritten(session):
+    buffer = RemoteBuffer("b", size=64, num_workers=1)
+    for i in range(8):
+        buffer.push(sample(i, LARGE)).result(10)
+    held = [buffer.pop(10) for _ in range(8)]
+    restart(session, "buffer/b/0")
+    for i in range(100, 140):
+        buffer.push(sample(i, LARGE), drop=False).result(10)
+    assert [int(s["x"][0]) for s in held] == list(range(8))
+    assert all((s["x"] == s["i"]).all() for s in held)
+    wait_until(lambda: buffer.numbers()["shared_bytes"] > 0)  # and the new samples lie in shared memory again
 
 
 def test_what_is_no_slab_is_not_looked_into(tmp_path):
@@ -288,7 +312,7 @@ def test_slots_are_reused_and_free_ones_cost_no_memory():
     slots = [slab.take(8 << 20) for _ in range(32)]
     assert len({s.offset for s in slots}) == 32
     for slot in slots:
-        np.frombuffer(slab.data(slot), np.uint8)[::4096] = 1
+        slot.data()[::4096] = 1
     assert resident() >= 32 << 23
     assert slab.used == 32 << 23
     del slot, slots
@@ -297,5 +321,5 @@ def test_slots_are_reused_and_free_ones_cost_no_memory():
     assert resident() <= (64 << 20) + (1 << 20)
     before = resident()
     slot = slab.take(8 << 20)
-    np.frombuffer(slab.data(slot), np.uint8)[::4096] = 1
+    slot.data()[::4096] = 1
     assert resident() == before  # one whose pages are there

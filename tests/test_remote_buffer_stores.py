@@ -9,9 +9,11 @@ import pytest
 from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Layouts, join, private, stack
+from bray.remote.buffer.columns import join, private, stack
+from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.stores import Queue, Ring, split, weigh
-from bray.remote.buffer.worker import BufferShard, Settings
+from bray.remote.buffer.worker import BufferShard
+from bray.tree.layout import Layouts
 
 LAYOUTS = Layouts()
 
@@ -61,7 +63,7 @@ def test_single_samples_are_given_by_layout():
 def test_samples_of_one_batch_look_alike():
     queue = Queue(10, 2)
     queue.check(chunk(0).layout)
-    with pytest.raises(DataError, match=r"batch_size 2 have the same keys.*'x': expected shape \(\), got nothing"):
+    with pytest.raises(DataError, match=r"batch_size 2 have the same keys.*x: expected shape \(\), got nothing"):
         queue.check(chunk(0, key="y").layout)
     Queue(10, None).check(chunk(0, key="y").layout)
 
@@ -266,7 +268,7 @@ class Box:
 
 def shard(**settings):
     settings = {"size": 4, "batch_size": 2, "num_workers": 1, **settings}
-    return BufferShard(Settings("b", **settings), 0)
+    return BufferShard(BufferSettings("b", **settings), 0)
 
 
 def test_a_full_queue_drops_its_oldest_samples():
@@ -316,7 +318,7 @@ def test_who_asks_first_is_served_first():
     s = shard()
     order = []
     for name in "abc":
-        s.pop(1, lambda kind, pieces, facts, name=name: order.append((name, values(pieces))), owner=name)
+        s.pop(1, lambda kind, pieces, facts, name=name: order.append((name, values(pieces))), consumer=name)
     s.push(chunk(0, 1, 2, 3, 4), True, lambda e: None)
     assert order == [("a", [0, 1]), ("b", [2, 3])]
     s.withdraw("c")
@@ -468,12 +470,12 @@ def test_a_shard_may_be_used_from_many_threads():
 )
 def test_settings_that_cannot_work(settings, error, message):
     with pytest.raises(error, match=message):
-        Settings("b", **settings)
+        BufferSettings("b", **settings)
     with pytest.raises(ConfigError, match="has no '/'"):
-        Settings("a/b")
+        BufferSettings("a/b")
 
 
 @pytest.mark.parametrize(("size", "workers", "capacities"), [(5, 2, [30, 20]), (1, 3, [10]), (7, 3, [30, 20, 20])])
 def test_shards_hold_size_batches_together(size, workers, capacities):
-    settings = Settings("b", size=size, batch_size=10, num_workers=workers)
+    settings = BufferSettings("b", size=size, batch_size=10, num_workers=workers)
     assert [settings.capacity(i) for i in range(settings.shards)] == capacities

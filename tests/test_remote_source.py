@@ -69,7 +69,7 @@ def test_samples_that_cannot_be_pushed_are_the_sources_error(session, caplog):
     buffer = RemoteBuffer("b", num_workers=1)
     promise = buffer.add_source([{"a": 1.0}, {"a": "text"}])
     assert [float(s["a"]) for s in buffer] == [1.0]
-    with pytest.raises(bray.errors.DataError, match="got a leaf of str"):
+    with pytest.raises(bray.errors.DataError, match="this one holds a str"):
         promise.result(10)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from bray import tree
 from bray.act import Clock
+from bray.algos.rows import advantages
 from bray.data.experience import Counts, Replay, Rollouts
 from bray.data.piece import Piece
 from bray.data.rows import Decoder, to_samples
-from bray.rl import returns
 
 COLUMNS = ("obs", "action", "reward", "terminated", "truncated", "valid", "first", "outputs", "extras", "version")
 
@@ -222,25 +222,32 @@ def test_steps_are_counted_by_those_who_make_them():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_sequences_of_a_memory_come_back_whole(seed):
+def test_pieces_of_a_memory_come_back_whole(seed):
     rng = np.random.default_rng(200 + seed)
     made = pushed([Game(i, rng, state_every=4) for i in range(3)], 12, rng)
     samples = tree.concat([s for *_, s in made])
     got, total, episodes = decoded(cut(samples, rng, most=6))
     assert total == sum(c.env_steps for _, c, _ in made)
     assert episodes == [e for _, c, _ in made for e in c.episodes]  # also where a sequence ends several
-    sequences = [(piece, b) for piece in got for b in range(piece.num_envs)]
-    wanted = [piece.rows(i, i + 4) for piece, *_ in made for i in range(0, piece.length, 4)]
-    assert len(sequences) == len(wanted)
-    for (piece, b), want in zip(sequences, wanted, strict=True):
-        for name in COLUMNS:
+    assert len(got) == len(made)
+    for piece, (want, *_) in zip(got, made, strict=True):
+        for name in (*COLUMNS, "state"):
             tree.map(
-                lambda x, y, b=b, name=name: np.testing.assert_array_equal(x[:, b], y[:, 0], err_msg=name),
+                lambda x, y, name=name: np.testing.assert_array_equal(x, y, err_msg=name),
                 getattr(piece, name),
                 getattr(want, name),
             )
-        np.testing.assert_array_equal(piece.state[0][:, b], want.state[0][:, 0])
-        assert piece.state_every == 4
+        assert (piece.stream, piece.start, piece.state_every) == (want.stream, want.start, 4)
+
+
+def test_a_dropped_sequence_cuts_the_piece_in_two():
+    game = Game(1, np.random.default_rng(1), state_every=4)
+    while (piece := game.play()[0]).length < 12:
+        pass
+    first = piece.start
+    got, *_ = decoded([tree.index(to_samples(piece, 1, piece.length, ()), [0, 2])])
+    assert [(p.start, p.length) for p in got] == [(first, 4), (first + 8, 4)]
+    np.testing.assert_array_equal(got[0].outputs["value"][4], piece.outputs["value"][4])  # what it bootstraps from
 
 
 def test_a_sequence_that_is_not_full_is_padded_with_rows_that_do_not_count():
@@ -252,11 +259,11 @@ def test_a_sequence_that_is_not_full_is_padded_with_rows_that_do_not_count():
     samples = to_samples(short, 1, counts.env_steps, counts.episodes)
     assert samples["reward"].shape == (2, 4)
     (got,), _ = Decoder().decode(samples)
-    assert not got.valid[2:, 1].any()
-    np.testing.assert_array_equal(got.valid[:2, 1], short.valid[4:, 0])
+    assert not got.valid[6:].any()
+    np.testing.assert_array_equal(got.valid[:6], short.valid)
     # the observation behind the last row is there, and its value too: it bootstraps
-    np.testing.assert_array_equal(got.obs["number"][2, 1], piece.obs["number"][6, 0])
-    np.testing.assert_array_equal(got.outputs["value"][2, 1], piece.outputs["value"][6, 0])
+    np.testing.assert_array_equal(got.obs["number"][6], piece.obs["number"][6])
+    np.testing.assert_array_equal(got.outputs["value"][6], piece.outputs["value"][6])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -273,7 +280,7 @@ def test_advantages_of_a_rollout_are_those_of_the_pieces_it_is_made_of(seed, mem
     while (batch := experience.next(Clock())) is not None:
         c = batch.data.check()
         assert c.reward.shape == ((4, 8) if memory else (16, 2))
-        advantage = returns.gae(c.outputs["value"], c.reward, c.terminated, c.truncated, c.valid, 0.9, 0.8)
+        advantage = advantages(c, 0.9, 0.8)
         for t, b in zip(*np.nonzero(c.valid), strict=True):
             key = tuple(c.obs["number"][t, b].tolist())
             assert key not in found

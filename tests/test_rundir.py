@@ -207,7 +207,7 @@ def test_state_keeps_arrays_numbers_text_bytes_and_int_keys():
         ({"a": {"b": object()}}, "trainer state at /a/b: expected arrays, numbers, text or bytes, got object"),
         ({"a": {"$json": 1}}, r"trainer state at /a: expected keys that are text, got '\$json'"),
         ({"a": {"x": 1, 2: 3}}, "expected keys that are text, got 2"),
-        ({"a": np.array(["x"])}, "holds numbers"),
+        ({"a": np.array(["x"])}, "arrays of numbers"),
     ],
 )
 def test_state_that_cannot_be_kept_is_refused(bad, message):

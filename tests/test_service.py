@@ -22,6 +22,7 @@ import bray
 from bray import act
 from bray.cli.main import main
 from bray.client import ClientError
+from bray.config import Source
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
 from bray.service import ModelService, PolicyActor, Service, configure, name_runs
@@ -446,10 +447,12 @@ def test_versions_share_the_sessions(run):
 
 
 def test_only_the_versions_that_were_asked_for_are_served(run):
-    from bray.cli.serve import parse_versions, settings
+    from bray.cli.serve import settings
+    from bray.serving.config import parse_versions
 
     first = steps_of(run)[0]
-    assert settings([str(run)], {"versions": parse_versions([str(first)])})[2].versions == {str(first): 1.0}
+    typed = Source("command line", {"model": {"versions": parse_versions([str(first)])}})
+    assert settings([str(run)], typed)[2].versions == {str(first): 1.0}
     with serving({"m": run}, versions={str(first): 1.0}) as server:
         assert [v["label"] for v in admin(server, "/models")[0]["versions"]] == [str(first)]
         for i in range(10):
@@ -723,15 +726,15 @@ def test_runs_that_cannot_be_served(run, tmp_path):
 def test_settings_on_the_command_line(capsys):
     from bray.cli.serve import settings
 
-    runs, service, model = settings(
-        ["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], {"port": 9, "act": "sample", "host": None}
-    )
+    nothing = Source("command line", {})
+    typed = Source("command line", {"service": {"port": 9}, "model": {"act": "sample"}})
+    runs, service, model = settings(["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], typed)
     assert runs == {"a": Path("runs/a"), "b": Path("runs/c")}
     assert (service.port, service.idle_timeout_s, service.actors_per_worker) == (9, 5.0, 1000)
     assert (model.act, model.max_batch_size) == ("sample", 8)
-    assert settings(["r"], {})[2].act == "greedy"
-    for words, given in ((["r", "sample=true"], {}), (["r", "model.sample=true"], {}), (["r"], {"sample": True})):
-        assert settings(words, given)[2].act == "sample"  # its name in 0.1
+    assert settings(["r"], nothing)[2].act == "greedy"
+    for words in (["r", "sample=true"], ["r", "model.sample=true"]):
+        assert settings(words, nothing)[2].act == "sample"  # its name in 0.1
     for words, message in [
         ([], "missing argument"),
         (["port=1"], "expected a run directory"),

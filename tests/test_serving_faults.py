@@ -20,8 +20,8 @@ import pytest
 
 from bray.errors import Overloaded
 from bray.serving import http
-from bray.serving.affinity import Table
 from bray.serving.protocol import pack_request
+from bray.serving.table import Table
 from tests.fuzz_serving import fuzz
 from tests.serving_for_tests import Echo, Orders, Plain, Wire, http_request, on_loop, running
 from tests.test_serving_workers import metrics

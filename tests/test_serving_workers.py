@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bray.serving.affinity import Table
+from bray.serving.table import Table
 from tests.serving_for_tests import Wire, http_request
 
 SERVICE = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bray.errors import ConfigError, DataError
-from bray.spec import ActionLayout, EnvSpec, Part, Space
+from bray.spec import ActionLayout, ActionPart, EnvSpec, Space
 
 SPACES = {
     "discrete": gym.spaces.Discrete(4),
@@ -77,10 +77,10 @@ def test_layout_of_a_composite_space_by_number():
     )
     layout = ActionLayout(space)
     assert layout.parts == (
-        Part("categorical", 3, slice(0, 3), slice(0, 1), 2),
-        Part("gaussian", 2, slice(3, 7), slice(1, 3)),
-        Part("categorical", 2, slice(7, 9), slice(3, 4)),
-        Part("categorical", 2, slice(9, 11), slice(4, 5)),
+        ActionPart("categorical", 3, slice(0, 3), slice(0, 1), 2),
+        ActionPart("gaussian", 2, slice(3, 7), slice(1, 3)),
+        ActionPart("categorical", 2, slice(7, 9), slice(3, 4)),
+        ActionPart("categorical", 2, slice(9, 11), slice(4, 5)),
     )
     assert (layout.num_params, layout.size, layout.num_logits) == (11, 5, 7)
     assert (layout.discrete, layout.continuous, layout.single) == (False, False, False)

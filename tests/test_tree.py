@@ -120,11 +120,11 @@ def test_pack_normalises_byte_order_and_strides():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"a": np.array(["x"])}, "holds numbers"),
-        ({"a": np.array([None])}, "holds numbers"),
-        ({"a": None}, "holds numbers"),
-        ({"a": np.zeros(1, "M8[s]")}, "holds numbers"),
-        ({1: np.zeros(1)}, "keys of a packed tree are strings, got"),
+        ({"a": np.array(["x"])}, "arrays of numbers"),
+        ({"a": np.array([None])}, "arrays of numbers"),
+        ({"a": None}, "arrays of numbers"),
+        ({"a": np.zeros(1, "M8[s]")}, "arrays of numbers"),
+        ({1: np.zeros(1)}, "keys of a tree are strings, got"),
         ({"\ud800": np.zeros(1)}, "UTF-8"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_small_file_cannot_ask_for_a_lot_of_memory():
     data = forge({"l": [node] * 20_000}, body)
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match="overlap"):
+        with pytest.raises(DataError, match="at another offset"):
             tree.unpack(data, copy=True)
         assert tracemalloc.get_traced_memory()[1] < 40 << 20  # the decoded header, not 20,000 copies
     finally:

@@ -4,6 +4,7 @@ bare          the engine (ONNX Runtime) and the batcher alone, in one process, 3
 local         RemoteModel in local mode, 32 callers
 remote        RemoteModel with one worker on this machine, 64 callers
 trajectories  RemoteBuffer: 4 producers push trajectories of 128 steps (3.6 MB), one consumer takes them
+pictures      RemoteBuffer: 4 producers push steps with a picture (28 KB) one by one, one consumer takes batches of 128
 small         RemoteBuffer: 4 producers push samples of 100 B one by one, one consumer takes batches of 128
 publish       a model of 5 MiB with 8 workers that are asked all the time: milliseconds from `publish_weights` to the last answer of the old weights, and
               how much longer than usual an answer took meanwhile
@@ -36,6 +37,7 @@ from benchmarks.remote.settings import (
     PUBLISH_WORKERS,
     REMOTE_CALLERS,
     STEPS,
+    picture,
     say,
     size,
     small_sample,
@@ -141,11 +143,14 @@ def forward(case: str, workers: int, callers: int, seconds: float) -> dict[str, 
 # --- buffer -----------------------------------------------------------------------------------------------------------
 
 
+SAMPLES = {"trajectories": trajectory, "pictures": picture, "small": small_sample}
+
+
 class Producer:
     """Pushes the same few samples over and over, and waits where the buffer is full."""
 
     def __init__(self, buffer: Any, what: str, seed: int):
-        make = trajectory if what == "trajectories" else small_sample
+        make = SAMPLES[what]
         self.buffer, self.samples = buffer, [make(seed + i) for i in range(4)]
 
     async def push(self, seconds: float) -> int:
@@ -195,8 +200,7 @@ def produced(case: str, seconds: float) -> dict[str, Any]:
         while not all(end.done() for end in ends) and time.monotonic() < until:
             with contextlib.suppress(TimeoutError):
                 buffer.pop(timeout=1.0)  # so that nobody waits for room
-    if large:
-        result["bytes_per_second"] = round(result["per_second"] * size(trajectory(0)))
+    result["bytes_per_second"] = round(result["per_second"] * size(SAMPLES[case](0)))
     return result
 
 
@@ -292,6 +296,7 @@ CASES: dict[str, Callable[[str, float], dict[str, Any]]] = {
     "local": lambda c, s: forward(c, 0, LOCAL_CALLERS, s),
     "remote": lambda c, s: forward(c, 1, REMOTE_CALLERS, s),
     "trajectories": produced,
+    "pictures": produced,
     "small": produced,
     "publish": publish,
 }

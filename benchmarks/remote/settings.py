@@ -33,6 +33,16 @@ def trajectory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
+def picture(seed: int) -> dict[str, np.ndarray]:
+    """One step with a stack of four frames: 28 KB."""
+    rng = np.random.default_rng(seed)
+    return {
+        "obs": rng.integers(0, 255, (4, 84, 84), np.uint8),
+        "action": rng.integers(0, 9, ()),
+        "reward": rng.random((), np.float32),
+    }
+
+
 def small_sample(seed: int) -> dict[str, np.ndarray]:
     """One step: 100 B of numbers."""
     rng = np.random.default_rng(seed)

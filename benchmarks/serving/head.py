@@ -24,8 +24,10 @@ from typing import Any
 
 from benchmarks.serving.__main__ import CORES, LOAD, ROOT, answers, build_load, cpu_seconds, free_port
 from benchmarks.serving.ours import Echo
+from bray.errors import Unreachable
 from bray.serving.config import ServiceConfig
-from bray.serving.entry import BehindEntry, Entry
+from bray.serving.gateway import BehindHead, HeadGateway
+from bray.serving.link import Address, Listener, connect, machine_id
 from bray.serving.server import Server
 from bray.serving.workers import run_loop
 
@@ -41,29 +43,27 @@ async def _until_told() -> None:
 async def entry(port: int, address: str) -> None:
     server = Server(lambda: None, ServiceConfig(port=port, admin_port=0, use_tcp=True, actors_per_worker=0))
     server.open()
-    gateway = Entry(server.sessions, SECRET, server.all_numbers)
-    loop = asyncio.get_running_loop()
+    gateway = HeadGateway(server.sessions, server.all_numbers)
+    listener = Listener(gateway.handle, SECRET, gateway.lost)
     if address.isdigit():
-        door = await loop.create_server(gateway.door, "127.0.0.1", int(address))
+        await listener.start_tcp("127.0.0.1", int(address))
     else:
-        door = await loop.create_unix_server(gateway.door, address)
+        await listener.start_unix(address)
     await gateway.wait_for({"0", "1"}, 20.0)
     await server.listen()
     await _until_told()
-    door.close()
+    await listener.close()
 
 
 async def worker(number: str, address: str) -> None:
     server = Server(Echo, ServiceConfig(actors_per_worker=1000))
     server.open()
-    gateway = BehindEntry(server.sessions, number, SECRET, server.all_numbers)
-    loop = asyncio.get_running_loop()
+    gateway = BehindHead(server.sessions, number, server.all_numbers)
+    tcp = address.isdigit()
+    where = Address(machine_id(), address, "127.0.0.1", int(address) if tcp else 0)
     for _ in range(100):
-        with contextlib.suppress(OSError):
-            if address.isdigit():
-                await loop.create_connection(gateway.link_to, "127.0.0.1", int(address))
-            else:
-                await loop.create_unix_connection(gateway.link_to, address)
+        with contextlib.suppress(Unreachable):
+            gateway.connected(await connect(where, SECRET, gateway.handle, gateway.lost, unix=not tcp))
             break
         await asyncio.sleep(0.1)
     await _until_told()

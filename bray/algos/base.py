@@ -34,6 +34,10 @@ class Update:
 def to_torch(batch: Any, device: torch.device) -> Any:
     """A tree of numpy arrays as tensors on a device; on the CPU they share memory."""
     if device.type == "cpu":
+        if isinstance(batch, dict):  # most are flat: without a walk for each column
+            return {
+                k: torch.from_numpy(x) if isinstance(x, np.ndarray) else to_torch(x, device) for k, x in batch.items()
+            }
         return tree.map(torch.from_numpy, batch)
     return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True), batch)
 

@@ -41,7 +41,7 @@ def advantage_rows(
 ) -> dict[str, Any]:
     """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where the Model has a memory."""
     value, steps = piece.outputs["value"], piece.length
-    advantage = returns.gae(value, piece.reward, piece.terminated, piece.truncated, piece.valid, gamma, lambda_)
+    advantage = advantages(piece, gamma, lambda_)
     target = advantage + value[:-1]
     if standardize:
         advantage = returns.standardize(advantage, piece.valid)
@@ -64,6 +64,24 @@ def advantage_rows(
     sequences = tree.map(lambda x: _cut(x, length), rows)
     sequences["state"] = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.state)
     return sequences
+
+
+def advantages(piece: Piece, gamma: float, lambda_: float) -> np.ndarray:
+    """GAE `[T, B]`, through all columns of a game where they lie in line."""
+    columns = (piece.outputs["value"], piece.reward, piece.terminated, piece.truncated, piece.valid)
+    if not piece.in_line:
+        return returns.gae(*columns, gamma, lambda_)
+    steps, batch = piece.reward.shape
+
+    def line(x: np.ndarray) -> np.ndarray:
+        """`[B (T + 1), 1]`: column after column, each with its last observation as a dead row behind it."""
+        rows = np.zeros((batch, steps + 1), x.dtype)
+        rows[:, : len(x)] = x.T
+        return rows.reshape(-1, 1)
+
+    value, *rest = (line(x) for x in columns)
+    advantage = returns.gae(value, *(x[:-1] for x in rest), gamma, lambda_)
+    return np.ascontiguousarray(np.append(advantage, np.float32(0.0)).reshape(batch, steps + 1)[:, :-1].T)
 
 
 def _cut(x: np.ndarray, length: int) -> np.ndarray:

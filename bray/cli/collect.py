@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from bray import tree
 from bray.act import GREEDY
-from bray.cli.show import facts, log_shown, make_console, say
+from bray.cli.options import Collect
+from bray.cli.show import facts, how_to_act, log_shown, say, terminal
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
@@ -68,54 +69,44 @@ def _episode(rows: list[dict[str, Any]], final: Any) -> Episode:
 
 
 @log_shown()
-def collect(
-    path: Path,
-    count: int | None,
-    steps: int | None,
-    out: Path | None,
-    format: Literal["bray", "pkl"],
-    checkpoint: str,
-    act: str,
-    seed: int | None,
-    per_file: int,
-) -> int:
+def collect(options: Collect) -> int:
     """Load, play, write; returns the exit code."""
-    if count is not None and steps is not None:
+    steps, act = options.steps, how_to_act(options)
+    if options.episodes is not None and steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
-    exp = Experiment.load(path, checkpoint)
+    exp = Experiment.load(options.path, options.checkpoint)
     exp.check_env()
-    console = make_console()
-    out = out or path / "trajectories"
+    console = terminal()
+    count, seed = options.episodes or 100, EVAL_SEED if options.seed is None else options.seed
+    out = options.out or options.path / "trajectories"
     returns: list[float] = []
     done = 0
 
     def played() -> Iterator[Episode]:
         nonlocal done
         with console.status("") as status:
-            for episode in episodes(exp, count or 100, EVAL_SEED if seed is None else seed, act, steps=steps):
+            for episode in episodes(exp, count, seed, act, steps=steps):
                 returns.append(float(np.sum(episode["reward"], dtype=np.float64)))
                 done += len(episode["reward"])
                 if console.is_terminal:
-                    of = f" of {count or 100:,} episodes, {done:,} steps"
-                    status.update(
-                        f"{len(returns):,}" + (of if steps is None else f" episodes, {done:,} of {steps:,} steps")
-                    )
+                    of = (f" of {count:,}", "") if steps is None else ("", f" of {steps:,}")
+                    status.update(f"{len(returns):,}{of[0]} episodes, {done:,}{of[1]} steps")
                 yield episode
 
-    paths = _write(played(), out, per_file) if format == "bray" else _write_pickles(played(), out, per_file)
-    if format == "bray":
+    write = _write if options.format == "bray" else _write_pickles
+    paths = write(played(), out, options.per_file)
+    if options.format == "bray":
         RunDir(out).write_spec(exp.served.spec)  # whoever learns from the files needs no environment
     exp.close()
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
+    say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(
-        console,
         [
             ("return", f"{short(float(np.mean(returns)))} on average, {short(min(returns))} … {short(max(returns))}"),
             *[("file", p) for p in paths],
         ],
     )
-    if format == "bray":
-        say(console, f'read them: bray.EpisodeReader("{out}")', "dim")
+    if options.format == "bray":
+        say(f'read them: bray.EpisodeReader("{out}")', "dim")
     return 0
 
 

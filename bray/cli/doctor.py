@@ -22,7 +22,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.text import Text
 
 from bray._version import __version__
-from bray.cli.show import make_console, say
+from bray.cli.options import Doctor
+from bray.cli.show import say
 
 _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "amx_bf16": "AMX bf16",
@@ -48,31 +49,29 @@ class Check:
     fix: str = ""
 
 
-def doctor(as_json: bool) -> int:
+def doctor(options: Doctor) -> int:
     """Run all checks; 0 when nothing is to be fixed."""
+    as_json = options.json
     checks: list[Check] = []
-    console = make_console()
     for look in CHECKS:
         for check in _look(look):
             check = Check(check.name, _shareable(check.value), check.ok, _shareable(check.fix))
             checks.append(check)
             if not as_json:
                 mark, style = {True: ("ok", "green"), False: ("FIX", "bold red"), None: ("", "")}[check.ok]
-                console.print(
-                    Text.assemble((f"{mark:<4}", style), (f"{check.name:<16}", "dim"), check.value), soft_wrap=True
-                )
+                say(Text.assemble((f"{mark:<4}", style), (f"{check.name:<16}", "dim"), check.value))
     wrong = [c for c in checks if c.ok is False]
     if as_json:
         report = {"bray": __version__, "ok": not wrong, "checks": [asdict(c) for c in checks]}
         print(json.dumps(report, indent=2))
         return int(bool(wrong))
-    console.print()
+    say()
     if not wrong:
-        say(console, "all good", "bold green")
+        say("all good", "bold green")
         return 0
-    say(console, f"{len(wrong)} to fix:", "bold red")
+    say(f"{len(wrong)} to fix:", "bold red")
     for check in wrong:
-        say(console, f"  {check.name}: {check.fix}")
+        say(f"  {check.name}: {check.fix}")
     return 1
 
 

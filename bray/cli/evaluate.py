@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from bray.act import GREEDY, SAMPLE
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
+from bray.cli.options import Eval
+from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say
 from bray.envs.make import make_env
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
@@ -27,31 +27,28 @@ _GIF_SIDE = 320  # pixels: choosing the colours of a large picture takes longer 
 
 
 @log_shown()
-def evaluate(
-    path: Path,
-    episodes: int | None,
-    steps: int | None,
-    checkpoint: str,
-    act: str,
-    render: Render | None,
-    seed: int | None,
-) -> int:
+def evaluate(options: Eval) -> int:
     """Load, play, say; returns the exit code."""
-    if episodes is not None and steps is not None:
+    path, checkpoint = options.path, options.checkpoint
+    if options.episodes is not None and options.steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
     exp = Experiment.load(path, checkpoint)
-    console = make_console()
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
-    how: dict[str, Any] = {"out": path, "act": act, "seed": seed, "note": f", checkpoint {number}"}
-    videos = judge(exp, console, episodes or 10, render, steps=steps, **how)
-    facts(console, [("video", video) for video in videos])
+    how: dict[str, Any] = {
+        "out": path,
+        "act": how_to_act(options),
+        "seed": options.seed,
+        "note": f", checkpoint {number}",
+    }
+    render: Render | None = "human" if options.render_human else "video" if options.render else None
+    videos = judge(exp, options.episodes or 10, render, steps=options.steps, **how)
+    facts([("video", video) for video in videos])
     exp.close()
     return 0
 
 
 def judge(
     exp: Experiment,
-    console: Console,
     episodes: int,
     render: Render | None = None,
     *,
@@ -69,13 +66,13 @@ def judge(
     else:
         results, cut = exp.play_steps(steps, seed=seed, act=act)
     if not quiet:
-        say(console, f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
+        say(f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
         if results:
-            _table(console, summarize(results), act)
+            _table(summarize(results), act)
         if steps is not None:
-            say(console, _played(steps, len(results), *cut))
+            say(_played(steps, len(results), *cut))
         elif act == GREEDY:
-            say_if_greedy_is_worse(exp, console, results, seed)
+            say_if_greedy_is_worse(exp, results, seed)
     if render is None:
         return []
     frames, return_, length, fps = film(exp, render, act=act, seed=seed)
@@ -87,13 +84,11 @@ def judge(
             videos.append(write_video([f[::every, ::every] for f in frames], out / "videos" / "eval.gif", fps))
     if not quiet:
         what = "filmed" if render == "video" else "showed"
-        say(console, f"{what} one episode of {length:,} steps, return {short(return_)}", "dim")
+        say(f"{what} one episode of {length:,} steps, return {short(return_)}", "dim")
     return videos
 
 
-def say_if_greedy_is_worse(
-    exp: Experiment, console: Console, greedy: list[tuple[float, int]], seed: int | None = None
-) -> None:
+def say_if_greedy_is_worse(exp: Experiment, greedy: list[tuple[float, int]], seed: int | None = None) -> None:
     """A policy that draws its actions may need the draws: then both numbers are told."""
     rule = exp.served.policy.rule
     if rule is not None and not rule.stochastic:
@@ -102,7 +97,6 @@ def say_if_greedy_is_worse(
     worse = much_worse(greedy, sampled)
     if worse is not None:
         say(
-            console,
             f"greedy plays much worse than sampled here: {short(worse[0])} against {short(worse[1])}; --act sample plays as in training",
             "yellow",
         )
@@ -114,7 +108,7 @@ def _played(steps: int, episodes: int, return_: float, length: int) -> str:
     return said + (f", {length:,} of one that was cut, return {short(return_)} so far" if length else "")
 
 
-def _table(console: Console, result: dict[str, Any], act: str) -> None:
+def _table(result: dict[str, Any], act: str) -> None:
     table = plain_table("episodes", ">mean return", ">95 % interval", ">min", ">max", ">mean length")
     half = result["eval/return_ci95"]
     mean = result["eval/return_mean"]
@@ -123,7 +117,7 @@ def _table(console: Console, result: dict[str, Any], act: str) -> None:
     table.add_row(
         f"{result['eval/episodes']} {'sampled' if act == SAMPLE else 'greedy'}", short(mean), interval, *numbers
     )
-    console.print(table)
+    put(table)
 
 
 def film(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from bray import tree
 from bray.act import GREEDY, TRAINED, Tick
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
+from bray.cli.options import Export
+from bray.cli.show import facts, log_shown, plain_table, put, say, terminal
 from bray.config import Source
 from bray.errors import ConfigError, ExportError
 from bray.experiment import Experiment
@@ -30,16 +29,17 @@ _SAMPLE_ROWS = 32
 
 
 @log_shown()
-def export(path: Path, quantize: bool, checkpoint: str, min_agreement: float) -> int:
+def export(options: Export) -> int:
     """Export, verify, write, say; returns the exit code."""
+    path, quantize, min_agreement = options.path, options.quantize, options.min_agreement
     run = RunDir.open(path)
     run.refuse_old_launch()
-    saved = run.load_checkpoint(checkpoint)
+    saved = run.load_checkpoint(options.checkpoint)
     cpu = Source("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
     exp = Experiment.load(path, saved.step, sources=[cpu])
     torch.set_num_threads(1)
     folder = run.models / saved.name
-    console = make_console()
+    console = terminal()
     exporter = _Exporter(exp, saved, quantize)
     with console.status("exporting"):
         for name, data in exporter.float32().items():
@@ -57,17 +57,17 @@ def export(path: Path, quantize: bool, checkpoint: str, min_agreement: float) ->
     sizes = {"onnx": len(exporter.files[MODEL]), "onnx, weights as inputs": len(exporter.files[GRAPH])}
     if int8 is not None:
         sizes["int8"] = len(int8)
-    say(console, f"{exp.config['run'].algorithm} on {exp.env_id}, checkpoint {saved.step}", "bold")
-    _table(console, reports, sizes, exporter.rows, exporter.recorded)
+    say(f"{exp.config['run'].algorithm} on {exp.env_id}, checkpoint {saved.step}", "bold")
+    _table(reports, sizes, exporter.rows, exporter.recorded)
     if int8 is not None and reports["int8"].latency[1][0] >= reports["onnx"].latency[1][0]:
-        say(console, f"int8 is slower here: serve fp32 ({MODEL})", "yellow")
+        say(f"int8 is slower here: serve fp32 ({MODEL})", "yellow")
     if refused:
         raise ExportError(
             f"{INT8} is not written: in int8 {reports['int8'].agreement:.1%} of {exporter.rows:,} greedy actions are the Model's own, "
             f"at least {min_agreement:.1%} are asked for (--min-agreement). {MODEL} is there: serve that."
         )
     names = [GRAPH, MODEL, *([INT8] if int8 is not None else []), SAMPLES]
-    facts(console, [(name.rpartition(".")[0], folder / name) for name in names])
+    facts([(name.rpartition(".")[0], folder / name) for name in names])
     exp.close()
     return 0
 
@@ -126,7 +126,7 @@ class _Exporter:
         return self.policy.act(outputs, Tick(obs), None, GREEDY, TRAINED)[0]
 
 
-def _table(console: Console, reports: dict[str, Report], sizes: dict[str, int], rows: int, recorded: bool) -> None:
+def _table(reports: dict[str, Report], sizes: dict[str, int], rows: int, recorded: bool) -> None:
     table = plain_table(
         "engine", ">size", ">max error", ">mean error", ">same action", *(f">batch {n}" for n in BATCHES)
     )
@@ -134,6 +134,6 @@ def _table(console: Console, reports: dict[str, Report], sizes: dict[str, int], 
         size = f"{sizes[name] / 1e3:,.1f} kB" if name in sizes else "–"
         times = [f"{1e6 * median:,.0f} / {1e6 * p99:,.0f}" for median, p99 in r.latency.values()]
         table.add_row(name, size, f"{r.max_error:.1e}", f"{r.mean_error:.1e}", f"{r.agreement:.1%}", *times)
-    console.print(table)
+    put(table)
     kind = "recorded" if recorded else "random"
-    say(console, f"against torch on {rows:,} {kind} observations; µs, median / 99th percentile, one thread", "dim")
+    say(f"against torch on {rows:,} {kind} observations; µs, median / 99th percentile, one thread", "dim")

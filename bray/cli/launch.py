@@ -1,9 +1,7 @@
-"""`bray launch`, `bray schema`: a launch file is checked, drawn, or run until it is stopped."""
+"""`bray launch`: a launch file is checked, drawn, or run until it is stopped."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import os
 import shlex
@@ -12,23 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
-from bray.config import field_docs, to_plain
-from bray.errors import BrayError, ConfigError, ResourceError, UnknownName
+from bray.cli.options import Launch
+from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
+from bray.errors import BrayError, ConfigError, ResourceError
 from bray.launch.graph import Ask, Graph, load, total
 from bray.launch.modules import check_modules
-from bray.launch.settings import KINDS, LaunchSettings
 
 if TYPE_CHECKING:
     from bray.launch.build import Run
@@ -39,48 +32,32 @@ DEPLOY_FOLDER = "deploy"
 """Of the run directory: the numbers of a deployment are not those of the training, and are kept apart from them."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was typed; the names are those of the flags."""
-
-    config: Path
-    keys: Sequence[str] = ()
-    mode: str | None = None
-    trial: str | None = None
-    project: str | None = None
-    cluster: str = "ray"
-    check: bool = False
-    graph: Path | None = None
-    log_level: str = "warning"
-    quiet: bool = False
-
-    def again(self, **changes: str) -> str:
-        """The command line that was typed, with some flags changed."""
-        flags = {"mode": self.mode, "trial": self.trial, "project": self.project, **changes}
-        words = ["bray", "launch", "--config", str(self.config)]
-        for flag, value in flags.items():
-            words += [f"--{flag}", value] if value is not None else []
-        words += ["--cluster", self.cluster] if self.cluster != "ray" else []
-        return shlex.join([*words, *self.keys])
+def again(options: Launch, **changes: str) -> str:
+    """The command line that was typed, with some flags changed."""
+    flags = {"mode": options.mode, "trial": options.trial, "project": options.project, **changes}
+    words = ["bray", "launch", "--config", str(options.config)]
+    for flag, value in flags.items():
+        words += [f"--{flag}", value] if value is not None else []
+    words += ["--cluster", options.cluster] if options.cluster != "ray" else []
+    return shlex.join([*words, *(options.keys or ())])
 
 
-def launch(options: Options) -> int:
+def launch(options: Launch) -> int:
     """Check, draw or run; returns the exit code."""
-    graph = load(options.config, options.keys, options.mode, options.trial, options.project)
-    console = make_console()
+    graph = load(options.config, options.keys or (), options.mode, options.trial, options.project)
     if options.graph is not None:
-        _draw(console, graph, options.graph)
+        _draw(graph, options.graph)
     if options.graph is not None and not options.check:
         return 0
     with log_shown(options.log_level):
         deployed = _deployed(graph)
         check_modules(graph, deployed)
         if options.check:
-            _show_plan(console, graph, options)
+            _show_plan(graph, options)
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
-        return _run(console, graph, options, reads_only=deployed.keys() >= graph.of_kind("model").keys())
+        return _run(graph, options, reads_only=deployed.keys() >= graph.of_kind("model").keys())
 
 
 def _deployed(graph: Graph) -> dict[str, Path]:
@@ -92,7 +69,7 @@ def _deployed(graph: Graph) -> dict[str, Path]:
     return find_deployed(graph)[0]
 
 
-def _draw(console: Console, graph: Graph, out: Path) -> None:
+def _draw(graph: Graph, out: Path) -> None:
     from bray.launch.picture import svg
 
     if out.suffix.lower() != ".svg":
@@ -102,33 +79,33 @@ def _draw(console: Console, graph: Graph, out: Path) -> None:
         out.write_text(svg(graph), encoding="utf-8")
     except OSError as e:
         raise BrayError(f"--graph: {out} cannot be written ({e.strerror})") from None
-    facts(console, [("drawn", out)])
+    facts([("drawn", out)])
 
 
 # --- what would start -------------------------------------------------------------------------------------------------
 
 
-def _show_plan(console: Console, graph: Graph, options: Options) -> None:
+def _show_plan(graph: Graph, options: Launch) -> None:
     s = graph.settings
-    say(console, f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
+    say(f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
     table = plain_table("component", "kind", ">processes", ">CPUs", ">GPUs", ">MB", "where", "edges")
     asks = {ask.name: ask for ask in graph.resources()}
     for name, c in graph.components.items():
         table.add_row(Text(name, "bold"), c.kind, *_amounts(asks.get(name)), Text(_edges(graph, name), "dim"))
     every = total(asks.values())
     table.add_row("sum", "", *_amounts(every), style="bold")
-    console.print(table)
+    put(table)
     if graph.absent:
         gone = ", ".join(f"{name} ({why})" for name, why in graph.absent.items())
-        say(console, f"not in this mode: {gone}", "dim")
+        say(f"not in this mode: {gone}", "dim")
     for note in graph.notes:
-        say(console, f"note: {note}", "yellow")
+        say(f"note: {note}", "yellow")
     machine, cluster = Machine.look(), _cluster(options.cluster)
-    facts(console, [("this machine", machine), ("cluster", cluster)])
+    facts([("this machine", machine), ("cluster", cluster)])
     if cluster == _OWN:
         for problem in machine.shortage(every):
-            say(console, f"note: {problem}", "yellow")
-    say(console, f"nothing was started; start it with: {options.again()}", "dim")
+            say(f"note: {problem}", "yellow")
+    say(f"nothing was started; start it with: {again(options)}", "dim")
 
 
 def _amounts(ask: Ask | None) -> tuple[str, ...]:
@@ -198,7 +175,7 @@ def _cluster(kind: str) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> int:
+def _run(graph: Graph, options: Launch, reads_only: bool) -> int:
     from bray.cluster import session as sessions
     from bray.launch.build import build
     from bray.remote.init import init
@@ -211,24 +188,22 @@ def _run(console: Console, graph: Graph, options: Options, reads_only: bool) -> 
         session = init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
         try:
             where = session.cluster.kind
-            say(
-                console, f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold"
-            )
+            say(f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold")
             if where == "ray" and session.info.one_machine:
                 for problem in Machine.look().shortage(asked):
-                    say(console, f"note: {problem}", "yellow")
-            run = build(graph, session, lambda name: _started(console, graph, name, options))
+                    say(f"note: {problem}", "yellow")
+            run = build(graph, session, lambda name: _started(graph, name, options))
         except BaseException as e:
             sessions.shutdown()
             if not isinstance(e, Exception):
                 raise
-            _show_failure(e)
+            show_failure(e)
             return 2 if isinstance(e, (ConfigError, ResourceError)) else 1
-        _say_where(console, run)
-        return _wait(console, run, options)
+        _say_where(run)
+        return _wait(run, options)
 
 
-def _wait(console: Console, run: Run, options: Options) -> int:
+def _wait(run: Run, options: Launch) -> int:
     """Until the run is done, has failed, or is asked to stop."""
     from bray.cluster import session as sessions
 
@@ -241,33 +216,33 @@ def _wait(console: Console, run: Run, options: Options) -> int:
             due = time.monotonic() + PROGRESS_EVERY
             line = run.progress()
             if line and not options.quiet:
-                say(console, line)
+                say(line)
         return done
 
     try:
         sessions.run_until_asked_to_stop(poll)
     except Exception as e:
-        _show_failure(e)
+        show_failure(e)
         print(f"run directory: {run.session.path}", file=sys.stderr)
         return 1
-    _say_next(console, run.graph, options, done)
+    _say_next(run.graph, options, done)
     return 0
 
 
-def _ray(options: Options, asked: Ask) -> dict[str, Any]:
+def _ray(options: Launch, asked: Ask) -> dict[str, Any]:
     """What `ray.init` is told where the Ray is our own: logical CPUs enough for the graph."""
     if options.cluster != "ray":
         return {}
     return {"num_cpus": max(8, 4 * (os.cpu_count() or 1), math.ceil(asked.cpus))}
 
 
-def _started(console: Console, graph: Graph, name: str, options: Options) -> None:
+def _started(graph: Graph, name: str, options: Launch) -> None:
     if not options.quiet:
         c = graph.components[name]
-        say(console, f"started {c.kind} {name}", "dim")
+        say(f"started {c.kind} {name}", "dim")
 
 
-def _say_where(console: Console, run: Any) -> None:
+def _say_where(run: Any) -> None:
     """Where games call, and where the numbers are."""
     rows: list[tuple[str, Any]] = [("run directory", run.session.path)]
     folder = run.graph.path.resolve().parent
@@ -278,18 +253,18 @@ def _say_where(console: Console, run: Any) -> None:
         if name in run.deployments:
             rows.append(("admin", f"http://127.0.0.1:{actor.admin_port}/models  /metrics  /healthz  /readyz"))
     rows.append(("figures", f"tensorboard --logdir {shlex.quote(run.graph.settings.project)}"))
-    facts(console, rows)
-    say(console, "Ctrl-C ends it", "dim")
+    facts(rows)
+    say("Ctrl-C ends it", "dim")
 
 
-def _say_next(console: Console, graph: Graph, options: Options, done: bool) -> None:
+def _say_next(graph: Graph, options: Launch, done: bool) -> None:
     s = graph.settings
     if s.mode == "train":
         what = "the training is done" if done else "stopped; the same command goes on"
-        after = f"serve it: {options.again(mode='deploy')}" if graph.of_kind("actor") else f"go on: {options.again()}"
+        after = f"serve it: {again(options, mode='deploy')}" if graph.of_kind("actor") else f"go on: {again(options)}"
     else:
-        what, after = "stopped", f"start it again: {options.again()}"
-    say(console, f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
+        what, after = "stopped", f"start it again: {again(options)}"
+    say(f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
 
 
 class _term_as_interrupt:
@@ -313,56 +288,3 @@ class _term_as_interrupt:
     def __exit__(self, *error: Any) -> None:
         for s, handler in self._old.items():
             signal.signal(s, handler)
-
-
-def _show_failure(error: Exception) -> None:
-    """The traceback of whoever raised it comes first, from whatever process; then one line that says what failed."""
-    notes = list(getattr(error, "__notes__", ()))
-    traces = [note for note in notes if "Traceback (most recent call last)" in note]
-    for trace in traces:
-        print(trace, file=sys.stderr)
-    if not traces and not isinstance(error, BrayError):
-        frame = error.__traceback__
-        while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("bray."):
-            frame = frame.tb_next
-        error.__notes__ = []
-        traceback.print_exception(error.with_traceback(frame or error.__traceback__))
-    said = "".join(f"{note}: " for note in notes if note not in traces)
-    name = "" if isinstance(error, BrayError) else f"{type(error).__name__}: "
-    print(f"error: {said}{name}{error}", file=sys.stderr)
-
-
-# --- the keys ---------------------------------------------------------------------------------------------------------
-
-
-def schema(kind: str | None) -> int:
-    """The JSON Schema of launch files, or a table of the keys of one kind."""
-    if kind is None:
-        from bray.launch.schema import schema as make
-
-        print(json.dumps(make(), indent=2, ensure_ascii=False))
-        return 0
-    known: dict[str, type] = {"top": LaunchSettings, **KINDS}
-    if kind not in known:
-        raise UnknownName("kind", kind, known)
-    console, cls = make_console(), known[kind]
-    say(console, " ".join((cls.__doc__ or "").split()), "bold")
-    table = plain_table("key", "default", "what it does")
-    for key, default, doc in keys_of(cls):
-        table.add_row(Text(key, "bold"), Text(default), Text(doc, "dim"))
-    console.print(table)
-    return 0
-
-
-def keys_of(cls: type) -> list[tuple[str, str, str]]:
-    """(key, default as JSON or 'required', its text) of a kind; nested keys are dotted."""
-    rows = []
-    docs, hints = field_docs(cls), typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
-        key = "class" if f.name == "class_" else f.name
-        default = "required" if f.default is dataclasses.MISSING else json.dumps(to_plain(f.default))
-        rows.append((key, default, " ".join(docs[f.name].split())))
-        for inner in typing.get_args(hints[f.name]):
-            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
-                rows += [(f"{key}.{k}", d, t) for k, d, t in keys_of(inner)]
-    return rows

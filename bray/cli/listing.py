@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import inspect
-import json
-from importlib import resources
 from typing import Any
 
 from rich.text import Text
 
-from bray.cli.show import facts, log_shown, make_console, plain_table, say
-from bray.config import field_docs, load_yaml, parse_assignments, resolve, to_plain
+from bray.cli.options import Algos, CheckEnv, Envs
+from bray.cli.show import facts, key_table, log_shown, plain_table, put, say
+from bray.config import parse_assignments, resolve
+from bray.config.runfile import presets
 from bray.errors import BrayError, UnknownName
 
 # --- algorithms -------------------------------------------------------------------------------------------------------
 
 
-def algos(name: str | None) -> int:
+def algos(options: Algos) -> int:
     """A table of all, or the config keys of one."""
     from bray.algos import ALGORITHMS, algo_name, get_algo
 
-    console = make_console()
-    if name is not None:
-        _keys(console, algo_name(name), get_algo(name))
+    if options.name is not None:
+        _keys(algo_name(options.name), get_algo(options.name))
         return 0
     table = plain_table("name", "learns from", "action spaces", "what it is")
     for known in ALGORITHMS:
         algo = get_algo(known)
         learns = learns_from(algo)
         table.add_row(Text(known, "bold"), learns, ", ".join(action_spaces(algo)), _first_line(algo).partition(": ")[2])
-    console.print(table)
-    say(console, "\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
+    put(table)
+    say("\n`bray algos NAME` lists config keys; --run also takes module:Name of your own.", "dim")
     return 0
 
 
@@ -76,47 +74,32 @@ def action_spaces(algo: Any) -> list[str]:
     return out
 
 
-def _keys(console: Any, name: str, algo: Any) -> None:
+def _keys(name: str, algo: Any) -> None:
     say(
-        console,
         f"{name} · learns from {learns_from(algo)} · {', '.join(action_spaces(algo))}",
         "bold",
     )
-    say(console, inspect.getdoc(algo) or "", "dim")
+    say(inspect.getdoc(algo) or "", "dim")
     source = algo if inspect.ismodule(algo) or inspect.isclass(algo) else type(algo)
-    say(console, f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
-    console.print()
-    table = plain_table("key", "default", "what it does")
-    docs, defaults = field_docs(algo.Config), to_plain(algo.Config())
-    for field in dataclasses.fields(algo.Config):
-        doc = " ".join(docs.get(field.name, "").split())
-        table.add_row(Text(field.name, "bold"), Text(json.dumps(defaults[field.name])), Text(doc, "dim"))
-    console.print(table)
-    say(console, f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
+    say(f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
+    say()
+    put(key_table(algo.Config))
+    say(f"\nUse them as: bray train --run {name} --env ENV KEY=VALUE", "dim")
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
-def presets() -> dict[str, list[str]]:
-    """Environment -> algorithms that have tuned settings for it."""
-    out: dict[str, list[str]] = {}
-    for file in resources.files("bray").joinpath("presets").iterdir():
-        if file.name.endswith(".yaml"):
-            with resources.as_file(file) as path:
-                values = load_yaml(path).values
-            out.setdefault(values["env"], []).append(values["run"])
-    return {env: sorted(names) for env, names in out.items()}
-
-
-def envs(pattern: str | None) -> int:
+def envs(options: Envs) -> int:
     """A table of names that match."""
     from bray.envs import native, registry
     from bray.envs.config import EnvConfig
 
-    console = make_console()
-    names, known = registry.list_envs(), presets()
-    if pattern:
+    names = registry.list_envs()
+    known: dict[str, list[str]] = {}  # environment -> algorithms that have tuned settings for it
+    for algo, env, _ in presets():
+        known.setdefault(env, []).append(algo)
+    if pattern := options.pattern:
         wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
         found = [n for n in names if fnmatch.fnmatchcase(n.lower(), wild.lower())]
         if not found:
@@ -131,39 +114,34 @@ def envs(pattern: str | None) -> int:
             "native" if fast else Text("–", "dim"),
             ", ".join(known.get(name, [])),
         )
-    console.print(table)
-    say(console, f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")
+    put(table)
+    say(f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")
     return 0
 
 
 @log_shown()
-def check(env: str, keys: list[str], steps: int, seed: int) -> int:
+def check_env(options: CheckEnv) -> int:
     """The findings of `bray.envs.check`; 1 when one of them is an error."""
-    from bray.envs.check import check_env
+    from bray.envs.check import check_env as check
     from bray.envs.config import EnvConfig
     from bray.envs.registry import resolve as find
 
-    given = [k if k.startswith("env.") else f"env.env_config.{k}" for k in keys]
-    config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={env}", *given])])["env"]
+    given = [k if k.startswith("env.") else f"env.env_config.{k}" for k in options.keys or ()]
+    config = resolve({"env": EnvConfig}, [parse_assignments([f"env.id={options.env}", *given])])["env"]
     find(config)  # a name that nothing answers to is a mistake of the user, not a finding
-    findings = check_env(config, steps, seed)
-    console = make_console()
-    say(console, f"{env}: {steps} random steps, played twice", "bold")
+    findings = check(config, options.steps, options.seed)
+    say(f"{options.env}: {options.steps} random steps, played twice", "bold")
     styles = {"error": "red", "warning": "yellow", "info": "dim"}
     for finding in findings:
         label, _, rest = str(finding).partition(": ")
-        console.print(Text.assemble((f"{label:<8}", styles[finding.severity]), rest), soft_wrap=True)
+        say(Text.assemble((f"{label:<8}", styles[finding.severity]), rest))
     counts = {s: sum(f.severity == s for f in findings) for s in styles}
     if counts["error"]:
-        say(
-            console,
-            f"{counts['error']} to correct before training"
-            + (f", {counts['warning']} to look at" if counts["warning"] else ""),
-            "red",
-        )
+        warnings = f", {counts['warning']} to look at" if counts["warning"] else ""
+        say(f"{counts['error']} to correct before training{warnings}", "red")
         return 1
     if counts["warning"]:
-        facts(console, [("result", f"it trains; {counts['warning']} to look at")])
+        facts([("result", f"it trains; {counts['warning']} to look at")])
     else:
-        say(console, "all good: spaces, types, bounds, resets and repeatability are as they should be", "green")
+        say("all good: spaces, types, bounds, resets and repeatability are as they should be", "green")
     return 0

@@ -10,7 +10,8 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from bray.cli.show import make_console, say
+from bray.cli.options import New
+from bray.cli.show import say
 from bray.errors import ConfigError
 
 _RUN_MARKS = ("bray.log", "result.jsonl", "master.state")
@@ -18,8 +19,9 @@ _RUN_MARKS = ("bray.log", "result.jsonl", "master.state")
 _SKIPPED = ("__pycache__", ".git", ".pytest_cache", ".ruff_cache", ".mypy_cache")
 
 
-def new(name: str, template: Path | None = None) -> int:
+def new(options: New) -> int:
     """Copy the template to ./NAME; the names of its modules become the project's own."""
+    name, template = options.name, options.template
     target = Path.cwd() / name
     _check_name(name, target)
     source = shipped() if template is None else template.resolve()
@@ -36,17 +38,16 @@ def new(name: str, template: Path | None = None) -> int:
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
-    console = make_console()
     files = sorted(p.name for p in target.glob("*.yaml"))
-    say(console, f"made {name}/ with {', '.join(files) or 'no launch file'}", "bold")
+    say(f"made {name}/ with {', '.join(files) or 'no launch file'}", "bold")
     if files:
         first = "rl.yaml" if "rl.yaml" in files else files[0]
-        say(console, f"look at it:   bray launch --config {name}/{first} --check")
-        say(console, f"train:        bray launch --config {name}/{first}")
+        say(f"look at it:   bray launch --config {name}/{first} --check")
+        say(f"train:        bray launch --config {name}/{first}")
     if (target / "gamecore.py").is_file():
-        say(console, f"play:         python -m {name}.gamecore --help")
+        say(f"play:         python -m {name}.gamecore --help")
     if (target / "README.md").is_file():
-        say(console, f"what is what: {name}/README.md", "dim")
+        say(f"what is what: {name}/README.md", "dim")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -9,7 +10,8 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from bray.cli.show import facts, log_shown, make_console, say
+from bray.cli.options import Render as Options
+from bray.cli.show import facts, log_shown, say
 from bray.errors import BrayError, ConfigError
 from bray.launch.graph import Graph, load
 from bray.launch.modules import Modules
@@ -20,16 +22,9 @@ from bray.web.server import RenderServer
 
 
 @log_shown()
-def render(
-    config: Path | None,
-    project: Path | None,
-    trial: str | None,
-    host: str,
-    port: int,
-    open_page: bool,
-    seconds: float | None,
-) -> int:
+def render(options: Options) -> int:
     """Serve the page until Ctrl-C, or for some seconds; returns the exit code."""
+    config, project, trial, host = options.config, options.project, options.trial, options.host
     import imageio  # noqa: F401  said now if it is missing, and not at the first export
 
     graph = None if config is None else load(config)
@@ -41,27 +36,26 @@ def render(
     if not project.is_dir():
         made = f"`bray launch --config {config}` makes it" if config is not None else "a training makes it"
         raise ConfigError(f"there is no project directory {project} here; {made}")
-    console = make_console()
     messages, notes = ([], []) if graph is None else _messages(graph)
     components = {} if graph is None else graph.of_kind("render")
     renders = {name: Render(name, c.settings.module, c.settings.func) for name, c in components.items()}
-    server = RenderServer(Project(project, trial, messages), renders, host, port)
+    server = RenderServer(Project(project, trial, messages), renders, host, options.port)
     try:
-        say(console, f"episodes of {project} at {server.url}", "bold")
-        facts(console, [("trial", trial or "any"), ("renderers", ", ".join(renders) or "none: the State is shown")])
+        say(f"episodes of {project} at {server.url}", "bold")
+        facts([("trial", trial or "any"), ("renderers", ", ".join(renders) or "none: the State is shown")])
         for note in notes:
-            say(console, note, "yellow")
+            say(note, "yellow")
         if host not in ("127.0.0.1", "localhost"):
-            say(console, f"whoever reaches {host} can see the episodes and run the render code", "yellow")
-        say(console, "Ctrl-C ends it", "dim")
+            say(f"whoever reaches {host} can see the episodes and run the render code", "yellow")
+        say("Ctrl-C ends it", "dim")
         sys.stdout.flush()
-        if open_page and _has_screen():
+        if options.open_page and _has_screen():
             webbrowser.open(server.url)
-        end = None if seconds is None else time.monotonic() + seconds
-        while end is None or time.monotonic() < end:
-            time.sleep(0.2 if end is None else max(0.0, min(0.2, end - time.monotonic())))
+        end = math.inf if options.seconds is None else time.monotonic() + options.seconds
+        while (left := end - time.monotonic()) > 0:
+            time.sleep(min(0.2, left))
     except KeyboardInterrupt:
-        say(console, "ended")
+        say("ended")
     finally:
         server.close()
     return 0

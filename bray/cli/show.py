@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,27 +14,34 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bray.errors import UnknownName
+from bray.cli.options import Acting
+from bray.config.schema import rows
+from bray.errors import BrayError, ConfigError, UnknownName
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def make_console() -> Console:
-    """stdout. A file or pipe gets long lines instead of folded ones."""
+def terminal() -> Console:
+    """stdout, as it is now. A file or pipe gets long lines instead of folded ones."""
     wide = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(highlight=False, width=200 if wide else None)
 
 
-def say(console: Console, text: str, style: str = "") -> None:
+def say(text: str | Text = "", style: str = "") -> None:
     """A line that is never folded, so that a path in it can be copied."""
-    console.print(Text(text, style), soft_wrap=True)
+    terminal().print(Text(text, style) if isinstance(text, str) else text, soft_wrap=True)
 
 
-def facts(console: Console, rows: list[tuple[str, Any]]) -> None:
+def put(table: Any) -> None:
+    """A table, folded to the width of the terminal."""
+    terminal().print(table)
+
+
+def facts(rows: list[tuple[str, Any]]) -> None:
     """`name  value` lines with the names dimmed and aligned."""
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        console.print(Text.assemble((f"{name:<{width}}  ", "dim"), str(value)), soft_wrap=True)
+        say(Text.assemble((f"{name:<{width}}  ", "dim"), str(value)))
 
 
 def plain_table(*columns: str) -> Table:
@@ -42,6 +50,31 @@ def plain_table(*columns: str) -> Table:
     for name in columns:
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     return table
+
+
+def key_table(cls: type) -> Table:
+    """Every key of a dataclass: default, type and meaning."""
+    table = plain_table("key", "default", "type", "what it does")
+    for row in rows(cls):
+        table.add_row(Text(row.key, "bold"), Text(row.default), Text(row.type, "dim"), Text(row.doc, "dim"))
+    return table
+
+
+def show_failure(error: Exception) -> None:
+    """The traceback of whoever raised it comes first, from whatever process; then one line that says what failed."""
+    notes = list(getattr(error, "__notes__", ()))
+    traces = [note for note in notes if "Traceback (most recent call last)" in note]
+    for trace in traces:
+        print(trace, file=sys.stderr)
+    if not traces and not isinstance(error, BrayError):
+        frame = error.__traceback__
+        while frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("bray."):
+            frame = frame.tb_next
+        error.__notes__ = []
+        traceback.print_exception(error.with_traceback(frame or error.__traceback__))
+    said = "".join(f"{note}: " for note in notes if note not in traces)
+    name = "" if isinstance(error, BrayError) else f"{type(error).__name__}: "
+    print(f"error: {said}{name}{error}", file=sys.stderr)
 
 
 class _Handler(logging.Handler):
@@ -66,3 +99,18 @@ def log_shown(level: str = "warning") -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def renamed_act(act: str | None, old: bool, flag: str) -> str | None:
+    """What --act says; `old` is the flag that it replaces, for one release."""
+    if not old:
+        return act
+    print(f"{flag} is now --act sample; {flag} goes with the next release", file=sys.stderr)
+    if act == "greedy":
+        raise ConfigError(f"--act greedy and {flag} contradict each other: leave out {flag}")
+    return "sample"
+
+
+def how_to_act(options: Acting) -> str:
+    """`sample` or `greedy`."""
+    return renamed_act(options.act, options.explore, "--explore") or "greedy"

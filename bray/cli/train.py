@@ -8,122 +8,82 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rich.console import Console
-
 from bray import figures
 from bray.algos import algo_name
-from bray.cli.show import facts, log_shown, make_console, say
+from bray.cli.options import Train
+from bray.cli.show import facts, log_shown, put, say, terminal
 from bray.config import Source, parse_assignments, parse_json
+from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
-from bray.experiment import Experiment, load_run_file, preset, show_figure
+from bray.experiment import Experiment, show_figure
 from bray.metrics import TerminalSink, duration, short
 from bray.train.live import LiveTraining
 
-_FLAGS = {  # what a flag sets
-    "run": ("--run", "run", "algorithm"),
-    "env": ("--env", "env", "id"),
-    "device": ("--device", "run", "device"),
-    "num_workers": ("--num-workers", "run", "num_workers"),
-    "num_envs": ("--num-envs-per-worker", "env", "num_envs"),
-    "checkpoint_freq": ("--checkpoint-freq", "run", "checkpoint_freq"),
-    "keep_checkpoints": ("--keep-checkpoints", "run", "keep_checkpoints"),
-    "checkpoint_score": ("--checkpoint-score", "run", "checkpoint_score"),
-    "eval_freq": ("--eval-freq", "run", "eval_freq"),
-    "eval_episodes": ("--eval-episodes", "run", "eval_episodes"),
-    "port": ("--port", "live", "port"),
-    "host": ("--host", "live", "host"),
-    "obs": ("--obs", "live", "obs"),
-    "actions": ("--actions", "live", "actions"),
-    "spec": ("--spec", "live", "spec"),
-    "data": ("--data", "data", "files"),
-}
 _LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
-_FIXED = ("run", "env", "file", "seeds", "project", "trial", "init_from")
+_FIXED = {
+    "run": "--run",
+    "env": "--env",
+    "file": "-f",
+    "seeds": "--seed",
+    "project": "--project",
+    "trial": "--trial",
+    "init_from": "--init-from",
+}
 """What a run that is resumed has already decided."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What was typed; the names are those of the flags."""
+# --- from what was typed to sources -----------------------------------------------------------------------------------
 
-    run: str | None = None
-    env: str | None = None
-    file: Path | None = None
-    config: str | None = None
-    keys: Sequence[str] | None = None
-    no_preset: bool = False
-    seeds: Sequence[int] | None = None
-    stop: str | None = None
-    steps: int | None = None
-    project: Path | None = None
-    trial: str | None = None
-    resume: Path | None = None
-    init_from: Path | None = None
-    checkpoint_freq: int | None = None
-    keep_checkpoints: int | None = None
-    checkpoint_score: str | None = None
-    device: str | None = None
-    num_workers: int | None = None
-    num_envs: int | None = None
-    eval_freq: int | None = None
-    eval_episodes: int | None = None
-    live: bool = False
-    port: int | None = None
-    host: str | None = None
-    obs: str | None = None
-    actions: str | None = None
-    spec: Path | None = None
-    data: str | None = None
-    print_config: bool = False
-    render: bool = False
-    log_level: str = "warning"
-    quiet: bool = False
 
-    def sources(self) -> list[Source]:
-        """File < --config < flags and key=value, which name one key only once."""
-        out = []
-        if self.file is not None:
-            out.append(_one_experiment(load_run_file(self.file)))
-        if self.config is not None:
-            out.append(parse_json(self.config))
-        if self.stop is not None or self.steps is not None:
-            out.append(self._stop())
-        if self.keys:
-            out.append(parse_assignments(self.keys))
-        values: dict[str, Any] = {}
-        texts: dict[tuple[str, ...], str] = {}
-        for name, (flag, section, key) in _FLAGS.items():
-            value = getattr(self, name)
-            if value is not None and section == "live" and not (self.live or self.resume):
-                raise ConfigError(f"{flag} is for live games: add --live")
-            if value is not None:
-                value = str(value) if isinstance(value, Path) else value
-                values.setdefault(section, {})[key] = algo_name(value) if name == "run" else value
-                texts[section, key] = f"{flag} {value}"
-        if self.live:
-            values.setdefault("live", {})
-        if self.seeds:
-            values.setdefault("run", {})["seed"] = self.seeds[0]
-            texts["run", "seed"] = f"--seed {self.seeds[0]}"
-        if values:
-            out.append(Source("command line", values, texts=texts))
-        return out
+def make_sources(options: Train, flags: Source) -> list[Source]:
+    """File < --config < --stop < key=value < flags."""
+    out = []
+    if options.file is not None:
+        out.append(_one_experiment(load_run_file(options.file)))
+    if options.config is not None:
+        out.append(parse_json(options.config))
+    if options.stop is not None or options.steps is not None:
+        out.append(_stop(options))
+    if options.keys:
+        out.append(parse_assignments(options.keys))
+    return [*out, _flags(options, flags)]
 
-    def _stop(self) -> Source:
-        """`--steps N` is one more condition of --stop."""
-        stop = parse_json(self.stop, "--stop").values if self.stop is not None else {}
-        if self.steps is None:
-            return Source("--stop", {"run": {"stop": stop}})
-        if {"env_steps_total", "timesteps_total"} & stop.keys():
-            raise ConfigError(f"--steps {self.steps} and --stop both say how many env steps: leave out one of them")
-        name = "--steps" if self.stop is None else "--stop, --steps"
-        return Source(name, {"run": {"stop": {**stop, "env_steps_total": self.steps}}})
+
+def _flags(options: Train, flags: Source) -> Source:
+    """The flags that set config keys, with those that name what runs."""
+    texts = flags.texts or {}
+    values: dict[str, Any] = {section: dict(keys) for section, keys in flags.values.items()}
+    if options.live:
+        values.setdefault("live", {})
+    elif "live" in values and options.resume is None:
+        flag = next(text for (section, _), text in texts.items() if section == "live").partition(" ")[0]
+        raise ConfigError(f"{flag} is for live games: add --live")
+    for section, key, flag, value in (
+        ("run", "algorithm", "--run", options.run),
+        ("env", "id", "--env", options.env),
+        ("run", "seed", "--seed", options.seeds[0] if options.seeds else None),
+    ):
+        if value is not None:
+            values.setdefault(section, {})[key] = algo_name(value) if flag == "--run" else value
+            texts = {**texts, (section, key): f"{flag} {value}"}
+    return Source("command line", values, texts=texts)
+
+
+def _stop(options: Train) -> Source:
+    """`--steps N` is one more condition of --stop."""
+    stop = parse_json(options.stop, "--stop").values if options.stop is not None else {}
+    if options.steps is None:
+        return Source("--stop", {"run": {"stop": stop}})
+    if {"env_steps_total", "timesteps_total"} & stop.keys():
+        raise ConfigError(f"--steps {options.steps} and --stop both say how many env steps: leave out one of them")
+    name = "--steps" if options.stop is None else "--stop, --steps"
+    return Source(name, {"run": {"stop": {**stop, "env_steps_total": options.steps}}})
 
 
 def _one_experiment(source: Source) -> Source:
@@ -143,8 +103,7 @@ def _one_experiment(source: Source) -> Source:
 class Signals:
     """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at once."""
 
-    def __init__(self, console: Console):
-        self.console = console
+    def __init__(self) -> None:
         self.experiment: Experiment | None = None
         self.number: int | None = None
 
@@ -168,7 +127,7 @@ class Signals:
         self.number = number
         self.experiment.request_stop()
         with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write
-            say(self.console, "finishing this iteration, then saving; the same again ends at once", "dim")
+            say("finishing this iteration, then saving; the same again ends at once", "dim")
 
     def passed_on(self, row: Any = None) -> None:
         """A signal that came before `train` began to listen."""
@@ -183,34 +142,33 @@ class Signals:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def train(options: Options) -> int:
-    """Train, and say what came of it; returns the exit code."""
-    console = make_console()
+def train(options: Train, flags: Source = Source("command line", {})) -> int:
+    """Train, and say what came of it; returns the exit code. `flags` sets config keys."""
     level = "error" if options.quiet and options.log_level == "warning" else options.log_level
-    with log_shown(level), Signals(console) as signals:
+    with log_shown(level), Signals() as signals:
         if len(options.seeds or ()) > 1:
-            return _several(options, console, signals)
-        exp = _experiment(options)
+            return _several(options, flags, signals)
+        exp = _experiment(options, flags)
         if options.print_config:
-            console.print(exp.config.table())
+            put(exp.config.table())
             return 0
         with _closing(exp):
-            code = _run(exp, options, console, signals)
-            _last_line(console, exp.path)
+            code = _run(exp, options, signals)
+            _last_line(exp.path)
         if exp.config["run"].show_figure and signals.number != signal.SIGTERM:
             exp.show_figure()  # after the last words: it waits for somebody
         return code
 
 
-def _experiment(options: Options, path: Path | None = None) -> Experiment:
+def _experiment(options: Train, flags: Source, path: Path | None = None) -> Experiment:
+    sources = make_sources(options, flags)
     if options.resume is not None:
-        wrong = [n for n in _FIXED if getattr(options, n)]
+        wrong = [flag for name, flag in _FIXED.items() if getattr(options, name)]
         if wrong:
-            flags = ", ".join({"file": "-f", "seeds": "--seed"}.get(n, f"--{n.replace('_', '-')}") for n in wrong)
-            raise ConfigError(f"--resume {options.resume} goes on with that run: leave out {flags}")
-        return Experiment.resume(options.resume, options.sources())
+            raise ConfigError(f"--resume {options.resume} goes on with that run: leave out {', '.join(wrong)}")
+        return Experiment.resume(options.resume, sources)
     place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
-    exp = Experiment(sources=options.sources(), use_preset=not options.no_preset, live=options.live, **place)
+    exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
     if options.render:
@@ -234,41 +192,41 @@ def _closing(exp: Experiment) -> Iterator[None]:
         exp.close()
 
 
-def _run(exp: Experiment, options: Options, console: Console, signals: Signals) -> int:
+def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     training, run = exp.training, exp.config["run"]
     signals.experiment = exp
     if isinstance(training, LiveTraining):
         training.source.open()  # a port that is taken is told before anything is written
     if not options.quiet:
-        _head(exp, options, console)
+        _head(exp, options)
     title = f"{run.algorithm} on {exp.env_id}"
-    sinks = [] if options.quiet else [TerminalSink(title, run.stop, console)]
+    sinks = [] if options.quiet else [TerminalSink(title, run.stop, terminal())]
     went_on = False
     for _ in exp.train(sinks=sinks, on_result=signals.passed_on, show=False):
         went_on = True
     signals.experiment = None  # from here on a signal ends at once: all is saved
     reached = exp.reached
     if not options.quiet:
-        _ended(exp, console, reached, signals, went_on)
+        _ended(exp, reached, signals, went_on)
     if not options.quiet and training.iteration and not exp.live and exp.has_env:
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
         if greedy:
-            say_if_greedy_is_worse(exp, console, greedy)
+            say_if_greedy_is_worse(exp, greedy)
     videos: list[Path] = []
     if options.render and training.iteration:
         from bray.cli.evaluate import judge
 
-        videos = judge(exp, console, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
+        videos = judge(exp, run.eval_episodes, "video", out=exp.path, quiet=options.quiet)
     if not options.quiet:
-        _left(exp, console, videos, unfinished=not reached)
+        _left(exp, videos, unfinished=not reached)
     if signals.number is not None and run.stop and not reached:
         return 128 + signals.number
     return 0
 
 
-def _head(exp: Experiment, options: Options, console: Console) -> None:
+def _head(exp: Experiment, options: Train) -> None:
     import torch
 
     training, run = exp.training, exp.config["run"]
@@ -282,7 +240,7 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
         device,
         f"seed {run.seed}",
     ]
-    say(console, " · ".join(what), "bold")
+    say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
     if options.resume is None:
         used = preset(run.algorithm, exp.env_id) if not options.no_preset else None
@@ -300,29 +258,24 @@ def _head(exp: Experiment, options: Options, console: Console) -> None:
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
     rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))
     rows.append(("writes to", exp.path))
-    facts(console, rows)
+    facts(rows)
 
 
-def _ended(exp: Experiment, console: Console, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
+def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on: bool) -> None:
     """Why it ended."""
-    row, stop = _last_row(exp), exp.config["run"].stop
+    row, stop = exp.last_row or {}, exp.config["run"].stop
     spent = f"{short(row.get('env_steps_total'))} steps, {duration(row.get('time_total_s') or 0.0)}"
     if reached:
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
         aims = [k for k in stop if "return" in k]
         style = "green" if not aims or any(k in reached for k in aims) else "yellow"
-        say(console, f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
+        say(f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
-        say(console, f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
+        say(f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")
 
 
-def _last_row(exp: Experiment) -> dict[str, Any]:
-    rows = figures.read_results(exp.path)
-    return rows[-1] if rows else {}
-
-
-def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: bool) -> None:
+def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
     """What it left behind, and what to type next."""
     path, quoted = exp.path, shlex.quote(str(exp.path))
     latest = path / "checkpoints" / "latest"
@@ -341,35 +294,35 @@ def _left(exp: Experiment, console: Console, videos: list[Path], unfinished: boo
     commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:
         commands.insert(0, ("go on", f"bray train --resume {quoted}"))
-    facts(console, [*[(name, p) for name, p in kept if p.exists()], *commands])
+    facts([*[(name, p) for name, p in kept if p.exists()], *commands])
 
 
-def _last_line(console: Console, path: Path) -> None:
-    say(console, f"run directory: {path}")
+def _last_line(path: Path) -> None:
+    say(f"run directory: {path}")
 
 
 # --- several seeds ----------------------------------------------------------------------------------------------------
 
 
-def _several(options: Options, console: Console, signals: Signals) -> int:
+def _several(options: Train, flags: Source, signals: Signals) -> int:
     """One run after another in P/T/seed-<n>, then one curve with mean and deviation."""
     seeds = list(options.seeds or ())
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seed: expected different seeds, got {seeds}")
-    probe = _experiment(replace(options, seeds=seeds[:1]))
+    probe = _experiment(replace(options, seeds=seeds[:1]), flags)
     if options.print_config:
-        console.print(probe.config.table())
+        put(probe.config.table())
         return 0
     root, code, done = probe.path, 0, []
     for seed in seeds:
-        exp = _experiment(replace(options, seeds=[seed]), path=root / f"seed-{seed}")
+        exp = _experiment(replace(options, seeds=[seed]), flags, root / f"seed-{seed}")
         with _closing(exp):
-            code = _run(exp, options, console, signals)
+            code = _run(exp, options, signals)
             done.append(exp)
         if signals.number is not None:
             break
         if not options.quiet:
-            console.print()
+            say()
     run, paths = done[0].config["run"], [e.path for e in done]
     title, threshold = f"{run.algorithm} on {done[0].env_id}", run.stop.get("episode_return_mean")
     out = root / "figures" / "learning_curve.png"
@@ -377,14 +330,14 @@ def _several(options: Options, console: Console, signals: Signals) -> int:
         figures.learning_curve(paths, out, title, threshold)
     if not options.quiet:
         rows = [_of_seed(exp) for exp in done]
-        facts(console, [*rows, ("curve", out)] if run.save_figure else rows)
-    _last_line(console, root)
+        facts([*rows, ("curve", out)] if run.save_figure else rows)
+    _last_line(root)
     if run.show_figure and signals.number != signal.SIGTERM:
         show_figure(paths, title, threshold)
     return code
 
 
 def _of_seed(exp: Experiment) -> tuple[str, str]:
-    row = exp._last_row or {}
+    row = exp.last_row or {}
     said = f"return {short(row.get('episode_return_mean'))} after {short(row.get('env_steps_total'))} steps"
     return f"seed {exp.config['run'].seed}", said

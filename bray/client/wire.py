@@ -227,6 +227,11 @@ class HttpReplies:
             del self._buffer[: end + 2 + (size + 2 if size else 0)]
 
 
+def reply_parser(tcp: bool) -> TcpReplies | HttpReplies:
+    """What reads the replies of one connection."""
+    return TcpReplies() if tcp else HttpReplies()
+
+
 def reply_error(reply: Reply, where: str) -> ClientError:
     """The error that a failed reply carries."""
     status = reply.status

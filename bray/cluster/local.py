@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import threading
+from concurrent.futures import Future
 from typing import Any
 
 from bray.cluster import io
@@ -30,6 +31,7 @@ class LocalMember:
         cluster = session().cluster
         assert isinstance(cluster, LocalCluster)
         promise = Promise()
+        promise.set_running_or_notify_cancel()
         try:
             result = getattr(cluster.hosted(self.name).worker, method)(*args, **kwargs)
         except BaseException as e:
@@ -45,10 +47,19 @@ class LocalMember:
             except TimeoutError:
                 raise Unreachable(f"{self.name} did not answer {method} in {timeout:g} s") from None
 
-        return io.promise(bounded())
+        io.submit(bounded()).add_done_callback(lambda done: _settle(promise, done))
+        return promise
 
     def tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         self.call(method, *args, **kwargs)
+
+
+def _settle(promise: Promise, done: Future[Any]) -> None:
+    error = Unreachable("the call was cancelled") if done.cancelled() else done.exception()
+    if error is not None:
+        promise.set_exception(error)
+    else:
+        promise.set_result(done.result())
 
 
 class LocalCluster:

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 import ray
@@ -100,6 +100,63 @@ class _Host:
         session().end()
 
 
+class _Call(Promise):
+    """A call under way. Answers come in a thread of Ray's, so that code on the io loop may wait for them too."""
+
+    def __init__(self, member: RayMember, request: tuple[Any, ...], timeout: float, again: bool):
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._member, self._request, self._again = member, request, again
+        self._timeout, self._end = timeout, time.monotonic() + timeout
+        self._loop = io.loop()
+        self._loop.call_soon_threadsafe(self._start_timer)
+        self._send()
+
+    def _start_timer(self) -> None:
+        timer = self._loop.call_later(self._timeout, self._fail, Unreachable(f"{self._what} in {self._timeout:g} s"))
+        self.add_done_callback(lambda _: self._loop.call_soon_threadsafe(timer.cancel))
+
+    @property
+    def _what(self) -> str:
+        return f"{self._member.name} did not answer {self._request[0]}"
+
+    def _send(self) -> None:
+        if self.done():
+            return
+        try:
+            self._member.actor().call.remote(*self._request).future().add_done_callback(self._answered)
+        except BaseException as e:
+            self._lost(e)
+
+    def _answered(self, answer: Future[Any]) -> None:
+        if (error := answer.exception()) is not None:
+            self._lost(error)
+            return
+        fine, result = answer.result()
+        if not fine:
+            self._fail(result.for_caller())
+        else:
+            with contextlib.suppress(InvalidStateError):  # the timer was quicker
+                self.set_result(result)
+
+    def _lost(self, error: BaseException) -> None:
+        if not isinstance(error, (*_GONE, MissingComponent)):
+            self._fail(error)
+            return
+        self._member.forget_actor()
+        if self._again and time.monotonic() + _RETRY_S < self._end:
+            self._loop.call_soon_threadsafe(self._loop.call_later, _RETRY_S, self._send)
+        elif isinstance(error, MissingComponent):
+            self._fail(error)
+        else:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            self._fail(Unreachable(f"{self._what}: {why}"))
+
+    def _fail(self, error: BaseException) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.set_exception(error)
+
+
 class RayMember:
     """A worker in another process."""
 
@@ -119,45 +176,14 @@ class RayMember:
                 raise missing(self.name, session().cluster.names()) from None
         return self._actor
 
+    def forget_actor(self) -> None:
+        """It is gone; another one may have its name."""
+        self._actor = None
+
     def call(
         self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, again: bool = False, **kwargs: Any
     ) -> Promise:
-        def send() -> Future[Any]:
-            try:
-                return self.actor().call.remote(method, args, kwargs).future()
-            except Exception as e:
-                failed: Future[Any] = Future()
-                failed.set_exception(e)
-                return failed
-
-        first = send()  # here and not on the loop: large arguments take time to pickle
-        return io.promise(self._answer(first, send, method, timeout, again))
-
-    async def _answer(self, answer: Future[Any], send: Any, method: str, timeout: float, again: bool) -> Any:
-        """Wait for an answer; with `again`, send the request anew while the worker is gone."""
-        end = time.monotonic() + timeout
-        while True:
-            done = asyncio.wrap_future(answer)
-            await asyncio.wait([done], timeout=end - time.monotonic())
-            if not done.done():
-                done.add_done_callback(lambda f: f.exception())  # it comes too late, and nobody reads it
-                raise Unreachable(f"{self.name} did not answer {method} in {timeout:g} s")
-            error = done.exception()
-            if error is None:
-                fine, result = done.result()
-                if fine:
-                    return result
-                raise result.for_caller()
-            if not isinstance(error, (*_GONE, MissingComponent)):
-                raise error
-            self._actor = None
-            if not again or time.monotonic() + _RETRY_S >= end:
-                if isinstance(error, MissingComponent):
-                    raise error
-                why = (str(error).splitlines() or [type(error).__name__])[0]
-                raise Unreachable(f"{self.name} did not answer {method}: {why}")
-            await asyncio.sleep(_RETRY_S)
-            answer = send()
+        return _Call(self, (method, args, kwargs), timeout, again)
 
     def tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         try:

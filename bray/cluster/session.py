@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bray.cluster import wire
 from bray.cluster.protocol import Cluster
 from bray.errors import ConfigError
 from bray.inference.host import Promise
 from bray.rundir import RunDir
+from bray.serving import link as wire
 
 logger = logging.getLogger("bray.remote")
 

@@ -127,7 +127,8 @@ class Rollouts(Experience):
 
     A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live games are ragged and are laid one
     after the other: behind each goes its last observation as a dead row and its last row counts as truncated, so nothing leaks from one to the
-    next. What does not fit goes to the next canvas. Rows of a Model with memory are not joined but padded, in sequences of `state_every` rows.
+    next. What does not fit goes to the next canvas. Rows of a Model with memory are cut into sequences of `state_every` rows, one per column, the
+    last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
     """
 
     def __init__(self, length: int, columns: int | None = None, state_every: int = 1):
@@ -206,6 +207,7 @@ class _Canvas:
             state=None if e.state is None else tree.map(column(1), e.state),
             state_every=t if e.state is not None else 1,
             version=np.zeros((t, self.columns), np.int64),
+            in_line=e.state is not None,
         )
 
     def lay(self, piece: Piece) -> Iterator[Piece]:
@@ -217,6 +219,8 @@ class _Canvas:
                 n = min(piece.length - at, self.length - self._row)
                 self._write(piece, b, at, n)
                 at += n
+                if not self._piece.in_line or at == piece.length or self._column == self.columns - 1:
+                    self._truncate(n)
                 self._row += n + 1
                 if self._row >= self.length or piece.state is not None:
                     self._row, self._column = 0, self._column + 1
@@ -237,13 +241,17 @@ class _Canvas:
             put(getattr(mine, name), getattr(piece, name), n)
         version = np.asarray(piece.version)
         mine.version[row : row + n, column] = version if version.ndim == 0 else version[at : at + n, b]  # type: ignore[index]
-        played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
-        if len(played) and not mine.terminated[last := row + played[-1], column]:
-            mine.truncated[last, column] = True
         if row + n < self.length:
             mine.valid[row + n, column] = False
         if piece.state is not None:
             tree.map(lambda x, y: x.__setitem__((0, column), y[at // piece.state_every, b]), mine.state, piece.state)
+
+    def _truncate(self, n: int) -> None:
+        """Nothing follows the n rows that were written last."""
+        mine, row, column = self._piece, self._row, self._column
+        played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
+        if len(played) and not mine.terminated[last := row + played[-1], column]:
+            mine.truncated[last, column] = True
 
 
 # --- replay -----------------------------------------------------------------------------------------------------------------
@@ -386,14 +394,14 @@ class Replay(Experience):
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
         if self._left == 0:
-            if clock.env_steps <= self.learning_starts or not self._ready():
-                self._due = min(self._due, self.train_every)
-                return None
             if self._due < self.train_every:
+                return None
+            if clock.env_steps <= self.learning_starts or not self._ready():
+                self._due = self.train_every
                 return None
             self._due -= self.train_every
             self._left = self.updates
-        if not self._ready():  # the rest is used up or stale: wait for new rows
+        elif not self._ready():  # the rest is used up or stale: wait for new rows
             self._due %= self.train_every
             self._left = 0
             return None

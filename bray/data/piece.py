@@ -48,6 +48,8 @@ class Piece:
     """`[B]`: which game each column is of; None = environment b of this process."""
     start: int | np.ndarray = 0
     """The tick (`[B]`, or one for all) of row 0. Pieces of a stream that follow each other have no gap."""
+    in_line: bool = False
+    """Whether column b + 1 goes on where column b ends, unless the last valid row of column b ends an episode or is truncated."""
     side: str = "default"
     """Whose policy acted."""
 

@@ -2,7 +2,7 @@
 
 A piece of one game with T rows becomes T + 1 samples: its rows, then its last observation as a dead row with `joint` set. Rows of many games lie
 one after the other, batches may cut them anywhere, and the oldest may be dropped: where stream or tick jump, a new piece begins. For a Model with
-memory a sample is a whole sequence of `state_every` rows, padded, with the state that it begins with.
+memory a sample is a whole sequence of `state_every` rows, padded, with the state that it begins with; `joint` marks a piece's last sequence.
 
 Counts travel in the samples: `origin` names the process that counted and `steps` is its total so far, so that what is dropped is still counted.
 """
@@ -64,11 +64,13 @@ def _sequences(piece: Piece) -> dict[str, Any]:
     length = piece.state_every
     parts = []
     for part in unroll(piece, length, "null_padding"):
-        columns = _columns(part)
-        sample = {name: tree.map(lambda x: x[None, :, 0], column) for name, column in columns.items()}
+        sample = {name: tree.map(lambda x: x[None, :, 0], column) for name, column in _columns(part).items()}
         sample["state"] = tree.map(lambda x: x[None, 0, 0], part.state)
         parts.append(sample)
-    return tree.concat(parts)
+    n = len(parts)
+    stream, start = int(piece.stream[0]), int(np.max(piece.start))  # type: ignore[index]
+    marks = {"joint": np.arange(n) == n - 1, "stream": np.full(n, stream), "tick": start + length * np.arange(n)}
+    return tree.concat(parts) | marks
 
 
 class Decoder:
@@ -81,8 +83,6 @@ class Decoder:
 
     def decode(self, samples: dict[str, Any]) -> tuple[list[Piece], Counts]:
         counts = self._count(samples)
-        if "state" in samples:
-            return [_whole(samples)], counts
         if self._rest is not None:
             samples, self._rest = tree.concat([self._rest, samples]), None
         return list(self._pieces(samples)), counts
@@ -100,19 +100,23 @@ class Decoder:
 
     def _pieces(self, samples: dict[str, Any]) -> Iterator[Piece]:
         stream, tick, joint = samples["stream"], samples["tick"], samples["joint"]
-        follows = ~joint[:-1] & (stream[1:] == stream[:-1]) & (tick[1:] == tick[:-1] + 1)
+        memory = "state" in samples
+        ticks = samples["reward"].shape[1] if memory else 1  # of a sample
+        follows = ~joint[:-1] & (stream[1:] == stream[:-1]) & (tick[1:] == tick[:-1] + ticks)
         ends = np.append(np.flatnonzero(~follows), len(stream) - 1)
         start = 0
         for end in ends.tolist():
             if end == len(stream) - 1 and not joint[end]:
                 self._rest = tree.map(lambda x, start=start: np.array(x[start:]), samples)
                 return
-            if end > start:
-                yield _piece(samples, start, end)
+            if memory:
+                yield _from_sequences(tree.index(samples, slice(start, end + 1)))
+            elif end > start:
+                yield _from_rows(samples, start, end)
             start = end + 1
 
 
-def _piece(samples: dict[str, Any], start: int, end: int) -> Piece:
+def _from_rows(samples: dict[str, Any], start: int, end: int) -> Piece:
     """Rows [start, end); row `end` is the observation that they bootstrap from."""
 
     def cut(name: str, stop: int) -> Any:
@@ -122,11 +126,18 @@ def _piece(samples: dict[str, Any], start: int, end: int) -> Piece:
     return Piece(**columns, stream=samples["stream"][start : start + 1], start=int(samples["tick"][start]))
 
 
-def _whole(samples: dict[str, Any]) -> Piece:
-    """Sequences `[S, L, ...]` as one piece `[L, S]`."""
-    columns = {
-        name: tree.map(lambda x: np.ascontiguousarray(x.swapaxes(0, 1)), samples[name]) for name in (*_ONE_MORE, *_ROWS)
-    }
-    length = len(columns["reward"])
-    state = tree.map(lambda x: x[None], samples["state"])
-    return Piece(**columns, state=state, state_every=length, stream=np.zeros(len(samples["reward"]), np.int64))
+def _from_sequences(samples: dict[str, Any]) -> Piece:
+    """Sequences `[S, L, ...]` that follow each other as one piece `[S * L, 1]`."""
+    length = samples["reward"].shape[1]
+
+    def rows(x: np.ndarray) -> np.ndarray:
+        return x[:, :length].reshape(-1, 1, *x.shape[2:])
+
+    def one_more(x: np.ndarray) -> np.ndarray:
+        return np.concatenate([rows(x), x[-1:, -1:]])
+
+    columns = {name: tree.map(one_more, samples[name]) for name in _ONE_MORE}
+    columns |= {name: tree.map(rows, samples[name]) for name in _ROWS}
+    state = tree.map(lambda x: x[:, None], samples["state"])
+    stream, start = samples["stream"][:1], int(samples["tick"][0])
+    return Piece(**columns, state=state, state_every=length, stream=stream, start=start)

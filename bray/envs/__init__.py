@@ -1,7 +1,8 @@
 """Environments: made from a config, stepped many at once under one rule (see docs/architecture.md)."""
 
+from bray.envs.build import env_spec
 from bray.envs.config import AtariConfig, EnvConfig
-from bray.envs.make import env_spec, make_env, make_vec
+from bray.envs.make import make_env, make_vec
 from bray.envs.registry import EnvContext, list_envs, register_env
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv, episode_seed

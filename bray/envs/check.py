@@ -13,11 +13,11 @@ import gymnasium as gym
 import numpy as np
 
 from bray import tree
+from bray.envs.build import Builder
 from bray.envs.compat import AnyApi
 from bray.envs.config import EnvConfig
-from bray.envs.make import build
-from bray.envs.registry import resolve
-from bray.envs.vector import BadValue, BatchCheck, allocator, episode_seed, writer
+from bray.envs.spaces import BadValue, BatchCheck, empty_batch, leaves, writer
+from bray.envs.vector import episode_seed
 from bray.errors import BrayError
 from bray.spec import ACTION_MASK, ActionLayout, Space
 
@@ -41,6 +41,7 @@ class _Stop(Exception):
 class _Checker:
     def __init__(self, config: EnvConfig, steps: int, seed: int):
         self.config, self.steps, self.seed = config, steps, seed
+        self.single = False
         self.findings: list[Finding] = []
 
     def say(self, severity: str, message: str) -> None:
@@ -59,16 +60,19 @@ class _Checker:
             try:
                 first = self._play(env, observation, layout, limit)
             finally:
-                if not resolve(self.config).single:
+                if not self.single:
                     env.close()
-            self._deterministic(observation, layout, first)
+            if not self.single:
+                self._deterministic(observation, layout, first)
         except _Stop:
             pass
         return self.findings
 
     def _make(self) -> tuple[gym.Env, int | None]:
         try:
-            return build(resolve(self.config), self.config)
+            build = Builder.of(self.config)
+            self.single = build.source.single
+            return build()
         except BrayError as e:
             self.stop(str(e))
         except Exception:
@@ -83,12 +87,12 @@ class _Checker:
             observation, action = Space.from_gym(env.observation_space), Space.from_gym(env.action_space)
         except BrayError as e:
             self.stop(str(e))
-        for name, space in _leaves(observation, "observation"):
+        for name, _, space in leaves(observation):
             if space.kind == "box" and space.dtype == "float64":
                 self.say("info", f"{name} is float64; models compute in float32, which is half the memory")
             if space.kind == "box" and 0 in space.shape:
                 self.say("error", f"{name} has no elements, its shape is {space.shape}")
-        for name, space in _leaves(action, "action"):
+        for name, _, space in leaves(action, "action"):
             if space.kind == "box" and not all(np.isfinite(b).all() for b in space.bounds()):
                 self.say(
                     "warning", f"{name} is an unbounded Box: give it finite low and high, so that actions can be scaled"
@@ -107,7 +111,7 @@ class _Checker:
     def _play(self, env: gym.Env, space: Space, layout: ActionLayout, limit: int | None) -> list[Any]:
         """Random play; returns what happened, to be compared with a second run."""
         self._interface(env)
-        write, check, batch = writer(space, strict=True), BatchCheck(space, 1), allocator(space, 1)()
+        write, check, batch = writer(space, strict=True), BatchCheck(space), empty_batch(space, 1)
         rng = np.random.default_rng(self.seed)
         trace: list[Any] = []
         held: tuple[Any, Any] | None = None
@@ -177,8 +181,8 @@ class _Checker:
             write(batch, 0, obs)
         except BadValue as e:
             self.stop(f"{where}: {e}")
-        if not check.ok(batch):
-            self.stop(f"{where}: {check.explain(batch)[1]}")
+        if (found := check.first_bad(batch)) is not None:
+            self.stop(f"{where}: {found[1]}")
         mask = layout.mask(batch)
         if mask is None:
             return
@@ -206,8 +210,6 @@ class _Checker:
 
     def _deterministic(self, space: Space, layout: ActionLayout, first: list[Any]) -> None:
         """The same seed and actions must give the same episodes: exact resume depends on it."""
-        if resolve(self.config).single:
-            return
         again = _Checker(self.config, self.steps, self.seed)
         env, limit = again._make()
         second = again._play(env, space, layout, limit)
@@ -228,12 +230,6 @@ def check_env(config: EnvConfig, steps: int = 200, seed: int = 0) -> list[Findin
     An empty list is a clean bill; an error means that training would stop or learn something wrong.
     """
     return _Checker(config, steps, seed).run()
-
-
-def _leaves(space: Space, name: str) -> list[tuple[str, Space]]:
-    if space.kind in ("dict", "tuple"):
-        return [leaf for key, part in space.items for leaf in _leaves(part, f"{name}[{key!r}]")]
-    return [(name, space)]
 
 
 def _kind(value: Any) -> str:

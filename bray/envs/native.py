@@ -9,8 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import math
 from collections.abc import Callable
+from json import dumps, loads
 from typing import Any
 
 import gymnasium as gym
@@ -21,14 +21,13 @@ from bray import tree
 from bray.envs.atari import is_atari, shows_pictures
 from bray.envs.config import EnvConfig
 from bray.envs.registry import Source
-from bray.envs.vector import BatchCheck, StepResult, VecEnv, check_state, rng_from_json, rng_to_json
-from bray.errors import ConfigError, EnvError, UnknownName
+from bray.envs.spaces import BatchCheck
+from bray.envs.vector import StepResult, VecEnv
+from bray.errors import CheckpointError, ConfigError, UnknownName
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
 
 log = logging.getLogger("bray.envs")
-
-FORM = "native"
 
 
 class NativeVecEnv(VecEnv):
@@ -38,28 +37,32 @@ class NativeVecEnv(VecEnv):
     be saved, and a resume starts new episodes with `exact` False.
     """
 
+    form = "native"
+
     def __init__(self, env: Any, spec: EnvSpec, *, seed: int = 0, check: bool = True):
         self.env, self.spec, self.num_envs = env, spec, env.num_envs
-        self._seed, self._check = seed, BatchCheck(spec.observation, env.num_envs) if check else None
+        self._seed, self._check = seed, BatchCheck(spec.observation) if check else None
         self.dead = np.zeros(self.num_envs, bool)
         self._obs: NestedArray = None
         self._t = 0
         self.exact = self._unsavable() is None
 
     def reset(self, seed: int | None = None) -> NestedArray:
-        first = self._obs is None
+        if self._obs is None and seed is None:
+            seed = self._seed
+        obs = self._start(seed)
         self._seed = self._seed if seed is None else seed
-        start = int(np.random.SeedSequence(self._seed).generate_state(1)[0] >> 1) if first or seed is not None else None
-        obs, _ = self.env.reset(seed=start)
         self.dead = np.zeros(self.num_envs, bool)
-        self._obs = obs = self._own(obs)
-        self._checked(obs, None)
+        self._obs = obs = _own(obs)
+        self._check_values(obs)
         return obs
 
-    def _own(self, obs: NestedArray) -> NestedArray:
-        return tree.map(np.ascontiguousarray, obs) if isinstance(obs, (dict, tuple)) else np.ascontiguousarray(obs)
+    def _start(self, seed: int | None) -> Any:
+        """The first observations of the inner environment; with a seed it begins anew."""
+        inner = None if seed is None else int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
+        return self.env.reset(seed=inner)[0]
 
-    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+    def _advance(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
         """(obs, reward, terminated, truncated) of the inner environment; sets `dead`."""
         if type(actions) is list:
             actions = np.asarray(actions)
@@ -68,29 +71,16 @@ class NativeVecEnv(VecEnv):
         return obs, reward, terminated, truncated
 
     def step(self, actions: NestedArray) -> StepResult:
-        obs, reward, terminated, truncated = self._stepped(actions)
+        obs, reward, terminated, truncated = self._advance(actions)
         self._t += 1
-        self._obs = obs = self._own(obs)
+        self._obs = obs = _own(obs)
         if reward.dtype != np.float32:
             reward = reward.astype(np.float32)
-        if self._check is not None and not (self._check.ok(obs) and math.isfinite(reward.dot(reward))):
-            self._checked(obs, reward)
+        self._check_values(obs, reward)
         return obs, reward, terminated, truncated, None
 
-    def _checked(self, obs: NestedArray, reward: np.ndarray | None) -> None:
-        if self._check is None:
-            return
-        what: tuple[int, str] | None = None
-        if not self._check.ok(obs):
-            what = self._check.explain(obs)
-        elif reward is not None and not np.isfinite(reward).all():
-            i = int(np.flatnonzero(~np.isfinite(reward))[0])
-            what = i, f"the reward is {reward[i]}"
-        if what is not None:
-            raise EnvError(
-                f"{self.spec.id}, environment {what[0]}, step {self._t}: {what[1]}. Correct the environment, or set "
-                "env.check=false to go on regardless."
-            )
+    def _where(self, i: int) -> str:
+        return f"{self.spec.id}, environment {i}, step {self._t}"
 
     # --- exact resume -------------------------------------------------------------------------------------------------
 
@@ -104,7 +94,7 @@ class NativeVecEnv(VecEnv):
         return None
 
     def get_state(self) -> dict[str, Any]:
-        json: dict[str, Any] = {"form": FORM, "num_envs": self.num_envs, "seed": self._seed, "step": self._t}
+        json: dict[str, Any] = {"form": self.form, "num_envs": self.num_envs, "seed": self._seed, "step": self._t}
         arrays: dict[str, Any] = {"obs": self._obs, "dead": self.dead}
         json["exact"] = self.exact = self._unsavable() is None
         if self.exact:
@@ -113,11 +103,12 @@ class NativeVecEnv(VecEnv):
                 k: np.array(v) for k, v in values.items() if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"
             }
             json["numbers"] = {k: v for k, v in values.items() if isinstance(v, (bool, int, float))}
-            json["rng"] = {k: rng_to_json(v) for k, v in values.items() if isinstance(v, np.random.Generator)}
+            generators = {k: v.bit_generator.state for k, v in values.items() if isinstance(v, np.random.Generator)}
+            json["rng"] = loads(dumps(generators, default=np.ndarray.tolist))
         return {"arrays": arrays, "json": json}
 
     def set_state(self, state: dict[str, Any]) -> NestedArray:
-        arrays, json = check_state(state, FORM, self.num_envs)
+        arrays, json = self._read_state(state)
         self._seed, self._t = int(json["seed"]), int(json["step"])
         self.exact = bool(json["exact"])
         if not self.exact:
@@ -130,7 +121,10 @@ class NativeVecEnv(VecEnv):
         for name, value in json["numbers"].items():
             setattr(self.env, name, value)
         for name, value in json["rng"].items():
-            rng_from_json(getattr(self.env, name), value)
+            try:
+                getattr(self.env, name).bit_generator.state = value
+            except (ValueError, TypeError, KeyError) as e:
+                raise CheckpointError(f"{self.spec.id}: not the state of its random generator {name!r}: {e}") from None
         self.dead = np.array(arrays["dead"], bool)
         self._obs = tree.map(np.array, arrays["obs"])
         return tree.map(np.copy, self._obs)
@@ -151,20 +145,15 @@ class AleVecEnv(NativeVecEnv):
         self._episodic_life = episodic_life
         self._lives = np.zeros(self.num_envs, np.int32)
 
-    def reset(self, seed: int | None = None) -> NestedArray:
-        if seed is None and self._obs is None:
-            seed = self._seed
-        self._seed = self._seed if seed is None else seed
+    def _start(self, seed: int | None) -> Any:
         seeds = None
         if seed is not None:  # one per game: consecutive seeds would give workers the same games
             seeds = (np.random.SeedSequence(seed).generate_state(self.num_envs) >> 1).astype(np.int64)
         obs, info = self.env.reset(seed=seeds)
-        self.dead = np.zeros(self.num_envs, bool)
         self._lives = info["lives"]
-        self._obs = obs = self._own(obs)
         return obs
 
-    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+    def _advance(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
         obs, reward, terminated, truncated, info = self.env.step(np.ascontiguousarray(actions, np.int64))
         dead = terminated | truncated
         if self._episodic_life:
@@ -187,17 +176,13 @@ class EnvPoolVecEnv(NativeVecEnv):
         super().__init__(make(seed), spec, seed=seed, check=check)
         self.exact = False
 
-    def reset(self, seed: int | None = None) -> NestedArray:
+    def _start(self, seed: int | None) -> Any:
         if seed is not None and seed != self._seed:
             self.env.close()
-            self.env, self._seed = self._make(seed), seed
-        obs, _ = self.env.reset()
-        self.dead = np.zeros(self.num_envs, bool)
-        self._obs = obs = self._own(obs)
-        self._checked(obs, None)
-        return obs
+            self.env = self._make(seed)
+        return self.env.reset()[0]
 
-    def _stepped(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
+    def _advance(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
         obs, reward, terminated, truncated, _ = self.env.step(actions)
         terminated, truncated = terminated.astype(bool), truncated.astype(bool) & ~terminated.astype(bool)
         self.dead = terminated | truncated
@@ -205,6 +190,10 @@ class EnvPoolVecEnv(NativeVecEnv):
 
     def _unsavable(self) -> str | None:
         return "EnvPool"
+
+
+def _own(obs: NestedArray) -> NestedArray:
+    return tree.map(np.ascontiguousarray, obs) if isinstance(obs, (dict, tuple)) else np.ascontiguousarray(obs)
 
 
 # --- choosing ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.wrappers import TransformObservation
+from gymnasium.wrappers.utils import create_zero_array
 
 from bray.errors import ConfigError, UnknownName
 from bray.spec import ACTION_MASK
@@ -22,9 +24,7 @@ class ActionRepeat(gym.Wrapper):
 
     def __init__(self, env: gym.Env, repeat: int = 2):
         super().__init__(env)
-        if repeat < 1:
-            raise ConfigError(f"action_repeat: repeat must be 1 or more, got {repeat}")
-        self.repeat = repeat
+        self.repeat = _at_least_one("action_repeat", "repeat", repeat)
 
     def step(self, action: Any) -> Any:
         total = 0.0
@@ -68,37 +68,17 @@ class FireReset(gym.Wrapper):
         return self.env.reset(options=options) if terminated or truncated else (obs, info)
 
 
-class ScaledFloatFrame(gym.ObservationWrapper):
-    """Pixels 0..255 as float32 in [0, 1]."""
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        self.observation_space = gym.spaces.Box(0.0, 1.0, env.observation_space.shape, np.float32)
-
-    def observation(self, observation: Any) -> Any:
-        return np.asarray(observation, np.float32) / np.float32(255.0)
-
-
-class SignReward(gym.RewardWrapper):
-    """Rewards as -1, 0 or 1. (`env.clip_rewards: true` does this for the learner and leaves the metrics raw.)"""
-
-    def reward(self, reward: Any) -> float:
-        return float(np.sign(reward))
-
-
 class DelayReward(gym.Wrapper):
     """Rewards are kept back and paid as one sum every `delay` steps, and at the episode's end."""
 
     def __init__(self, env: gym.Env, delay: int = 4):
         super().__init__(env)
-        if delay < 1:
-            raise ConfigError(f"delay_reward: delay must be 1 or more, got {delay}")
-        self.delay = delay
+        self.delay = _at_least_one("delay_reward", "delay", delay)
         self._sum, self._t = 0.0, 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         self._sum, self._t = 0.0, 0
-        return self.env.reset(seed=seed, options=options)
+        return self.env.reset(**options)
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -110,6 +90,24 @@ class DelayReward(gym.Wrapper):
         return obs, paid, terminated, truncated, info
 
 
+class DelayAction(gym.Wrapper):
+    """Actions take effect `delay` steps later; until then `first_action` is played."""
+
+    def __init__(self, env: gym.Env, delay: int = 1, first_action: Any = None):
+        super().__init__(env)
+        self.delay = _at_least_one("delay_action", "delay", delay)
+        self._first = create_zero_array(env.action_space) if first_action is None else first_action
+        self._queue: deque[Any] = deque()
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        self._queue = deque([self._first] * self.delay)
+        return self.env.reset(**options)
+
+    def step(self, action: Any) -> Any:
+        self._queue.append(action)
+        return self.env.step(self._queue.popleft())
+
+
 class EpisodeReturn(gym.Wrapper):
     """Adds `info["eval_episode_return"]`, the episode's raw return, to its last step."""
 
@@ -117,9 +115,9 @@ class EpisodeReturn(gym.Wrapper):
         super().__init__(env)
         self._sum = 0.0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         self._sum = 0.0
-        return self.env.reset(seed=seed, options=options)
+        return self.env.reset(**options)
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -129,60 +127,19 @@ class EpisodeReturn(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-class TransposeImage(gym.ObservationWrapper):
-    """Pictures [H, W, C] as [C, H, W]."""
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        box = env.observation_space
-        if not isinstance(box, gym.spaces.Box) or len(box.shape) != 3:
-            raise ConfigError(f"obs_transpose needs pictures [H, W, C], got {box}")
-        self.observation_space = gym.spaces.Box(
-            box.low.transpose(2, 0, 1), box.high.transpose(2, 0, 1), dtype=box.dtype
-        )
-
-    def observation(self, observation: Any) -> Any:
-        return np.ascontiguousarray(np.transpose(observation, (2, 0, 1)))
-
-
-class StaticObsNorm(gym.ObservationWrapper):
-    """(observation - mean) / std with numbers given once."""
-
-    def __init__(self, env: gym.Env, mean: Any = 0.0, std: Any = 1.0):
-        super().__init__(env)
-        self.mean, self.std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
-        if (self.std <= 0).any():
-            raise ConfigError(f"static_obs_norm: std must be positive, got {std}")
-        self.observation_space = gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
-
-    def observation(self, observation: Any) -> Any:
-        return ((observation - self.mean) / self.std).astype(np.float32)
-
-
 class ObsPlusPrevActionReward(gym.Wrapper):
     """Observation -> {obs, prev_action, prev_reward}; the first ones of an episode are zero."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
-        space = env.action_space
-        self._first = gym.vector.utils.create_empty_array(space, n=1)
-        if isinstance(space, gym.spaces.Discrete):
-            previous: gym.Space = gym.spaces.Discrete(int(space.n), start=int(space.start))
-            self._nothing: Any = int(space.start)
-        else:
-            previous = space
-            self._nothing = _zero(space)
-        self.observation_space = gym.spaces.Dict(
-            {
-                "obs": env.observation_space,
-                "prev_action": previous,
-                "prev_reward": gym.spaces.Box(-np.inf, np.inf, (1,), np.float32),
-            }
-        )
+        self._first = create_zero_array(env.action_space)
+        reward = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        spaces = {"obs": env.observation_space, "prev_action": env.action_space, "prev_reward": reward}
+        self.observation_space = gym.spaces.Dict(spaces)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.env.reset(seed=seed, options=options)
-        return {"obs": obs, "prev_action": self._nothing, "prev_reward": np.zeros(1, np.float32)}, info
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**options)
+        return {"obs": obs, "prev_action": self._first, "prev_reward": np.zeros(1, np.float32)}, info
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
@@ -202,8 +159,8 @@ class RewardInObs(gym.Wrapper):
         low, high = np.append(box.low, -np.inf), np.append(box.high, np.inf)
         self.observation_space = gym.spaces.Box(low.astype(np.float32), high.astype(np.float32), dtype=np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.env.reset(seed=seed, options=options)
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**options)
         return np.append(obs, 0.0).astype(np.float32), info
 
     def step(self, action: Any) -> Any:
@@ -211,71 +168,67 @@ class RewardInObs(gym.Wrapper):
         return np.append(obs, float(reward)).astype(np.float32), reward, terminated, truncated, info
 
 
-class HybridDictAction(gym.ActionWrapper):
+def _at_least_one(wrapper: str, key: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{wrapper}: {key} must be 1 or more, got {value}")
+    return value
+
+
+def _scaled_float_frame(env: gym.Env) -> gym.Env:
+    """Pixels 0..255 as float32 in [0, 1]."""
+    space = gym.spaces.Box(0.0, 1.0, env.observation_space.shape, np.float32)
+    return TransformObservation(env, lambda obs: np.asarray(obs, np.float32) / np.float32(255.0), space)
+
+
+def _obs_transpose(env: gym.Env) -> gym.Env:
+    """Pictures [H, W, C] as [C, H, W]."""
+    box = env.observation_space
+    if not isinstance(box, gym.spaces.Box) or len(box.shape) != 3:
+        raise ConfigError(f"obs_transpose needs pictures [H, W, C], got {box}")
+    space = gym.spaces.Box(box.low.transpose(2, 0, 1), box.high.transpose(2, 0, 1), dtype=box.dtype)
+    return TransformObservation(env, lambda obs: np.ascontiguousarray(np.transpose(obs, (2, 0, 1))), space)
+
+
+def _static_obs_norm(env: gym.Env, mean: Any = 0.0, std: Any = 1.0) -> gym.Env:
+    """(observation - mean) / std with numbers given once."""
+    mean, std = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+    if (std <= 0).any():
+        raise ConfigError(f"static_obs_norm: std must be positive, got {std}")
+    space = gym.spaces.Box(-np.inf, np.inf, env.observation_space.shape, np.float32)
+    return TransformObservation(env, lambda obs: ((obs - mean) / std).astype(np.float32), space)
+
+
+def _clip_reward(env: gym.Env) -> gym.Env:
+    """Rewards as -1, 0 or 1. (`env.clip_rewards: true` does this for the learner and leaves the metrics raw.)"""
+
+    def sign(reward: Any) -> float:
+        return float(np.sign(reward))
+
+    return gym.wrappers.TransformReward(env, sign)
+
+
+def _hybrid_dict_action(env: gym.Env) -> gym.Env:
     """A Tuple action space (type, arguments) as a Dict {action_type, action_args}."""
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        space = env.action_space
-        if not isinstance(space, gym.spaces.Tuple) or len(space.spaces) != 2:
-            raise ConfigError(f"gym_hybrid_dict_action needs a Tuple of two action spaces, got {space}")
-        self.action_space = gym.spaces.Dict({"action_type": space.spaces[0], "action_args": space.spaces[1]})
-
-    def action(self, action: Any) -> Any:
-        return action["action_type"], action["action_args"]
-
-
-class DelayAction(gym.Wrapper):
-    """Actions take effect `delay` steps later; until then `first_action` is played."""
-
-    def __init__(self, env: gym.Env, delay: int = 1, first_action: Any = None):
-        super().__init__(env)
-        if delay < 1:
-            raise ConfigError(f"delay_action: delay must be 1 or more, got {delay}")
-        self.delay = delay
-        self._first = _zero(env.action_space) if first_action is None else first_action
-        self._queue: deque[Any] = deque()
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        self._queue = deque([self._first] * self.delay)
-        return self.env.reset(seed=seed, options=options)
-
-    def step(self, action: Any) -> Any:
-        self._queue.append(action)
-        return self.env.step(self._queue.popleft())
-
-
-class FlattenKeepMask(gym.ObservationWrapper):
-    """Everything but the action mask as one flat vector: {observation, action_mask}."""
-
-    def __init__(self, env: gym.Env):
-        super().__init__(env)
-        spaces = dict(env.observation_space.spaces)  # type: ignore[attr-defined]
-        self._mask_space = spaces.pop(ACTION_MASK)
-        self._rest = gym.spaces.Dict(spaces)
-        flat = gym.spaces.flatten_space(self._rest)
-        self.observation_space = gym.spaces.Dict({"observation": flat, ACTION_MASK: self._mask_space})
-
-    def observation(self, observation: Any) -> Any:
-        rest = {k: v for k, v in observation.items() if k != ACTION_MASK}
-        return {"observation": gym.spaces.flatten(self._rest, rest), ACTION_MASK: observation[ACTION_MASK]}
+    space = env.action_space
+    if not isinstance(space, gym.spaces.Tuple) or len(space.spaces) != 2:
+        raise ConfigError(f"gym_hybrid_dict_action needs a Tuple of two action spaces, got {space}")
+    both = gym.spaces.Dict({"action_type": space.spaces[0], "action_args": space.spaces[1]})
+    return gym.wrappers.TransformAction(env, lambda action: (action["action_type"], action["action_args"]), both)
 
 
 def flatten(env: gym.Env) -> gym.Env:
-    """Observations as one flat vector; an action mask stays beside it."""
-    if isinstance(env.observation_space, gym.spaces.Dict) and ACTION_MASK in env.observation_space.spaces:
-        return FlattenKeepMask(env)
-    return gym.wrappers.FlattenObservation(env)
+    """Observations as one flat vector; an action mask stays beside it: {observation, action_mask}."""
+    space = env.observation_space
+    if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
+        return gym.wrappers.FlattenObservation(env)
+    rest = gym.spaces.Dict({k: s for k, s in space.spaces.items() if k != ACTION_MASK})
+    both = gym.spaces.Dict({"observation": gym.spaces.flatten_space(rest), ACTION_MASK: space[ACTION_MASK]})
 
+    def flat(obs: Any) -> Any:
+        others = {k: v for k, v in obs.items() if k != ACTION_MASK}
+        return {"observation": gym.spaces.flatten(rest, others), ACTION_MASK: obs[ACTION_MASK]}
 
-def _zero(space: gym.Space) -> Any:
-    if isinstance(space, gym.spaces.Discrete):
-        return int(space.start)
-    if isinstance(space, gym.spaces.Dict):
-        return {k: _zero(s) for k, s in space.spaces.items()}
-    if isinstance(space, gym.spaces.Tuple):
-        return tuple(_zero(s) for s in space.spaces)
-    return np.zeros(space.shape or (), space.dtype)
+    return TransformObservation(env, flat, both)
 
 
 WRAPPERS: dict[str, Callable[..., gym.Env]] = {
@@ -284,19 +237,19 @@ WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "fire_reset": FireReset,
     "max_and_skip": lambda env, skip=4: gym.wrappers.MaxAndSkipObservation(env, skip),
     "frame_stack": lambda env, n=4: gym.wrappers.FrameStackObservation(env, n),
-    "scaled_float_frame": ScaledFloatFrame,
-    "clip_reward": SignReward,
+    "scaled_float_frame": _scaled_float_frame,
+    "clip_reward": _clip_reward,
     "delay_reward": DelayReward,
     "delay_action": DelayAction,
     "sticky_action": lambda env, probability=0.25: gym.wrappers.StickyAction(env, probability),
     "eval_episode_return": EpisodeReturn,
-    "obs_transpose": TransposeImage,
+    "obs_transpose": _obs_transpose,
     "obs_norm": gym.wrappers.NormalizeObservation,
-    "static_obs_norm": StaticObsNorm,
+    "static_obs_norm": _static_obs_norm,
     "reward_norm": gym.wrappers.NormalizeReward,
     "obs_plus_prev_action_reward": ObsPlusPrevActionReward,
     "reward_in_obs": RewardInObs,
-    "gym_hybrid_dict_action": HybridDictAction,
+    "gym_hybrid_dict_action": _hybrid_dict_action,
     "time_limit": lambda env, max_episode_steps: gym.wrappers.TimeLimit(env, max_episode_steps),
     "flatten": flatten,
 }

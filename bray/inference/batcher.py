@@ -1,11 +1,13 @@
-"""The batcher: single samples in, batches through the model, one future per sample.
+"""Single requests in, batches out, one future per request.
 
-There is no timer. An idle batcher starts at once with everything that was submitted in the same turn of the loop; while a batch runs,
-samples accumulate, and the next batch takes all of them (up to `max_batch_size`). Quick forwards run inline in the loop, slower ones
-in one thread of the batcher's own. Never two forwards at once; answers come in the order of the calls.
+`Collector` queues requests, cuts the queue into batches and hands each caller its part. What runs a batch differs: an engine (`Batcher`, below),
+a worker behind a connection (`remote.model.caller.Caller`), a Policy (`train.agent.TickBatcher`).
 
-Whatever happens, nobody waits forever: an engine that raises, returns too few rows or ends its thread, a sample that does not fit,
-a full queue and a closed batcher all end in an error for the callers concerned, and only for them.
+There is no timer. An idle collector starts with everything that was submitted in the same turn of the event loop; while a batch runs, requests
+accumulate, and the next batch takes all of them, up to `max_batch_size`.
+
+Nobody waits forever: an engine that raises, returns too few rows or ends its thread, a sample that does not fit, a full queue and a closed
+batcher all end in an error for the callers concerned, and only for them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 import weakref
 from asyncio.events import _get_running_loop  # asked for each sample; the public one raises where there is no loop
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,25 +30,134 @@ from bray.errors import BrayError, ConfigError, DataError, Overloaded
 from bray.inference.rows import MISFITS, Template, as_arrays, check, difference, length, signature, split
 
 _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
-_WATCH_S = 1.0  # how often we look whether the thread of a running batch is alive
+_WATCH_S = 1.0  # how often we check that the thread of a running batch is alive
 _EXIT_S = 2.0  # how long the process waits for running forwards when it ends
-_MOST_TEMPLATES = 16
-_NOW_BELOW = 1e-3  # of run_now: nobody it keeps waiting could be answered before this forward ends
+_MAX_TEMPLATES = 16
+_NOW_BELOW = 1e-3  # seconds; run_now refuses models with slower forwards
 _CLOSED = "the batcher is closed and takes no more samples"
 
-# What waits in the queue: a future, the arguments, whether the step is wanted, and the rows of a batch of its own (0: one sample).
-_Item = tuple["asyncio.Future[Any]", tuple[Any, ...], bool, int]
+Item = tuple["asyncio.Future[Any]", Any, bool, int, Any]
+"""A request: its future, its arguments, whether the caller wants the step too, the rows of a batch of its own (0: one sample), and the version
+it asks for (None: the current one). A plain tuple: an object with names costs half a microsecond."""
+Outcome = tuple[Sequence[Any], dict[int, BaseException], Any]
+"""What a batch came to: a value for each item, errors of some of them by position, and the step."""
 
 
-# What a batch came to: a value for each item, errors for some of them, and the step. (Plain tuples: a NamedTuple costs half a microsecond.)
-_Outcome = tuple[Sequence[Any], dict[int, BaseException], int | None]
+class Collector:
+    """A queue of requests of one event loop. Subclasses start batches in `_flush`."""
+
+    merges_batches = False
+    """Whether whole batches may share a forward with other whole batches."""
+
+    def __init__(self, max_batch_size: int, max_queue: float = float("inf")):
+        self.max_batch_size, self.max_queue = max_batch_size, max_queue
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queue: list[Item] = []
+        self._special = 0  # how many of them are whole batches, or ask for a version
+        self._asleep = True  # no `_flush` is due: whoever submits next schedules it
+
+    def _add(self, args: Any, with_step: bool = False, rows: int = 0, version: Any = None) -> asyncio.Future[Any]:
+        """Queue a request. Raises Overloaded when the queue is full. Whoever cancels the future leaves the queue."""
+        assert self._loop is not None
+        if len(self._queue) >= self.max_queue:
+            self._make_room()
+        future = self._loop.create_future()
+        self._queue.append((future, args, with_step, rows, version))
+        if rows or version is not None:
+            self._special += 1
+        if self._asleep:
+            self._wake()
+        return future
+
+    def _make_room(self) -> None:
+        """Forget cancelled requests; if the queue is still full, refuse."""
+        self._requeue(self._queue)
+        if len(self._queue) >= self.max_queue:
+            raise Overloaded(
+                f"{len(self._queue)} callers wait for the model already, and max_queue is {self.max_queue}: more samples come in than it "
+                "can answer. Try again later, send fewer, add workers, or raise max_queue if a longer wait will do"
+            )
+
+    def _requeue(self, items: Iterable[Item]) -> None:
+        """The queue is these requests, without those that were cancelled."""
+        self._queue = [item for item in items if not item[0].done()]
+        self._special = sum(1 for item in self._queue if item[3] or item[4] is not None)
+
+    def _wake(self) -> None:
+        """Start a batch after this turn of the loop."""
+        assert self._loop is not None
+        self._asleep = False
+        self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Start the batches that can start, and set `_asleep` where no further call is due."""
+        raise NotImplementedError
+
+    def _take(self, most: int) -> list[Item]:
+        """The next batch: up to `most` samples for one version, or a whole batch (or several that fit into one)."""
+        waiting = self._queue
+        if not self._special and len(waiting) <= most:
+            self._queue = []
+            return [item for item in waiting if not item[0].done()]
+        self._requeue(waiting)
+        waiting = self._queue
+        end = 0
+        if waiting:
+            _, args, _, rows, version = waiting[0]
+            end = 1
+            if not rows:
+                while end < min(len(waiting), most) and not waiting[end][3] and waiting[end][4] == version:
+                    end += 1
+            elif self.merges_batches:
+                kind = None
+                while end < len(waiting) and waiting[end][3] and rows + waiting[end][3] <= most:
+                    kind = kind or signature(tree.index(args, 0))
+                    if waiting[end][4] != version or signature(tree.index(waiting[end][1], 0)) != kind:
+                        break
+                    rows += waiting[end][3]
+                    end += 1
+        taken, rest = waiting[:end], waiting[end:]
+        if self._special:
+            self._requeue(rest)
+        else:
+            self._queue = rest
+        return taken
+
+    def _answer(self, items: list[Item], outcome: Outcome) -> None:
+        values, errors, step = outcome
+        for i, error in errors.items():
+            _set_error(items[i][0], own_error(error))
+        for (future, _, with_step, _, _), value in zip(items, values, strict=True):
+            if not future.done():  # it may have been cancelled, or has its error
+                future.set_result((value, step) if with_step else value)
+
+    def _fail(self, items: Iterable[Item], error: BaseException) -> None:
+        for item in items:
+            _set_error(item[0], own_error(error))
+
+    def _fail_queue(self, error: BaseException) -> None:
+        waiting, self._queue, self._special = self._queue, [], 0
+        self._fail(waiting, error)
 
 
-class Batcher:
-    """Runs `fn(*args) -> tree` on batches made of single samples.
+def group_by_kind(samples: Iterable[Any], errors: dict[int, BaseException]) -> dict[Any, dict[int, Any]]:
+    """Samples as arrays: signature -> position -> arguments. Those that are no trees of arrays get an entry in `errors`."""
+    kinds: dict[Any, dict[int, Any]] = {}
+    for i, sample in enumerate(samples):
+        try:
+            arrays = as_arrays(sample)
+            kinds.setdefault(signature(arrays), {})[i] = arrays
+        except Exception as e:
+            errors[i] = e if isinstance(e, DataError) else DataError(f"this sample is no tree of arrays: {e!r}")
+    return kinds
+
+
+class Batcher(Collector):
+    """Runs `fn(*args) -> tree` on batches made of single samples: never two at once, answers in the order of the calls. Quick forwards run inline in
+    the loop, slower ones in a thread of the batcher's own.
 
     `fn` takes trees of arrays `[B, ...]` and returns a tree of arrays `[B, ...]`. A batcher belongs to the event loop of its first
-    `submit`; only `call` may come from any thread.
+    `submit`, until that is closed; only `call` may come from any thread.
 
     max_batch_size  rows of the largest batch
     max_wait        seconds that an idle batcher may wait for a fuller batch; 0: it never waits
@@ -56,8 +167,10 @@ class Batcher:
     template        one sample that shows what fits; without it, what `fn` has answered most often is expected
     lock            held during a forward; while somebody else holds it a batch waits in the thread, never in the loop
     step            asked after a forward, under the lock, for callers who want to know the version (`with_step`)
-    elsewhere       gives the batcher of the running loop, when that is another one; without it, such a call is refused
+    elsewhere       returns the batcher of the running loop, when that is another one; without it, such a call is refused
     """
+
+    merges_batches = True
 
     def __init__(
         self,
@@ -70,7 +183,7 @@ class Batcher:
         *,
         template: tuple[Any, ...] | None = None,
         lock: threading.Lock | None = None,
-        step: Callable[[], int] | None = None,
+        step: Callable[[], int] = lambda: 0,
         elsewhere: Callable[[], Batcher] | None = None,
     ):
         if max_batch_size < 1 or max_queue < 1 or max_wait < 0:
@@ -83,26 +196,19 @@ class Batcher:
                 f"pad_to={tuple(pad_to)} has no size for a batch of max_batch_size={max_batch_size}: "
                 f"add {max_batch_size} to pad_to, or set max_batch_size={max(pad_to)}"
             )
-        self.max_batch_size = max_batch_size
+        super().__init__(max_batch_size, max_queue)
         self.max_wait = max_wait
-        self.max_queue = max_queue
         self.pad_to = tuple(sorted(pad_to))
         self.inline_below = inline_below
         self.lock = lock or threading.Lock()
-        self._fn = fn
-        self._step = step
-        self._elsewhere = elsewhere
+        self._fn, self._step, self._elsewhere = fn, step, elsewhere
 
         self._declared = None if template is None else Template(as_arrays(template))
         self._template = self._declared  # the kind of the last batch
         self._templates: dict[Any, Template] = {}  # kinds that were answered, by signature
 
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._queue: list[_Item] = []
-        self._whole = 0  # how many of them are batches of their own
-        self._asleep = True  # no batch runs or is about to start: whoever submits next sees to it
         self._timer: asyncio.TimerHandle | None = None  # of max_wait
-        self._running: list[_Item] | None = None  # the batch in the thread
+        self._running: list[Item] | None = None  # the batch in the thread
         self._thread: _Thread | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
@@ -122,43 +228,25 @@ class Batcher:
         """
         loop = self._loop
         if loop is None or loop is not _get_running_loop() or self._closed:
-            if (other := self._other()) is not None:
-                return other.submit(*args, with_step=with_step)
-            loop = self.bind()
-        if len(self._queue) >= self.max_queue:
-            self._make_room()
-        future = loop.create_future()
-        self._queue.append((future, args, with_step, 0))
-        if self._asleep:
-            self._wake()
-        return future
+            return self.here()._add(args, with_step)
+        return self._add(args, with_step)
 
     def submit_batch(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
-        """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It waits for its turn and runs alone, `max_batch_size` rows at a time
-        with nobody in between, so one version answers all of it. Raises DataError when the arrays have no common B."""
-        if (other := self._other()) is not None:
-            return other.submit_batch(*args, with_step=with_step)
-        loop = self.bind()
+        """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It runs `max_batch_size` rows at a time with nobody in between, so one
+        version answers all of it; small batches that wait together share a forward. Raises DataError when the arrays have no common B."""
+        batcher = self.here()
         args = as_arrays(args)
-        rows = length(args)
-        if len(self._queue) >= self.max_queue:
-            self._make_room()
-        future = loop.create_future()
-        self._queue.append((future, args, with_step, rows))
-        self._whole += 1
-        if self._asleep:
-            self._wake()
-        return future
+        return batcher._add(args, with_step, length(args))
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, Any] | None:
-        """`(outputs, step)` of a batch of arrays, run here and now, past all queues: for who gathers batches itself. None where it would hold up the
-        loop for long (or a forward runs), or where batches have fixed sizes: `submit_batch` is for those."""
+        """`(outputs, step)` of a batch of arrays, run immediately, past the queue: for callers that collect batches themselves. None where it would
+        block the loop for long (or a forward runs), or where batches have fixed sizes: use `submit_batch` then."""
         if self._closed or self.pad_to or rows > self.max_batch_size or not self._is_below(_NOW_BELOW):
             return None
         if not self.lock.acquire(blocking=False):
             return None
         try:
-            return self._timed(args, rows), None if self._step is None else self._step()
+            return self._timed(args, rows), self._step()
         finally:
             self.lock.release()
 
@@ -173,13 +261,12 @@ class Batcher:
             value = self._run_whole(args, rows) if batch else self._run_samples([args], errors)[0]
             if errors:
                 raise errors[0]
-            return (value, None if self._step is None else self._step()) if with_step else value
+            return (value, self._step()) if with_step else value
 
     async def close(self, timeout: float = 5.0) -> None:
         """Fail those who wait; let the running batch end, or fail its callers too after `timeout` seconds; end the thread."""
         self._closed = True
-        waiting, self._queue, self._whole = self._queue, [], 0
-        _fail(waiting, "the batcher was closed while this caller waited; nothing was computed for it")
+        self._fail_queue(BrayError("the batcher was closed while this caller waited; nothing was computed for it"))
         for handle in (self._timer, self._watch):
             if handle is not None:
                 handle.cancel()
@@ -188,7 +275,9 @@ class Batcher:
             await asyncio.wait([self._ended], timeout=timeout)
         if self._running:
             running, self._running = self._running, None
-            _fail(running, f"the batcher was closed, and the running forward did not end within {timeout} s")
+            self._fail(
+                running, BrayError(f"the batcher was closed, and the running forward did not end within {timeout} s")
+            )
         if self._thread is not None:
             self._thread.end()
             self._thread = None
@@ -207,52 +296,33 @@ class Batcher:
             "mean_batch_size": self._samples / self._batches if self._batches else 0.0,
             "queue": len(self._queue),
             "forward_s": self._forward_s,
-            "inline": self._is_quick(1),
+            "inline": self._is_below(self.inline_below),
         }
 
     # --- in the loop ----------------------------------------------------------------------------------------------
 
-    def _other(self) -> Batcher | None:
-        """The batcher of the running loop, where that is not ours."""
-        running = _get_running_loop()
-        if self._elsewhere is None or self._closed or running is None or self._loop is None or running is self._loop:
-            return None
-        return self._elsewhere()
-
-    def bind(self) -> asyncio.AbstractEventLoop:
-        """The loop of this batcher, which is the one of the first call."""
+    def here(self) -> Batcher:
+        """The batcher of the running loop: this one, which now belongs to that loop, or the one that `elsewhere` returns."""
         if self._closed:
             raise BrayError(_CLOSED)
         running = _get_running_loop()
         if self._loop is None:
             self._loop = running
         if running is None or running is not self._loop:
+            if running is not None and self._elsewhere is not None:
+                return self._elsewhere()
             where = "a thread without a loop" if running is None else "another loop"
             raise BrayError(
                 f"submit() belongs in one event loop, and this call came from {where}; call() works anywhere"
             )
-        return running
-
-    def _make_room(self) -> None:
-        """Forget the cancelled; if the queue is full all the same, refuse."""
-        self._forget_cancelled()
-        if len(self._queue) >= self.max_queue:
-            raise Overloaded(
-                f"{len(self._queue)} callers wait for the model already, and max_queue is {self.max_queue}: more samples come in than it "
-                "can answer. Try again later, send fewer, add workers, or raise max_queue if a longer wait will do"
-            )
-
-    def _forget_cancelled(self) -> None:
-        self._queue = [item for item in self._queue if not item[0].done()]
-        self._whole = sum(1 for item in self._queue if item[3])
+        return self
 
     def _wake(self) -> None:
-        """See to it that a batch starts: after this turn of the loop, or once it is full or `max_wait` has passed."""
-        assert self._loop is not None
-        if not self.max_wait or self._whole or len(self._queue) >= self.max_batch_size:
-            self._asleep = False
-            self._loop.call_soon(self._flush)
+        """Start a batch after this turn of the loop, or once it is full or `max_wait` has passed."""
+        if not self.max_wait or self._special or len(self._queue) >= self.max_batch_size:
+            super()._wake()
         elif self._timer is None:
+            assert self._loop is not None
             self._timer = self._loop.call_later(self.max_wait, self._flush)
 
     def _flush(self) -> None:
@@ -262,18 +332,18 @@ class Batcher:
             self._timer = None
         if self._running is not None:
             return
-        items = self._take()
+        items = self._take(self.max_batch_size)
         if not items:
             self._go_on()
             return
         forwards = -(-items[0][3] // self.max_batch_size) or 1
-        if not (self._is_quick(forwards) and self.lock.acquire(blocking=False)):
+        if not (self._is_below(self.inline_below / forwards) and self.lock.acquire(blocking=False)):
             self._start(items)
             return
         self._asleep = False
         try:
             outcome = self._compute(items)
-        except BaseException as e:  # Ctrl-C or sys.exit() is for the process, but the callers shall not wait for it
+        except BaseException as e:  # Ctrl-C or sys.exit() is for the process, but the callers must not wait for it
             outcome = _failed(items, e)
             raise
         finally:
@@ -281,37 +351,16 @@ class Batcher:
             self._answer(items, outcome)
             self._go_on()
 
-    def _take(self) -> list[_Item]:
-        """What the next batch is made of: all that wait, up to `max_batch_size`, or the next batch of somebody's own."""
-        waiting = self._queue
-        if not self._whole and len(waiting) <= self.max_batch_size:
-            self._queue = []
-            return [item for item in waiting if not item[0].done()]
-        self._forget_cancelled()
-        waiting = self._queue
-        end = min(len(waiting), self.max_batch_size)
-        if self._whole:
-            end = next((i for i, item in enumerate(waiting[:end]) if item[3]), end)
-            if end == 0:
-                end = 1
-                self._whole -= 1
-        self._queue = waiting[end:]
-        return waiting[:end]
-
     def _go_on(self) -> None:
         """After a batch. The next one starts through the loop, so that sockets are served in between."""
         self._asleep = not self._queue
         if self._queue:
-            assert self._loop is not None
-            self._loop.call_soon(self._flush)
-
-    def _is_quick(self, forwards: int) -> bool:
-        return self._is_below(self.inline_below / forwards)
+            super()._wake()
 
     def _is_below(self, seconds: float) -> bool:
         return self._mean_s is not None and self._mean_s < seconds
 
-    def _start(self, items: list[_Item]) -> None:
+    def _start(self, items: list[Item]) -> None:
         """Run a batch in the thread."""
         assert self._loop is not None
         self._asleep = False
@@ -319,20 +368,20 @@ class Batcher:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = _Thread(self, self._loop)
         except RuntimeError as e:  # the system has no more threads, or the interpreter is shutting down
-            self._answer(items, _failed(items, e))
+            self._fail(items, e)
             self._go_on()
             return
         self._running = items
-        self._thread.run(self, items)
+        self._thread.jobs.put((self, items))
         if self._watch is None:
-            self._watch = self._loop.call_later(_WATCH_S, self._look)
+            self._watch = self._loop.call_later(_WATCH_S, self._check_thread)
 
-    def _finish(self, items: list[_Item], outcome: _Outcome) -> None:
-        """The thread is through with a batch: give it the next one, then answer."""
-        if self._running is not items:  # close() or _look() gave it up
+    def _finish(self, items: list[Item], outcome: Outcome) -> None:
+        """The thread is done with a batch: give it the next one, then answer."""
+        if self._running is not items:  # close() or _check_thread() gave it up
             return
         self._running = None
-        if self._queue and not self._is_quick(1) and (following := self._take()):
+        if self._queue and not self._is_below(self.inline_below) and (following := self._take(self.max_batch_size)):
             self._start(following)
         self._answer(items, outcome)
         if self._running is None:
@@ -340,38 +389,49 @@ class Batcher:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
-    def _look(self) -> None:
-        """Every second of a running batch: is its thread alive?"""
+    def _check_thread(self) -> None:
+        """Every second of a running batch."""
         assert self._loop is not None
         self._watch = None
         if self._running is None:
             return
         if self._thread is not None and self._thread.is_alive():
-            self._watch = self._loop.call_later(_WATCH_S, self._look)
+            self._watch = self._loop.call_later(_WATCH_S, self._check_thread)
             return
         running, self._running = self._running, None
-        _fail(running, "the thread that ran the forward has died; the next call starts a new one")
+        self._fail(running, BrayError("the thread that ran the forward has died; the next call starts a new one"))
         self._go_on()
-
-    def _answer(self, items: list[_Item], outcome: _Outcome) -> None:
-        values, errors, step = outcome
-        for i, error in errors.items():
-            _set_error(items[i][0], own_error(error))
-        for (future, _, with_step, _), value in zip(items, values, strict=True):
-            if not future.done():  # it may have been cancelled, or has its error
-                future.set_result((value, step) if with_step else value)
 
     # --- in the loop or in a thread; the lock is held -------------------------------------------------------------
 
-    def _compute(self, items: list[_Item]) -> _Outcome:
+    def _compute(self, items: list[Item]) -> Outcome:
         """Run a batch. Exceptions end up in the outcome."""
         try:
             errors: dict[int, BaseException] = {}
-            _, args, _, rows = items[0]
-            values = [self._run_whole(args, rows)] if rows else self._run_samples([item[1] for item in items], errors)
-            return values, errors, None if self._step is None else self._step()
+            if items[0][3]:
+                values = self._run_batches(items, errors)
+            else:
+                values = self._run_samples([item[1] for item in items], errors)
+            return values, errors, self._step()
         except Exception as e:
             return _failed(items, e)
+
+    def _run_batches(self, items: list[Item], errors: dict[int, BaseException]) -> list[Any]:
+        """Whole batches, together where there are several; if that fails, each alone, so that only the one at fault gets the error."""
+        if len(items) == 1:
+            return [self._run_whole(items[0][1], items[0][3])]
+        ends = np.cumsum([item[3] for item in items]).tolist()
+        try:
+            outputs = self._run_whole(tree.concat([item[1] for item in items]), ends[-1])
+        except Exception:
+            values: list[Any] = [None] * len(items)
+            for i, item in enumerate(items):
+                try:
+                    values[i] = self._run_whole(item[1], item[3])
+                except Exception as e:
+                    errors[i] = e
+            return values
+        return [tree.index(outputs, slice(end - item[3], end)) for item, end in zip(items, ends, strict=True)]
 
     def _run_samples(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
         """A value per sample. Samples that do not fit get an entry in `errors` instead; an error of all of them is raised."""
@@ -391,29 +451,22 @@ class Batcher:
         Expected is the declared kind, else the one that was answered most often, else the most frequent. As long as nothing was ever
         answered, a kind that the engine refuses gives way to the next, so that the majority cannot be wrong about the shape.
         """
-        arrays: list[Any] = [None] * len(samples)
-        kinds: dict[Any, list[int]] = {}
-        for i, sample in enumerate(samples):
-            try:
-                arrays[i] = as_arrays(sample)
-                kinds.setdefault(signature(arrays[i]), []).append(i)
-            except Exception as e:
-                errors[i] = e if isinstance(e, DataError) else DataError(f"this sample is no tree of arrays: {e!r}")
-        templates = [self._templates.get(kind) or Template(arrays[members[0]]) for kind, members in kinds.items()]
+        kinds = group_by_kind(samples, errors)
+        templates = [self._templates.get(kind) or Template(next(iter(found.values()))) for kind, found in kinds.items()]
         templates.sort(key=lambda t: (-t.answered, -len(kinds[t.signature])))
         expected = self._declared
         values: list[Any] = [None] * len(samples)
         for template in templates:
             members = kinds[template.signature]
             if expected is not None and template.signature != expected.signature:
-                for i in members:
+                for i, arrays in members.items():
                     errors[i] = DataError(
-                        f"this sample is not of the kind that the model takes: {difference(expected.sample, arrays[i])}. "
+                        f"this sample is not of the kind that the model takes: {difference(expected.sample, arrays)}. "
                         "Paths start with the number of the argument"
                     )
                 continue
             try:
-                batch = template.stack(self._fill([arrays[i] for i in members]))
+                batch = template.stack(self._fill(list(members.values())))
                 rows = self._forward(template, batch, len(members))
             except Exception as e:
                 errors.update(dict.fromkeys(members, e))
@@ -426,13 +479,12 @@ class Batcher:
 
     def _forward(self, template: Template, batch: list[Any], rows: int) -> list[Any]:
         """Run stacked samples; their rows of the outputs."""
-        size = self._padded(rows) if self.pad_to else rows
-        values = split(self._timed(batch, rows), size, rows)
+        values = split(self._timed(batch, rows), self._padded(rows), rows)
         template.answered += rows
         if template is not self._template and self._declared is None:
             self._template = template
             if template.signature not in self._templates:
-                if len(self._templates) == _MOST_TEMPLATES:
+                if len(self._templates) == _MAX_TEMPLATES:
                     del self._templates[min(self._templates.values(), key=lambda t: t.answered).signature]
                 self._templates[template.signature] = template
         return values
@@ -469,34 +521,29 @@ class Batcher:
             self._samples += rows
 
 
-_Jobs = queue.SimpleQueue[tuple[Batcher, list[_Item]] | None]
-_threads: weakref.WeakKeyDictionary[threading.Thread, _Jobs] = weakref.WeakKeyDictionary()
+_Jobs = queue.SimpleQueue[tuple[Batcher, list[Item]] | None]
+_threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
 
 
-class _Thread:
+class _Thread(threading.Thread):
     """Runs batches, one after the other. It ends with its batcher, and a forward that hangs does not keep the process from ending."""
 
     def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop):
-        self._jobs: _Jobs = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs, loop), name="bray-batcher", daemon=True)
-        self._thread.start()
-        _threads[self._thread] = self._jobs
-        self.end = weakref.finalize(batcher, self._jobs.put, None)
-
-    def run(self, batcher: Batcher, items: list[_Item]) -> None:
-        self._jobs.put((batcher, items))
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        self.jobs: _Jobs = queue.SimpleQueue()
+        super().__init__(target=_work, args=(self.jobs, loop), name="bray-batcher", daemon=True)
+        self.start()
+        _threads.add(self)
+        self.end = weakref.finalize(batcher, self.jobs.put, None)
 
 
 @atexit.register
 def _end_all() -> None:
     """Let running forwards end before the interpreter does: a thread that is still in an engine's C++ then aborts the process."""
     end = time.monotonic() + _EXIT_S
-    for jobs in _threads.values():
-        jobs.put(None)
-    for thread in list(_threads):
+    threads = list(_threads)
+    for thread in threads:
+        thread.jobs.put(None)
+    for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
 
 
@@ -513,13 +560,8 @@ def _work(jobs: _Jobs, loop: asyncio.AbstractEventLoop) -> None:
         del job, batcher, items, outcome  # an idle thread keeps nothing alive
 
 
-def _failed(items: list[_Item], error: BaseException) -> _Outcome:
+def _failed(items: list[Item], error: BaseException) -> Outcome:
     return [None] * len(items), dict.fromkeys(range(len(items)), error), None
-
-
-def _fail(items: list[_Item], message: str) -> None:
-    for future, *_ in items:
-        _set_error(future, BrayError(message))
 
 
 def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:

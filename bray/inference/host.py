@@ -302,7 +302,7 @@ class _Version:
                 if batcher.loop is loop:
                     return batcher
             made = self._make_batcher(self.batcher.lock)
-            made.bind()
+            made.here()
             kept = []
             for batcher in self.batchers:
                 if batcher.loop is not None and not batcher.loop.is_closed():

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from bray.config.declare import values_of
 from bray.errors import BrayError, ConfigError, MissingComponent
 from bray.launch.deploy import (
     DeployedActor,
@@ -28,17 +28,16 @@ from bray.launch.deploy import (
 )
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
+from bray.remote.actor.options import ActorOptions
+from bray.remote.buffer.options import BufferOptions
+from bray.remote.model.options import ModelOptions
+from bray.remote.trainer.options import RankOptions, TrainOptions
 
 logger = logging.getLogger("bray.launch")
 
 _RETURNS = ("episode_return", "episode_reward", "return")
 """Names under which agents merge what an episode made; labels, or more words after a '/', may follow. Where single values are not kept
 (see `bray.merge`) the line has the mean of the last minute."""
-_TRAIN = (
-    "buffer_weights", "batch_size", "batch_kind", "prefetch_size", "max_reuse", "accumulate", "learning_rate", "clip_grad_max_norm",
-    "weights_publish_interval", "num_steps", "checkpoint_interval",
-)  # fmt: skip
-"""Keys of a trainer's section that `RemoteTrainer.train` takes by the same names."""
 _WINDOW = 60.0  # seconds of a time window of the master
 _SAVE_TIMEOUT = 10.0
 _TRAINING_DRAIN_S = 2.0  # games that are played for a training may be cut: a run that is told to end ends in seconds
@@ -159,11 +158,6 @@ def _deploy(run: Run) -> None:
         run.session.closers.append(open_deployments(run.deployments, shared))
 
 
-def _taken_by(handle: type, settings: Any) -> dict[str, Any]:
-    """The keys of a section that a handle takes as arguments of the same names."""
-    return {name: getattr(settings, name) for name in signature(handle).parameters if hasattr(settings, name)}
-
-
 def _model(run: Run, modules: Modules, c: Component) -> None:
     """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is opened by its actors."""
     if c.name in run.deployed:
@@ -178,9 +172,12 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
     model, forward_args = made
-    args = forward_args if isinstance(forward_args, tuple) else (forward_args,)
-    RemoteModel = _part("RemoteModel")
-    run.models[c.name] = RemoteModel(c.name, model, args, **_taken_by(RemoteModel, s))
+    run.models[c.name] = _part("RemoteModel")(
+        c.name,
+        model,
+        forward_args if isinstance(forward_args, tuple) else (forward_args,),
+        **values_of(s, ModelOptions),
+    )
     if run.graph.settings.mode == "deploy" and s.checkpoint is None and run.models[c.name].step == 0:
         logger.warning(
             "model %s has no checkpoint in %s: games are answered with the weights that build_model made. Train this trial first, or give "
@@ -192,8 +189,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
 def _buffer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteBuffer, and the sources that fill it. A source of two buffers is read once for each."""
     s = c.settings
-    RemoteBuffer = _part("RemoteBuffer")
-    buffer = run.buffers[c.name] = RemoteBuffer(c.name, **_taken_by(RemoteBuffer, s))
+    buffer = run.buffers[c.name] = _part("RemoteBuffer")(c.name, **values_of(s, BufferOptions))
     for name in s.sources:
         source = run.graph.components.get(name)
         if source is None:  # it does not exist in this mode
@@ -210,13 +206,13 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteActor that serves its agents, or an Actor class of the user's own."""
     s, graph = c.settings, run.graph
     deployment = run.deployments.get(c.name)
-    more: dict[str, Any] = {"tick_timeout_s": s.tick_timeout_s}
-    if graph.of_kind("trainer"):
-        more["drain_timeout_s"] = _TRAINING_DRAIN_S
-    if deployment is not None:
-        more["prepare"] = deployment.prepare
-    RemoteActor = _part("RemoteActor")
-    actor = run.actors[c.name] = RemoteActor(name=c.name, **_taken_by(RemoteActor, s), **more)
+    more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
+    actor = run.actors[c.name] = _part("RemoteActor")(
+        name=c.name,
+        **values_of(s, ActorOptions),
+        **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
+        **more,
+    )
     if s.module is not None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
@@ -240,13 +236,17 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
 def _trainer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteTrainer that trains its model from its buffers; its failure ends the run."""
     s = c.settings
-    RemoteTrainer = _part("RemoteTrainer")
-    trainer = run.trainers[c.name] = RemoteTrainer(name=c.name, **_taken_by(RemoteTrainer, s))
+    trainer = run.trainers[c.name] = _part("RemoteTrainer")(name=c.name, **values_of(s, RankOptions))
+    evaluate = s.eval and {
+        "buffer": run.buffers[s.eval.buffer],
+        "interval": s.eval.interval,
+        "steps": s.eval.steps,
+    }
     run.ends[c.name] = trainer.train(
         trainer=modules.needed(c),  # None: the Learner of its `algo`
         model=run.models[s.model],
         buffers=[run.buffers[name] for name in s.buffers],
-        eval=s.eval and {**asdict(s.eval), "buffer": run.buffers[s.eval.buffer]},
+        eval=evaluate,
         config=run.graph.config,
-        **{key: getattr(s, key) for key in _TRAIN},
+        **values_of(s, TrainOptions),
     )

@@ -30,13 +30,12 @@ from bray.launch.modules import Modules, edges_in_code
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.rundir import RunDir
 from bray.service import ModelService, ServedModel, Service, close_shared, open_shared, place_of
-from bray.serving.actor import FAILURES
 from bray.serving.agent import AgentActor, State
 from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
 from bray.serving.server import Server
 from bray.serving.values import reader
-from bray.train.agent import Observed, Rows
+from bray.train.agent import Observed, Rows, tell
 
 # --- which models, and from where -------------------------------------------------------------------------------------
 
@@ -333,14 +332,7 @@ class _Answer(asyncio.Future[None]):
         rows = Rows([row["action"]], [row["extras"]], [row["outputs"]], carry, self._step)
         self._turn.player.warm = True
         self._turn.last = row["action"]
-        try:
-            self._agent.decided(self._tick, rows, 0)
-        except StopIteration as e:  # which no future takes
-            self.set_exception(RuntimeError(f"agent {self._agent.name!r} raised {e!r}"))
-        except FAILURES as e:
-            self.set_exception(e)
-        else:
-            self.set_result(None)
+        tell(self, self._agent, self._tick, rows, 0)
 
 
 class _Start(msgspec.Struct):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bray.spec import ACTION_MASK, ActionLayout, Part
+from bray.spec import ACTION_MASK, ActionLayout, ActionPart
 
 NEVER = -1e9
 _LOG_2PI = math.log(2.0 * math.pi)
@@ -102,11 +102,11 @@ def action_mask(obs: Any) -> Tensor | None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _gaussians(layout: ActionLayout) -> Iterator[Part]:
+def _gaussians(layout: ActionLayout) -> Iterator[ActionPart]:
     return (part for part in layout.parts if part.kind == "gaussian")
 
 
-def _gaussian(dist: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+def _gaussian(dist: Tensor, part: ActionPart) -> tuple[Tensor, Tensor]:
     mean, log_std = dist[..., part.param].split(part.n, -1)
     return mean, log_std
 

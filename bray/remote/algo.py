@@ -27,8 +27,8 @@ from bray import tree
 from bray.algos import algo_name, get_algo, make_experience
 from bray.config import Resolved, Source, resolve
 from bray.data.experience import Replay, Sequences
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
-from bray.envs.make import env_spec
 from bray.errors import ConfigError, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent

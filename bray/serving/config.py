@@ -1,44 +1,75 @@
-"""What a game service can be told."""
+"""What a game service can be told: where it listens (`service`), and what answers (`model`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from bray.config.declare import Amount, Count, Flag, Port, Positive
+from bray.errors import ConfigError
 
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(gt=0)]
+
+def parse_versions(items: Sequence[str]) -> dict[str, float]:
+    """`latest=0.9 best=0.1`, or one label alone."""
+    out = {}
+    for item in items:
+        label, _, share = item.partition("=")
+        try:
+            out[label] = float(share or 1.0)
+        except ValueError:
+            raise ConfigError(f"--version: expected LABEL=SHARE, like latest=0.9, got {item!r}") from None
+    return out
+
+
+def parse_fallback(text: str) -> Any:
+    if text in ("last", "random"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(f"--fallback: expected last, random or an action as JSON, got {text!r}") from None
+
+
+_VERSION = Flag(
+    "--version",
+    "LABEL[=SHARE]",
+    parse=parse_versions,
+    help="latest (if nothing is given), best or a step; several share the sessions.",
+)
 
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    host: str = "127.0.0.1"
+    """Where a game service listens, and its limits."""
+
+    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = every network of this machine."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Annotated[Port, Flag()] = 8000
     """Port of the games; 0 = any free one."""
-    admin_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    admin_port: Annotated[Port | None, Flag()] = None
     """Port of /healthz, /readyz, /metrics and /version; null = the port after the games', 0 = any free one."""
     admin_host: str = "127.0.0.1"
     """Address of the admin port: this machine alone unless told otherwise."""
-    use_tcp: bool = False
-    """Answer framed TCP too, on the same port: the first byte of a connection tells the two apart."""
-    workers: Count = 1
+    use_tcp: Annotated[bool, Flag("--tcp")] = False
+    """Answer framed TCP too, on the same port. The first byte of a connection tells the two apart."""
+    workers: Annotated[Count, Flag()] = 1
     """Processes that share the port."""
-    actors_per_worker: Count = 10
+    actors_per_worker: Annotated[Count, Flag("--sessions")] = 1000
     """Sessions that one worker holds at once; more are refused with 429."""
     use_gateway: Literal["node", "head"] | None = "node"
     """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry forwards to the
     owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one connection."""
-    tick_timeout_s: Seconds = 30.0
+    tick_timeout_s: Annotated[Positive, Flag("--tick-timeout", "SECONDS")] = 30.0
     """A tick that takes longer is cancelled and answered with 504, or with the Actor's `fallback`."""
-    idle_timeout_s: Seconds = 600.0
+    idle_timeout_s: Positive = 600.0
     """A session without a request for this long is ended."""
-    request_timeout_s: Seconds = 30.0
+    request_timeout_s: Positive = 30.0
     """A client may take this long to send a request, or to read a reply; then its connection is closed."""
-    keep_alive_s: Seconds = 300.0
+    keep_alive_s: Positive = 300.0
     """A connection without a request for this long is closed."""
-    drain_timeout_s: Annotated[float, Field(ge=0)] = 10.0
+    drain_timeout_s: Amount = 10.0
     """After SIGTERM running sessions may go on for this long; new ones are refused."""
     max_body: Count = 16 << 20
     """Bytes of a request's body."""
@@ -50,7 +81,38 @@ class ServiceConfig:
     """Requests of one worker that are being answered or wait for their turn; more are refused with 503."""
     max_pending_per_session: Count = 64
     """Requests of one session that wait for their turn; more are refused with 503."""
-    tokens: tuple[str, ...] = ()
+    tokens: Annotated[
+        tuple[str, ...], Flag("--token", "T", help="Required of clients; several times: any of them.")
+    ] = ()
     """When given, a request must carry one of these in its `token`."""
-    blocked_after_s: Seconds = 0.5
+    blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
+
+
+@dataclass(frozen=True)
+class ModelService:
+    """What the models of a service can be told."""
+
+    engine: Annotated[Literal["onnx", "int8", "torch"], Flag()] = "onnx"
+    """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch = PyTorch."""
+    # not {"latest": 1}: what is given is merged into a default
+    versions: Annotated[dict[str, float], _VERSION] = field(default_factory=dict)
+    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
+    act: Annotated[Literal["greedy", "sample"], Flag()] = "greedy"
+    """How actions are chosen: greedy = the best one, sample = drawn as in training."""
+    follow: Annotated[bool, Flag()] = False
+    """Go on to new checkpoints of a training that is running."""
+    follow_every_s: Positive = 1.0
+    """Positive between two looks at a followed run."""
+    fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
+    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
+    record: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Directory for recordings of every session, for `bray replay`; null = none."""
+    max_batch_size: Count = 32
+    """Rows of one forward."""
+    max_wait_s: Amount = 0.0
+    """Positive that an idle model waits for a fuller batch."""
+    max_queue: Count = 4096
+    """Ticks that may wait for a model."""
+    threads: Count = 1
+    """Threads of one forward."""

@@ -26,9 +26,10 @@ from typing import Any
 
 from bray.errors import BrayError, ConfigError
 from bray.serving.actor import FAILURES
-from bray.serving.affinity import NodeGateway, Table
 from bray.serving.config import ServiceConfig
+from bray.serving.gateway import NodeGateway
 from bray.serving.server import Server, admin_of, listening
+from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")
 
@@ -174,7 +175,7 @@ async def _work(
     hurry.cancel()
     await server.close()
     if gateway is not None:
-        gateway.close()
+        await gateway.close()
     return 0
 
 

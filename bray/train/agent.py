@@ -32,7 +32,7 @@ from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Decision, Policy, Tick
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.errors import DataError, did_you_mean
-from bray.inference.batcher import own_error
+from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
 from bray.serving.actor import FAILURES
 from bray.serving.agent import Agent, State
@@ -119,13 +119,13 @@ class Player:
         self.warm = False
         """Whether a decision has been made: compiled code is loaded when it is first used."""
         self._template: Template | None = None
-        self._turns: dict[asyncio.AbstractEventLoop, _Turn] = {}
+        self._turns: dict[asyncio.AbstractEventLoop, TickBatcher] = {}
 
-    def turn(self) -> _Turn:
+    def turn(self) -> TickBatcher:
         """That of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._turns:
-            self._turns[loop] = _Turn(self, loop)
+            self._turns[loop] = TickBatcher(self, loop)
         return self._turns[loop]
 
     def warm_up(self) -> None:
@@ -137,25 +137,25 @@ class Player:
         state = SimpleNamespace(obs=obs, mask=mask, first=True, memory=self.initial_state)
         for rows in (1, 2, 4, 8, 16, 32):
             for _ in range(2):
-                deciding = self.decide([_Asked(None, state, None)] * rows)  # type: ignore[arg-type]
+                deciding = self.decide([state] * rows)
                 more = next(deciding)
                 while not isinstance(more, Decision):
                     more = _send(deciding, self.model(*more, batch=True))
         self.warm = True
 
-    def decide(self, asked: list[_Asked]) -> Any:
+    def decide(self, states: list[Any]) -> Any:
         """The Policy's generator for these ticks."""
-        samples = [(a.state.obs,) for a in asked]
+        samples = [(s.obs,) for s in states]
         if self._template is None:
             self._template = Template(samples[0])
         (obs,) = self._template.stack(samples)
         carry = mask = None
         if self.initial_state is not None:
-            carry = tree.stack([a.state.memory for a in asked])
-        if any(a.state.mask is not None for a in asked):
+            carry = tree.stack([s.memory for s in states])
+        if any(s.mask is not None for s in states):
             legal = self.observations.all_legal
-            mask = np.stack([legal if a.state.mask is None else a.state.mask for a in asked])
-        first = np.array([a.state.first for a in asked])
+            mask = np.stack([legal if s.mask is None else s.mask for s in states])
+        first = np.array([s.first for s in states])
         return self.policy.decide(Tick(obs, None, first, mask), carry, self.rng, self.mode, self.clock())
 
     def piece(self, states: list[State], stream: int) -> Piece:
@@ -202,7 +202,7 @@ class PolicyAgent(Agent):
         self.memory = self.player.initial_state
         self.stream = secrets.randbits(62)
         self._first = True
-        self._turn: _Turn | None = None  # of the loop that this session is played in
+        self._turn: TickBatcher | None = None  # of the loop that this session is played in
         self._kept: list[State] = []  # ticks whose rows are not pushed yet
         self._return, self._length = 0.0, 0
 
@@ -340,79 +340,68 @@ class Rows(NamedTuple):
     version: int
 
 
-class _Asked(NamedTuple):
-    agent: PolicyAgent
-    state: Any
-    future: asyncio.Future[None]
-
-
-class _Turn:
-    """Agents that ask in the same turn of the loop, or while the model is busy, are decided on together: one forward and one act for all,
-    and not one of each per tick. As long as each turn brings more of them, up to `_ENOUGH`, we wait for another: games that play side by side
-    then stay together. A lone game waits for one turn that brings nothing, which is microseconds."""
+class TickBatcher(Collector):
+    """Ticks that are asked about in the same turn of the loop, or while the model is busy, are decided together: one forward and one `act` for all.
+    As long as each turn brings more of them, up to `_ENOUGH`, we wait for another: games that play side by side then stay together. A lone
+    game waits for one turn that brings nothing, which is microseconds."""
 
     def __init__(self, player: Player, loop: asyncio.AbstractEventLoop):
-        self.player, self.loop = player, loop
-        self.waiting: list[_Asked] = []
-        self.seen = 0  # of those that wait, when we last looked
-        self.running: set[asyncio.Task[None]] = set()
+        super().__init__(_ENOUGH)
+        self._player, self._loop = player, loop
+        self._seen = 0  # ticks that waited when we last looked
+        self._running: set[asyncio.Task[None]] = set()
 
     def ask(self, agent: PolicyAgent, state: Any) -> asyncio.Future[None]:
-        future = self.loop.create_future()
-        self.waiting.append(_Asked(agent, state, future))
-        if len(self.waiting) == 1:
-            self.seen = 0
-            self.loop.call_soon(self.look)
-        return future
+        """Done when the State is filled, by `agent.decided`."""
+        return self._add((agent, state))
 
-    def look(self) -> None:
-        if self.seen < len(self.waiting) < _ENOUGH:
-            self.seen = len(self.waiting)
-            self.loop.call_soon(self.look)
+    def _flush(self) -> None:
+        assert self._loop is not None
+        if self._seen < len(self._queue) < _ENOUGH:
+            self._seen = len(self._queue)
+            self._loop.call_soon(self._flush)
         else:
-            self.go_on()
+            self._start()
 
-    def go_on(self) -> None:
-        # as many forwards at once as somebody may work on, and one that is on its way; more would only be smaller ones
-        if not self.waiting or len(self.running) > getattr(self.player.model, "num_workers", 0):
-            return
-        asked, self.waiting = [a for a in self.waiting if not a.future.done()], []
-        if not asked:
+    def _start(self) -> None:
+        # as many forwards at once as the model has workers, and one on its way; more would only be smaller ones
+        if len(self._running) > getattr(self._player.model, "num_workers", 0):
+            return  # `_ended` goes on
+        self._asleep, self._seen = True, 0
+        items = self._take(max(1, len(self._queue)))
+        if not items:
             return
         try:
-            deciding = self.player.decide(asked)
+            deciding = self._player.decide([item[1][1] for item in items])
             inputs = next(deciding)
-            now = self.player.warm and not self.running and self._decide_now(asked, deciding, inputs)
+            if self._player.warm and not self._running:
+                inputs = self._decide_now(items, deciding, inputs)
         except Exception as e:
-            _fail(asked, e)
+            self._fail(items, e)
             return
-        if isinstance(now, tuple):
-            inputs = now
-        if now is not True:
-            task = self.loop.create_task(self._decide(asked, deciding, inputs))
-            self.running.add(task)
-            task.add_done_callback(self.ended)
+        if inputs is not None:
+            assert self._loop is not None
+            task = self._loop.create_task(self._decide(items, deciding, inputs))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
 
-    def ended(self, task: asyncio.Task[None]) -> None:
-        self.running.discard(task)
-        self.go_on()
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._start()
 
-    def _decide_now(self, asked: list[_Asked], deciding: Any, inputs: tuple[Any, ...]) -> bool | tuple[Any, ...]:
-        """Decide here if the model is in this process and quick: True. Else the inputs of the forward that is not."""
-        run_now = getattr(self.player.model, "run_now", None)
-        while run_now is not None:
-            done = run_now(inputs, len(asked))
-            if done is None:
-                break
-            try:
-                inputs = deciding.send(done[0])
-            except StopIteration as end:
-                self._answer(asked, end.value, done[1])
-                return True
+    def _decide_now(self, items: list[Item], deciding: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Decide inline as long as the model is in this process and quick: None when that is done, else the inputs of the forward that is not quick."""
+        run_now = getattr(self._player.model, "run_now", None)
+        while run_now is not None and (done := run_now(inputs, len(items))) is not None:
+            more = _send(deciding, done[0])
+            if isinstance(more, Decision):
+                self._settle(items, more, done[1])
+                return None
+            inputs = more
         return inputs
 
-    async def _decide(self, asked: list[_Asked], deciding: Any, inputs: tuple[Any, ...]) -> None:
-        player = self.player
+    async def _decide(self, items: list[Item], deciding: Any, inputs: tuple[Any, ...]) -> None:
+        player = self._player
         try:
             while True:
                 outputs, version = await player.model.forward(*inputs, batch=True, with_step=True)
@@ -421,29 +410,33 @@ class _Turn:
                 if isinstance(more, Decision):
                     break
                 inputs = more
-            self._answer(asked, more, version)
+            self._settle(items, more, version)
         except Exception as e:
-            _fail(asked, e)
+            self._fail(items, e)
         finally:
-            for a in asked:
-                a.future.cancel()  # those that have no answer, because the loop is being closed
+            for item in items:
+                item[0].cancel()  # those that have no answer, because the loop is being closed
 
-    def _answer(self, asked: list[_Asked], decision: Decision, version: int) -> None:
-        n = len(asked)
-        outputs = {k: decision.outputs[k] for k in self.player.outputs if k in decision.outputs}
+    def _settle(self, items: list[Item], decision: Decision, version: int) -> None:
+        n = len(items)
+        outputs = {k: decision.outputs[k] for k in self._player.outputs if k in decision.outputs}
         action, extras, kept = (split(x, n, n) for x in (decision.action, decision.extras, outputs))
         rows = Rows(action, extras, kept, decision.carry, version)
-        for i, (agent, state, future) in enumerate(asked):
-            if future.done():
-                continue  # its deadline passed meanwhile
-            try:
-                agent.decided(state, rows, i)
-            except StopIteration as e:  # which no future takes
-                future.set_exception(RuntimeError(f"agent {agent.name!r} raised {e!r}"))
-            except FAILURES as e:
-                future.set_exception(e)
-            else:
-                future.set_result(None)
+        for i, (future, (agent, state), *_) in enumerate(items):
+            if not future.done():  # else its deadline has passed
+                tell(future, agent, state, rows, i)
+
+
+def tell(future: asyncio.Future[None], agent: PolicyAgent, state: Any, rows: Rows, i: int) -> None:
+    """Give an agent what was decided for its tick; the future is then done."""
+    try:
+        agent.decided(state, rows, i)
+    except StopIteration as e:  # which no future takes
+        future.set_exception(RuntimeError(f"agent {agent.name!r} raised {e!r}"))
+    except FAILURES as e:
+        future.set_exception(e)
+    else:
+        future.set_result(None)
 
 
 def _send(deciding: Any, outputs: Any) -> Any:
@@ -452,12 +445,6 @@ def _send(deciding: Any, outputs: Any) -> Any:
         return deciding.send(outputs)
     except StopIteration as end:
         return end.value
-
-
-def _fail(asked: list[_Asked], error: Exception) -> None:
-    for a in asked:
-        if not a.future.done():
-            a.future.set_exception(own_error(error))
 
 
 def _number(reward: Any) -> float:

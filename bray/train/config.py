@@ -1,14 +1,13 @@
-"""How long, where and how carefully a run goes."""
+"""The `run`, `live` and `data` sections of a config."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import torch
-from pydantic import Field
+from annotated_types import Interval
 
-from bray.errors import ConfigError
+from bray.config.declare import Amount, Count, Flag, Port, Positive, Whole
 
 
 @dataclass(frozen=True)
@@ -23,26 +22,26 @@ class RunConfig:
     """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
     limit. It ends with the iteration, but for episodes_total: that one is exact (episodes that end in the same step beyond it are not
     counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
-    device: str = "cpu"
+    device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Count | None = None
     """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures."""
     record: bool = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
-    num_workers: Annotated[int, Field(ge=0)] = 0
-    """Rollout processes beside this one; only 0 is there yet."""
-    eval_freq: Annotated[int, Field(ge=0)] = 0
+    num_workers: Annotated[Whole, Flag()] = 0
+    """Rollout processes beside this one; only 0 works yet."""
+    eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
-    eval_episodes: Annotated[int, Field(ge=1)] = 10
+    eval_episodes: Annotated[Count, Flag()] = 10
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
-    checkpoint_freq: Annotated[int, Field(ge=0)] = 0
+    checkpoint_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two checkpoints; 0 = by time alone, and at the end."""
-    checkpoint_every_s: Annotated[float, Field(ge=0)] = 60.0
+    checkpoint_every_s: Amount = 60.0
     """Seconds between two checkpoints, looked at after each iteration; 0 = not by time."""
-    keep_checkpoints: Annotated[int, Field(ge=1)] | None = 5
+    keep_checkpoints: Annotated[Count | None, Flag()] = 5
     """Newest checkpoints kept, beside the best one; null = all."""
-    checkpoint_score: str | None = None
-    """What the best checkpoint goes by: a key of the result rows, with a '-' before it where lower is better, e.g. episode_return_max,
+    checkpoint_score: Annotated[str | None, Flag(metavar="KEY")] = None
+    """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples: episode_return_max,
     -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
     """Whether checkpoints hold the replay's rows: auto = up to 2 GiB. Without them a resumed run starts with an empty replay."""
@@ -52,13 +51,40 @@ class RunConfig:
     """Whether it is shown in a window at the end; the run ends when that is closed."""
 
 
-def resolve_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"run.device: expected cpu, cuda, cuda:N or auto, got {name!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"run.device is {name!r}, but PyTorch finds no CUDA GPU here. Use --device cpu, or auto.")
-    return device
+@dataclass(frozen=True)
+class LiveConfig:
+    """Where games call, and what they send."""
+
+    port: Annotated[Port, Flag()] = 8000
+    """Port of the games; 0 = any free one."""
+    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 = every network of this machine."""
+    use_tcp: bool = False
+    """Answer framed TCP too, on the same port."""
+    token: str | None = None
+    """When given, every request must carry it."""
+    max_games: Count = 1000
+    """Sessions at once."""
+    idle_timeout_s: Positive = 600.0
+    """Seconds after which a game that has not called is gone, and makes room for another."""
+    obs: Annotated[Any, Flag(metavar="SPACE")] = None
+    """The observation that games send: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
+    actions: Annotated[Any, Flag(metavar="SPACE")] = None
+    """The action that games want: 3 (choices), '3,2' (two choices), or 'float32[2] -1..1'."""
+    spec: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Instead of both: a JSON file {"obs": ..., "actions": ...}, or a run's spec.json. (Or --env, for its spaces.)"""
+    rows: Count | None = None
+    """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
+    wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
+    """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
+    from each tick if they wait."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Trajectory files to learn from, in place of an environment."""
+
+    files: Annotated[str, Flag("--data", metavar="FILES")] = ""
+    """Learn from trajectory files: a directory, a file, or a pattern such as 'runs/*/trajectories/*.episodes'."""
+    epochs: Count = 10
+    """How often every transition is learnt from."""

@@ -76,9 +76,10 @@ class Totals:
     dropped: int = 0
 
     def add(self, counts: Counts) -> None:
-        self.env_steps += counts.env_steps
-        self.dropped += counts.dropped
-        for return_, length in counts.episodes:
+        env_steps, episodes, dropped = counts
+        self.env_steps += env_steps
+        self.dropped += dropped
+        for return_, length in episodes:
             self.episodes.add(return_, length)
 
 
@@ -142,7 +143,8 @@ class Driver:
 
     @property
     def clock(self) -> Clock:
-        return Clock(self.env_steps, self.learner.steps)
+        env_steps = self.totals.env_steps if self._agreed is None else self._agreed
+        return Clock(env_steps, self.side.learner.steps)  # spelt out: asked for every row
 
     @property
     def steps(self) -> int:

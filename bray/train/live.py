@@ -13,20 +13,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 from torch import nn
 
 from bray import tree
 from bray.act import Clock, Policy, standard_normals
 from bray.data.experience import Counts, Experience, Rollouts
 from bray.data.piece import Piece
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
-from bray.envs.make import env_spec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
@@ -38,7 +36,8 @@ from bray.serving.observe import masked_spec
 from bray.serving.server import Server
 from bray.spec import EnvSpec, parse_space
 from bray.train.agent import Player, PolicyAgent
-from bray.train.config import RunConfig, resolve_device
+from bray.train.config import LiveConfig, RunConfig
+from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.local import initial_state, make_side
 from bray.train.source import Source
@@ -51,35 +50,6 @@ PIECE = 32
 """Ticks of a game that are learnt from together, at most."""
 _PUBLISH_EVERY = 0.02  # seconds: a learner of small steps makes hundreds of versions in that time
 _AGAIN = 0.02
-
-
-@dataclass(frozen=True)
-class LiveConfig:
-    """Where games call, and what they send."""
-
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port of the games; 0 = any free one."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 = every network of this machine."""
-    use_tcp: bool = False
-    """Answer framed TCP too, on the same port."""
-    token: str | None = None
-    """When given, every request must carry it."""
-    max_games: Annotated[int, Field(gt=0)] = 1000
-    """Sessions at once."""
-    idle_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """A game that has not called for so long is gone, and makes room for another."""
-    obs: Any = None
-    """The observation: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
-    actions: Any = None
-    """The action: 3 (choices), '3,2' (two choices), or 'float32[2] -1..1'."""
-    spec: str | None = None
-    """Or a JSON file that says both: {"obs": ..., "actions": ...}, or a run's spec.json."""
-    rows: Annotated[int, Field(gt=0)] | None = None
-    """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
-    wait_s: Annotated[float, Field(ge=0, le=6)] = 0.0
-    """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
-    from each tick if they wait."""
 
 
 def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:

@@ -17,7 +17,8 @@ from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig, resolve_device
+from bray.train.config import RunConfig
+from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
 from bray.train.rollout import EnvSource, Rollout

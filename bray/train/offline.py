@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from bray.data.experience import Dataset, Experience, Replay, Rollouts, Sequences
 from bray.data.files import EpisodeReader
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
-from bray.envs.make import env_spec
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.rundir import read_json
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig, resolve_device
+from bray.train.config import DataConfig, RunConfig
+from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.local import make_side
 from bray.train.source import FileSource
@@ -26,16 +24,6 @@ ID = "files"
 """The environment's name of a run that has none."""
 BATCHES = 100
 """Batches of an iteration, at most."""
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Trajectory files to learn from, in place of an environment."""
-
-    files: str = ""
-    """A directory, a file, or a pattern such as 'runs/*/trajectories/*.episodes'."""
-    epochs: Annotated[int, Field(ge=1)] = 10
-    """How often every transition is learnt from."""
 
 
 class FileTraining(Driver):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from types import ModuleType
 from typing import Any
 
@@ -70,8 +71,6 @@ class Worker:
     """Runs the user's code in one thread, a call at a time. A call that takes too long is given up: Python cannot end a thread, so
     it stays behind and another one takes over."""
 
-    _job: tuple[Callable[[], Any], Future[Any]] | None
-
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._stuck: list[threading.Thread] = []
@@ -86,12 +85,12 @@ class Worker:
                     f"{len(self._stuck)} calls of render code have not returned; end `bray render` and start it again"
                 )
             done: Future[Any] = Future()
-            self._job = function, done
-            self._ready.release()
+            self._jobs.put((function, done))
             wait([done], limit)
             if not done.done():
-                where = self._where(self._thread)
+                where = _where(self._thread)
                 self._stuck.append(self._thread)
+                self._jobs.put(None)
                 self._start()
                 raise RenderError(f"{what} has not returned after {limit:g} s. It is here:\n{where}")
         error = done.exception()
@@ -103,34 +102,28 @@ class Worker:
 
     def close(self) -> None:
         """End the thread, unless it is in the middle of the user's code: it then ends with the process."""
-        if self._turn.acquire(timeout=0.5):
-            self._job = None
-            self._ready.release()
-            self._turn.release()
+        self._jobs.put(None)
 
     def _start(self) -> None:
-        self._job = None
-        self._ready = threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._work, args=(self._ready,), name="bray-render", daemon=True)
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name="bray-render", daemon=True)
         self._thread.start()
 
-    def _work(self, ready: threading.Semaphore) -> None:
-        while True:
-            ready.acquire()
-            if self._job is None:
-                return
-            function, done = self._job
-            try:
-                done.set_result(function())
-            except BaseException as e:  # also SystemExit: the user's code ends this call and nothing else
-                done.set_exception(e)
-            if self._ready is not ready:  # this call was given up
-                return
 
-    def _where(self, thread: threading.Thread) -> str:
-        frame = sys._current_frames().get(thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        return "".join(traceback.format_list([f for f in stack if not _is_ours(f.filename)]))
+def _work(jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        function, done = job
+        try:
+            done.set_result(function())
+        except BaseException as e:  # also SystemExit: the user's code ends this call and nothing else
+            done.set_exception(e)
+
+
+def _where(thread: threading.Thread) -> str:
+    """The user's part of a thread's stack."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = traceback.extract_stack(frame) if frame is not None else []
+    return "".join(traceback.format_list([f for f in stack if not _is_ours(f.filename)]))
 
 
 def _trace(error: BaseException) -> str:
@@ -225,11 +218,18 @@ class Exports:
         self._exports: list[Export] = []
 
     def start(
-        self, trial: str, name: str, render: str, format: str, fps: float, first: int = 0, last: int | None = None
+        self,
+        trial: str,
+        episode: str,
+        renderer: str,
+        format: str,
+        fps: float = 30.0,
+        first: int = 0,
+        last: int | None = None,
     ) -> Export:
         """Begin with a video of the ticks `first` to `last` (None: the last one there is)."""
-        run, episode = self._project.run(trial), self._project.read(trial, name)
-        ticks = len(episode.states)
+        run, read = self._project.run(trial), self._project.read(trial, episode)
+        ticks = len(read.states)
         last = ticks - 1 if last is None else last
         if format not in ("mp4", "gif"):
             raise UnknownName("video format", format, ("mp4", "gif"))
@@ -237,18 +237,25 @@ class Exports:
             raise ConfigError(f"expected a speed of 0.1 to 120 ticks/s, got {fps:g}")
         if not 0 <= first <= last < ticks:
             raise ConfigError(f"expected ticks of 0 to {ticks - 1}, got {first} to {last}")
-        if render not in self._renders.renders:
-            raise UnknownName("renderer", render, self._renders.renders)
+        if renderer not in self._renders.renders:
+            raise UnknownName("renderer", renderer, self._renders.renders)
         part = "" if (first, last) == (0, ticks - 1) else f"-{first}-{last}"
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{Path(name).stem if '#' not in name else name}-{render}{part}")
+        stem = re.sub(
+            r"[^A-Za-z0-9._-]+", "_", f"{Path(episode).stem if '#' not in episode else episode}-{renderer}{part}"
+        )
         path = run / "videos" / f"{stem.lstrip('.')}.{format}"
         with self._lock:
             if self._exports and self._exports[-1].state in ("running", "writing"):
                 raise ConfigError("another video is being made; wait for it or stop it")
             export = Export(len(self._exports), last - first + 1)
             self._exports.append(export)
-        args = (export, episode, render, range(first, last + 1), path, fps)
+        args = (export, read, renderer, range(first, last + 1), path, fps)
         threading.Thread(target=self._make, args=args, name="bray-export", daemon=True).start()
+        return export
+
+    def stop(self, number: int) -> Export:
+        export = self.find(number)
+        export.stop = True
         return export
 
     def find(self, number: int) -> Export:

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import logging
 import re
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +33,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from bray.errors import BrayError, ConfigError, DataError, UnknownName
 from bray.web.describe import describe
-from bray.web.render import LIMIT, Exports, Render, RenderError, Renders
+from bray.web.render import LIMIT, Export, Exports, Render, RenderError, Renders
 from bray.web.runs import Project
 
 logger = logging.getLogger("bray.web")
@@ -89,7 +90,7 @@ class RenderServer:
         self.exports.close()
         self.renders.close()
 
-    # --- what the page asks for
+    # --- what the page asks for: a request's parameters are those of the method, by name and type
 
     def start(self) -> dict[str, Any]:
         return {
@@ -118,6 +119,12 @@ class RenderServer:
             except RenderError as e:
                 out["error"] = str(e)
         return out
+
+    def video(self, trial: str, file: str) -> Path:
+        path = self.project.run(trial) / "videos" / file
+        if not _VIDEO.fullmatch(file) or not path.is_file():
+            raise DataError(f"there is no video {file!r}")
+        return path
 
 
 class _Http(ThreadingHTTPServer):
@@ -156,8 +163,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Http
 
     def do_GET(self) -> None:
-        page = self.server.page
-        parts = urlsplit(self.path)
+        page, parts = self.server.page, urlsplit(self.path)
         query = {k: v[-1] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
         if not self._is_trusted():
             return
@@ -165,17 +171,15 @@ class _Handler(BaseHTTPRequestHandler):
             file = _STATIC / _FILES[parts.path]
             return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix] + "; charset=utf-8")
         if parts.path == "/video":
-            return self._answer(lambda: self._video(_text(query, "trial"), _text(query, "file"), "download" in query))
-        calls = {
-            "/api/start": lambda: page.start(),
-            "/api/episodes": lambda: page.episodes(_text(query, "trial"), query.get("find", "")),
-            "/api/episode": lambda: page.episode(_text(query, "trial"), _text(query, "episode")),
-            "/api/frame": lambda: page.frame(
-                _text(query, "trial"), _text(query, "episode"), _whole(query, "tick"), query.get("renderer", "")
-            ),
-            "/api/export": lambda: asdict(page.exports.find(_whole(query, "number"))),
+            return self._answer(lambda: self._video(_call(page.video, query), "download" in query))
+        calls: dict[str, Callable[..., Any]] = {
+            "/api/start": page.start,
+            "/api/episodes": page.episodes,
+            "/api/episode": page.episode,
+            "/api/frame": page.frame,
+            "/api/export": page.exports.find,
         }
-        self._call(calls.get(parts.path))
+        self._json(calls.get(parts.path), query)
 
     do_HEAD = do_GET
 
@@ -194,33 +198,20 @@ class _Handler(BaseHTTPRequestHandler):
             body = None
         if not isinstance(body, dict):
             return self._fail(HTTPStatus.BAD_REQUEST, "expected a JSON object")
-
-        def begin() -> dict[str, Any]:
-            fps = body.get("fps", 30)
-            if isinstance(fps, bool) or not isinstance(fps, (int, float)):
-                raise ConfigError(f"fps: expected a number, got {fps!r}")
-            first = _whole(body, "first") if body.get("first") is not None else 0
-            last = _whole(body, "last") if body.get("last") is not None else None
-            trial, episode, renderer, form = (_text(body, k) for k in ("trial", "episode", "renderer", "format"))
-            return asdict(exports.start(trial, episode, renderer, form, float(fps), first, last))
-
-        def stop() -> dict[str, Any]:
-            export = exports.find(_whole(body, "number"))
-            export.stop = True
-            return asdict(export)
-
-        self._call({"/api/export": begin, "/api/stop": stop}.get(urlsplit(self.path).path))
+        calls: dict[str, Callable[..., Any]] = {"/api/export": exports.start, "/api/stop": exports.stop}
+        self._json(calls.get(urlsplit(self.path).path), body)
 
     # --- answers
 
-    def _call(self, call: Any) -> None:
-        """A JSON answer."""
-        if call is None:
+    def _json(self, function: Callable[..., Any] | None, given: Mapping[str, Any]) -> None:
+        """Answer with what a method of the page returns."""
+        if function is None:
             return self._fail(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path[:200]}")
 
         def send() -> None:
-            body = json.dumps(call(), allow_nan=False).encode()
-            self._send(HTTPStatus.OK, body, "application/json")
+            answer = _call(function, given)
+            body = json.dumps(asdict(answer) if isinstance(answer, Export) else answer, allow_nan=False)
+            self._send(HTTPStatus.OK, body.encode(), "application/json")
 
         self._answer(send)
 
@@ -237,11 +228,8 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("%s failed", self.path[:200])
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(e).__name__}: {e}")
 
-    def _video(self, trial: str, name: str, download: bool) -> None:
-        path = self.server.page.project.run(trial) / "videos" / name
-        if not _VIDEO.fullmatch(name) or not path.is_file():
-            raise DataError(f"there is no video {name!r}")
-        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if download else {}
+    def _video(self, path: Path, download: bool) -> None:
+        extra = {"Content-Disposition": f'attachment; filename="{path.name}"'} if download else {}
         self._send(HTTPStatus.OK, path.read_bytes(), _VIDEO_TYPES[path.suffix], extra)
 
     def _is_trusted(self) -> bool:
@@ -273,17 +261,35 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug(format, *args)
 
 
-def _text(query: Mapping[str, Any], key: str) -> str:
-    value = query.get(key)
+def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Call a method of the page with the parameters that it names, each checked by its type."""
+    arguments = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = given.get(name)
+        if value in (None, "") and parameter.default is not parameter.empty:
+            continue
+        arguments[name] = _CHECKS[parameter.annotation](name, value)
+    return function(**arguments)
+
+
+def _text(key: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{key}: expected text, got {value!r}")
     return value
 
 
-def _whole(query: Mapping[str, Any], key: str) -> int:
-    value = query.get(key)
+def _whole(key: str, value: Any) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 12:
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise ConfigError(f"{key}: expected a whole number from 0, got {value!r}")
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{key}: expected a number, got {value!r}")
+    return float(value)
+
+
+_CHECKS = {"str": _text, "int": _whole, "int | None": _whole, "float": _number}

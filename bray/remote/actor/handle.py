@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,10 @@ from bray.serving.workers import Prepare
 
 logger = logging.getLogger("bray.remote")
 
-_LOOK_EVERY = 3.0  # seconds: at nodes that come and go, and at workers that cannot start again
-_GIVE_UP = 150.0  # a worker that has not answered for so long is started anew; its Actor may take a while to be made
-_LONGEST_PAUSE = 60.0
-_PATIENCE = 5.0
+CHECK_S = 3.0  # between two looks at nodes that come and go, and at workers that cannot restart
+_GIVE_UP_S = 150.0  # a worker that has not answered for so long is started anew; its Actor may take a while to be made
+_LONGEST_PAUSE_S = 60.0
+_PATIENCE_S = 5.0
 
 
 class RemoteActor:
@@ -96,10 +96,10 @@ class RemoteActor:
         self._ports = (port, admin_of(self._config, port))
         self._reserved: list[socket.socket] = []
         self._session: Session | None = None
-        self._nodes: dict[str, _Place] = {}
+        self._nodes: dict[str, _Place] = {}  # by node id
         self._entry: Member | None = None
         self._over = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._supervisor: threading.Thread | None = None
         self._ending = threading.Lock()
 
     @property
@@ -155,22 +155,16 @@ class RemoteActor:
         config = self._config
         if self._host is None:
             config = replace(config, host="127.0.0.1" if session().info.one_machine else "0.0.0.0")
-        # As the parent of `bray serve` does: bound and never listened on, so that the ports stay ours while no worker has them.
-        listening(config.host, config.port, shared=False).close()
-        self._reserved.append(listening(config.host, config.port, shared=True))
-        port = self._reserved[0].getsockname()[1]
-        listening(config.admin_host, admin_of(config, port), shared=False).close()
-        self._reserved.append(listening(config.admin_host, admin_of(config, port), shared=True))
-        self._ports = (port, self._reserved[1].getsockname()[1])
+        port = self._reserve(config.host, config.port)
+        self._ports = (port, self._reserve(config.admin_host, admin_of(config, port)))
         config = self._config = replace(config, port=self._ports[0], admin_port=self._ports[1])
-        nodes = self._cluster.nodes()
         entry = f"actor/{self.name}/head" if config.use_gateway == "head" else None
         self._service = Service(secrets.token_hex(8), config, entry=entry, prepare=self._prepare)
         if entry is not None:
             self._start_entry()
             assert self._entry is not None
             self._entry.call("ports").result()  # it listens
-        refused = self._start_workers(nodes)
+        refused = self._start_workers(self._cluster.nodes())
         if not self._nodes:
             raise refused[0]
         for error in refused:
@@ -178,8 +172,14 @@ class RemoteActor:
         if self._entry is not None:
             names = [name for place in self._nodes.values() for name in place.names]
             self._entry.call("wait_for", names, 10.0).result()
-        self._watcher = threading.Thread(target=self._watch, name=f"bray-actor-{self.name}", daemon=True)
-        self._watcher.start()
+        self._supervisor = threading.Thread(target=_Supervisor(self).run, name=f"bray-actor-{self.name}", daemon=True)
+        self._supervisor.start()
+
+    def _reserve(self, host: str, port: int) -> int:
+        """Bind a port and never listen, so that it stays ours while no worker has it; as the parent of `bray serve` does."""
+        listening(host, port, shared=False).close()  # it must be free now
+        self._reserved.append(listening(host, port, shared=True))
+        return self._reserved[-1].getsockname()[1]
 
     @property
     def _cluster(self) -> Any:
@@ -189,7 +189,7 @@ class RemoteActor:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _start_workers(self, nodes: list[Node]) -> list[ResourceError]:
-        """Start the workers of these nodes, all at once. Returns the errors of nodes that have no room; any other error ends the service."""
+        """Start the workers of these nodes in parallel. Returns the errors of nodes that have no room; any other error is raised."""
         taken = {place.index for place in self._nodes.values()}
         places = {}
         for node in nodes:
@@ -198,18 +198,18 @@ class RemoteActor:
             names = [f"actor/{self.name}/{node.id[:12]}/{i}" for i in range(self._config.workers)]
             places[node.id] = _Place(index, names)
         self._nodes |= places
+        failed: dict[str, BaseException] = {}
         with ThreadPoolExecutor(8) as pool:
-            started = {
-                node: [pool.submit(self._start, node, place, i) for i in range(len(place.names))]
-                for node, place in places.items()
-            }
-            found = {
-                node: next((e for f in futures if (e := f.exception()) is not None), None)
-                for node, futures in started.items()
-            }
-        failed = {node: error for node, error in found.items() if error is not None}
-        for full in failed:
-            self._stop_all(self._nodes.pop(full).names)
+            started = [
+                (at, pool.submit(self._start, at, place, i))
+                for at, place in places.items()
+                for i in range(len(place.names))
+            ]
+            for at, future in started:
+                if (error := future.exception()) is not None:
+                    failed.setdefault(at, error)
+        for at in failed:
+            self._stop_all(self._nodes.pop(at).names)
         for error in failed.values():
             if not isinstance(error, ResourceError):
                 raise error
@@ -234,17 +234,6 @@ class RemoteActor:
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(self._cluster.stop, names))
 
-    # --- nodes that come and go, workers that do not come back --------------------------------------------------------
-
-    def _watch(self) -> None:
-        look = _Look(self)
-        while not self._over.wait(_LOOK_EVERY):
-            try:
-                look.at_nodes()
-                look.at_workers()
-            except Exception as e:
-                look.say(f"actor {self.name}: cannot look after its workers: {e!r}")
-
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
@@ -256,14 +245,14 @@ class RemoteActor:
     def _end(self, drain: bool) -> None:
         assert self._session is not None
         self._over.set()
-        if self._watcher is not None:
-            self._watcher.join(timeout=20.0)
+        if self._supervisor is not None:
+            self._supervisor.join(timeout=20.0)
         names = [name for place in self._nodes.values() for name in place.names]
         entry = [self._entry.name] if self._entry is not None else []
         try:
             if drain:
                 self._tell_to_drain(entry, None)
-                # behind an entry nobody comes any more, and who has not ended by now had the time
+                # behind an entry that has drained nobody connects any more, and sessions had the time to end
                 self._tell_to_drain(names, 0.0 if entry else None)
             self._stop_all(names)
             self._stop_all(entry)
@@ -272,11 +261,11 @@ class RemoteActor:
                 sock.close()
             if self.stop in self._session.stops:
                 self._session.stops.remove(self.stop)
-            self._nodes, self._entry, self._watcher, self._session = {}, None, None, None
+            self._nodes, self._entry, self._supervisor, self._session = {}, None, None, None
             self._reserved = []
 
     def _ask(self, names: Iterable[str], timeout: float, method: str, *args: Any) -> dict[str, Promise]:
-        """Call a method of these members at once; one that is not there is left out."""
+        """Call a method of these members in parallel; missing ones are left out."""
         asked = {}
         for name in names:
             with contextlib.suppress(MissingComponent):
@@ -285,59 +274,68 @@ class RemoteActor:
 
     def _tell_to_drain(self, names: list[str], timeout: float | None) -> None:
         config = self._config
-        most = config.drain_timeout_s + 2 * config.tick_timeout_s + _PATIENCE
+        most = config.drain_timeout_s + 2 * config.tick_timeout_s + _PATIENCE_S
         for name, promise in self._ask(names, most, "drain", timeout).items():
             error = promise.exception()
             if error is not None:
                 logger.warning("%s has not ended well: %s", name, error)
 
 
+@dataclass
 class _Place:
     """A node's workers."""
 
-    def __init__(self, index: int, names: list[str]):
-        self.index, self.names = index, names
+    index: int
+    names: list[str]
 
 
-class _Look:
-    """What the thread that looks after the workers remembers."""
+class _Supervisor:
+    """Gives new nodes their workers, and restarts workers that Ray does not bring back."""
 
     def __init__(self, actor: RemoteActor):
         self.actor = actor
-        self._ill: dict[str, float] = {}  # since when a worker does not answer
+        self._silent_since: dict[str, float] = {}  # workers that do not answer
         self._pauses: dict[str, tuple[float, float]] = {}  # node or worker -> (not before, the pause after that)
         self._said = ""
 
-    def say(self, message: str) -> None:
+    def run(self) -> None:
+        while not self.actor._over.wait(CHECK_S):
+            try:
+                self._check_nodes()
+                self._check_workers()
+            except Exception as e:
+                self._say(f"actor {self.actor.name}: cannot look after its workers: {e!r}")
+
+    def _say(self, message: str) -> None:
         if message != self._said:
             self._said = message
             logger.error("%s", message)
 
-    def _may(self, what: str) -> bool:
+    def _may_retry(self, what: str) -> bool:
         """Whether it is time for another attempt; the next has to wait twice as long."""
-        due, pause = self._pauses.get(what, (0.0, _LOOK_EVERY))
+        due, pause = self._pauses.get(what, (0.0, CHECK_S))
         if time.monotonic() < due:
             return False
-        self._pauses[what] = (time.monotonic() + pause, min(_LONGEST_PAUSE, 2 * pause))
+        self._pauses[what] = (time.monotonic() + pause, min(_LONGEST_PAUSE_S, 2 * pause))
         return True
 
-    def at_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         actor = self.actor
         nodes = {n.id: n for n in actor._cluster.nodes()}
         for gone in set(actor._nodes) - set(nodes):
             logger.error("actor %s: node %s is gone", actor.name, gone[:12])
             actor._stop_all(actor._nodes.pop(gone).names)
-        new = [n for n in nodes.values() if n.id not in actor._nodes and self._may(n.id)]
+        new = [n for n in nodes.values() if n.id not in actor._nodes and self._may_retry(n.id)]
         if not new or actor._over.is_set():
             return
         for error in actor._start_workers(new):
-            self.say(f"actor {actor.name}: a node has no room for its workers: {error}")
+            self._say(f"actor {actor.name}: a node has no room for its workers: {error}")
         for node in new:
             if node.id in actor._nodes:
                 logger.info("actor %s: node %s has joined and has its workers", actor.name, node.host)
 
-    def at_workers(self) -> None:
-        """Ray brings back a worker whose process died. One that then cannot start (its model was not back yet) or does not come back is
+    def _check_workers(self) -> None:
+        """Ray restarts a worker whose process died. One that then cannot start (its model was not back yet) or does not come back is
         started anew."""
         actor = self.actor
         alive = {n.id for n in actor._cluster.nodes()}
@@ -349,20 +347,20 @@ class _Look:
         }
         if actor._entry is not None:
             starts[actor._entry.name] = actor._start_entry
-        asked = actor._ask(starts, 2 * _LOOK_EVERY, "ports")
+        asked = actor._ask(starts, 2 * CHECK_S, "ports")
         for name, start in starts.items():
             if actor._over.is_set():
                 return
             error = asked[name].exception() if name in asked else Unreachable(f"{name} is not there")
             if error is None:
-                self._ill.pop(name, None)
+                self._silent_since.pop(name, None)
                 self._pauses.pop(name, None)
                 continue
-            since = self._ill.setdefault(name, time.monotonic())
-            patience = _GIVE_UP if name in asked else _LOOK_EVERY  # Ray has given up on one that has no name any more
+            since = self._silent_since.setdefault(name, time.monotonic())
+            patience = _GIVE_UP_S if name in asked else CHECK_S  # Ray has given up on one that it cannot find
             if isinstance(error, Unreachable) and time.monotonic() - since < patience:
-                continue  # it is about to come back
-            if self._may(name):
+                continue  # it may be restarting
+            if self._may_retry(name):
                 logger.error("%s is started anew, because it did not come back by itself: %s", name, error)
                 actor._cluster.stop(name)
                 start()

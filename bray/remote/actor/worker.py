@@ -15,20 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from bray.cluster.session import session
-from bray.cluster.wire import Address, machine_id
 from bray.errors import BrayError, ConfigError
 from bray.remote.actor.policy_agent import stop_waiting
-from bray.serving.affinity import NodeGateway, Table
 from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig
-from bray.serving.entry import BehindEntry, Entry
+from bray.serving.gateway import BehindHead, HeadGateway, NodeGateway
+from bray.serving.link import Address, machine_id
 from bray.serving.server import Server
+from bray.serving.table import Table
 from bray.serving.workers import Prepare, allow_files, collect_seldom
 
 logger = logging.getLogger("bray.serving")
 
 _NODES = 8  # of a cluster that may share one machine (in tests; else it is one)
-_LINK_TIMEOUT = 10.0
 _LINK_AGAIN = 0.3
 _BACK_S = 5.0  # for the workers of an entry that was killed to find the new one
 
@@ -56,7 +55,7 @@ class ActorWorker:
         self.service, self.number = service, number
         self._make, self._args, self._kwargs = make, args, kwargs
         self._table: Table | None = None
-        self._gateway: NodeGateway | BehindEntry | None = None
+        self._gateway: NodeGateway | BehindHead | None = None
         self._linking: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -121,39 +120,27 @@ class ActorWorker:
     # --- behind an entry ----------------------------------------------------------------------------------------------
 
     async def _stand_behind(self) -> None:
-        self._gateway = BehindEntry(self.server.sessions, session().member, session().token, self.server.all_numbers)
+        self._gateway = BehindHead(self.server.sessions, session().member, self.server.all_numbers)
         await self._link()
         self._linking = asyncio.get_running_loop().create_task(self._stay_linked())
 
     async def _link(self) -> None:
-        assert isinstance(self._gateway, BehindEntry)
+        assert isinstance(self._gateway, BehindHead)
         assert self.service.entry is not None
-        loop = asyncio.get_running_loop()
         member = session().cluster.find(self.service.entry)
         address = Address(*await member.call("links_at", again=True, timeout=30.0))
-        async with asyncio.timeout(_LINK_TIMEOUT):
-            if address.machine == machine_id():
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                try:
-                    sock.setblocking(False)
-                    await loop.sock_connect(sock, address.unix)
-                    await loop.create_unix_connection(self._gateway.link_to, sock=sock)
-                except BaseException:
-                    sock.close()
-                    raise
-            else:
-                await loop.create_connection(self._gateway.link_to, address.host, address.port)
+        self._gateway.connected(await session().connect(address, self._gateway.handle, self._gateway.lost))
 
     async def _stay_linked(self) -> None:
         """An entry that was killed comes back at another address."""
-        assert isinstance(self._gateway, BehindEntry)
+        assert isinstance(self._gateway, BehindHead)
         while True:
             await self._gateway.gone.wait()
             logger.warning("the connection to %s has ended: looking for it", self.service.entry)
             while self._gateway.gone.is_set():
                 try:
                     await self._link()
-                except (BrayError, OSError) as e:
+                except BrayError as e:
                     logger.info("%s is not there yet: %s", self.service.entry, e)
                     await asyncio.sleep(_LINK_AGAIN)
 
@@ -181,7 +168,7 @@ class ActorWorker:
             self._linking.cancel()
         await self.server.close()
         if self._gateway is not None:
-            self._gateway.close()
+            await self._gateway.close()
         if self._table is not None and self._table.leave():
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -200,21 +187,13 @@ class EntryWorker:
         server = self.server = Server(_no_actor, config)
         server.open()
         await _prepare(self.service, server)
-        entry = self.entry = Entry(server.sessions, session().token, server.all_numbers)
+        entry = self.entry = HeadGateway(server.sessions, server.all_numbers)
         server.gather = entry.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": entry.forwarded})
-        loop = asyncio.get_running_loop()
-        path = f"\0bray-entry-{self.service.key}-{os.getpid()}"
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind(path)
-        near = await loop.create_unix_server(entry.door, sock=unix)
-        host = session().cluster.host()
-        far = await loop.create_server(entry.door, host, 0)
-        self._doors = (near, far)
-        self._address = Address(machine_id(), path, host, far.sockets[0].getsockname()[1])
+        self._listener = await session().listen("entry", entry.handle, entry.lost)
         me = session().member
         workers = set(session().cluster.names(me.rpartition("/")[0] + "/")) - {me}
-        self._opening = loop.create_task(self._open(workers))
+        self._opening = asyncio.get_running_loop().create_task(self._open(workers))
 
     async def _open(self, workers: set[str]) -> None:
         """Let games in. One that was killed first waits for its workers: their sessions go on."""
@@ -224,7 +203,7 @@ class EntryWorker:
 
     def links_at(self) -> tuple[Any, ...]:
         """Where workers connect."""
-        return tuple(self._address)
+        return tuple(self._listener.address)
 
     async def ports(self) -> tuple[int, int]:
         await asyncio.shield(self._opening)
@@ -246,9 +225,8 @@ class EntryWorker:
 
     async def close(self) -> None:
         await self._close_server()
-        self.entry.close()
-        for door in self._doors:
-            door.close()
+        await self.entry.close()
+        await self._listener.close()
 
 
 async def _prepare(service: Service, server: Server) -> None:

@@ -12,30 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import threading
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from bray.cluster import io
-from bray.cluster.local import LocalCluster
-from bray.cluster.session import Session, session
-from bray.errors import BrayError, ConfigError, DataError, Ended, MissingComponent, Unreachable
+from bray.cluster.session import session
+from bray.errors import ConfigError, DataError, Ended, MissingComponent, Unreachable
 from bray.inference.host import Promise
-from bray.remote.buffer import writer
-from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.ports import LocalPort, RemotePort, gone
-from bray.remote.buffer.reader import PREFETCH, QueueReader, Reader, Sampler
-from bray.remote.buffer.worker import BufferShard, Settings
-from bray.remote.buffer.writer import LocalWriter, Pushed, RemoteWriter
+from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
+from bray.remote.buffer.reader import PREFETCH, Reader, Sampler
+from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.worker import BufferShard
+from bray.remote.buffer.writer import Pushed
 from bray.tree import NestedArray
 
 _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making
-_FLUSH_TIMEOUT = 5.0
 
 
 class RemoteBuffer:
@@ -71,8 +67,9 @@ class RemoteBuffer:
         max_reuse: int | None = None,
         pushed_per_sampled: tuple[float, float] | None = None,
     ):
-        limits = {} if pushed_per_sampled is None else {"pushed_per_sampled": tuple(map(float, pushed_per_sampled))}
-        asked = Settings(name, size, batch_size, num_workers, density, store, alpha, beta, eps, max_reuse, **limits)  # type: ignore[arg-type]
+        least, most = (0.0, math.inf) if pushed_per_sampled is None else pushed_per_sampled
+        limits = float(least), float(most)
+        asked = BufferSettings(name, size, batch_size, num_workers, density, store, alpha, beta, eps, max_reuse, limits)
         self.settings = _find_or_make(asked)
 
     @property
@@ -93,11 +90,11 @@ class RemoteBuffer:
         Await what it returns, take its `result()`, or forget it. It never waits itself. A full queue drops its oldest samples; with
         drop=False the samples wait for room, and who does not await them gets Overloaded when too many do.
         """
-        return _ends(self.settings).writer.push(samples, drop)
+        return connection(self.settings).writer.push(samples, drop)
 
     def push_batch(self, batch: NestedArray, drop: bool = True) -> Pushed:
         """Add the rows of a tree `[N, ...]`: `push` of N samples, without taking them apart."""
-        return _ends(self.settings).writer.push_batch(batch, drop)
+        return connection(self.settings).writer.push_batch(batch, drop)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -147,9 +144,9 @@ class RemoteBuffer:
             raise
 
     def _reader(self, prefetch: int) -> Reader:
-        ends = _ends(self.settings)
-        reader = ends.reader()
-        if prefetch > reader.prefetch and ends.prefetches:
+        it = connection(self.settings)
+        reader = it.read()
+        if prefetch > reader.prefetch and it.prefetches:
             reader.prefetch = prefetch
         return reader
 
@@ -173,14 +170,14 @@ class RemoteBuffer:
     @property
     def beta(self) -> float:
         """Exponent of the importance weights of the batches that this process draws."""
-        reader = _ends(self.settings).reader()
+        reader = connection(self.settings).read()
         return reader.beta if isinstance(reader, Sampler) else self.settings.beta
 
     @beta.setter
     def beta(self, beta: float) -> None:
         if not 0.0 <= beta <= 1.0:
             raise ConfigError(f"beta is between 0 and 1, got {beta}")
-        reader = _ends(self.settings).reader()
+        reader = connection(self.settings).read()
         if not isinstance(reader, Sampler):
             raise ConfigError(f"buffer {self.name!r} is a queue: only draws by priority have importance weights")
         reader.beta = float(beta)
@@ -201,7 +198,7 @@ class RemoteBuffer:
             raise DataError(
                 f"priorities are finite numbers, got {priorities[bad]} at position {bad}. The loss has probably diverged."
             )
-        _ends(self.settings).set_priorities(ids, priorities)
+        connection(self.settings).set_priorities(ids, priorities)
 
     # --- sources ------------------------------------------------------------------------------------------------------
 
@@ -220,11 +217,11 @@ class RemoteBuffer:
         return add_source(self, sources, num_workers, epoch, name or self.name)
 
     def _push_from(self, source: str, sample: NestedArray) -> Pushed:
-        return _ends(self.settings).writer.push((sample,), False, source)
+        return connection(self.settings).writer.push((sample,), False, source)
 
     def _reads(self, source: str, ended: bool) -> None:
         """This process reads a source of the buffer."""
-        _ends(self.settings).source = source, ended
+        connection(self.settings).source = source, ended
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
@@ -243,14 +240,14 @@ class RemoteBuffer:
                 shards.append(call.result())
         keys = ("pushed", "popped", "dropped", "lost", "waiting", "behind", "bytes", "shared_bytes")
         total: dict[str, Any] = {key: sum(s[key] for s in shards) for key in keys}
-        total["dropped"] += _ends(self.settings).writer.dropped
+        total["dropped"] += connection(self.settings).writer.dropped
         if self.settings.store == "prioritized":
             total["late_priorities"] = sum(s["late_priorities"] for s in shards)
         return {**total, "shards": shards}
 
-    def flush(self, timeout: float = _FLUSH_TIMEOUT) -> None:
+    def flush(self, timeout: float = FLUSH_TIMEOUT) -> None:
         """Wait until all that this process has pushed is there."""
-        _ends(self.settings).writer.flush(timeout)
+        connection(self.settings).writer.flush(timeout)
 
 
 def _leave(reader: Reader, promise: Promise) -> None:
@@ -259,7 +256,7 @@ def _leave(reader: Reader, promise: Promise) -> None:
         reader.put_back(promise.result())
 
 
-def _handle(settings: Settings) -> RemoteBuffer:
+def _handle(settings: BufferSettings) -> RemoteBuffer:
     made = RemoteBuffer.__new__(RemoteBuffer)
     made.settings = settings
     return made
@@ -273,7 +270,7 @@ def find(name: str) -> RemoteBuffer:
     return _handle(_found(name))
 
 
-def _found(name: str) -> Settings:
+def _found(name: str) -> BufferSettings:
     member = session().cluster.find(f"buffer/{name}/0")
     end = time.monotonic() + _FIND_TIMEOUT
     while True:  # not `again=True`: this may be the io loop itself, which then has no time for it
@@ -285,21 +282,21 @@ def _found(name: str) -> Settings:
             time.sleep(0.2)
 
 
-def _find_or_make(asked: Settings) -> Settings:
+def _find_or_make(asked: BufferSettings) -> BufferSettings:
     cluster = session().cluster
     try:
         there = _found(asked.name)
     except MissingComponent:
         try:
             return _make(asked)
-        except ConfigError as e:
-            if "is there already" not in str(e):
+        except ConfigError:
+            if not cluster.names(f"buffer/{asked.name}/"):
                 raise
             there = _found(asked.name)  # another process was faster
-    if asked not in (there, Settings(asked.name)):
+    if asked not in (there, BufferSettings(asked.name)):
         different = [
             f"{key}={getattr(there, key)!r} (not {getattr(asked, key)!r})"
-            for key in Settings.__dataclass_fields__
+            for key in BufferSettings.__dataclass_fields__
             if getattr(there, key) != getattr(asked, key)
         ]
         raise ConfigError(f"buffer {asked.name!r} is there with other settings: {', '.join(different)}")
@@ -311,7 +308,7 @@ def _find_or_make(asked: Settings) -> Settings:
     return there
 
 
-def _make(asked: Settings) -> Settings:
+def _make(asked: BufferSettings) -> BufferSettings:
     cluster = session().cluster
     if io.is_loop():
         raise RuntimeError(
@@ -329,178 +326,12 @@ def _make(asked: Settings) -> Settings:
     return asked
 
 
-# --- this process's ends of a buffer ----------------------------------------------------------------------------------
-
-
-class _LocalEnds:
-    """The shards are objects of this process."""
-
-    prefetches = False  # there is no way to save
-
-    def __init__(self, settings: Settings, here: Session):
-        cluster = here.cluster
-        assert isinstance(cluster, LocalCluster)
-        self.settings = settings
-        self.source = ("", False)
-        names = [f"buffer/{settings.name}/{i}" for i in range(settings.shards)]
-        self._ports = [LocalPort(i, cluster.hosted(n).worker, _join) for i, n in enumerate(names)]
-        self.writer = LocalWriter(settings, self._ports)
-        kind = QueueReader if settings.store == "queue" else Sampler
-        self._reader = kind(settings, self._ports, lambda function: function())
-
-    def reader(self) -> Reader:
-        return self._reader
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        for port in self._ports:
-            mine = ids[:, 0] == port.index
-            if mine.any():
-                port.set_priorities(ids[mine, 1:], priorities[mine])
-
-    def close(self) -> None: ...
-
-
-class _RemoteEnds:
-    """The shards are other processes: a port to each, for all handles of this process."""
-
-    prefetches = True
-
-    def __init__(self, settings: Settings, here: Session):
-        self.settings = settings
-        self.source = ("", False)
-        self._ports = [RemotePort(here, settings.name, i, self) for i in range(settings.shards)]
-        self.writer = RemoteWriter(settings, self._ports)
-        kind = QueueReader if settings.store == "queue" else Sampler
-        self._reader = kind(settings, self._ports, _on_loop)
-        self._reading = self._closed = False
-
-    def reader(self) -> Reader:
-        if not self._reading:
-            self._reading = True
-            _on_loop(self._connect)
-        return self._reader
-
-    def _connect(self) -> None:
-        for port in self._ports:
-            port.connect()
-        self._tick()
-
-    def _tick(self) -> None:
-        """What is not used any more is told with the next question; but the last batches have no next one."""
-        for port in self._ports:
-            port.release()
-        self._reader.tick()
-        if not self._closed:
-            io.loop().call_later(1.0, self._tick)
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        def send() -> None:
-            for port in self._ports:
-                mine = ids[:, 0] == port.index
-                if mine.any():
-                    port.set_priorities(ids[mine, 1:], priorities[mine])
-
-        _on_loop(send)
-
-    def close(self) -> None:
-        if io.is_loop():
-            self._close_ports()
-            return
-        source, has_ended = self.source
-        if not source or has_ended:  # one that is stopped halfway waits for room that nobody makes any more
-            self.writer.flush(_FLUSH_TIMEOUT)
-        closed = threading.Event()
-        _on_loop(self._close_ports)
-        _on_loop(closed.set)
-        closed.wait(1.0)  # before the session ends: ports that have none could only fail
-
-    def _close_ports(self) -> None:
-        self._closed = True
-        for port in self._ports:
-            port.close()
-
-    # of PortOwner
-    def port_up(self, port: RemotePort) -> None:
-        self.writer.port_up(port)
-        self._reader.port_up(port)
-
-    def port_down(self, port: RemotePort) -> None:
-        self.writer.port_down(port)
-        self._reader.port_down(port)
-
-    def port_gone(self, port: RemotePort) -> None:
-        if all(p.gone for p in self._ports):
-            self.writer.fail(gone(self.settings.name))
-            self._reader.fail(gone(self.settings.name), for_good=True)
-        else:
-            self.port_down(port)
-
-    def port_failed(self, port: RemotePort, error: BaseException | None) -> None:
-        self._reader.fail(error if isinstance(error, BrayError) else BrayError(str(error)))
-
-
-def _on_loop(function: Callable[[], None]) -> None:
-    if io.is_loop():
-        function()
-    else:
-        io.loop().call_soon_threadsafe(function)
-
-
-def _join(pieces: list[Chunk]) -> Chunk:
-    return pieces[0] if len(pieces) == 1 else join(pieces, private)
-
-
-_cache: dict[tuple[bytes, str], Any] = {}
-_cache_lock = threading.Lock()
-_of_parent: list[Any] = []
-
-
-def _forked() -> None:
-    """A forked process has connections of its own. It keeps its parent's, unused: to close them would be to close the parent's."""
-    global _cache_lock
-    writer._lock = threading.Lock()
-    _of_parent.append(dict(_cache))
-    _cache.clear()
-    _cache_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def _ends(settings: Settings) -> Any:
-    here = session()
-    key = here.token, settings.name
-    ends = _cache.get(key)
-    if ends is None:
-        with _cache_lock:
-            ends = _cache.get(key)
-            if ends is None:
-                make: Any = _LocalEnds if here.cluster.kind == "local" else _RemoteEnds
-                ends = make(settings, here)
-                _cache[key] = ends
-                here.closers.append(lambda: _forget(key))
-    return ends
-
-
-def _forget(key: tuple[bytes, str]) -> None:
-    with _cache_lock:
-        ends = _cache.pop(key, None)
-        _handles.pop(key, None)
-    if ends is not None:
-        ends.close()
-
-
 # --- by name ----------------------------------------------------------------------------------------------------------
-
-_handles: dict[tuple[bytes, str], RemoteBuffer] = {}
 
 
 def _named(name: str) -> RemoteBuffer:
-    key = session().token, name
-    handle = _handles.get(key)
-    if handle is None:
-        handle = _handles[key] = find(name)
-    return handle
+    known = connected(name)
+    return find(name) if known is None else _handle(known.settings)
 
 
 def push(name: str, *samples: NestedArray, drop: bool = True) -> Pushed:

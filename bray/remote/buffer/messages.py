@@ -1,63 +1,92 @@
-"""What producers, consumers and the shards of a buffer say to each other over a link."""
+"""The messages between producers, consumers and the shards of a buffer."""
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from bray.errors import DataError
-from bray.remote.buffer.columns import Chunk, Layout, Layouts
+from bray.remote.buffer.columns import Chunk
+from bray.remote.buffer.slabs import SlabAddress
+from bray.tree.layout import ALIGN, Layout, Layouts, aligned
 
-OPEN, PUSH, SLOTS, WRITTEN, RETURN, POP, WITHDRAW, RELEASE, DRAW, PRIORITIES, SEES = range(1, 12)
-# OPEN        request  who I am                                                      -> who you are, and your slab
-# PUSH        request  samples                                                       -> they are there
-# SLOTS       request  I have large samples                                          -> slots to write them to
-# WRITTEN     request  samples lie in this slot                                      -> they are there; the next slot
-# RETURN      post     slots that I do not need
-# POP         request  a batch, or samples                                           -> them, as soon as they are there
-# WITHDRAW    post     I do not wait any longer
-# RELEASE     post     what lay in your slab I have no more use for
-# DRAW        request  rows at these places                                          -> them
-# PRIORITIES  post     new ones
-# SEES        post     I can look into your slab
+OPEN, SLAB, PUSH, LENT, FREED, POP, WITHDRAW, RELEASE, DRAW, PRIORITIES, SEES = range(1, 12)
+# OPEN        request  Hello                                                         -> Welcome
+# SLAB        request  the producer's slab                                           -> SEEN or UNSEEN
+# PUSH        request  samples                                                       -> receipt
+# LENT        request  samples in the producer's slab                                -> receipt
+# FREED       post     (from the shard) the producer may reuse what it lent
+# POP         request  a batch, or samples                                           -> answer, as soon as there is one
+# WITHDRAW    post     pops without an answer are to be answered NOTHING
+# RELEASE     post     the consumer does not use these leases any more
+# DRAW        request  rows at these fractions of the priority mass                  -> answer
+# PRIORITIES  post     new priorities
+# SEES        post     the consumer can map the shard's slab
 
 LARGE = 1 << 16
-"""Samples, and batches, of so many bytes go through shared memory where there is some."""
+"""Samples, and batches, of at least this many bytes go through shared memory where both sides can map it."""
 
-DROP = 1  # flag of PUSH and WRITTEN
+SEEN, UNSEEN = b"\1", b"\0"
 NOTHING, ENDED, ROWS, LEASE = range(4)  # kinds of answers
 
-_PUSH = struct.Struct("<III4x")  # flags, rows, length of the layout
-_WRITTEN = struct.Struct(
-    "<III4xqq"
-)  # flags, rows, length of the layout, offset of the slot, bytes wanted of the next one
-_ACK = struct.Struct(
-    "<q?qq"
-)  # samples that wait there, whether others than sources push, offset of the next slot or -1, its size
-_ANSWER = struct.Struct("<B3xIIIqqqqdddq")
-# kind, rows, length of the layout, first row, rows in the slot, samples that wait there, number of the lease, offset,
-# mass before the draw, mass, largest priority, rows in the store
+_PUSH = struct.Struct("<?3xIQ")  # drop, rows, length of the layout
+_LENT = struct.Struct("<QQQ")  # number of the loan, offset and size of the slot
+_RECEIPT = struct.Struct("<q?")  # samples waiting in the shard, whether anyone but sources pushes
+_ANSWER = struct.Struct("<B3xIIqdddq")  # kind, rows, length of the layout, Facts
+_LEASE = struct.Struct("<QQQ16sII")  # number of the lease, offset, slab (fd, nonce), first row, rows in the slot
 _DRAW = struct.Struct("<IId")  # wait?, rows, largest priority known
-_ALIGN = 64
-_ZEROS = bytes(_ALIGN)
+
+pack_receipt, read_receipt = _RECEIPT.pack, _RECEIPT.unpack_from
+pack_draw, read_draw = _DRAW.pack, _DRAW.unpack_from
+DRAW_SIZE = _DRAW.size
 
 
-def _head(head: bytes, layout: Layout) -> bytes:
-    """Head and layout, filled up so that columns start on a cache line."""
+class Hello(msgspec.Struct, array_like=True):
+    """How a producer or consumer introduces itself."""
+
+    source: str = ""
+    ended: bool = False
+    others_push: bool = False
+    generation: int = 0
+    """The shard of this name that it was connected to before, and how many samples waited there."""
+    waiting: int = 0
+
+
+class Welcome(msgspec.Struct, array_like=True):
+    """The shard's answer."""
+
+    generation: int
+    slab: tuple[int, int, bytes]
+
+
+@dataclass(slots=True)
+class Facts:
+    """The state of a shard, told with every answer."""
+
+    waiting: int = 0
+    before: float = 0.0
+    """The mass that the draw was made from."""
+    mass: float = 0.0
+    largest: float = 1.0
+    rows: int = 0
+
+
+def _with_layout(head: bytes, layout: Layout) -> bytes:
+    """Head and layout, padded so that the columns after it are aligned."""
     size = len(head) + len(layout.spec)
-    return head + layout.spec + _ZEROS[: -size % _ALIGN]
+    return head + layout.spec + bytes(-size % ALIGN)
 
 
-def _columns_at(head: struct.Struct, length: int) -> int:
-    return -(-(head.size + length) // _ALIGN) * _ALIGN
-
-
-def _layout(body: memoryview, at: int, length: int, layouts: Layouts) -> Layout:
-    if at + length > len(body):
+def _read_layout(body: memoryview, at: int, length: int, layouts: Layouts) -> tuple[Layout, int]:
+    """The layout at this offset, and where the columns begin."""
+    end = at + length
+    if end > len(body):
         raise DataError("a message that ends in its head")
-    return layouts.parse(bytes(body[at : at + length]))
+    return layouts.parse(bytes(body[at:end])), aligned(end)
 
 
 # --- pushing ----------------------------------------------------------------------------------------------------------
@@ -65,95 +94,71 @@ def _layout(body: memoryview, at: int, length: int, layouts: Layouts) -> Layout:
 
 def push_head(layout: Layout, rows: int, drop: bool) -> bytes:
     """What goes before the columns."""
-    return _head(_PUSH.pack(DROP if drop else 0, rows, len(layout.spec)), layout)
+    return _with_layout(_PUSH.pack(drop, rows, len(layout.spec)), layout)
 
 
 def read_push(body: memoryview, layouts: Layouts) -> tuple[Chunk, bool]:
-    flags, rows, length = _PUSH.unpack_from(body)
-    layout = _layout(body, _PUSH.size, length, layouts)
-    columns = layout.columns(body, rows, _columns_at(_PUSH, length))
-    return Chunk(layout, columns, rows), bool(flags & DROP)
+    drop, rows, length = _PUSH.unpack_from(body)
+    layout, start = _read_layout(body, _PUSH.size, length, layouts)
+    return Chunk(layout, layout.columns(body, rows, start), rows), drop
 
 
-def written(layout: Layout, rows: int, drop: bool, offset: int, want: int) -> bytes:
-    """Samples lie in the slot at `offset`; another slot of `want` bytes (0: none) is welcome."""
-    return _head(_WRITTEN.pack(DROP if drop else 0, rows, len(layout.spec), offset, want), layout)
+def lent(layout: Layout, rows: int, drop: bool, number: int, offset: int, size: int) -> bytes:
+    head = _PUSH.pack(drop, rows, len(layout.spec)) + _LENT.pack(number, offset, size)
+    return head + layout.spec
 
 
-def read_written(body: memoryview, layouts: Layouts) -> tuple[Layout, int, bool, int, int]:
-    flags, rows, length, offset, want = _WRITTEN.unpack_from(body)
-    return _layout(body, _WRITTEN.size, length, layouts), rows, bool(flags & DROP), offset, want
-
-
-pack_ack, read_ack = _ACK.pack, _ACK.unpack_from
-pack_draw, read_draw = _DRAW.pack, _DRAW.unpack_from
-DRAW_SIZE = _DRAW.size
+def read_lent(body: memoryview, layouts: Layouts) -> tuple[Layout, int, bool, int, int, int]:
+    """Layout, rows, drop, number of the loan, offset and size of the slot."""
+    drop, rows, length = _PUSH.unpack_from(body)
+    layout, _ = _read_layout(body, _PUSH.size + _LENT.size, length, layouts)
+    return layout, rows, drop, *_LENT.unpack_from(body, _PUSH.size)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Facts:
-    """What an answer tells beside its rows."""
+class Lease(NamedTuple):
+    """Rows that the consumer reads in a slab: `rows` of the `total` in the slot, from `first` on."""
 
-    __slots__ = ("before", "largest", "mass", "rows", "waiting")
-
-    def __init__(self, waiting: int = 0, before: float = 0.0, mass: float = 0.0, largest: float = 1.0, rows: int = 0):
-        self.waiting, self.before, self.mass, self.largest, self.rows = waiting, before, mass, largest, rows
+    number: int
+    offset: int
+    fd: int
+    nonce: bytes
+    first: int
+    total: int
 
 
 def answer(kind: int, facts: Facts, chunk: Chunk | None = None, lease: int = 0) -> list[Any]:
-    """The pieces of an answer to POP or DRAW."""
-    rows, spec = (chunk.rows, chunk.layout.spec) if chunk is not None else (0, b"")
-    first, total, offset = 0, rows, 0
-    if kind == LEASE:
-        assert chunk is not None
-        first, total, offset = chunk.first, chunk.total, chunk.held.offset
-    head = _ANSWER.pack(
-        kind,
-        rows,
-        len(spec),
-        first,
-        total,
-        facts.waiting,
-        lease,
-        offset,
-        facts.before,
-        facts.mass,
-        facts.largest,
-        facts.rows,
-    )
+    """The parts of an answer to POP or DRAW."""
+    numbers = facts.waiting, facts.before, facts.mass, facts.largest, facts.rows
     if chunk is None:
-        return [head]
-    return [_head(head, chunk.layout), *(chunk.pieces() if kind == ROWS else ())]
+        return [_ANSWER.pack(kind, 0, 0, *numbers)]
+    layout = chunk.layout
+    head = _ANSWER.pack(kind, chunk.rows, len(layout.spec), *numbers)
+    if kind == LEASE:
+        slab: SlabAddress = chunk.held.memory.address
+        where = _LEASE.pack(lease, chunk.held.offset, slab.fd, slab.nonce, chunk.first, chunk.total)
+        return [head + where + layout.spec]
+    return [_with_layout(head, layout), *chunk.pieces()]
 
 
 class Answer:
-    """An answer as the asker reads it. `chunk` is there unless it is in a slot (`kind` LEASE)."""
+    """An answer as the consumer reads it: a `chunk`, or the `lease` of one, or neither."""
 
-    __slots__ = ("chunk", "facts", "first", "kind", "layout", "lease", "offset", "rows", "total")
+    __slots__ = ("chunk", "facts", "kind", "layout", "lease", "rows")
 
     def __init__(self, body: memoryview, layouts: Layouts):
-        (
-            self.kind,
-            self.rows,
-            length,
-            self.first,
-            self.total,
-            waiting,
-            self.lease,
-            self.offset,
-            before,
-            mass,
-            largest,
-            rows,
-        ) = _ANSWER.unpack_from(body)
-        self.facts = Facts(waiting, before, mass, largest, rows)
+        self.kind, self.rows, length, *facts = _ANSWER.unpack_from(body)
+        self.facts = Facts(*facts)
         self.chunk: Chunk | None = None
-        if self.kind in (ROWS, LEASE):
-            self.layout = _layout(body, _ANSWER.size, length, layouts)
-        if self.kind == ROWS:
-            data = np.array(body[_columns_at(_ANSWER, length) :])  # a copy: rows are the reader's to write
+        self.lease: Lease | None = None
+        if self.kind == LEASE:
+            self.lease = Lease(*_LEASE.unpack_from(body, _ANSWER.size))
+            self.layout, _ = _read_layout(body, _ANSWER.size + _LEASE.size, length, layouts)
+        elif self.kind == ROWS:
+            self.layout, start = _read_layout(body, _ANSWER.size, length, layouts)
+            data = np.array(body[start:])  # a copy: rows are the reader's to write
             self.chunk = Chunk(self.layout, self.layout.columns(data, self.rows), self.rows)
 
 

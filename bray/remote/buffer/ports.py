@@ -1,9 +1,10 @@
-"""How a process reaches the shards of a buffer: through a link each, or directly where they are objects of the same process."""
+"""A process's connections to the shards of a buffer: a link to each, or direct calls where they are objects of the same process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,19 +13,22 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from bray.cluster import io, wire
+from bray.cluster import io
 from bray.cluster.session import Session
-from bray.errors import BrayError, LinkLost, MissingComponent, Unreachable
+from bray.errors import DataError, LinkLost, MissingComponent, Unreachable
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Layouts
+from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.messages import Facts
-from bray.remote.buffer.slabs import Window, look_into
-from bray.remote.buffer.worker import BufferShard, Hello, slab_address
+from bray.remote.buffer.slabs import SlabAddress, Window, look_into
+from bray.remote.buffer.worker import BufferShard
+from bray.serving import link as wire
+from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
 
 _AGAIN = 0.5
-_SURE = 6  # a shard that is asked for so often and is not there will not come back
+_GIVE_UP = 6  # a shard that was missing this often will not come back
+_UNMAP_AFTER = 60.0  # slabs that nothing came from for this long
 
 Got = Callable[[int, Chunk | None, Facts], None]
 
@@ -34,9 +38,9 @@ class Port(Protocol):
 
     index: int
     facts: Facts
-    """What its last answer told."""
+    """As of its last answer."""
     gone: bool
-    """For good."""
+    """It will not come back."""
 
     @property
     def up(self) -> bool: ...
@@ -53,8 +57,8 @@ class LocalPort:
     up = True
     gone = False
 
-    def __init__(self, index: int, shard: BufferShard, join: Callable[[list[Chunk]], Chunk]):
-        self.index, self.shard, self._join = index, shard, join
+    def __init__(self, index: int, shard: BufferShard):
+        self.index, self.shard = index, shard
         self.facts = Facts()
 
     def pop(self, most: int, got: Got) -> None:
@@ -71,24 +75,26 @@ class LocalPort:
 
     def _got(self, got: Got, kind: int, pieces: list[Chunk], facts: Facts) -> None:
         self.facts = facts
-        got(kind, self._join(pieces) if pieces else None, facts)
+        chunk = pieces[0] if len(pieces) == 1 else join(pieces, private) if pieces else None
+        got(kind, chunk, facts)
 
 
 class RemotePort:
-    """A link to a shard, made anew when it breaks. All methods belong on the io loop."""
+    """A link to a shard, reconnected when it breaks. All methods belong on the io loop."""
 
     def __init__(self, session: Session, name: str, index: int, owner: PortOwner):
         self.session, self.index, self.owner = session, index, owner
-        self.name = f"buffer/{name}/{index}"
+        self.name = name
         self.link: Any = None
-        self.window: Window | None = None
         self.facts = Facts()
-        self.gone = False  # for good
+        self.gone = False
         self.others_push = False
-        """Others than sources push to this buffer, so that it does not end with them. A shard that was made anew is told."""
-        self._generation = self._had = 0  # the shard that was there before, and what waited in it
+        """Whether anyone but sources pushes to this buffer, so that it does not end with them. A restarted shard is told."""
+        self._generation = self._had = 0  # the shard of the last connection, and how many samples waited there
+        self._pid = 0
         self._layouts = Layouts()
-        self._kept: dict[int, Any] = {}  # leases: weak references to the memory that arrays use
+        self._windows: dict[bytes, tuple[Window, float]] = {}  # nonce -> slab, when it was last used
+        self._kept: dict[int, Any] = {}  # lease -> weak reference to the memory that arrays use
         self._freed: deque[int] = deque()
         self._keeping: Any = None
 
@@ -97,19 +103,19 @@ class RemotePort:
         return self.link is not None and not self.link.closed
 
     def connect(self) -> None:
-        """Connect, and stay so."""
+        """Connect, and stay connected."""
         if self._keeping is None:
             self._keeping = io.spawn(self._keep(), f"the connection to {self.name}")
 
     def close(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-        if self.link is not None and not self._kept:  # else the shard would reuse memory that arrays here still show
+        if self.link is not None and not self._kept:  # else memory that arrays here still show would be reused
             self.link.close()
 
     async def _keep(self) -> None:
         missing, said = 0, False
-        while missing < _SURE:
+        while missing < _GIVE_UP:
             try:
                 await self._open()
             except MissingComponent:
@@ -133,11 +139,11 @@ class RemotePort:
     async def _open(self) -> None:
         opening = await self.session.cluster.find(self.name).call("opening", timeout=30.0)
         ended = asyncio.Event()
-        link = await self.session.connect(opening.address, lost=lambda _: ended.set())
-        hello = Hello(*self.owner.source, self.others_push, self._generation, self._had)
-        self._generation, slab = slab_address(await link.request(m.OPEN, msgspec.msgpack.encode(hello)))
-        self.window = look_into(slab) if opening.address.machine == wire.machine_id() else None
-        if self.window is not None:
+        link = await self.session.connect(opening.address, self._handle, lambda _: ended.set())
+        hello = m.Hello(*self.owner.source, self.others_push, self._generation, self._had)
+        welcome = msgspec.msgpack.decode(await link.request(m.OPEN, msgspec.msgpack.encode(hello)), type=m.Welcome)
+        self._generation, self._pid, slab = welcome.generation, welcome.slab[0], SlabAddress(*welcome.slab)
+        if opening.address.machine == wire.machine_id() and self._window(slab) is not None:
             link.post(m.SEES)
         self.link, self._ended = link, ended
 
@@ -145,9 +151,14 @@ class RemotePort:
         self._had = self.facts.waiting
         about = f"about {self._had} samples that waited there are lost" if self._had else "nothing is known to be lost"
         logger.warning("%s is gone: %s. The other shards go on, and this one is waited for", self.name, about)
-        self.link = self.window = None
-        self._kept, self._freed, self.facts = {}, deque(), Facts()
+        self.link = None
+        self._windows, self._kept, self._freed, self.facts = {}, {}, deque(), Facts()
         self.owner.port_down(self)
+
+    def _handle(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+        if kind != m.FREED:
+            raise DataError(f"an unknown message {kind}: the processes run different versions")
+        self.owner.port_freed(self, np.frombuffer(body, np.int64).tolist())
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -168,10 +179,16 @@ class RemotePort:
             self.link.post(m.PRIORITIES, m.pack_numbers(ids.astype(np.int64), priorities.astype(np.float64)))
 
     def release(self) -> None:
-        """Tell the shard what is not used here any more."""
+        """Tell the shard which leases are not used here any more."""
         if self._freed and self.up:
             freed = [self._freed.popleft() for _ in range(len(self._freed))]
             self.link.post(m.RELEASE, m.pack_numbers(np.array(freed, np.int64)))
+
+    def tick(self) -> None:
+        """Called every second: the last leases are not followed by a question, and slabs of producers that have left take memory."""
+        self.release()
+        oldest = time.monotonic() - _UNMAP_AFTER
+        self._windows = {nonce: (w, used) for nonce, (w, used) in self._windows.items() if used > oldest}
 
     def _ask(self, got: Got, kind: int, *pieces: bytes) -> None:
         if not self.up:
@@ -187,29 +204,38 @@ class RemotePort:
             return
         answer = m.Answer(future.result(), self._layouts)
         self.facts = answer.facts
-        chunk = answer.chunk
-        if answer.kind == m.LEASE:
-            chunk = self._look(answer)
-        got(m.ROWS if answer.kind == m.LEASE else answer.kind, chunk, answer.facts)
+        kind, chunk = answer.kind, answer.chunk
+        if answer.lease is not None:
+            chunk = self._look(answer, answer.lease)
+            kind = m.NOTHING if chunk is None else m.ROWS
+        got(kind, chunk, answer.facts)
 
-    def _look(self, answer: m.Answer) -> Chunk:
-        """Rows that lie in the shard's slab, seen from here. When the last array that shows them goes, the shard is told."""
-        assert self.window is not None
+    def _window(self, slab: SlabAddress) -> Window | None:
+        window = self._windows[slab.nonce][0] if slab.nonce in self._windows else look_into(slab)
+        if window is not None:
+            self._windows[slab.nonce] = window, time.monotonic()
+        return window
+
+    def _look(self, answer: m.Answer, lease: m.Lease) -> Chunk | None:
+        """Rows in shared memory, as arrays of this process. When the last of these arrays goes, the shard is told. None: the shard has ended."""
+        window = self._window(SlabAddress(self._pid, lease.fd, lease.nonce))
+        if window is None:
+            return None
         layout = answer.layout
-        memory = self.window.data(answer.offset, max(1, layout.offsets(answer.total)[1]))
-        kept, freed, lease = self._kept, self._freed, answer.lease
+        memory = window.data(lease.offset, max(1, layout.offsets(lease.total)[1]))
+        kept, freed, number = self._kept, self._freed, lease.number
 
-        def forgotten(_: Any) -> None:  # in whatever thread: no lock, no loop; `release` sends it
-            kept.pop(lease, None)
-            freed.append(lease)
+        def forgotten(_: Any) -> None:  # in any thread: no lock, no loop; `release` sends it
+            kept.pop(number, None)
+            freed.append(number)
 
-        kept[lease] = weakref.ref(memory, forgotten)
-        chunk = Chunk(layout, layout.columns(memory, answer.total), answer.total)
-        return chunk.part(answer.first, answer.first + answer.rows)
+        kept[number] = weakref.ref(memory, forgotten)
+        chunk = Chunk(layout, layout.columns(memory, lease.total), lease.total)
+        return chunk.part(lease.first, lease.first + answer.rows)
 
 
 class PortOwner(Protocol):
-    """Hears of its ports; called on the io loop."""
+    """Is told what happens to its ports, on the io loop."""
 
     source: tuple[str, bool]
     """The source that this process reads, and whether it has ended."""
@@ -217,8 +243,5 @@ class PortOwner(Protocol):
     def port_up(self, port: RemotePort) -> None: ...
     def port_down(self, port: RemotePort) -> None: ...
     def port_gone(self, port: RemotePort) -> None: ...
+    def port_freed(self, port: RemotePort, loans: list[int]) -> None: ...
     def port_failed(self, port: RemotePort, error: BaseException | None) -> None: ...
-
-
-def gone(name: str) -> BrayError:
-    return Unreachable(f"buffer {name!r} has been stopped: all its workers are gone")

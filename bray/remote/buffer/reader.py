@@ -17,8 +17,8 @@ from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.messages import Facts
 from bray.remote.buffer.ports import Port
+from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.stores import split, weigh
-from bray.remote.buffer.worker import Settings
 from bray.tree import NestedArray
 
 PREFETCH = 2
@@ -53,7 +53,7 @@ class _Waiter(Promise):
 class Reader:
     """What is fetched, and who waits for it. `run` calls a function where ports may be used: on the io loop, or at once."""
 
-    def __init__(self, settings: Settings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
+    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         self._settings, self._ports, self._run = settings, ports, run
         self._lock = threading.RLock()
         self._waiters: deque[_Waiter] = deque()
@@ -164,7 +164,7 @@ def _settle(promise: Promise, result: Any = None, error: BaseException | None = 
 class QueueReader(Reader):
     """Reads a queue: each of its batches, or samples, goes to one reader."""
 
-    def __init__(self, settings: Settings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
+    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)
         self._ready: deque[Chunk] = deque()
         self._row = 0  # of the first one in there
@@ -241,7 +241,7 @@ class QueueReader(Reader):
 class Sampler(Reader):
     """Draws from shards as if they were one store: each shard gives as many rows as its share of the priorities says."""
 
-    def __init__(self, settings: Settings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
+    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)
         self._rng = np.random.default_rng()
         self._ready: deque[_Draw] = deque()

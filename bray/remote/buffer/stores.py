@@ -15,7 +15,8 @@ import numpy as np
 
 from bray.data.flags import RETIRED, VALID
 from bray.errors import DataError
-from bray.remote.buffer.columns import Chunk, Layout, Layouts
+from bray.remote.buffer.columns import Chunk
+from bray.tree.layout import Layout, Layouts
 
 _MESSAGE = 1 << 18  # bytes of single samples that are given away at once
 

@@ -1,15 +1,16 @@
-"""The producer's side of a buffer: samples are copied when they are pushed, gathered in columns, and sent when the shards keep up.
+"""The producer's side of a buffer: samples are copied when they are pushed, gathered into batches, and sent as fast as the shards take them.
 
-Small samples wait in columns until the io loop comes by, which is at once when there is nothing else to do, and together when there is.
-Large ones are written straight into a slot of a shard's slab. A producer holds a few slots, and gets the next one with the receipt for
-the last.
+Small samples are gathered until the io loop comes by: at once when it is idle, many together when it is busy. Large ones are copied straight
+into shared memory of this process, from where the shard and its consumers read them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import os
 import random
 import threading
 import time
@@ -19,61 +20,70 @@ from collections.abc import Generator, Sequence
 from itertools import groupby
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Layout, Layouts, stack
+from bray.remote.buffer.columns import Chunk, read_batch, stack
 from bray.remote.buffer.ports import LocalPort, RemotePort
-from bray.remote.buffer.slabs import Window
-from bray.remote.buffer.worker import BufferShard, Settings
+from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.slabs import Slab, Slot
+from bray.remote.buffer.worker import BufferShard
+from bray.tree.layout import Layout, Layouts
 
 logger = logging.getLogger("bray.remote")
 
 MAX_SAMPLES = 4096
 MAX_BYTES = 256 << 20
-_TOGETHER = 1 << 19  # bytes of small samples that travel in one message
-_UNDER_WAY = 4  # messages on a link that have no receipt yet
-_SLOTS = 4  # slots a producer has of a shard, those under way among them
-_IDLE = 5.0  # slots that were not used for so long are given back
+_BATCH_BYTES = 1 << 19  # small samples that travel in one message
+_MAX_IN_FLIGHT = 4  # messages to a shard without a receipt
 
 _lock = threading.Lock()
+
+
+def _forked() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Pushed:
     """What `push` returns. Await it, or take its `result()`, to know that the samples have arrived; or forget it."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_batches",)
 
-    def __init__(self, parts: Sequence[Part]):
-        self._parts = parts
+    def __init__(self, batches: Sequence[Receipt]):
+        self._batches = batches
 
     def __await__(self) -> Generator[Any, None, None]:
-        for part in self._parts:
-            if not part.done and (future := part.future()) is not None:
+        for batch in self._batches:
+            if not batch.done and (future := batch.future()) is not None:
                 yield from future
-            if part.error is not None:
-                raise part.error
+            if batch.error is not None:
+                raise batch.error
 
     def result(self, timeout: float | None = None) -> None:
         """Wait in a thread."""
         end = None if timeout is None else time.monotonic() + timeout
-        for part in self._parts:
-            if not part.done and (event := part.event()) is not None:
+        for batch in self._batches:
+            if not batch.done and (event := batch.event()) is not None:
                 left = None if end is None else max(0.0, end - time.monotonic())
                 if not event.wait(left):
                     raise TimeoutError(f"samples that were pushed have not arrived in {timeout:g} s")
-            if part.error is not None:
-                raise part.error
+            if batch.error is not None:
+                raise batch.error
 
     def done(self) -> bool:
-        return all(part.done for part in self._parts)
+        return all(batch.done for batch in self._batches)
 
 
-class Part:
-    """Samples that arrive, or fail, together. Those of many callers may be among them, so each waits with a future of its own."""
+class Receipt:
+    """Whether samples have arrived. Many callers may wait for the same one, each with a future of its own loop."""
 
     __slots__ = ("_waiting", "done", "error")
 
@@ -120,7 +130,7 @@ class Part:
             else:
                 others.setdefault(loop, []).append(waiter)
         for loop, futures in others.items():
-            with contextlib.suppress(RuntimeError):  # that loop has ended, and who waited with it
+            with contextlib.suppress(RuntimeError):  # that loop has ended
                 loop.call_soon_threadsafe(_wake, futures)
 
 
@@ -130,7 +140,7 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-def overloaded(name: str, rows: int) -> Overloaded:
+def _overloaded(name: str, rows: int) -> Overloaded:
     return Overloaded(
         f"{rows} samples wait for room in buffer {name!r}, more are not taken. Await the pushes, "
         "so that whoever makes samples waits for whoever uses them, or push with drop=True"
@@ -138,38 +148,37 @@ def overloaded(name: str, rows: int) -> Overloaded:
 
 
 class _Check:
-    """Samples of one buffer that are to share a batch look alike: said at once, not when the shard finds out."""
+    """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds out."""
 
-    def __init__(self, settings: Settings):
-        self.layouts = Layouts()
+    def __init__(self, settings: BufferSettings):
+        self._layouts = Layouts()
         self._batched = settings.batch_size is not None
         self._first: Layout | None = None
 
     def read(self, samples: Sequence[Any]) -> list[tuple[Layout, list[np.ndarray]]]:
-        read = self.layouts.read
-        out = [read(sample) for sample in samples]
-        if self._batched:
-            for layout, _ in out:
-                self._compare(layout)
+        out = [self._layouts.read(sample) for sample in samples]
+        for layout, _ in out:
+            self._compare(layout)
         return out
 
     def read_batch(self, batch: Any) -> Chunk:
-        chunk = self.layouts.read_batch(batch)
-        if self._batched:
-            self._compare(chunk.layout)
+        chunk = read_batch(batch, self._layouts)
+        self._compare(chunk.layout)
         return chunk
 
     def _compare(self, layout: Layout) -> None:
+        if not self._batched or layout is self._first:
+            return
         if self._first is None:
             self._first = layout
-        elif layout is not self._first and (different := self._first.differs(layout)):
+        elif different := self._first.differs(layout):
             raise DataError(f"samples that share a batch have the same keys and shapes; {different}")
 
 
 class LocalWriter:
     """Pushes to shards of this process."""
 
-    def __init__(self, settings: Settings, ports: list[LocalPort]):
+    def __init__(self, settings: BufferSettings, ports: list[LocalPort]):
         self._settings, self._ports = settings, ports
         self._check = _Check(settings)
         self._lock = threading.Lock()
@@ -180,53 +189,53 @@ class LocalWriter:
         with self._lock:
             read = self._check.read(samples)
             shards = self._shards(len(samples), drop)
-        parts = []
+        receipts = []
         for i, shard in enumerate(shards):
             for layout, group in groupby(read[i :: len(shards)], key=lambda x: x[0]):
-                part = Part()
-                parts.append(part)
-                shard.push(stack(layout, [leaves for _, leaves in group]), drop, part.finish, source)
-        return Pushed(parts)
+                receipts.append(Receipt())
+                shard.push(stack(layout, [leaves for _, leaves in group]), drop, receipts[-1].finish, source)
+        return Pushed(receipts)
 
     def push_batch(self, batch: Any, drop: bool) -> Pushed:
         with self._lock:
             chunk = self._check.read_batch(batch)
             shards = self._shards(chunk.rows, drop)
-        parts = []
+        receipts = [Receipt() for _ in shards]
         for i, shard in enumerate(shards):
-            part = Part()
-            parts.append(part)
             columns = [np.array(c[i :: len(shards)], order="C") for c in chunk.columns]
-            shard.push(Chunk(chunk.layout, columns, len(columns[0])), drop, part.finish, "")
-        return Pushed(parts)
+            shard.push(Chunk(chunk.layout, columns, len(columns[0])), drop, receipts[i].finish)
+        return Pushed(receipts)
 
     def _shards(self, samples: int, drop: bool) -> list[BufferShard]:
-        """Where so many samples go, in turn."""
+        """The shards that this many samples go to, in turn."""
         start, count = self._next, len(self._ports)
         self._next += samples
         shards = [self._ports[(start + i) % count].shard for i in range(min(count, samples))]
         if not drop and (behind := max((s.behind for s in shards), default=0)) >= MAX_SAMPLES:
-            raise overloaded(self._settings.name, behind)
+            raise _overloaded(self._settings.name, behind)
         return shards
 
     def flush(self, timeout: float) -> None:
-        """All that was pushed is in, or waits for room there."""
+        """Everything that was pushed is in the store, or waits there."""
 
 
-class _Rows(Part):
-    """Small samples of one layout, in columns."""
+class PendingBatch(Receipt):
+    """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose shard dies goes back
+    there. Rows lie in `slot`, or are gathered as the bytes of each column."""
 
-    __slots__ = ("_adds", "columns", "drop", "layout", "most", "rows")
-    ready = True
-    port = window = None
-    offset = 0
+    __slots__ = ("_adds", "_columns", "drop", "layout", "most", "rows", "slot")
 
     def __init__(self, layout: Layout, drop: bool):
         super().__init__()
         self.layout, self.drop, self.rows = layout, drop, 0
-        self.most = max(1, _TOGETHER // max(1, layout.row_bytes))
-        self.columns: list[list[bytes]] = [[] for _ in layout.sizes]
-        self._adds = [c.append for c in self.columns]
+        self.most = max(1, _BATCH_BYTES // max(1, layout.row_bytes))
+        self.slot: Slot | None = None
+        self._columns: list[list[bytes]] = [[] for _ in layout.sizes]
+        self._adds = [c.append for c in self._columns]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.layout.row_bytes
 
     def add(self, leaves: list[np.ndarray]) -> None:
         for add, leaf in zip(self._adds, leaves):  # noqa: B905 (twice as fast)
@@ -238,70 +247,41 @@ class _Rows(Part):
             add(column[first:end].tobytes())
         self.rows += end - first
 
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.layout.row_bytes
-
-    def pieces(self) -> list[bytes]:
-        out = []
-        for column in self.columns:
-            data = b"".join(column)
-            out.append(data)
-            if pad := -len(data) % 64:
-                out.append(bytes(pad))
-        return out
-
-    def forget(self) -> None:
-        """Whoever keeps the receipt does not keep the samples."""
-        self.columns, self._adds = [], []
-
-    def write(self, memory: np.ndarray) -> None:
-        starts, _ = self.layout.offsets(self.rows)
-        for at, column in zip(starts, self.columns, strict=True):
-            data = b"".join(column)
-            memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
-
-
-class _Large(Part):
-    """One large sample: in a slot of a shard's slab, or in memory of its own until there is one."""
-
-    __slots__ = ("drop", "layout", "memory", "nbytes", "offset", "port", "ready", "window")
-    rows = 1
-
-    def __init__(self, layout: Layout, drop: bool):
-        super().__init__()
-        self.layout, self.drop = layout, drop
-        self.nbytes = layout.offsets(1)[1]
-        self.ready = False  # written
-        self.port: RemotePort | None = None
-        self.window: Window | None = None  # of the port at the time: the slot is one of that slab
-        self.offset = 0
-        self.memory: np.ndarray | None = None
-
-    def fill(self, leaves: list[np.ndarray]) -> None:
-        """Copy the sample to where it belongs; in the thread that pushes."""
-        if self.window is not None:
-            memory = self.window.data(self.offset, self.nbytes)
-        else:
-            memory = self.memory = np.empty(self.nbytes, np.uint8)
-        for column, leaf in zip(self.layout.columns(memory, 1), leaves, strict=True):
+    def add_large(self, leaves: list[np.ndarray], slab: Slab) -> None:
+        """The only row, straight to shared memory."""
+        self.slot = slab.take(self.layout.offsets(1)[1])
+        for column, leaf in zip(self.layout.columns(self.slot.data(), 1), leaves, strict=True):
             np.copyto(column[0, ...], leaf)
-        self.ready = True
+        self.rows = 1
 
-    def rescue(self) -> None:
-        """The shard is gone, but not what we wrote: its memory is there as long as someone looks at it."""
-        assert self.window is not None
-        self.memory = np.array(self.window.data(self.offset, self.nbytes))
-        self.port = self.window = None
+    def move(self, slab: Slab) -> None:
+        """Copy the rows to a slot of this slab."""
+        starts, end = self.layout.offsets(self.rows)
+        slot = slab.take(end)
+        memory = slot.data().data
+        if self.slot is not None:
+            memory[:end] = self.slot.data().data[:end]
+        else:
+            for at, column in zip(starts, self._columns, strict=True):
+                for data in column:
+                    memory[at : at + len(data)] = data
+                    at += len(data)
+        self.slot = slot
 
     def pieces(self) -> list[Any]:
-        return [memoryview(self.memory)]  # type: ignore[arg-type]
+        """The columns as they are sent through a socket."""
+        starts, end = self.layout.offsets(self.rows)
+        if self.slot is not None:
+            return [self.slot.data().data[:end]]
+        out: list[bytes] = []
+        for start, stop, column in zip(starts, [*starts[1:], end], self._columns, strict=True):
+            data = b"".join(column)
+            out += (data, bytes(stop - start - len(data)))
+        return out
 
-    def forget(self) -> None:
-        self.memory = self.window = None
-
-    def write(self, memory: np.ndarray) -> None:
-        memory[: self.nbytes] = self.memory
+    def forget_rows(self) -> None:
+        """Whoever keeps the receipt does not keep the samples."""
+        self.slot, self._columns, self._adds = None, [], []
 
 
 class _Target:
@@ -309,208 +289,162 @@ class _Target:
 
     def __init__(self, port: RemotePort):
         self.port = port
-        self.slots: list[tuple[int, int]] = []  # (size, offset) that may be written
-        self.lent = 0  # slots that hold samples without a receipt
-        self.asked = False
-        self.under_way = self.bytes_under_way = 0
-        self.turn = 0  # when it was sent something last
-        self.used = False
+        self.ready = False
+        """Connected, and we know whether it can map our slab."""
+        self.slab: Slab | None = None
+        """The slab of ours that it has mapped."""
+        self.lent: dict[int, Slot] = {}
+        """Slots that it uses, or its consumers do."""
+        self.in_flight = self.bytes_in_flight = 0
+        self.last_sent = 0
 
     @property
     def load(self) -> tuple[int, int]:
-        return self.bytes_under_way, self.turn
-
-    def find(self, nbytes: int) -> int | None:
-        """A slot of ours that is large enough, the smallest such."""
-        fitting = [s for s in self.slots if s[0] >= nbytes]
-        if not fitting:
-            return None
-        slot = min(fitting)
-        self.slots.remove(slot)
-        self.lent += 1
-        self.used = True
-        return slot[1]
+        return self.bytes_in_flight, self.last_sent
 
 
 class RemoteWriter:
-    """Pushes to shards of other processes. `push` may be called from any thread, the rest runs on the io loop."""
+    """Pushes to shards of other processes. `push`, `push_batch` and `flush` may be called from any thread, all else on the io loop."""
 
-    def __init__(self, settings: Settings, ports: list[RemotePort]):
+    def __init__(self, settings: BufferSettings, ports: list[RemotePort]):
         self._settings = settings
         self._targets = {port: _Target(port) for port in ports}
-        start = random.randrange(len(ports))  # each producer begins at another place
+        start = random.randrange(len(ports))  # each producer begins with another shard
         self._order = [ports[(start + i) % len(ports)] for i in range(len(ports))]
         self._connections = max(1, -(-len(ports) * settings.density // 100))
         self._check = _Check(settings)
         self._lock = threading.Lock()
-        self._pending: deque[_Rows | _Large] = deque()
-        self._filling: _Rows | None = None  # the last one in there, where it takes more
-        self._private = 0  # large samples in there that have no slot yet
-        self._rows = self._bytes = self._turn = 0
-        self._scheduled = self._started = self._tidying = False
+        self._queue: deque[PendingBatch] = deque()
+        self._gathering: PendingBatch | None = None  # the last one in the queue, where it takes more rows
+        self._rows = self._bytes = 0  # in the queue
+        self._sent: set[PendingBatch] = set()
+        self._slab: Slab | None = None
+        self._numbers = itertools.count(1)
+        self._scheduled = self._started = False
         self._empty: list[Promise] = []
         self._gone: BrayError | None = None
-        self._under_way: set[Any] = set()
         self.dropped = 0
-        """Samples that were dropped here, because the shards did not keep up, or were lost on the way to one that died."""
+        """Samples that were dropped here because the shards did not keep up, or were lost on the way to one that died."""
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
-        copies: list[tuple[_Large, list[np.ndarray]]] = []
         with self._lock:
             self._may_push(drop)
-            pushed = self._push_one(samples[0], drop) if len(samples) == 1 else None
-            if pushed is None:
-                pushed = Pushed(self._push_all(self._check.read(samples), drop, copies))
-            wake = self._pushed(drop)
-        self._copy(copies, wake)
-        return pushed
+            if len(samples) == 1 and (batch := self._add_one_more(samples[0], drop)) is not None:
+                return self._pushed([batch], drop)
+            read = self._check.read(samples)
+        return self._push_all(read, drop)
 
     def push_batch(self, batch: Any, drop: bool) -> Pushed:
-        copies: list[tuple[_Large, list[np.ndarray]]] = []
         with self._lock:
             self._may_push(drop)
             chunk = self._check.read_batch(batch)
             if chunk.layout.row_bytes < m.LARGE:
-                parts: list[Any] = self._push_rows(chunk, drop)
-            else:
-                rows = [(chunk.layout, [c[i, ...] for c in chunk.columns]) for i in range(chunk.rows)]
-                parts = self._push_all(rows, drop, copies)
-            wake = self._pushed(drop)
-        self._copy(copies, wake)
-        return Pushed(parts)
+                return self._pushed(self._gather_rows(chunk, drop), drop)
+        rows = [(chunk.layout, [c[i, ...] for c in chunk.columns]) for i in range(chunk.rows)]
+        return self._push_all(rows, drop)
 
     def _may_push(self, drop: bool) -> None:
         if self._gone is not None:
             raise self._gone
         if not drop and (self._rows >= MAX_SAMPLES or self._bytes >= MAX_BYTES):
-            raise overloaded(self._settings.name, self._rows)
+            raise _overloaded(self._settings.name, self._rows)
 
-    def _pushed(self, drop: bool) -> bool:
-        """After samples have joined those that wait; whether the io loop does not know yet."""
-        if drop and (self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES):
+    def _pushed(self, batches: list[PendingBatch], drop: bool) -> Pushed:
+        """After the batches have joined the queue: drop what is too much, and tell the io loop."""
+        if drop:
             self._drop_oldest()
-        wake = not self._scheduled
-        self._scheduled = True
-        return wake
+        if not self._scheduled:
+            self._scheduled = True
+            loop = io.loop()
+            (loop.call_soon if io.is_loop() else loop.call_soon_threadsafe)(self._flush)
+        return Pushed(batches)
 
-    def _copy(self, copies: list[tuple[_Large, list[np.ndarray]]], wake: bool) -> None:
-        try:
-            for large, leaves in copies:  # without the lock: others push meanwhile
-                large.fill(leaves)
-        except BaseException as e:  # no memory
-            for large, _ in copies:
-                large.finish(e)
-                large.ready = True
-            raise
-        finally:
-            if wake or copies:
-                self._wake()
-
-    def _wake(self) -> None:
-        if io.is_loop():
-            io.loop().call_soon(self._flush)
-        else:
-            io.loop().call_soon_threadsafe(self._flush)
-
-    def _push_one(self, sample: Any, drop: bool) -> Pushed | None:
-        """The usual case, and the one that has to be quick: one more small sample like the last."""
-        part = self._filling
-        if part is None or part.drop is not drop or part.rows >= part.most:
+    def _add_one_more(self, sample: Any, drop: bool) -> PendingBatch | None:
+        """The usual case, and the one that has to be quick: one more small sample like the last one."""
+        batch = self._gathering
+        if batch is None or batch.drop is not drop or batch.rows >= batch.most:
             return None
         leaves: list[np.ndarray] = []
-        layout = part.layout
+        layout = batch.layout
         if not layout.read(sample, leaves):
             return None
-        part.add(leaves)
+        batch.add(leaves)
         self._rows += 1
         self._bytes += layout.row_bytes
-        return Pushed((part,))
+        return batch
 
-    def _rows_of(self, layout: Layout, drop: bool) -> _Rows:
-        """Where small samples of this layout are gathered."""
-        part = self._filling
-        if part is None or part.layout is not layout or part.drop is not drop or part.rows >= part.most:
-            part = self._filling = _Rows(layout, drop)
-            self._pending.append(part)
-        return part
+    def _push_all(self, samples: Sequence[tuple[Layout, list[np.ndarray]]], drop: bool) -> Pushed:
+        large: dict[int, PendingBatch] = {}
+        for i, (layout, leaves) in enumerate(samples):  # copied without the lock: other threads push meanwhile
+            if layout.row_bytes >= m.LARGE:
+                large[i] = PendingBatch(layout, drop)
+                large[i].add_large(leaves, self._memory())
+        batches: list[PendingBatch] = []
+        with self._lock:
+            for i, (layout, leaves) in enumerate(samples):
+                if i in large:
+                    batch = large[i]
+                    self._queue.append(batch)
+                    self._gathering = None  # small samples that follow do not overtake it
+                else:
+                    batch = self._gather(layout, drop)
+                    batch.add(leaves)
+                if not batches or batches[-1] is not batch:
+                    batches.append(batch)
+                self._rows += 1
+                self._bytes += layout.row_bytes
+            return self._pushed(batches, drop)
 
-    def _push_rows(self, chunk: Chunk, drop: bool) -> list[_Rows]:
-        parts, first = [], 0
+    def _gather(self, layout: Layout, drop: bool) -> PendingBatch:
+        """The batch that the next small sample of this layout joins."""
+        batch = self._gathering
+        if batch is None or batch.layout is not layout or batch.drop is not drop or batch.rows >= batch.most:
+            batch = self._gathering = PendingBatch(layout, drop)
+            self._queue.append(batch)
+        return batch
+
+    def _gather_rows(self, chunk: Chunk, drop: bool) -> list[PendingBatch]:
+        batches, first = [], 0
         while first < chunk.rows:
-            part = self._rows_of(chunk.layout, drop)
-            parts.append(part)
-            end = min(chunk.rows, first + part.most - part.rows)
-            part.add_rows(chunk.columns, first, end)
+            batch = self._gather(chunk.layout, drop)
+            batches.append(batch)
+            end = min(chunk.rows, first + batch.most - batch.rows)
+            batch.add_rows(chunk.columns, first, end)
             first = end
         self._rows += chunk.rows
         self._bytes += chunk.nbytes
-        return parts
-
-    def _push_all(
-        self,
-        samples: Sequence[tuple[Layout, list[np.ndarray]]],
-        drop: bool,
-        copies: list[tuple[_Large, list[np.ndarray]]],
-    ) -> list[_Rows | _Large]:
-        parts: list[_Rows | _Large] = []
-        for layout, leaves in samples:
-            if layout.row_bytes < m.LARGE:
-                part = self._rows_of(layout, drop)
-                part.add(leaves)
-                if not parts or parts[-1] is not part:
-                    parts.append(part)
-            else:
-                large = self._large_for(layout, drop)
-                parts.append(large)
-                copies.append((large, leaves))
-            self._rows += 1
-            self._bytes += layout.row_bytes
-        return parts
-
-    def _large_for(self, layout: Layout, drop: bool) -> _Large:
-        part = _Large(layout, drop)
-        if not self._private:  # else it would overtake those
-            for target in sorted((t for t in self._targets.values() if t.port.up), key=lambda t: t.load):
-                window = target.port.window
-                if window is not None and (offset := target.find(part.nbytes)) is not None:
-                    part.port, part.window, part.offset = target.port, window, offset
-                    self._turn += 1
-                    target.turn = self._turn
-                    break
-                if not target.slots and not target.lent:
-                    break  # it is this one's turn, and it will be asked for slots
-        self._private += part.window is None
-        self._pending.append(part)
-        self._filling = None  # small samples that follow do not overtake it
-        return part
+        return batches
 
     def _drop_oldest(self) -> None:
-        """Forget the oldest samples that may be: the shards do not keep up."""
+        """The shards do not keep up: drop the oldest samples that may be dropped."""
         while self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES:
-            for part in self._pending:
-                if part.drop and part.ready and part.window is None:
-                    break
-            else:
+            batch = next((b for b in self._queue if b.drop), None)
+            if batch is None:
                 return
-            self._remove(part)
-            self.dropped += part.rows
-            part.finish()
+            self._remove(batch)
+            self.dropped += batch.rows
+            batch.finish()
 
-    def _remove(self, part: _Rows | _Large) -> None:
-        self._pending.remove(part)  # the first one, or nearly
-        if part is self._filling:
-            self._filling = None
-        self._rows -= part.rows
-        self._bytes -= part.rows * part.layout.row_bytes
-        self._private -= type(part) is _Large and part.window is None
+    def _remove(self, batch: PendingBatch) -> None:
+        self._queue.remove(batch)  # the first one, or nearly
+        if batch is self._gathering:
+            self._gathering = None
+        self._rows -= batch.rows
+        self._bytes -= batch.nbytes
+
+    def _memory(self) -> Slab:
+        with self._lock:
+            if self._slab is None:
+                self._slab = Slab()
+            return self._slab
 
     def flush(self, timeout: float) -> None:
-        """Wait until all that was pushed has arrived; what cannot in this time is left."""
+        """Wait until all that was pushed has arrived; what has not after `timeout` is left."""
         promise = Promise()
         with self._lock:
-            if not self._pending and not self._under_way:
+            if not self._queue and not self._sent:
                 return
             self._empty.append(promise)
         try:
@@ -520,169 +454,127 @@ class RemoteWriter:
 
     # --- the io loop --------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Connect to as many shards as the density says; when one is gone, `port_down` connects to the next."""
-        self._started = True
-        for port in self._order[: self._connections]:
-            port.connect()
-
     def _flush(self) -> None:
+        """Send what the shards take, each batch to the one with the least in flight."""
         if not self._started:
-            self.start()
+            self._started = True
+            for port in self._order[: self._connections]:  # when one of these dies, `port_down` connects to the next
+                port.connect()
+            for target in self._targets.values():
+                if target.port.up:  # for reading
+                    self._offer_slab(target)
         self._scheduled = False
-        while True:
+        while self._queue:
+            free = [t for t in self._targets.values() if t.ready and t.port.up and t.in_flight < _MAX_IN_FLIGHT]
+            if not free:
+                return
             with self._lock:
-                if not self._pending:
+                if not self._queue:  # all dropped just now
                     break
-                part = self._pending[0]
-                if not part.ready:
-                    break
-                if part.done:  # it could not be copied
-                    self._remove(part)
-                    continue
-                if isinstance(part, _Large) and part.port is not None and part.window is not part.port.window:
-                    part.rescue()
-                    self._private += 1
-                target = self._choose(part)
-                if target is None:
-                    break
-                offset: int | None = None if part.window is None else part.offset
-                if offset is None and target.port.window is not None and part.nbytes >= m.LARGE:
-                    offset = target.find(self._memory(part))
-                    if offset is None:
-                        self._ask_slots(target, self._memory(part))
-                        break
-                self._remove(part)
-            try:
-                self._send(target, part, offset)
-            except DataError as e:  # too large for a message
-                part.finish(e)
-        self._is_empty()
+                batch = self._queue[0]
+                self._remove(batch)
+                self._sent.add(batch)
+            self._send(min(free, key=lambda t: t.load), batch)
+        self._tell_if_empty()
 
-    @staticmethod
-    def _memory(part: _Rows | _Large) -> int:
-        return part.layout.offsets(part.rows)[1]
+    def _send(self, target: _Target, batch: PendingBatch) -> None:
+        link, slab, layout = target.port.link, target.slab, batch.layout
+        try:
+            if slab is not None and batch.slot is None and batch.nbytes >= m.LARGE:
+                batch.move(slab)
+            number = next(self._numbers)
+            if (slot := batch.slot) is not None and slot.memory is slab:
+                head = m.lent(layout, batch.rows, batch.drop, number, slot.offset, slot.size)
+                target.lent[number] = slot
+                future = link.request(m.LENT, head)
+            else:
+                head = m.push_head(layout, batch.rows, batch.drop)
+                future = link.request(m.PUSH, head, *batch.pieces())
+        except DataError as e:  # too large for a message
+            self._sent.discard(batch)
+            batch.finish(e)
+            return
+        target.in_flight += 1
+        target.bytes_in_flight += batch.nbytes
+        target.last_sent = number
+        future.add_done_callback(lambda f: self._received(target, batch, f))
 
-    def _choose(self, part: _Rows | _Large) -> _Target | None:
-        """The shard with the least under way that takes more; a sample that lies in a slot goes there."""
-        if part.port is not None:
-            return self._targets[part.port]
-        free = [t for t in self._targets.values() if t.port.up and t.under_way < _UNDER_WAY]
-        return min(free, key=lambda t: t.load) if free else None
-
-    def _send(self, target: _Target, part: _Rows | _Large, offset: int | None) -> None:
-        port, layout = target.port, part.layout
-        if offset is not None:
-            if part.window is None:
-                part.write(port.window.data(offset, self._memory(part)))  # type: ignore[union-attr]
-            more = len(target.slots) + target.lent <= _SLOTS
-            head = m.written(layout, part.rows, part.drop, offset, self._memory(part) if more else 0)
-            future = port.link.request(m.WRITTEN, head)
-        else:
-            future = port.link.request(m.PUSH, m.push_head(layout, part.rows, part.drop), *part.pieces())
-        nbytes = part.nbytes
-        self._turn += 1
-        target.turn = self._turn
-        target.under_way += 1
-        target.bytes_under_way += nbytes
-        self._under_way.add(part)
-        window = port.window
-        future.add_done_callback(lambda f: self._received(target, part, nbytes, offset, window, f))
-
-    def _received(
-        self,
-        target: _Target,
-        part: _Rows | _Large,
-        nbytes: int,
-        offset: int | None,
-        window: Window | None,
-        future: asyncio.Future[memoryview],
-    ) -> None:
-        self._under_way.discard(part)
-        target.under_way -= 1
-        target.bytes_under_way -= nbytes
-        current = target.port.window is window
-        if offset is not None and current:
-            with self._lock:
-                target.lent -= 1
+    def _received(self, target: _Target, batch: PendingBatch, future: asyncio.Future[memoryview]) -> None:
+        """A receipt, or an error."""
+        target.in_flight -= 1
+        target.bytes_in_flight -= batch.nbytes
         error = future.exception()
         if isinstance(error, LinkLost):
-            self._lost(part)
+            self._lost(target, batch)
         else:
+            self._sent.discard(batch)
             if error is None:
-                target.port.facts.waiting, target.port.others_push, following, size = m.read_ack(future.result())
-                if following >= 0 and current:
-                    with self._lock:
-                        target.slots.append((size, following))
-                    self._tidy_later()
-            part.finish(error)
-            part.forget()
+                target.port.facts.waiting, target.port.others_push = m.read_receipt(future.result())
+            batch.finish(error)
+            batch.forget_rows()
         self._flush()
 
-    def _lost(self, part: _Rows | _Large) -> None:
-        """The shard died before the receipt came: whether it had the samples, nobody knows."""
-        if part.drop:
-            self.dropped += part.rows
-            part.finish()
+    def _lost(self, target: _Target, batch: PendingBatch) -> None:
+        """The shard died before the receipt came: nobody knows whether it had the samples."""
+        self._disconnected(target)
+        if batch.drop:
+            self.dropped += batch.rows
+            self._sent.discard(batch)
+            batch.finish()
             return
-        with self._lock:  # twice is better than never
-            if isinstance(part, _Large) and part.window is not None:
-                part.rescue()
-            self._pending.appendleft(part)
-            self._rows += part.rows
-            self._bytes += part.rows * part.layout.row_bytes
-            self._private += type(part) is _Large
+        if batch.slot is not None:
+            batch.move(self._memory())  # a consumer may use the old one
+        with self._lock:  # sent again: twice is better than never
+            self._sent.discard(batch)
+            self._queue.appendleft(batch)
+            self._rows += batch.rows
+            self._bytes += batch.nbytes
 
-    # --- slots --------------------------------------------------------------------------------------------------------
+    # --- shared memory ------------------------------------------------------------------------------------------------
 
-    def _ask_slots(self, target: _Target, nbytes: int) -> None:
-        if target.asked or target.lent >= _SLOTS:  # one comes with each receipt
-            return
-        target.asked = True
-        window = target.port.window
-        body = m.pack_numbers(np.array([nbytes, 2], np.int64))
+    def _offer_slab(self, target: _Target) -> None:
+        """Ask a shard whether it can map our slab."""
+        slab = self._memory()
 
-        def granted(future: asyncio.Future[memoryview]) -> None:
-            target.asked = False
-            if future.exception() is None and target.port.window is window:
-                slots = np.frombuffer(future.result(), np.int64).reshape(-1, 2)
-                with self._lock:
-                    target.slots += [(int(size), int(offset)) for offset, size in slots]
-                    target.used = True
-                self._tidy_later()
+        def answered(future: asyncio.Future[memoryview]) -> None:
+            if not isinstance(future.exception(), LinkLost) and slab is self._slab:
+                seen = future.exception() is None and future.result() == m.SEEN
+                target.ready, target.slab = True, slab if seen else None
             self._flush()
 
-        target.port.link.request(m.SLOTS, body).add_done_callback(granted)
+        target.port.link.request(m.SLAB, msgspec.msgpack.encode(slab.address)).add_done_callback(answered)
 
-    def _tidy_later(self) -> None:
-        if not self._tidying:
-            self._tidying = True
-            io.loop().call_later(_IDLE, self._tidy)
+    def _disconnected(self, target: _Target) -> None:
+        """Consumers may still read what we lent to a shard that died, so that slab is not used any more."""
+        lent, target.lent = target.lent, {}
+        target.ready, target.slab = False, None
+        if not lent:
+            return
+        self.close()
+        for other in self._targets.values():
+            other.slab = None
+            if other.ready and other.port.up:
+                self._offer_slab(other)
 
-    def _tidy(self) -> None:
-        """Give back slots that nobody wrote to for a while."""
-        self._tidying = False
-        again = False
-        for target in self._targets.values():
-            with self._lock:
-                slots, idle, target.used = target.slots, not target.used, False
-                if idle:
-                    target.slots = []
-            if idle and slots and target.port.up:
-                target.port.link.post(m.RETURN, m.pack_numbers(np.array([o for _, o in slots], np.int64)))
-            again |= bool(target.slots)
-        if again:
-            self._tidy_later()
+    def port_freed(self, port: RemotePort, loans: list[int]) -> None:
+        for number in loans:
+            self._targets[port].lent.pop(number, None)
+
+    def close(self) -> None:
+        """Nobody else can map our slab any more; who has mapped it keeps it."""
+        with self._lock:
+            slab, self._slab = self._slab, None
+        if slab is not None:
+            slab.close()
 
     # --- ports --------------------------------------------------------------------------------------------------------
 
     def port_up(self, port: RemotePort) -> None:
-        self._flush()
+        if self._started:
+            self._offer_slab(self._targets[port])
 
     def port_down(self, port: RemotePort) -> None:
-        target = self._targets[port]
-        with self._lock:
-            target.slots, target.lent, target.asked = [], 0, False
+        self._disconnected(self._targets[port])
         if self._started:
             others = [p for p in self._order if p is not port and not p.gone]
             for other in others[: self._connections]:
@@ -693,15 +585,15 @@ class RemoteWriter:
         """No shard will ever come back."""
         with self._lock:
             self._gone = error
-            pending, self._pending, self._filling = list(self._pending), deque(), None
-            self._rows = self._bytes = self._private = 0
-        for part in pending:
-            part.finish(error)
-        self._is_empty()
+            pending, self._queue, self._gathering = list(self._queue), deque(), None
+            self._rows = self._bytes = 0
+        for batch in pending:
+            batch.finish(error)
+        self._tell_if_empty()
 
-    def _is_empty(self) -> None:
+    def _tell_if_empty(self) -> None:
         with self._lock:
-            if self._pending or self._under_way:
+            if self._queue or self._sent:
                 return
             promises, self._empty = self._empty, []
         for promise in promises:

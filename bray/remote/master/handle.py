@@ -1,16 +1,13 @@
-"""What every process says to the master: numbers, pictures, shared values. Numbers are added up here and sent once a second."""
+"""The master as every process sees it: numbers, pictures, shared values. Numbers are added up here and sent once a second."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import io as bytes_io
 import logging
 import math
 import threading
-from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,22 +15,22 @@ import numpy as np
 
 from bray.cluster import io
 from bray.cluster.protocol import Member
-from bray.cluster.session import Session, session
+from bray.cluster.session import Session, current, session
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
-from bray.remote.master.worker import KEPT, KINDS, LAST, LAST_KINDS, Labels, Master, Merged
+from bray.remote.master.worker import KEPT, KINDS, LAST_KINDS, Key, Labels, Master, Merged
 
 logger = logging.getLogger("bray")
 """The project's log: lines of all processes are in the run directory's bray.log."""
 
 SEND_EVERY = 1.0
 _PATIENCE = 20.0  # a master that was killed is back by then
-_END_PATIENCE = 4.0
+_END_PATIENCE = 4.0  # at the end of a session
 
 
 def start_master(opened: Session, port: int = 0) -> None:
     """In the process that opens the session."""
     member = opened.cluster.start("master", Master, str(opened.numbers), port)
-    opened.closers.append(partial(_say_training_has_ended, member))  # the first: it is called after all others
+    opened.closers.append(partial(_say_training_has_ended, member))  # the first closer is called last
     logger.info("numbers of %s: http://127.0.0.1:%d/metrics", opened.path, member.call("metrics_port").result())
 
 
@@ -44,29 +41,11 @@ def _say_training_has_ended(member: Member) -> None:
         logger.warning("the last row has no learner_steps_total: %s", e)
 
 
-def _master() -> Member:
-    recorder = _recorder()
-    if recorder.member is None:
-        recorder.member = session().cluster.find("master")
-    return recorder.member
-
-
 def _ask(method: str, *args: Any) -> Any:
-    return _master().call(method, *args, again=True, timeout=_PATIENCE).result()
+    return _recorder().master().call(method, *args, again=True, timeout=_PATIENCE).result()
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Gathered:
-    """What was merged into one number since it was last sent."""
-
-    sum: float = 0.0
-    cnt: int = 0
-    desc: dict[str, str] = field(default_factory=dict)
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
-    """Single values, where they are asked for."""
 
 
 class _Recorder:
@@ -74,18 +53,22 @@ class _Recorder:
 
     def __init__(self, of: Session):
         self.of = of
-        self.member: Member | None = None
+        self._master: Member | None = None
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
-        self._gathered: dict[tuple[str, Labels], _Gathered] = {}
+        self._sending = asyncio.Lock()
+        self._gathered: dict[Key, Merged] = {}
         self._due = False
-        self._under_way: dict[Future[None], None] = {}  # several where the master takes long to answer
+
+    def master(self) -> Member:
+        if self._master is None:
+            self._master = self.of.cluster.find("master")
+        return self._master
 
     def add(self, name: str, labels: Labels, value: float, desc: Mapping[str, str]) -> None:
         with self._lock:
             entry = self._gathered.get((name, labels))
             if entry is None:
-                entry = self._gathered[name, labels] = _Gathered()
+                entry = self._gathered[name, labels] = Merged()
             entry.sum += value
             entry.cnt += 1
             if desc:
@@ -94,91 +77,63 @@ class _Recorder:
                 entry.values.append(value)
             due, self._due = self._due, True
         if not due:
-            self._send_soon()
+            loop = io.loop()
+            loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_in_background)
 
-    def _send_soon(self) -> None:
-        loop = io.loop()
-        loop.call_soon_threadsafe(loop.call_later, SEND_EVERY, self._send_now)
+    def _send_in_background(self) -> None:
+        io.spawn(self._try_to_send(), "sending numbers")
 
-    def _send_now(self) -> None:
-        sending = io.spawn(self._send_later(), "sending numbers")
-        with self._lock:
-            self._under_way[sending] = None
-        sending.add_done_callback(self._sent)
-
-    def _sent(self, sending: Future[None]) -> None:
-        with self._lock:
-            self._under_way.pop(sending, None)
-
-    async def _send_later(self) -> None:
-        rows = self._take()
-        if not rows:
-            return
+    async def _try_to_send(self) -> None:
         try:
-            member = self.member or self.of.cluster.find("master")
-            self.member = member
-            await member.call("merged", rows, again=True, timeout=_PATIENCE)
+            await self._send()
         except BrayError as e:
-            if session_is(self.of):
-                logger.warning("numbers wait, the master does not answer: %s", e)
+            if current() is self.of:
+                logger.warning("the master does not answer, its numbers are sent again later: %s", e)
+                io.loop().call_later(SEND_EVERY, self._send_in_background)
+
+    async def _send(self) -> None:
+        """When this returns, the master has all that was merged before."""
+        async with self._sending:
+            rows = self._take()
+            if not rows:
+                return
+            try:
+                await self.master().call("merged", rows, again=True, timeout=_PATIENCE)
+            except BaseException:
                 self._put_back(rows)
+                raise
 
     def flush(self) -> None:
-        """All that is here goes to the master before this returns."""
-        with self._sending:
-            rows = self._take()
-            if not io.is_loop():  # the loop cannot wait for itself
-                with self._lock:
-                    under_way = list(self._under_way)
-                for sending in under_way:
-                    sending.result(_PATIENCE + 5.0)
-                rows += self._take()  # what could not be sent
-            if rows:
-                _ask("merged", rows)
+        if not io.is_loop():
+            io.run(self._send())
+        elif rows := self._take():  # the loop cannot wait for itself
+            self.master().call("merged", rows, again=True, timeout=_PATIENCE).result()
 
-    def _take(self) -> list[Merged]:
+    def _take(self) -> dict[Key, Merged]:
         with self._lock:
-            rows = [
-                Merged(name, labels, g.sum, g.cnt, g.desc, list(g.values))
-                for (name, labels), g in self._gathered.items()
-            ]
-            self._gathered, self._due = {}, False
+            rows, self._gathered, self._due = self._gathered, {}, False
         return rows
 
-    def _put_back(self, rows: list[Merged]) -> None:
+    def _put_back(self, rows: dict[Key, Merged]) -> None:
         with self._lock:
-            for row in rows:
-                newer = self._gathered.get((row.name, row.labels), _Gathered())
-                self._gathered[row.name, row.labels] = _Gathered(
-                    row.sum + newer.sum,
-                    row.cnt + newer.cnt,
-                    row.desc | newer.desc,
-                    deque([*row.values, *newer.values], LAST),
-                )
-            due, self._due = self._due, True
-        if not due:
-            self._send_soon()
+            for key, newer in self._gathered.items():
+                rows.setdefault(key, Merged()).add(newer)
+            self._gathered = rows
 
 
-_current: _Recorder | None = None
+_recording: _Recorder | None = None
 _making = threading.Lock()
 
 
-def session_is(of: Session) -> bool:
-    with contextlib.suppress(ConfigError):
-        return session() is of
-    return False
-
-
 def _recorder() -> _Recorder:
-    global _current
+    global _recording
     now = session()
-    if _current is None or _current.of is not now:
+    if _recording is None or _recording.of is not now:
         with _making:
-            if _current is None or _current.of is not now:
-                _current = _Recorder(now)
+            if _recording is None or _recording.of is not now:
+                _recording = _Recorder(now)
                 now.closers.append(flush)
-    return _current
+    return _recording
 
 
 def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
@@ -194,15 +149,19 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
             raise UnknownName("key of desc", kind, KINDS, f"bray.merge({name!r})")
     number = float(value.detach() if hasattr(value, "detach") else value)
     if not math.isfinite(number):
-        logger.warning("bray.merge(%r, %s): not a finite number, and left out", name, number)
+        logger.warning("bray.merge(%r, %s): not a finite number, left out", name, number)
         return
-    _recorder().add(name, tuple(sorted((k, str(v)) for k, v in labels.items())), number, desc or {})
+    _recorder().add(name, _labels(labels), number, desc or {})
+
+
+def _labels(given: Mapping[str, Any]) -> Labels:
+    return tuple(sorted((k, str(v)) for k, v in given.items()))
 
 
 def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:
     """What all processes have merged under this name; None where nothing came in the time window."""
     flush()
-    return _ask("query", name, kind, tuple(sorted((k, str(v)) for k, v in labels.items())))
+    return _ask("query", name, kind, _labels(labels))
 
 
 def numbers() -> dict[str, dict[str, float | None]]:
@@ -241,9 +200,9 @@ class Metric:
         self.name, self.up_bound, self.low_bound, self.print_report = name, up_bound, low_bound, print_report
         self._values = np.empty(max_samples)
         self.count = 0
-        """Values within the bounds so far."""
+        """Values within the bounds."""
         self.outside = 0
-        """Values beyond them."""
+        """Values out of bounds."""
 
     def merge(self, value: Any, **labels: Any) -> None:
         number = float(value)

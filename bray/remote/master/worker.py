@@ -1,7 +1,7 @@
-"""The master: what all processes of a session count, say and keep together ends here.
+"""The master: adds up the numbers of all processes of a session, and holds their shared values.
 
-It writes TensorBoard's events and a row of `result.jsonl` every few seconds, answers `query` and Prometheus, and holds shared values. Totals,
-values and counters are kept in the run directory (`master.state`): a master that is killed goes on where it was.
+It writes TensorBoard's events and a row of `result.jsonl` every few seconds, and answers `query` and Prometheus. Totals, values and counters
+are saved in the run directory (`master.state`): a master that is killed resumes from there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
@@ -31,93 +32,87 @@ EVERY = 5.0
 """Seconds between two rows."""
 _STEP_TIMEOUT = 3.0
 LAST = 100
-"""Single values that are kept of a number that asks for a kind of LAST_KINDS."""
+"""Single values kept of a number for which a kind of LAST_KINDS is asked."""
 LAST_KINDS = ("last_100_avg", "last_100_min", "last_100_max")
 KINDS = ("sum", "cnt", "avg", "time_window_sum", "time_window_cnt", "time_window_avg", *LAST_KINDS)
 _DEFAULT = "time_window_avg"
 EPISODE_RETURN, EPISODE_LENGTH = "episode_return", "episode_length"
 KEPT = (EPISODE_RETURN, EPISODE_LENGTH)
-"""Numbers whose last values are kept without being asked for. In result rows they are what `bray train` writes: statistics of the last
-100 episodes, whatever their labels."""
+"""Numbers whose last values are always kept. In result rows they are what `bray train` writes: statistics of the last 100 episodes, whatever
+their labels."""
 _ENV_STEPS = "env_steps"
 
 Labels = tuple[tuple[str, str], ...]
+Key = tuple[str, Labels]
 
 
-class Merged(NamedTuple):
-    """What one process has merged into a number since it last sent."""
+@dataclass
+class Merged:
+    """Values of one number, added up."""
 
-    name: str
-    labels: Labels
-    sum: float
-    cnt: int
-    desc: dict[str, str]
-    values: list[float]
-    """The newest LAST of them, oldest first; empty where only sums are asked for."""
+    sum: float = 0.0
+    cnt: int = 0
+    desc: dict[str, str] = field(default_factory=dict)
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
+    """The newest of them, oldest first; empty where only sums are asked for."""
+
+    def add(self, other: Merged) -> None:
+        self.sum += other.sum
+        self.cnt += other.cnt
+        self.desc |= other.desc
+        self.values += other.values
 
 
 class Series:
-    """One number over time: totals, what came in the last WINDOW seconds, and where they are sent the last LAST values."""
+    """One number over time: totals, what came in the last WINDOW seconds, and the last LAST values where they are asked for."""
 
-    def __init__(
-        self, sum: float = 0.0, cnt: int = 0, desc: dict[str, str] | None = None, values: Iterable[float] = ()
-    ):
-        self.sum, self.cnt, self.desc = sum, cnt, desc or {}
-        self.values = deque(values, LAST)
-        self._window: deque[tuple[float, float, int]] = deque()
+    def __init__(self, total: Merged):
+        self.total = total
+        self._window: deque[tuple[float, float, int]] = deque()  # (when, sum, cnt)
 
-    def add(self, sum: float, cnt: int, now: float, values: Iterable[float] = ()) -> None:
-        self.sum += sum
-        self.cnt += cnt
-        self.values.extend(values)
-        self._window.append((now, sum, cnt))
+    def add(self, merged: Merged, now: float) -> None:
+        self.total.add(merged)
+        self._window.append((now, merged.sum, merged.cnt))
 
     @property
     def default(self) -> str:
         """The kind that is written under the number's own name."""
-        return "last_100_avg" if self.values else _DEFAULT
+        return "last_100_avg" if self.total.values else _DEFAULT
 
-    def get(self, kind: str, now: float) -> float | None:
+    def numbers(self, now: float) -> dict[str, float | None]:
+        """All KINDS."""
         while self._window and self._window[0][0] < now - WINDOW:
             self._window.popleft()
-        if kind == "sum":
-            return self.sum
-        if kind == "cnt":
-            return float(self.cnt)
-        if kind == "avg":
-            return self.sum / self.cnt if self.cnt else None
-        if kind in LAST_KINDS:
-            return self._of_last(kind) if self.values else None
-        total, count = sum(w[1] for w in self._window), sum(w[2] for w in self._window)
-        if kind == "time_window_sum":
-            return total
-        if kind == "time_window_cnt":
-            return float(count)
-        if kind == "time_window_avg":
-            return total / count if count else None
-        raise UnknownName("kind of number", kind, KINDS)
-
-    def _of_last(self, kind: str) -> float:
-        if kind == "last_100_avg":
-            return math.fsum(self.values) / len(self.values)
-        return min(self.values) if kind == "last_100_min" else max(self.values)
+        t, values = self.total, self.total.values
+        recent, count = sum(w[1] for w in self._window), sum(w[2] for w in self._window)
+        return {
+            "sum": t.sum,
+            "cnt": float(t.cnt),
+            "avg": t.sum / t.cnt if t.cnt else None,
+            "time_window_sum": recent,
+            "time_window_cnt": float(count),
+            "time_window_avg": recent / count if count else None,
+            "last_100_avg": math.fsum(values) / len(values) if values else None,
+            "last_100_min": min(values, default=None),
+            "last_100_max": max(values, default=None),
+        }
 
 
 class Master:
-    """Plain object; `start` opens its clock and its Prometheus page."""
+    """Plain object; `start` starts its timer and its Prometheus page."""
 
-    def __init__(self, path: str, port: int = 0, every: float = EVERY):
+    def __init__(self, path: str, port: int = 0):
         self._path = Path(path)
         self._state = self._path / "master.state"
-        self._port, self._every = port, every
+        self._port = port
         self._lock = threading.Lock()
-        self._series: dict[tuple[str, Labels], Series] = {}
+        self._series: dict[Key, Series] = {}
         self._values: dict[str, Any] = {}
-        self._lost: set[str] = set()  # keys of values that a restart forgets
+        self._unsaved: set[str] = set()  # keys of values that a restart forgets
         self._counters: dict[str, int] = {}
         self._episodes = EpisodeStats(LAST)
         self._model: str | None = None
-        self._last_step: int | None = None  # the newest step of that model that we have heard of
+        self._last_step: int | None = None  # the newest known step of that model
         self._step_is_final = False
         self._seconds, self._rows, self._since = 0.0, 0, time.monotonic()
         self._dirty = False
@@ -132,9 +127,9 @@ class Master:
 
     async def close(self) -> None:
         self._ticking.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._last)
+        await asyncio.get_running_loop().run_in_executor(None, self._close)
 
-    def _last(self) -> None:
+    def _close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
         self._row()
@@ -145,26 +140,26 @@ class Master:
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(EVERY)
             try:
                 await loop.run_in_executor(None, self._row)
                 await loop.run_in_executor(None, self._save)
             except Exception:
-                logger.exception("the master could not write its numbers; it goes on")
+                logger.exception("the master could not write its numbers and will retry")
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
-    def merged(self, rows: Iterable[Merged]) -> None:
+    def merged(self, rows: Mapping[Key, Merged]) -> None:
         now = time.monotonic()
         with self._lock:
-            for name, labels, total, count, desc, values in rows:
-                series = self._series.setdefault((name, labels), Series())
-                series.desc.update(desc)
-                series.add(total, count, now, values)
-                if name == EPISODE_RETURN:
-                    self._episodes.add_returns(values, count)
-                elif name == EPISODE_LENGTH:
-                    self._episodes.add_lengths(values)
+            for key, merged in rows.items():
+                if key not in self._series:
+                    self._series[key] = Series(Merged())
+                self._series[key].add(merged, now)
+                if key[0] == EPISODE_RETURN:
+                    self._episodes.add_returns(merged.values, merged.cnt)
+                elif key[0] == EPISODE_LENGTH:
+                    self._episodes.add_lengths(merged.values)
             self._dirty = True
 
     def query(self, name: str, kind: str = _DEFAULT, labels: Labels = ()) -> float | None:
@@ -172,19 +167,20 @@ class Master:
             found = self._series.get((name, labels))
             if found is None:
                 raise UnknownName("number", _tag(name, labels), [_tag(*key) for key in self._series], "bray.query")
-            return found.get(kind, time.monotonic())
+            if kind not in KINDS:
+                raise UnknownName("kind of number", kind, KINDS)
+            return found.numbers(time.monotonic())[kind]
 
     def numbers(self) -> dict[str, dict[str, float | None]]:
-        """All that is known, by name."""
-        now = time.monotonic()
+        """All kinds of all numbers, by name."""
         with self._lock:
-            return {_tag(*key): {k: s.get(k, now) for k in KINDS} for key, s in self._series.items()}
+            return {_tag(*key): series.numbers(time.monotonic()) for key, series in self._series.items()}
 
     def _elapsed(self) -> float:
         return self._seconds + time.monotonic() - self._since
 
     def _learner_step(self) -> int | None:
-        """The step of the model that was chosen for the x axis; None where there is none, or it cannot be asked."""
+        """The step of the model that was chosen for the x axis; None where there is none, or it does not answer."""
         if self._model is None:
             return None
         if not self._step_is_final:
@@ -192,16 +188,16 @@ class Master:
                 keeper = session().cluster.find(f"model/{self._model}")
                 self._last_step = keeper.call("step", timeout=_STEP_TIMEOUT).result()
             except BrayError as e:
-                logger.warning("the step of model %r is not known, and left out of a row: %s", self._model, e)
+                logger.warning("the step of model %r is unknown and left out of a row: %s", self._model, e)
                 return None
         return self._last_step
 
     def _x(self) -> int:
-        """Of TensorBoard's next points: the newest step that is known where a model was chosen for it, else seconds."""
+        """Of TensorBoard's next points: the newest known step of the chosen model, else seconds."""
         return int(self._elapsed()) if self._model is None else self._last_step or 0
 
     async def training_has_ended(self) -> None:
-        """The trainers have stopped: the step of the model is final, and asked for while the model is still there."""
+        """The trainers have stopped: fetch the final step of the model while the model still runs."""
         if self._model is not None and not self._step_is_final:
             self._last_step = await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
             self._step_is_final = True
@@ -235,23 +231,23 @@ class Master:
         self._board.flush()
 
     def _numbers_now(self, now: float) -> tuple[dict[str, Any], dict[str, float]]:
-        """(what a row says of the numbers, TensorBoard's points by tag), without the episodes. The lock is held."""
+        """(a row, TensorBoard's points by tag), without the episodes. The lock is held."""
         row: dict[str, Any] = {}
         points: dict[str, float] = {}
-        env_steps = []
+        steps: list[dict[str, Any]] = []
         for (name, labels), series in self._series.items():
-            tag = _tag(name, labels)
+            tag, numbers = _tag(name, labels), series.numbers(now)
             if name == _ENV_STEPS:
-                env_steps.append(series)
-            elif name not in KEPT and (value := series.get(series.default, now)) is not None:
+                steps.append(numbers)
+            elif name not in KEPT and (value := numbers[series.default]) is not None:
                 row[tag] = value
-            for kind in series.desc or (series.default,):
-                if (value := series.get(kind, now)) is not None:
+            for kind in series.total.desc or (series.default,):
+                if (value := numbers[kind]) is not None:
                     points[tag if kind == series.default else f"{tag}/{kind}"] = value
-        if env_steps:
-            lately = sum(s.get("time_window_sum", now) or 0.0 for s in env_steps)
-            row[ENV_STEPS] = int(sum(s.sum for s in env_steps))
-            row["env_steps_per_second"] = lately / min(WINDOW, max(1.0, self._elapsed()))
+        if steps:
+            row[ENV_STEPS] = int(sum(n["sum"] for n in steps))
+            recent = sum(n["time_window_sum"] for n in steps)
+            row["env_steps_per_second"] = recent / min(WINDOW, max(1.0, self._elapsed()))
         return row, points
 
     def prometheus(self) -> str:
@@ -262,12 +258,11 @@ class Master:
         for (name, labels), series in known:
             base = "bray_" + "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
             if base != last:
-                text = next(iter(series.desc.values()), name).replace("\\", "\\\\").replace("\n", " ")
+                text = next(iter(series.total.desc.values()), name).replace("\\", "\\\\").replace("\n", " ")
                 lines += [f"# HELP {base} {text}", f"# TYPE {base} summary"]
                 last = base
-            said = ",".join(f"{k}={json.dumps(v)}" for k, v in labels)
-            said = f"{{{said}}}" if said else ""
-            lines += [f"{base}_sum{said} {series.sum:.10g}", f"{base}_count{said} {series.cnt}"]
+            text = "{" + ",".join(f"{k}={json.dumps(v)}" for k, v in labels) + "}" if labels else ""
+            lines += [f"{base}_sum{text} {series.total.sum:.10g}", f"{base}_count{text} {series.total.cnt}"]
         lines += ["# TYPE bray_seconds_total counter", f"bray_seconds_total {self._elapsed():.1f}"]
         return "\n".join(lines) + "\n"
 
@@ -281,7 +276,7 @@ class Master:
         self._save()
 
     def add_summary(self, summary: bytes, step: int | None) -> None:
-        """A Summary, as bytes: images, videos, histograms, single scalars. It is written with the next row."""
+        """A Summary, as bytes (an image, a video, a histogram, a scalar). It is written with the next row."""
         with self._lock:
             self._pending.append((summary, step))
             self._dirty = True
@@ -294,19 +289,16 @@ class Master:
     def set(self, key: str, value: Any) -> None:
         with self._lock:
             self._values[key] = value
-            self._lost.discard(key)
+            self._unsaved.discard(key)
             try:
                 pack_state(value)
             except DataError as e:
-                self._lost.add(key)
+                self._unsaved.add(key)
                 logger.warning("bray.set(%r): a master that is restarted forgets this value (%s)", key, e)
         self._save()
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._values.get(key, default)
-
-    def keys(self) -> list[str]:
-        return sorted(self._values)
 
     def register(self, key: str) -> int:
         """0 for the first who asks with this key, 1 for the next, and so on."""
@@ -316,17 +308,17 @@ class Master:
         self._save()
         return number
 
-    # --- what survives ------------------------------------------------------------------------------------------------
+    # --- what survives a restart ------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         with self._lock:
             state = {
                 "series": [
-                    [n, [list(x) for x in ls], s.sum, s.cnt, dict(s.desc), list(s.values)]
-                    for (n, ls), s in self._series.items()
+                    [name, [list(x) for x in labels], t.sum, t.cnt, dict(t.desc), list(t.values)]
+                    for (name, labels), t in ((key, series.total) for key, series in self._series.items())
                 ],
                 "episodes": self._episodes.get_state(),
-                "values": {k: v for k, v in self._values.items() if k not in self._lost},
+                "values": {k: v for k, v in self._values.items() if k not in self._unsaved},
                 "counters": dict(self._counters),
                 "model": self._model,
                 "seconds": self._elapsed(),
@@ -339,14 +331,15 @@ class Master:
             return
         try:
             state = unpack_state(self._state.read_bytes())
-            for name, labels, *about in state["series"]:
-                self._series[name, tuple((k, v) for k, v in labels)] = Series(*about)
+            for name, labels, total, count, desc, *values in state["series"]:
+                merged = Merged(total, count, desc, deque(*values, maxlen=LAST))
+                self._series[name, tuple((k, v) for k, v in labels)] = Series(merged)
             if "episodes" in state:  # older trials have none
                 self._episodes.set_state(state["episodes"])
             self._values, self._counters = state["values"], state["counters"]
             self._model, self._seconds, self._rows = state["model"], state["seconds"], state["rows"]
         except (DataError, KeyError, TypeError, ValueError) as e:
-            logger.error("%s is damaged and left alone; the master starts anew: %s", self._state, e)
+            logger.error("%s is damaged and set aside; the master starts from zero: %s", self._state, e)
             self._state.rename(self._state.with_suffix(".damaged"))
 
 

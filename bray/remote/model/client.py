@@ -1,4 +1,4 @@
-"""A model as one process sees it; all handles of the process share it."""
+"""A model as one process sees it: what is newest, forwards, publications. All handles of the process share one Client."""
 
 from __future__ import annotations
 
@@ -8,72 +8,128 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bray.cluster import io
-from bray.cluster.session import Session, session
+from bray.cluster.session import session
 from bray.inference.host import Promise
 from bray.remote.model.caller import Caller
 from bray.remote.model.definition import Definition
-from bray.remote.model.keeper import About
-from bray.remote.model.served import Follower, Served
+from bray.remote.model.keeper import POLL_S, About, Key
+from bray.remote.model.served import Served
 from bray.remote.model.weights import as_arrays
 
 logger = logging.getLogger("bray.remote")
 
-_clients: dict[str, Client] = {}
-_lock = threading.Lock()
+_RETRY_S = 0.5
 
 
-def client_of(name: str) -> Client:
-    """The client of this process for a model. MissingComponent names the models that exist."""
-    here = session()
-    found = _clients.get(name)
-    if found is not None and found.session is here and not found.ended:
-        return found
-    with _lock:
-        found = _clients.get(name)
-        if found is None or found.session is not here or found.ended:
-            found = _clients[name] = Client(name, here)
-            here.closers.append(found.close)
-        return found
+class Follower:
+    """Knows what is newest, by a long poll to the keeper, and brings `served` (if there is one here) to it."""
 
-
-def forget(name: str) -> None:
-    """The model of this name ends here; the next one of the name is another."""
-    with _lock:
-        found = _clients.pop(name, None)
-    if found is not None:
-        found.close()
-
-
-class Client:
-    """See the module. It opens (finds the keeper, makes an engine) when the first forward asks."""
-
-    def __init__(self, name: str, here: Session):
-        self.name, self.session = name, here
-        self.keeper = here.cluster.find(f"model/{name}")
-        self.is_open = False
+    def __init__(self, name: str):
+        self.name, self.session = name, session()
+        self.keeper = self.session.cluster.find(f"model/{name}")
         self.ended = False
         self.served: Served | None = None
+        self._step = -1
+        self._env_steps = 0
+        self._published: tuple[Any, int, str] | None = None  # reference to weights, step, tag: what we published last
+        self._following: Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def follow(self, about: About, served: Served | None = None) -> None:
+        """Follow from here on; once more with `served` when that is ready."""
+        with self._lock:
+            if self.ended or (self._following is not None and served is None):
+                return
+            if self._following is not None:
+                self._following.cancel()
+            self.served = served
+            self._step = max(self._step, about.news.step)
+            self._env_steps = max(self._env_steps, about.news.env_steps)
+            self._following = io.spawn(self._follow(about.news.key), f"following model {self.name}")
+
+    async def _follow(self, key: Key) -> None:
+        while True:
+            try:
+                news = await self.keeper.call("newer", key, self._newest_held(), timeout=3 * POLL_S, again=True)
+                if news is None:
+                    continue
+                if news.definition != key[0]:  # the model of this name is another one now
+                    self.close()
+                    return
+                if news.wants == "offer":
+                    await self._offer(key[2])
+                    continue
+                if self.served is not None:
+                    await asyncio.to_thread(self.served.take, news)
+                key = news.key
+                self._step = max(self._step, news.step)
+                self._env_steps = max(self._env_steps, news.env_steps)
+            except (
+                Exception
+            ) as e:  # the keeper died, and with it what it was about to send; or a version cannot be built
+                why = (str(e).splitlines() or [type(e).__name__])[0]
+                logger.warning("model %s stays at step %d in this process and retries: %s", self.name, key[1], why)
+                logger.debug("following model %s", self.name, exc_info=True)
+                await asyncio.sleep(_RETRY_S)
+
+    def _newest_held(self) -> int:
+        """The newest step of which this process has the weights; -1 = none."""
+        published = -1 if self._published is None else self._published[1]
+        return published if self.served is None else max(published, self.served.host.step)
+
+    async def _offer(self, tag: str) -> None:
+        """Give the keeper weights that it lost in a crash."""
+        if self._published is not None and self._published[1] == self._newest_held():
+            ref, step, tag = self._published
+        else:
+            assert self.served is not None
+            weights, step = self.served.host.get_weights()
+            ref = self.session.cluster.put(weights)
+        await self.keeper.call("offer", ref, step, tag, again=True)
+
+    def close(self) -> None:
+        """The session ends, or the model of this name is another one now."""
+        with self._lock:
+            already, self.ended = self.ended, True
+        if already:
+            return
+        if self._following is not None:
+            self._following.cancel()
+        if self.served is not None:
+            io.spawn(self.served.host.close(), f"closing model {self.name}")
+
+
+class _Publication(NamedTuple):
+    promise: Promise
+    ref: Any
+    step: int | None
+    env_steps: int
+
+
+class Client(Follower):
+    """Opens (finds out who answers, makes an engine) at the first forward, follows at the first question about the step."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.is_open = False
+        self.has_kwargs = False
         self.ask: Callable[..., Awaitable[Any]] = self._ask_workers
-        """`ask(args, kwargs, batch, step, with_step)`: the outputs, when awaited. It must be open."""
+        """`ask(args, batch, step, with_step)`: the outputs, when awaited. The client must be open."""
         self._definition: Definition | None = None
         self._callers: dict[asyncio.AbstractEventLoop, Caller] = {}
-        self._members: list[Any] = []
         self._opening: Future[None] | None = None
-        self._follower: Follower | None = None
-        self._lock = threading.Lock()
         self._publishing = False
-        self._pending: _Publication | None = None
+        self._pending: list[_Publication] = []
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def opening(self) -> Future[None]:
-        """Ends when forwards can be asked."""
+        """Done when the client is open."""
         with self._lock:
             if self._opening is None:
                 self._opening = io.submit(self._open())
@@ -83,17 +139,19 @@ class Client:
         try:
             about: About = await self.keeper.call("about", again=True)
             definition = self._definition = about.definition
+            self.has_kwargs = definition.has_kwargs
+            served: Served | None = None
             if definition.is_local or self.session.cluster.kind == "local":
-                self.served = await asyncio.to_thread(self._serve, about)
-                self.ask = self.served.ask
+                served = await asyncio.to_thread(self._serve, about)
+                self.ask = served.ask
             else:
                 names = [f"model/{self.name}/{i}" for i in range(definition.num_workers)]
                 self._members = [self.session.cluster.find(name) for name in names]
-            self._follow(about)
+            self.follow(about, served)
             with self._lock:
                 self.is_open = not self.ended
-            if self.ended and self.served is not None:
-                await self.served.close()
+            if self.ended and served is not None:
+                await served.host.close()
         except BaseException:
             self.close()
             raise
@@ -105,26 +163,6 @@ class Client:
             torch.seed()  # in a process of ours: else all actors of a Model that draws numbers draw the same ones
         return Served(about, self.keeper)
 
-    def _follow(self, about: About) -> None:
-        with self._lock:
-            follower = Follower(self.name, self.keeper, about.news.key, self.served, self.close)
-            follower.env_steps = about.news.env_steps
-            old, self._follower = self._follower, follower
-            if old is not None:
-                follower.published = old.published
-                follower.step = max(follower.step, old.step)
-                follower.env_steps = max(follower.env_steps, old.env_steps)
-                old.close()
-
-    def follower(self) -> Follower:
-        """Of one who publishes or wants to know the step, and may never ask for a forward."""
-        if self._follower is None:
-            about: About = self.keeper.call("about", again=True).result()
-            if self._follower is None:
-                self._follow(about)
-        assert self._follower is not None
-        return self._follower
-
     @property
     def definition(self) -> Definition:
         if self._definition is None:
@@ -133,99 +171,105 @@ class Client:
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
-    def _ask_workers(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: bool, step: int | None, with_step: bool
-    ) -> Awaitable[Any]:
-        definition = self.definition
-        if kwargs or definition.has_kwargs:
-            args = definition.engine_args(args, kwargs)
+    def _ask_workers(self, args: tuple[Any, ...], batch: bool, step: int | None, with_step: bool) -> Awaitable[Any]:
         loop = asyncio.get_running_loop()
         caller = self._callers.get(loop)
         if caller is None:
             for old in [x for x in self._callers if x.is_closed()]:
                 self._callers.pop(old, None)
-            caller = self._callers[loop] = Caller(self.name, self._members, definition.max_batch_size)
+            caller = self._callers[loop] = Caller(self.name, self._members, self.definition.max_batch_size)
         return caller.ask(args, batch, step, with_step)
+
+    def _follow_at_first(self) -> None:
+        if self._following is None:
+            about: About = self.keeper.call("about", again=True).result()
+            if self._following is None:
+                self.follow(about)
 
     @property
     def step(self) -> int:
         """The newest step that this process knows of."""
-        return self.follower().step
+        self._follow_at_first()
+        return self._step
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps behind the newest weights."""
+        self._follow_at_first()
+        return self._env_steps
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
     def publish(self, weights: Mapping[str, Any], step: int | None, env_steps: int = 0) -> Promise:
-        """One publication is under way at a time. Of those that come meanwhile the newest follows it, and stands for them all."""
+        """One publication is sent at a time. Of those that come meanwhile the newest follows it, and stands for them all."""
         arrays = as_arrays(weights)
         if self.session.cluster.kind == "local":
             arrays = {k: np.array(x) for k, x in arrays.items()}  # a trainer goes on writing into its arrays
-        made = _Publication([Promise()], self.session.cluster.put(arrays), step, env_steps=env_steps)
-        made.promises[0].set_running_or_notify_cancel()
-        self.follower()
+        made = _Publication(Promise(), self.session.cluster.put(arrays), step, env_steps)
+        made.promise.set_running_or_notify_cancel()
+        self._follow_at_first()
         with self._lock:
-            if self._publishing:
-                self._pending = made if self._pending is None else self._pending.then(made)
-                return made.promises[-1]
-            self._publishing = True
-        self._send(made)
-        return made.promises[-1]
+            self._pending.append(made)
+            idle, self._publishing = not self._publishing, True
+        if idle:
+            self._send_pending()
+        return made.promise
 
-    def _send(self, made: _Publication) -> None:
-        call = self.keeper.call(
-            "publish", made.ref, made.step, made.tag, made.count, self.step, made.env_steps, again=True
-        )
-        call.add_done_callback(lambda done: self._published(made, done))
+    def _send_pending(self) -> None:
+        with self._lock:
+            made, self._pending = self._pending, []
+            self._publishing = bool(made)
+        if not made:
+            return
+        step, count = None, 0  # of the newest, where those before it were counted too
+        for each in made:
+            step, count = (step, count + 1) if each.step is None else (each.step, 0)
+        if step is not None:
+            step += count
+        newest, tag = made[-1], uuid.uuid4().hex
+        call = self.keeper.call("publish", newest.ref, step, tag, count, self._step, newest.env_steps, again=True)
+        call.add_done_callback(lambda done: self._sent(made, tag, done))
 
-    def _published(self, made: _Publication, done: Future[Any]) -> None:
+    def _sent(self, made: list[_Publication], tag: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
             with self._lock:
-                assert self._follower is not None
-                self._follower.step = max(self._follower.step, done.result())
-                self._follower.published = made.ref, done.result(), made.tag
+                self._step = max(self._step, done.result())
+                self._published = made[-1].ref, done.result(), tag
         else:
             logger.error("model %s: weights are not published: %s", self.name, error)
-        with self._lock:
-            following, self._pending = self._pending, None
-            self._publishing = following is not None
-        if following is not None:
-            self._send(following)
-        for promise in made.promises:
-            promise.set_exception(error) if error is not None else promise.set_result(done.result())
+        self._send_pending()
+        for each in made:
+            each.promise.set_exception(error) if error is not None else each.promise.set_result(done.result())
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """The session ends, or the model of this name is another one now."""
-        with self._lock:
-            if self.ended:
-                return
-            self.ended, self.is_open = True, False
-        if self._follower is not None:
-            self._follower.close()
+        super().close()
+        self.is_open = False
         for loop, caller in self._callers.items():
             if not loop.is_closed():
                 loop.call_soon_threadsafe(caller.close)
-        if self.served is not None:
-            io.spawn(self.served.close(), f"closing model {self.name}")
 
 
-@dataclass
-class _Publication:
-    promises: list[Promise]
-    ref: Any
-    step: int | None
-    count: int = 1
-    """Versions that it stands for, where they are only counted."""
-    tag: str = ""
-    env_steps: int = 0
+_clients: dict[str, Client] = {}
+_lock = threading.Lock()
 
-    def __post_init__(self) -> None:
-        self.tag = self.tag or uuid.uuid4().hex
 
-    def then(self, newer: _Publication) -> _Publication:
-        """The newer one, for both."""
-        step, count = newer.step, newer.count
-        if step is None:
-            step, count = (None, self.count + count) if self.step is None else (self.step + count, 1)
-        return _Publication([*self.promises, *newer.promises], newer.ref, step, count, newer.tag, newer.env_steps)
+def client_of(name: str) -> Client:
+    """The client of this process for a model. MissingComponent lists the models that exist."""
+    here = session()
+    with _lock:
+        found = _clients.get(name)
+        if found is None or found.session is not here or found.ended:
+            found = _clients[name] = Client(name)
+            here.closers.append(found.close)
+        return found
+
+
+def forget(name: str) -> None:
+    """The model of this name ends here; the next one of the name is another."""
+    with _lock:
+        found = _clients.pop(name, None)
+    if found is not None:
+        found.close()

@@ -7,7 +7,7 @@ import logging
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,31 @@ class Definition:
     """The settings of a RemoteModel, and what its Model takes. The Model itself travels beside it."""
 
     name: str
-    checkpoint_interval: int | None = None
-    checkpoint_every_s: float = 60.0
-    checkpoint: str | int | None = None
-    max_batch_size: int = 1
-    num_workers: int = 0
-    cpus_per_worker: float = 1
-    gpus_per_worker: float = 0
-    memory_per_worker: float = 1024
-    use_onnx: str | None = None
-    local_mode: bool = False
-    override_model: bool = True
+    """Also of its directory in the run directory: models/NAME."""
     example: Example | None = None
     """What the Model was found to take; None when no arguments were given."""
+    checkpoint_interval: int | None = None
+    """Steps between saved versions; None = every `checkpoint_every_s` seconds. The first version is saved at the start, the newest at the end
+    too, and the newest five stay."""
+    checkpoint_every_s: float = 60.0
+    checkpoint: str | int | None = None
+    """What to start from: a step of this trial, or a path; None = the newest version of this trial."""
+    max_batch_size: int = 1
+    """Samples that one forward takes together."""
+    num_workers: int = 0
+    """Processes that do forwards; 0 = the process that asks does them itself."""
+    cpus_per_worker: float = 1
+    gpus_per_worker: float = 0
+    """With a GPU a worker runs on that."""
+    memory_per_worker: float = 1024
+    """MB"""
+    use_onnx: str | None = None
+    """"train": an ONNX graph whose weights are inputs; "infer": constant ones, rebuilt for each version; "quantize": int8; None: torch. Torch
+    answers until the graph is made and checked."""
+    local_mode: bool = False
+    """The process that asks does the forwards itself, whatever `num_workers` says."""
+    override_model: bool = True
+    """False: take the running model of this name, and the graph of an earlier run."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Of this definition: another one of the same name is another model."""
 
@@ -67,12 +79,12 @@ class Definition:
 
     @property
     def is_local(self) -> bool:
-        """Whether who asks has the engine in its own process."""
+        """The process that asks has the engine."""
         return self.local_mode or self.num_workers == 0
 
     @property
     def on_gpu(self) -> bool:
-        """Whether its workers have GPUs; then they run torch, whatever `use_onnx` says."""
+        """Its workers have GPUs; then they run torch, whatever `use_onnx` says."""
         return self.gpus_per_worker > 0 and not self.is_local
 
     @property
@@ -95,19 +107,19 @@ class Definition:
             )
         return (*args, kwargs) if self.has_kwargs else args
 
-    def explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], batch: bool) -> None:
-        """After an error: note in it where the arguments differ from the example."""
+    def explain(self, error: Exception, args: tuple[Any, ...], batch: bool) -> None:
+        """After an error: note in it where the engine's arguments differ from the example."""
         if self.example is None:
             return
         try:
-            given = rows.as_arrays((*args, kwargs) if self.has_kwargs else args)
+            given = rows.as_arrays(args)
             expected = tree.index(self.args, 0)
             given = tree.index(given, 0) if batch else given
             if rows.signature(expected) != rows.signature(given):
                 error.add_note(
                     f"model {self.name!r} was defined with other arguments (numbered from 0): {rows.difference(expected, given)}"
                 )
-        except Exception:  # it is no tree of arrays at all, and the error itself says so
+        except Exception:  # not a tree of arrays at all, and the error itself says so
             logger.debug("arguments of a forward that failed", exc_info=True)
 
     def frozen(self, name: str) -> Definition:
@@ -115,52 +127,51 @@ class Definition:
         return replace(self, name=name, checkpoint=None, id=uuid.uuid4().hex)
 
 
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    known = [f.name for f in fields(Definition) if f.name not in ("name", "example", "id")]
+    for key in settings:
+        if key not in known:
+            raise UnknownName("setting", key, known, f"model {name!r}")
+
+
 # --- the example ------------------------------------------------------------------------------------------------------
 
 
 def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example | None:
     """The arguments with a batch dimension, which they may have or not: the Model is run both ways to see which it takes. Where both
-    work, they are taken for a batch."""
+    work, they count as a batch."""
     if not args and not kwargs:
         return None
     given = (tuple(tree.map(_as_numpy, tuple(args))), dict(tree.map(_as_numpy, dict(kwargs))))
     as_sample = tree.map(lambda x: x[None], given)
     module = copy.deepcopy(model).cpu().eval()
-    batch, sample = _try(module, given), _try(module, as_sample)
-    if not batch.works and not sample.works:
+    batch, batch_error = _try(module, given)
+    sample, sample_error = _try(module, as_sample)
+    if not batch and not sample:
         raise ConfigError(
             f"{type(model).__name__} does not run with these forward_args, neither as a batch nor as one sample.\n"
-            f"As a batch, {_shapes(given)}:\n{batch.error}\nAs one sample, {_shapes(as_sample)}:\n{sample.error}"
+            f"As a batch, {_shapes(given)}:\n{batch_error}\nAs one sample, {_shapes(as_sample)}:\n{sample_error}"
         )
-    if batch.twice and sample.twice:
+    if batch == sample == 2:
         logger.info(
             "%s takes its forward_args with and without a batch dimension: they count as a batch", type(model).__name__
         )
-    return given if batch.works and (batch.twice or not sample.twice) else as_sample
+    return given if batch >= sample else as_sample
 
 
-@dataclass
-class _Tried:
-    """What came of running the Model with some arguments: `works` with as many rows as given, and with `twice` as many."""
-
-    works: bool = False
-    twice: bool = False
-    error: str = ""
-
-
-def _try(module: Any, given: Example) -> _Tried:
-    tried = _Tried()
+def _try(module: Any, given: Example) -> tuple[int, str]:
+    """How many of two runs worked, with as many rows as given and with twice as many, and the error of the one that did not."""
+    worked = 0
     try:
         count = rows.length((*given[0], given[1]))
         _run(module, given, count)
-        tried.works = True
+        worked = 1
         _run(module, tree.map(lambda x: np.concatenate([x, x]), given), 2 * count)
-        tried.twice = True
+        return 2, ""
     except DataError as e:
-        tried.error = f"  {e}"
+        return worked, f"  {e}"
     except Exception as e:
-        tried.error = _trace(e)
-    return tried
+        return worked, _trace(e)
 
 
 def _trace(error: Exception) -> str:

@@ -20,8 +20,9 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import ConfigError, MissingComponent
 from bray.inference.host import Promise
+from bray.remote.master.handle import add_graph, set_tensorboard_step
 from bray.remote.model.client import Client, client_of, forget
-from bray.remote.model.definition import Definition, find_example
+from bray.remote.model.definition import Definition, check_settings, find_example
 from bray.remote.model.keeper import Keeper
 from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
 from bray.remote.model.worker import ModelWorker
@@ -34,20 +35,11 @@ class RemoteModel:
     With a `model` it defines the model of that name; with a name alone it finds the one that exists.
 
     name                 also of its directory in the run directory: models/NAME
-    model                a torch module; it goes to the processes that need it, this one is not touched
-    forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: which of them is found out
-                         by running the module. `forward_kwargs` likewise
-    checkpoint_interval  steps between saved versions; None: every `checkpoint_every_s` seconds. The first is saved at the start, the newest at
-                         the end too, and the newest five stay
-    checkpoint           what to start from: a step of this trial, or a path; None: the newest of this trial
-    max_batch_size       samples that one forward takes together
-    num_workers          processes that do forwards; 0: who asks does them itself
-    cpus_per_worker, gpus_per_worker, memory_per_worker    of each, memory in MB; with a GPU it runs on that
-    use_onnx             "train": an ONNX graph whose weights are inputs; "infer": constant ones, rebuilt for each version; "quantize": int8;
-                         None: torch. Torch answers until the graph is made and checked
-    local_mode           who asks does the forwards itself, whatever num_workers says
-    override_model       False: take the model of this name that is there, and the graph of an earlier run
+    model                a torch module; the processes that need it get copies
+    forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: running the module shows
+                         which. `forward_kwargs` likewise
     tensorboard_graph, tensorboard_step    show the module in TensorBoard; the x axis is this model's step
+    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.definition.Definition`
     """
 
     def __init__(
@@ -56,48 +48,21 @@ class RemoteModel:
         model: Any = None,
         forward_args: tuple[Any, ...] = (),
         forward_kwargs: Mapping[str, Any] | None = None,
-        checkpoint_interval: int | None = None,
-        checkpoint: str | int | None = None,
-        max_batch_size: int = 1,
-        num_workers: int = 0,
-        cpus_per_worker: float = 1,
-        gpus_per_worker: float = 0,
-        memory_per_worker: float = 1024,
-        use_onnx: str | None = None,
-        local_mode: bool = False,
-        override_model: bool = True,
         tensorboard_graph: bool = False,
         tensorboard_step: bool = False,
-        checkpoint_every_s: float = 60.0,
+        **settings: Any,
     ):
         self.name = name
         self._client: Client | None = None
+        check_settings(name, settings)
         if model is None:
             self._client = client_of(name)
-        elif override_model or not _exists(name):
-            definition = Definition(
-                name,
-                checkpoint_interval,
-                checkpoint_every_s,
-                checkpoint,
-                max_batch_size,
-                num_workers,
-                cpus_per_worker,
-                gpus_per_worker,
-                memory_per_worker,
-                use_onnx,
-                local_mode,
-                override_model,
-                find_example(model, tuple(forward_args), forward_kwargs or {}),
-            )
-            _start(definition, model, get_torch_model_weights(model), 0)
+        elif settings.get("override_model", True) or not _exists(name):
+            example = find_example(model, tuple(forward_args), forward_kwargs or {})
+            _start(Definition(name, example, **settings), model, get_torch_model_weights(model), 0)
         if tensorboard_graph and model is not None:
-            from bray.remote.master import add_graph
-
             add_graph(model, self.get_torch_forward_args())
         if tensorboard_step:
-            from bray.remote.master import set_tensorboard_step
-
             set_tensorboard_step(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -119,35 +84,33 @@ class RemoteModel:
         """
         client = self._client
         if client is None or not client.is_open:
-            client = await self._opened()
+            client = client_of(self.name)
+            await asyncio.shield(asyncio.wrap_future(client.opening()))
+            self._client = client
+        if kwargs or client.has_kwargs:
+            args = client.definition.engine_args(args, kwargs)
         try:
-            return await client.ask(args, kwargs, batch, step, with_step)
+            return await client.ask(args, batch, step, with_step)
         except Exception as e:
-            client.definition.explain(e, args, kwargs, batch)
+            client.definition.explain(e, args, batch)
             raise
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
         """`(outputs, step)` of a batch of arrays, if this process does its forwards itself and they are quick; else None: await `forward`."""
         client = self._client
-        if client is None or not client.is_open or client.served is None or client.definition.has_kwargs:
+        if client is None or not client.is_open or client.served is None or client.has_kwargs:
             return None
         try:
             return client.served.host.run_now(args, rows)
         except Exception as e:
-            client.definition.explain(e, args, {}, True)
+            client.definition.explain(e, args, True)
             raise
 
     @property
     def num_workers(self) -> int:
-        """Processes that do forwards for this one; 0: it does them itself, or has not asked yet."""
+        """Processes that do forwards for this one; 0 = it does them itself, or has not asked yet."""
         client = self._client
         return 0 if client is None or client.served is not None or not client.is_open else client.definition.num_workers
-
-    async def _opened(self) -> Client:
-        client = client_of(self.name)
-        await asyncio.shield(asyncio.wrap_future(client.opening()))
-        self._client = client
-        return client
 
     def __call__(
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
@@ -164,24 +127,24 @@ class RemoteModel:
             self._client = client
         if client.served is None or step is not None:
             return io.run(self.forward(*args, batch=batch, step=step, with_step=with_step, **kwargs))
-        given = client.definition.engine_args(args, kwargs)
+        args = client.definition.engine_args(args, kwargs)
         try:
-            return client.served.host(*given, batch=batch, with_step=with_step)
+            return client.served.host(*args, batch=batch, with_step=with_step)
         except Exception as e:
-            client.definition.explain(e, args, kwargs, batch)
+            client.definition.explain(e, args, batch)
             raise
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """The newest version that this process knows of; it grows with each publish."""
+        """The newest version that this process knows of; each publish increases it."""
         return self._known().step
 
     @property
     def env_steps(self) -> int:
-        """Environment steps that stand behind the newest version, where its trainer said so: exploration schedules read them."""
-        return self._known().follower().env_steps
+        """Environment steps behind the newest version, where its trainer said so: exploration schedules read them."""
+        return self._known().env_steps
 
     def publish_weights(self, weights: Mapping[str, Any], step: int | None = None, env_steps: int = 0) -> Promise:
         """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1 by default.
@@ -212,8 +175,8 @@ class RemoteModel:
     # --- versions ---------------------------------------------------------------------------------------------------
 
     def clone(self, step: int = -1, name: str | None = None) -> RemoteModel:
-        """A model of its own that starts from a version of this one: -1 is the newest, others are those of the run directory. The version
-        stays there for good. The clone is called NAME-STEP by default; one that exists is found."""
+        """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory, where it is then kept
+        for good. The clone is called NAME-STEP by default; an existing one is found."""
         client = self._known()
         about = client.keeper.call("about", again=True).result()
         ref, step = client.keeper.call("freeze", step, again=True).result()
@@ -224,7 +187,7 @@ class RemoteModel:
         return RemoteModel(name)
 
     def add_to_pool(self, step: int = -1) -> int:
-        """Keep a version (-1: the newest) to play against; its step. It stays in the run directory for good."""
+        """Keep a version (-1 = the newest) to play against; returns its step. The run directory keeps it for good."""
         return self._known().keeper.call("add_to_pool", step, again=True).result()
 
     @property
@@ -233,7 +196,7 @@ class RemoteModel:
         return self._known().keeper.call("pool", again=True).result()
 
     def sample_pool(self, weights: Sequence[float] | None = None) -> int:
-        """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or by `weights` in the order of `pool`."""
+        """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or as `weights` say, in the order of `pool`."""
         pool = self.pool
         if not pool:
             raise ConfigError(
@@ -277,9 +240,9 @@ def _exists(name: str) -> bool:
 
 
 def _start(definition: Definition, module: Any, weights: Mapping[str, np.ndarray], step: int) -> None:
-    """Start the keeper and the workers of a model, in place of those that may be there."""
+    """Start the keeper and the workers of a model, in place of existing ones."""
     cluster, name = session().cluster, definition.name
-    RunDir(session().path).weights_path(0, name)  # a name that is no name of a directory is refused here
+    RunDir(session().path).weights_path(0, name)  # refuses a name that cannot be a directory's
     _stop(name)
     try:
         ref = cluster.put(module)

@@ -2,13 +2,14 @@
 pass through it.
 
 Whoever has an engine follows the keeper with a long poll (`newer`) and fetches weights by reference, once per machine. A keeper that was
-killed comes back with what the run directory has; where somebody alive has newer weights, it takes those.
+killed restarts from the run directory; a follower that has newer weights offers them to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import threading
@@ -30,13 +31,13 @@ from bray.rundir import RunDir, match_weights, read_json, read_weights, write_at
 logger = logging.getLogger("bray.remote")
 
 KEEP = 5
-"""Versions that stay in the run directory, besides clones, members of the pool, and what checkpoints hold."""
+"""Versions kept in the run directory, besides clones, members of the pool, and what checkpoints hold."""
 POLL_S = 20.0
-_GAP_S = 0.012  # between two that are told of a new version
-_MOST_GAPS_S = 0.12  # and between the first and the last
+_GAP_S = 0.012  # between two followers that are told of a new version
+_MOST_GAPS_S = 0.12  # between the first and the last
 CALIBRATION_ROWS = 256
 """Rows that int8 is calibrated on."""
-_FILES = 4  # old versions that are held for those who ask
+_OLD_VERSIONS = 4  # held in memory for those who ask for them
 _GRAPH, _CALIBRATION, _STATE = "graph.onnx", "calibration.tree", "state.json"
 
 Weights = Mapping[str, np.ndarray]
@@ -57,13 +58,13 @@ class News:
     int8: Any = None
     """A reference to the bytes of this version in int8."""
     env_steps: int = 0
-    """Environment steps that stand behind these weights, where the trainer said so."""
+    """Environment steps behind these weights, where the trainer said so."""
     wants: str = ""
-    """"offer": whoever asked has something newer. "rows": inputs to calibrate int8 on are missing."""
+    """"offer": the follower has newer weights than the keeper. "rows": inputs to calibrate int8 on are missing."""
 
     @property
     def key(self) -> Key:
-        """What one needs to remember of it, to ask for what is newer."""
+        """What a follower remembers, to ask for what is newer."""
         return self.definition, self.step, self.tag, self.graph is not None, self.int8 is not None, self.wants
 
 
@@ -81,7 +82,7 @@ class About:
 
 
 class Keeper:
-    """See the module. `module` and `weights` are references; `step` is that of the weights, which the run directory may go beyond."""
+    """See the module. `module` and `weights` are references; `step` is that of the weights; the run directory may hold newer ones."""
 
     def __init__(self, definition: Definition, module: Any, weights: Any, step: int = 0):
         self.definition = definition
@@ -96,23 +97,23 @@ class Keeper:
         self._tasks: list[Any] = []
         self._old: dict[int, Any] = {}  # step -> reference, of versions somebody asked for
         self._graph: Any = None
-        self._export_error = self._int8_error = ""
+        self._int8_error = ""
         self._quantizing = False
         self._saved = -1
         self._state = self._read_state()
         self._rows = self._read_rows()
         given = session().cluster.get(weights)
-        self._shape = {name: (x.shape, x.dtype) for name, x in given.items()}
+        self._wanted = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items()}
         step, arrays, saved = self._load(step, given)
         if saved:
             self._saved = step
-        self._due = step  # of the last version that was or is to be saved
+        self._due = step  # the last version that was saved or is being saved
         self._set(arrays, step, f"{definition.id[:8]}-{step}")
 
     # --- starting and ending ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if self._saved < 0:  # before anybody is answered: what a game was played with can be loaded again
+        if self._saved < 0:  # before anybody is answered: whatever a game was played with can be loaded again
             await asyncio.to_thread(self._save)
         if self.definition.checkpoint_interval is None:
             self._tasks.append(io.spawn(self._save_now_and_then(), f"saving model {self.name}"))
@@ -121,22 +122,20 @@ class Keeper:
         elif self.definition.use_onnx is not None:
             exporting = threading.Thread(target=self._export, name="bray-export", daemon=True)
             exporting.start()
-            if (
-                session().cluster.kind == "local"
-            ):  # others use torch in this process, and while it exports it has no time for them
+            if session().cluster.kind == "local":  # the export would block others of this process who use torch
                 await asyncio.to_thread(exporting.join)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._save()  # here: when the interpreter ends there are no more threads to do it in
+        self._save()  # not in a thread: there are none when the interpreter ends
 
     def _load(self, step: int, given: Weights) -> tuple[int, Weights, bool]:
         """What to start from: (step, weights, whether the run directory has them)."""
         versions = [s for s in self._run.versions(self.name) if s not in self._state["given_up"]]
-        again = self._state["definition"] == self.definition.id  # killed and made anew
+        restarted = self._state["definition"] == self.definition.id
         checkpoint = self.definition.checkpoint
-        if checkpoint is not None and not (again and versions):
+        if checkpoint is not None and not (restarted and versions):
             step, weights = self._read_checkpoint(checkpoint)
             weights = self._fitting(weights, f"checkpoint {checkpoint!r}")
             if step not in self._run.versions(self.name):
@@ -144,12 +143,9 @@ class Keeper:
             self._state["given_up"] = [s for s in self._run.versions(self.name) if s > step]
             found = True
         elif versions and max(versions) >= step:
-            step = max(versions)
-            weights, found = (
-                self._fitting(self._run.load_weights(step, self.name), f"version {step} of this trial"),
-                True,
-            )
-            logger.info("model %s goes on at step %d", self.name, step)
+            step, found = max(versions), True
+            weights = self._fitting(self._run.load_weights(step, self.name), f"version {step} of this trial")
+            logger.info("resuming model %s at step %d", self.name, step)
         else:
             weights, found = given, False
         self._state["definition"] = self.definition.id
@@ -157,9 +153,8 @@ class Keeper:
         return step, weights, found
 
     def _fitting(self, weights: Weights, what: str) -> Weights:
-        wanted = {name: np.broadcast_to(np.zeros((), dtype), shape) for name, (shape, dtype) in self._shape.items()}
         try:
-            return match_weights(wanted, weights).weights
+            return match_weights(self._wanted, weights).weights
         except CheckpointError as e:
             raise CheckpointError(
                 f"model {self.name!r} cannot start from {what}: {e}. Choose another trial or name, or give checkpoint= what fits."
@@ -206,9 +201,9 @@ class Keeper:
         return self._step
 
     def _set(self, weights: Weights, step: int, tag: str) -> None:
-        """New weights: ours from here on. The lock is held, or nobody else is there yet."""
+        """Take new weights. The lock is held, or the keeper is just starting."""
         cluster = session().cluster
-        ref = cluster.put(dict(weights))  # by us: a reference does not outlive the process that made it
+        ref = cluster.put(dict(weights))  # a copy: a reference does not outlive the process that made it
         self._weights = cluster.get(ref)
         for x in self._weights.values():
             x.flags.writeable = False
@@ -217,22 +212,22 @@ class Keeper:
             self._tell()
 
     def _tell(self, version: tuple[int, str, Any] | None = None, int8: Any = None) -> None:
-        """Those who wait learn what is newest."""
+        """Tell the followers what is newest."""
         step, tag, ref = version or (self._step, self._tag, self._ref)
         wants = "rows" if self.definition.use_onnx == "quantize" and self._rows is None else ""
         self._news = News(self.definition.id, step, tag, ref, self._graph, int8, self._env_steps, wants)
         io.loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        """One after the other: to answer a call of Ray takes milliseconds of both processes, and where many workers share few cores, all of
-        them at once would keep those waiting who ask for forwards."""
+        """One after the other: answering a Ray call takes milliseconds of both processes, and where many workers share few cores, telling all
+        at once would delay their forwards."""
         gap = min(_GAP_S, _MOST_GAPS_S / max(1, len(self._waiting)))
         for i, waiting in enumerate(self._waiting):
             io.loop().call_later(i * gap, _settle, waiting)
 
     async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> News | None:
-        """What is newer than what the caller knows, as soon as there is something; None when nothing came in `wait` seconds. `holds`: the
-        newest step of which the caller has the weights, and could give them to us; -1 if of none."""
+        """What is newer than what the follower knows, as soon as there is something; None after `wait` seconds. `holds`: the newest step of
+        which the follower has the weights, and could offer them; -1 = none."""
         end = time.monotonic() + wait
         while True:
             news = self._news
@@ -253,8 +248,8 @@ class Keeper:
     def publish(
         self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0, env_steps: int = 0
     ) -> int:
-        """New weights (a reference) of `step`; without one, of the newest step + `count`. `least` is the newest step that the publisher
-        knows of. The same publication may come twice."""
+        """New weights (a reference) of `step`, by default the newest step + `count`. `least` is the newest step that the publisher knows of.
+        A publication that is retried has the same tag."""
         with self._lock:
             if tag == self._tag:
                 return self._step
@@ -270,7 +265,7 @@ class Keeper:
             return self._step
 
     def offer(self, weights: Any, step: int, tag: str) -> int:
-        """Weights of a version that we may have lost; taken if they are newer than ours."""
+        """Weights that this keeper may have lost in a crash; taken if they are newer than ours."""
         with self._lock:
             if step > self._step:
                 logger.warning(
@@ -281,34 +276,14 @@ class Keeper:
 
     def _take(self, weights: Any, step: int, tag: str) -> None:
         arrays = session().cluster.get(weights)
-        self._check(arrays)
+        report = match_weights(self._wanted, arrays, strict=False)
+        if not report.exact:
+            raise CheckpointError(f"these weights do not fit model {self.name!r}, which keeps those it has: {report}")
         self._set(arrays, step, tag)
         interval = self.definition.checkpoint_interval
         if interval is not None and step // interval > self._due // interval:
             self._due = step
             threading.Thread(target=self._save, name="bray-save", daemon=True).start()
-
-    def _check(self, weights: Weights) -> None:
-        """Raise CheckpointError unless names, shapes and types are those of the Model."""
-        wrong = [
-            f"{name}: expected {self._kind(name)}, got "
-            + (f"{weights[name].dtype}{list(weights[name].shape)}" if name in weights else "none")
-            for name in {**self._shape, **weights}
-            if name not in self._shape
-            or name not in weights
-            or self._shape[name] != (weights[name].shape, weights[name].dtype)
-        ]
-        if wrong:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise CheckpointError(
-                f"these weights do not fit model {self.name!r}, which goes on with those it has: {'; '.join(wrong[:5])}{more}"
-            )
-
-    def _kind(self, name: str) -> str:
-        if name not in self._shape:
-            return "none"
-        shape, dtype = self._shape[name]
-        return f"{dtype}{list(shape)}"
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
@@ -321,13 +296,13 @@ class Keeper:
                 if step not in self._run.versions(self.name):
                     known = ", ".join(map(str, sorted({*self._run.versions(self.name), self._step})[-8:]))
                     raise CheckpointError(f"model {self.name!r} has no version {step}; there are: {known}")
-                while len(self._old) >= _FILES:
+                while len(self._old) >= _OLD_VERSIONS:
                     del self._old[next(iter(self._old))]
                 self._old[step] = session().cluster.put(self._run.load_weights(step, self.name))
             return self._old[step], step
 
     def freeze(self, step: int) -> tuple[Any, int]:
-        """`weights`, and the version stays in the run directory for good."""
+        """`weights`, and keep the version in the run directory for good."""
         with self._lock:
             ref, step = self.weights(step)
             if step not in self._run.versions(self.name):
@@ -355,11 +330,11 @@ class Keeper:
             await asyncio.to_thread(self._save)
 
     async def save(self) -> None:
-        """The newest version is in the run directory when this returns."""
+        """Save the newest version, if it is not saved yet."""
         await asyncio.to_thread(self._save)
 
     def _save(self) -> None:
-        """The newest version into the run directory, and the oldest out of it."""
+        """Save the newest version, and remove old ones."""
         with self._save_lock:
             step, weights = self._step, self._weights
             if step == self._saved:
@@ -371,10 +346,10 @@ class Keeper:
                     self._forgive(step)
                 self._retain()
             except BrayError as e:
-                logger.error("model %s is not saved at step %d and goes on: %s", self.name, step, e)
+                logger.error("model %s could not be saved at step %d: %s", self.name, step, e)
 
     def _forgive(self, step: int) -> None:
-        """A version that was given up has been made again."""
+        """A version that `checkpoint=` had discarded has been trained again."""
         if step in self._state["given_up"]:
             self._state["given_up"].remove(step)
             self._write_state()
@@ -391,21 +366,20 @@ class Keeper:
     # --- ONNX -------------------------------------------------------------------------------------------------------
 
     def _export(self) -> None:
-        """In a thread of its own: the graph, once for all versions."""
+        """In a thread: make the graph, once for all versions."""
         from bray.remote.model.graphs import make_graph
 
         cluster, path = session().cluster, self._folder / _GRAPH
         start = time.monotonic()
         try:
-            module = _own_copy(cluster.get(self._module))
+            module = copy.deepcopy(cluster.get(self._module)).cpu().eval()
             if self.definition.has_kwargs:
                 module = with_kwargs(module)
             ready = None if self.definition.override_model else path
             graph = make_graph(module, self.definition.args, self._weights, ready)
             write_atomic(path, graph)
         except Exception as e:
-            self._export_error = str(e)
-            logger.warning("model %s goes on with torch, not with ONNX: %s", self.name, e)
+            logger.warning("model %s is served by torch, not by ONNX: %s", self.name, e)
             return
         logger.info("model %s has its ONNX graph after %.1f s", self.name, time.monotonic() - start)
         with self._lock:
@@ -413,12 +387,8 @@ class Keeper:
             if not self._quantize_soon():
                 self._tell()
 
-    def export_error(self) -> str:
-        """Why there is no ONNX graph; '' when there is one, or none is wanted or it is still being made."""
-        return self._export_error
-
     def calibrate(self, rows: Any) -> None:
-        """Inputs that were seen, trees `[N, ...]`: int8 is calibrated on them."""
+        """Real inputs, trees `[N, ...]`, to calibrate int8 on."""
         with self._lock:
             if self._rows is not None:
                 return
@@ -427,7 +397,7 @@ class Keeper:
             self._quantize_soon()
 
     def _read_rows(self) -> Any:
-        """What int8 is calibrated on: inputs of earlier, or the example if it has rows enough."""
+        """What int8 is calibrated on: the example if it has enough rows, or saved inputs."""
         if self.definition.use_onnx != "quantize":
             return None
         if len(tree.leaves(self.definition.args)[0]) >= CALIBRATION_ROWS // 8:
@@ -439,7 +409,7 @@ class Keeper:
         return None
 
     def _quantize_soon(self) -> bool:
-        """See to it that the newest version is told of in int8, unless there is nothing to make that with. The lock is held."""
+        """Whether the newest version is announced once its int8 form is made. The lock is held."""
         if self.definition.use_onnx != "quantize" or self._graph is None or self._rows is None:
             return False
         if not self._quantizing:
@@ -448,7 +418,7 @@ class Keeper:
         return True
 
     def _quantize(self) -> None:
-        """In a thread: the newest version in int8, until there is no newer one."""
+        """In a thread: make the newest version int8, until there is no newer one."""
         from bray.inference.graph import with_constant_weights
         from bray.inference.quantize import quantize
 
@@ -474,13 +444,6 @@ class Keeper:
 def _settle(waiting: asyncio.Future[None]) -> None:
     if not waiting.done():
         waiting.set_result(None)
-
-
-def _own_copy(module: Any) -> Any:
-    """A Model of our own: what comes out of the object store (or of this process) is shared."""
-    import copy
-
-    return copy.deepcopy(module).cpu().eval()
 
 
 def _kind(args: Any) -> Any:

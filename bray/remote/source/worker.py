@@ -131,19 +131,24 @@ class SourceReader:
             skip = items if epoch == epochs else 0
             under_way: deque[tuple[Any, int]] = deque()
             waiting, done = 0, skip
-            for sample in islice(iter(source), skip, None):
-                if self._stop:
-                    return
-                nbytes = sum(getattr(leaf, "nbytes", 8) for leaf in tree.leaves(sample))
-                under_way.append((self._push(sample), nbytes))
-                waiting += nbytes
-                while len(under_way) > _UNDER_WAY or waiting > _BYTES_UNDER_WAY:
-                    pushed, nbytes = under_way.popleft()
-                    if not self._arrived(pushed):
+            try:
+                for sample in islice(iter(source), skip, None):
+                    if self._stop:
                         return
-                    waiting -= nbytes
-                    done += 1
-                    self._note(label, epoch, done)
+                    nbytes = sum(getattr(leaf, "nbytes", 8) for leaf in tree.leaves(sample))
+                    under_way.append((self._push(sample), nbytes))
+                    waiting += nbytes
+                    while len(under_way) > _UNDER_WAY or waiting > _BYTES_UNDER_WAY:
+                        pushed, nbytes = under_way.popleft()
+                        if not self._arrived(pushed):
+                            return
+                        waiting -= nbytes
+                        done += 1
+                        self._note(label, epoch, done)
+            except BaseException:
+                for pushed, _ in under_way:  # what came before the error is in the buffer when it ends
+                    self._arrived(pushed)
+                raise
             for pushed, _ in under_way:
                 if not self._arrived(pushed):
                     return

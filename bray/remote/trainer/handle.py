@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bray.cluster import io, wire
+from bray.cluster import io
 from bray.cluster.session import Session, session
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
+from bray.serving import link as wire
 
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver

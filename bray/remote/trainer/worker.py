@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from bray.cluster import io, wire
+from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
 from bray.data.experience import Rollouts
@@ -29,6 +29,7 @@ from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
 from bray.rundir import RunDir, read_json, write_atomic
+from bray.serving import link as wire
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from bray.cluster import io, wire
-from bray.cluster.wire import Address, Listener, connect
+from bray.cluster import io
 from bray.errors import DataError, LinkLost, RemoteError, Unreachable
+from bray.serving import link as wire
+from bray.serving.link import Address, Listener, connect
 
 TOKEN = b"0123456789abcdef"
 ECHO, BAD, ODD, SILENT, SLOW = 1, 2, 3, 4, 5

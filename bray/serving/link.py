@@ -2,13 +2,15 @@
 
     frame = number u64 | length u32 | kind u8 | 3 bytes 0 | body        little endian
 
-The first frame of a connection is the session's token. A request has a number and is answered by one reply or one error with that number;
-number 0 is a message that wants no answer. Unix sockets are abstract ones: they vanish with their process, however it ends.
+The first frame of a connection is the token. A request has a number and is answered by one reply or one error with that number;
+number 0 is a message that wants no answer. What is sent in one turn of the loop leaves in one write. Unix sockets are abstract unless a path is
+given: they vanish with their process, however it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import itertools
 import logging
@@ -25,14 +27,18 @@ import msgspec
 from bray import errors
 from bray.errors import BrayError, DataError, LinkLost, RemoteError, Unreachable
 
-logger = logging.getLogger("bray.remote")
+logger = logging.getLogger("bray.link")
 
 _HEAD = struct.Struct("<QIB3x")
 _HELLO, _REPLY, _ERROR = 253, 254, 255
 MAX_BODY = 1 << 30
 _LARGE = 1 << 16  # pieces from this size on are written as they are; smaller ones are joined first
 _HIGH_WATER = 1 << 22  # bytes that may wait in a connection before `drain` waits
+_MAX_TOKEN = 1024
 CONNECT_TIMEOUT = 5.0
+GREETING_S = 5.0
+"""Seconds for a new connection to send the token."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 
 Piece = bytes | bytearray | memoryview
 Handle = Callable[["Link", int, int, memoryview], None]
@@ -48,6 +54,7 @@ class Address(NamedTuple):
     port: int
 
 
+@functools.cache
 def machine_id() -> str:
     """What two processes share when a unix socket joins them: the running system and its network namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -61,6 +68,7 @@ class Link(asyncio.Protocol):
         self._token, self._handle, self._lost = token, handle, lost
         self._greets = greets  # the side that connects sends the token; the other waits for it
         self._known = greets
+        self._greeting: asyncio.TimerHandle | None = None  # closes a connection that does not send the token
         self._transport: Any = None
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
         self._numbers = itertools.count(1)
@@ -71,6 +79,8 @@ class Link(asyncio.Protocol):
         self._error = ""  # why it is closed, where we know
         self.closed = False
         self.data: Any = None  # of whoever handles this link
+        self.replied: Callable[[int, memoryview | None], None] | None = None
+        """Called with the answers to `send`: number and body, None in place of an error."""
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -80,10 +90,14 @@ class Link(asyncio.Protocol):
         if self.closed:
             future.set_exception(LinkLost(self._error or "the connection is closed"))
             return future
+        self._waiting[self.send(kind, *pieces)] = future
+        return future
+
+    def send(self, kind: int, *pieces: Piece) -> int:
+        """Send a message whose answer goes to `replied`, without a future; returns its number."""
         number = next(self._numbers)
         self._send(number, kind, pieces)
-        self._waiting[number] = future
-        return future
+        return number
 
     def post(self, kind: int, *pieces: Piece) -> None:
         """Send a message that has no answer. Raises LinkLost when the connection is known to be gone."""
@@ -113,6 +127,20 @@ class Link(asyncio.Protocol):
         if self._transport is not None:
             self._flush()
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close without sending what waits."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def enable_keepalive(self) -> None:
+        """Let the kernel notice within about ten seconds that the machine at the other end of a TCP connection is gone."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                if hasattr(socket, option):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
     def _send(self, number: int, kind: int, pieces: tuple[Piece, ...]) -> None:
         length = sum(map(len, pieces)) if len(pieces) != 1 else len(pieces[0])
@@ -145,6 +173,8 @@ class Link(asyncio.Protocol):
         transport.set_write_buffer_limits(high=_HIGH_WATER)
         if self._greets:
             self._send(0, _HELLO, (self._token,))
+        else:
+            self._greeting = self._loop.call_later(GREETING_S, transport.abort)
 
     def pause_writing(self) -> None:
         self._writable = self._loop.create_future()
@@ -167,7 +197,7 @@ class Link(asyncio.Protocol):
         needs = size
         while end - at >= size:
             number, length, kind = head(data, at)
-            if length > MAX_BODY or (not self._known and (kind != _HELLO or length > 1024)):
+            if length > MAX_BODY or (not self._known and (kind != _HELLO or length > _MAX_TOKEN)):
                 self._refuse("a frame that is not of this protocol")
                 return
             if end - at - size < length:
@@ -194,14 +224,23 @@ class Link(asyncio.Protocol):
             if not hmac.compare_digest(bytes(body), self._token):
                 self._refuse("a wrong token")
             self._known = True
+            self._stop_greeting()
             return
         future = self._waiting.pop(number, None)
-        if future is None or future.done():  # cancelled meanwhile
+        if future is None:
+            if self.replied is not None:
+                self.replied(number, body if kind == _REPLY else None)
+        elif future.done():  # cancelled meanwhile
             return
-        if kind == _REPLY:
+        elif kind == _REPLY:
             future.set_result(body)
         else:
             future.set_exception(_read_error(body))
+
+    def _stop_greeting(self) -> None:
+        if self._greeting is not None:
+            self._greeting.cancel()
+            self._greeting = None
 
     def _refuse(self, why: str) -> None:
         logger.warning("a connection sent %s and is closed", why)
@@ -211,6 +250,7 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
+        self._stop_greeting()
         self.resume_writing()
         self._chunks.clear()
         waiting, self._waiting = self._waiting, {}
@@ -245,17 +285,25 @@ class Listener:
         self.address: Address
 
     async def start(self, name: str, host: str = "127.0.0.1") -> Address:
-        """Listen: on a unix socket, and on any free TCP port of `host`."""
-        loop = asyncio.get_running_loop()
+        """Listen on an abstract unix socket, and on any free TCP port of `host`."""
         path = f"\0bray-{os.getpid()}-{os.urandom(6).hex()}-{name}"[:100]
+        await self.start_unix(path)
+        await self.start_tcp(host)
+        self.address = self.address._replace(unix=path)
+        return self.address
+
+    async def start_tcp(self, host: str, port: int = 0) -> None:
+        """Listen on TCP alone."""
+        server = await asyncio.get_running_loop().create_server(self._make, host, port)
+        self._servers.append(server)
+        self.address = Address(machine_id(), "", host, server.sockets[0].getsockname()[1])
+
+    async def start_unix(self, path: str) -> None:
+        """Listen on a unix socket alone."""
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         unix.bind(path)
-        self._servers.append(await loop.create_unix_server(self._make, sock=unix))
-        server = await loop.create_server(self._make, host, 0)
-        self._servers.append(server)
-        port = server.sockets[0].getsockname()[1]
-        self.address = Address(machine_id(), path, host, port)
-        return self.address
+        self._servers.append(await asyncio.get_running_loop().create_unix_server(self._make, sock=unix))
+        self.address = Address(machine_id(), path, "", 0)
 
     def _make(self) -> Link:
         link = Link(self._token, self._handle, self._gone, greets=False)

@@ -1,0 +1,415 @@
+"""What can be typed: one dataclass per command. Its docstring is the command's help, a field is a flag, the text under it the flag's help.
+
+Nothing heavy is imported here: `bray --help` answers at once. `SECTIONS` adds the flags that set keys of a config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
+
+RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
+LaunchFile = Annotated[Path, Flag("--config", "FILE")]
+Keys = Annotated[list[str] | None, Flag(metavar="KEY=VALUE", argument=True)]
+ComponentKeys = Annotated[list[str] | None, Flag(metavar="COMPONENT.KEY=VALUE", argument=True)]
+Seconds = Annotated[Amount, Flag(metavar="SECONDS")]
+Checkpoint = Annotated[str, Flag(metavar="latest|best|STEP")]
+Address = Annotated[str, Flag(metavar="ADDRESS")]
+Text = Annotated[str, Flag(metavar="TEXT")]
+Engine = Literal["onnx", "int8", "torch"]
+Cluster = Literal["ray", "local"]
+Hidden = Annotated[bool, Flag(hidden=True)]
+
+WHAT, HOW, SHOWN = "What runs", "How it runs", "What is shown"
+LIVE = "Live games, in place of an environment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every command has."""
+
+    debug: bool = False
+    """Show the traceback of errors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acting(Options):
+    """How a trained policy acts."""
+
+    act: Literal["greedy", "sample"] | None = None
+    """How actions are chosen: greedy = the best one (the default), sample = drawn as in training."""
+    explore: Hidden = False
+    """The old name of --act sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Options):
+    """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
+
+    Later ones win: preset, file, --config, flags and key=value. `bray schema run` (env, model, live, PPO, ...) lists the keys.
+    """
+
+    keys: Keys = None
+    """lr=1e-3 model.layer_norm=true"""
+    run: Annotated[str | None, Flag(metavar="ALGO", panel=WHAT)] = None
+    """PPO, DQN, ... or module:Name"""
+    env: Annotated[str | None, Flag(metavar="ENV")] = None
+    """CartPole-v1, ... or module:Class"""
+    file: Annotated[Path | None, Flag("-f,--yaml", "FILE")] = None
+    """A run as YAML, JSON or Python."""
+    config: Annotated[str | None, Flag(metavar="JSON")] = None
+    """'{"lr": 1e-3}'"""
+    no_preset: bool = False
+    """Leave out the settings that ship with Bray."""
+    seeds: Annotated[list[int] | None, Flag("--seed")] = None
+    """Several times: several runs, one curve."""
+    stop: Annotated[str | None, Flag(metavar="JSON", panel="Where it begins and ends")] = None
+    """'{"episode_return_mean": 475}': any of them."""
+    steps: int | None = None
+    """Env steps: the same as --stop '{"env_steps_total": N}'."""
+    project: Annotated[Path | None, Flag(metavar="P")] = None
+    """The run directory is P/T."""
+    trial: Annotated[str | None, Flag(metavar="T")] = None
+    """The run directory is P/T."""
+    resume: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
+    """Go on exactly where a run stopped."""
+    init_from: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
+    """Start with a run's weights."""
+    print_config: Annotated[bool, Flag(panel=SHOWN)] = False
+    """Show every value and where it came from, then end."""
+    render: bool = False
+    """Evaluate at the end and write a video."""
+    log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
+    """debug, info, warning or error"""
+    quiet: bool = False
+    """No progress; the last line alone."""
+    live: Annotated[bool, Flag(panel=LIVE)] = False
+    """Learn from the games that call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(Acting):
+    """Play whole episodes with a checkpoint and say how good it is."""
+
+    path: RunDirectory
+    """A run directory, as `bray train` names it."""
+    episodes: Count | None = None
+    """Whole episodes [10]."""
+    steps: Count | None = None
+    """Instead: exactly this many env steps, the last episode cut."""
+    checkpoint: Checkpoint = "latest"
+    """Which checkpoint."""
+    render: bool = False
+    """Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window."""
+    render_human: Hidden = False
+    seed: int | None = None
+    """Other episodes than in every evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collect(Acting):
+    """Play whole episodes and save them, for imitation and offline learning."""
+
+    path: RunDirectory
+    """A run directory, as `bray train` names it."""
+    episodes: Count | None = None
+    """Whole episodes [100]."""
+    steps: Count | None = None
+    """Instead: exactly this many env steps, the last episode cut."""
+    out: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Instead of RUN_DIR/trajectories."""
+    format: Literal["bray", "pkl"] = "bray"
+    """pkl is for other tools; Bray does not read it."""
+    checkpoint: Checkpoint = "latest"
+    """Which checkpoint."""
+    seed: int | None = None
+    """Other episodes than in every evaluation."""
+    per_file: Count = 1000
+    """Episodes in one file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Options):
+    """Answer live games with trained policies: POST /step with start, tick ..., end. See docs/serving.md.
+
+    `bray schema serve` lists every KEY.
+    """
+
+    words: Annotated[list[str], Flag(metavar="RUN_DIR...", argument=True)]
+    """Run directories (NAME=RUN_DIR names one), and KEY=VALUE for any setting."""
+    sample: Hidden = False
+    """The old name of --act sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Options):
+    """Play recorded sessions again, byte for byte, and compare the actions tick by tick."""
+
+    files: Annotated[list[Path], Flag(metavar="FILE...", argument=True)]
+    """Recordings of `bray serve --record`."""
+    against: Checkpoint = "latest"
+    """The version to ask."""
+    run: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
+    """Another run than the recorded one."""
+    engine: Engine = "onnx"
+    """What executes it."""
+    show: int = 5
+    """Differences to print."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway(Options):
+    """Write an HAProxy configuration: one address for services on several machines, sessions kept together."""
+
+    servers: Annotated[list[str], Flag(metavar="HOST:PORT[,ADMIN_PORT]...", argument=True)]
+    """The services behind it."""
+    bind: Annotated[str, Flag(metavar="HOST:PORT")] = "*:8000"
+    """Where the gateway listens."""
+    config: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Write here instead of stdout."""
+    maxconn: Count = 8000
+    """Connections at once."""
+    timeout: Seconds = 300.0
+    """Of clients and services."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(Options):
+    """Write a checkpoint's Model as ONNX files, check them against torch and time them.
+
+    RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint), model.int8.onnx and
+    samples.tree (inputs and outputs to check a port against).
+    """
+
+    path: RunDirectory
+    """A run directory, as `bray train` names it."""
+    quantize: bool = False
+    """Also in int8, calibrated on recorded observations."""
+    checkpoint: Checkpoint = "latest"
+    """Which checkpoint."""
+    min_agreement: Annotated[Share, Flag(metavar="PART")] = 0.99
+    """int8 is refused when fewer greedy actions than this are those of the Model; continuous actions agree within 1 % of their range on
+    average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Options):
+    """Start the components of a launch file: models, buffers, agents, trainers. Ctrl-C ends it.
+
+    `bray schema KIND` lists the keys of a component; see docs/launch.md.
+    """
+
+    keys: ComponentKeys = None
+    """model1.max_batch_size=8"""
+    config: Annotated[LaunchFile, Flag("--config", "FILE", panel=WHAT)]
+    """The launch file (YAML). `bray new` makes some."""
+    mode: Annotated[str | None, Flag(metavar="train|deploy")] = None
+    """Instead of the file's."""
+    project: Annotated[str | None, Flag(metavar="P")] = None
+    """Instead of the file's."""
+    trial: Annotated[str | None, Flag(metavar="T")] = None
+    """Instead of the file's. The run directory is P/T."""
+    cluster: Annotated[Cluster, Flag(panel=HOW)] = "ray"
+    """ray: processes, in the Ray cluster that is running or in a new one; local: all in this process."""
+    check: Annotated[bool, Flag(panel=SHOWN)] = False
+    """Say what would start, with resources; start nothing."""
+    graph: Annotated[Path | None, Flag(metavar="FILE.svg")] = None
+    """Draw the graph; start nothing."""
+    log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
+    """debug, info, warning or error"""
+    quiet: bool = False
+    """No progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema(Options):
+    """Every key that can be set, with its type, default and meaning.
+
+    Without a NAME: the JSON Schema of launch files, for editors.
+    """
+
+    name: Annotated[str | None, Flag(metavar="[NAME]", argument=True)] = None
+    """run, env, model, live, serve, launch, PPO or another algorithm, or a kind of component: buffer, agent, actor, trainer, ..."""
+    json: bool = False
+    """As JSON Schema."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class New(Options):
+    """Copy the project template to ./NAME: launch files, models, agents, sources, trainers, a game."""
+
+    name: Annotated[str, Flag(metavar="NAME", argument=True)]
+    """Directory and Python package of the project."""
+    template: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Copy this project instead of Bray's template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Render(Options):
+    """Show saved episodes as pictures in a web page, and make videos of them. See docs/render.md."""
+
+    config: LaunchFile | None = None
+    """A launch file: its project, trial and renderers."""
+    project: Annotated[Path | None, Flag(metavar="P")] = None
+    """Instead of the file's."""
+    trial: Annotated[str | None, Flag(metavar="T")] = None
+    """Shown first; the page can change it."""
+    host: Address = "127.0.0.1"
+    """0.0.0.0 = every network."""
+    port: Port = 0
+    """0 = any free one."""
+    open_page: Annotated[bool, Flag("--open/--no-open")] = True
+    """Open the page in a browser."""
+    seconds: Seconds | None = None
+    """End after this time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algos(Options):
+    """The algorithms, or all config keys of one."""
+
+    name: Annotated[str | None, Flag(metavar="[ALGO]", argument=True)] = None
+    """Show the config keys of this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envs(Options):
+    """The environments that can be named, which have a native vector form, and presets."""
+
+    pattern: Annotated[str | None, Flag(metavar="[PATTERN]", argument=True)] = None
+    """Part of a name, or with * and ?."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckEnv(Options):
+    """Play an environment at random and say what is wrong with it and what to do."""
+
+    env: Annotated[str, Flag(metavar="ENV", argument=True)]
+    """A name or module:Class."""
+    keys: Keys = None
+    """Its env_config; env.KEY=VALUE for the env section."""
+    steps: Count = 200
+    """Random steps to play, twice."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Options):
+    """Look at this machine and this installation; names no user and no path, so it can be shared."""
+
+    json: bool = False
+    """For a machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeActor(Options):
+    """A game service with fixed replies, to connect a game before there is an agent."""
+
+    port: Port = 8000
+    """0 = any free one."""
+    host: Address = "127.0.0.1"
+    tcp: bool = False
+    """Answer framed TCP too, on the same port."""
+    workers: Count = 1
+    sessions: Count = 1000
+    """Sessions of one worker at once."""
+    start: Text = ""
+    """The reply to a start."""
+    tick: Text = "fake_actor_tick_return"
+    """The reply to a tick."""
+    end: Text = "fake_actor_end_return"
+    """The reply to an end."""
+    echo: bool = False
+    """Answer a tick with its own body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeBuffer(Options):
+    """Run the trainers of a launch file on made-up samples, without games and sources: to develop a trainer alone."""
+
+    keys: ComponentKeys = None
+    """As for bray launch."""
+    config: LaunchFile
+    """The launch file whose trainers are to run."""
+    sample: Annotated[str | None, Flag(metavar="MODULE:NAME")] = None
+    """A sample to imitate, or a function of a random generator that makes one; without it, what the algorithm, else the model takes."""
+    rate: Annotated[Amount | None, Flag(metavar="HZ")] = None
+    """Samples per second; without it, as many as are taken."""
+    seconds: Seconds | None = None
+    """End after this time; without it, until it is stopped."""
+    trial: Annotated[str | None, Flag(metavar="T")] = None
+    """Name of the trial; without it, the file's with -fake after it."""
+    cluster: Cluster = "local"
+    """local: all in this process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeGamecore(Options):
+    """Games that tick at a service, and a table of how fast and how well it answers."""
+
+    sessions: Count = 8
+    """Games at once."""
+    rate: Annotated[Amount, Flag(metavar="R")] = 0.0
+    """Ticks/s of each; 0 = as fast as it answers."""
+    seconds: Annotated[float, Ge(0.1), Flag(metavar="SECONDS")] = 5.0
+    """How long they play."""
+    tcp: Annotated[bool, Flag("--tcp/--http")] = False
+    """Which protocol."""
+    body: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """The body of every tick."""
+    run: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
+    """Random observations of this run, for `bray serve`."""
+    size: Annotated[Whole, Flag("--bytes")] = 1024
+    """The body is N bytes, if nothing else is given."""
+    connections: Count = 32
+    """At most."""
+    host: Address = "127.0.0.1"
+    port: Port = 8000
+    admin_port: Port | None = None
+    """Admin port of the service, for its CPU and memory [--port + 1]."""
+    token: Annotated[str, Flag(metavar="T")] = ""
+    json: bool = False
+    """For a machine."""
+
+
+COMMANDS: dict[str, tuple[type[Options], str]] = {
+    "train": (Train, "bray.cli.train:train"),
+    "eval": (Eval, "bray.cli.evaluate:evaluate"),
+    "collect": (Collect, "bray.cli.collect:collect"),
+    "serve": (Serve, "bray.cli.serve:serve"),
+    "replay": (Replay, "bray.cli.serve:replay"),
+    "gateway": (Gateway, "bray.cli.gateway:gateway"),
+    "export": (Export, "bray.cli.export:export"),
+    "launch": (Launch, "bray.cli.launch:launch"),
+    "schema": (Schema, "bray.cli.schema:schema"),
+    "new": (New, "bray.cli.new:new"),
+    "render": (Render, "bray.cli.render:render"),
+    "algos": (Algos, "bray.cli.listing:algos"),
+    "envs": (Envs, "bray.cli.listing:envs"),
+    "check-env": (CheckEnv, "bray.cli.listing:check_env"),
+    "doctor": (Doctor, "bray.cli.doctor:doctor"),
+    "fake actor": (FakeActor, "bray.cli.fake:actor"),
+    "fake buffer": (FakeBuffer, "bray.cli.fake_buffer:buffer"),
+    "fake gamecore": (FakeGamecore, "bray.cli.fake:gamecore"),
+}
+"""Command -> its options, and the function that gets them and returns the exit code."""
+
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "train": {
+        "live": ("bray.train.config:LiveConfig", LIVE),
+        "data": ("bray.train.config:DataConfig", "Files, in place of an environment"),
+        "run": ("bray.train.config:RunConfig", HOW),
+        "env": ("bray.envs.config:EnvConfig", HOW),
+    },
+    "serve": {
+        "service": ("bray.serving.config:ServiceConfig", "Where it listens"),
+        "model": ("bray.serving.config:ModelService", "What answers"),
+    },
+}
+"""Command -> section -> (dataclass, title in the help): its fields with a `Flag` are flags of the command, and come as a Source after the
+options."""

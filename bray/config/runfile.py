@@ -1,0 +1,58 @@
+"""A run as a file, and the presets that ship with Bray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from bray.config.sources import Key, Source, load_config, load_yaml
+
+
+def load_run_file(path: str | Path) -> Source:
+    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too."""
+    return spread_sections(load_config(path))
+
+
+def spread_sections(source: Source) -> Source:
+    """`{run: PPO, env: CartPole-v1, stop: {...}, config: {...}}` as sections; keys remember their lines."""
+    values: dict[str, Any] = {}
+    lines: dict[Key, int] = {}
+    for old, new, value in _moves(source.values):
+        node = values
+        for part in new[:-1]:
+            node = node.setdefault(part, {})
+        both = isinstance(node.get(new[-1]), dict) and isinstance(value, dict)
+        node[new[-1]] = {**node[new[-1]], **value} if both else value
+        lines |= {new + key[len(old) :]: n for key, n in (source.lines or {}).items() if key[: len(old)] == old}
+    return Source(source.name, values, lines or None, source.texts)
+
+
+def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
+    """(key in the file, key in the sections, value)."""
+    for key, value in values.items():
+        if key == "run" and isinstance(value, str):
+            yield (key,), ("run", "algorithm"), value
+        elif key == "env" and isinstance(value, str):
+            yield (key,), ("env", "id"), value
+        elif key == "config" and isinstance(value, dict):
+            for inner, v in value.items():
+                yield (key, inner), (inner,), v
+        else:
+            yield (key,), (key,), value
+
+
+def presets() -> Iterator[tuple[str, str, Source]]:
+    """(algorithm, environment, settings) of the tuned settings that ship with Bray."""
+    for file in sorted(resources.files("bray").joinpath("presets").iterdir(), key=lambda f: f.name):
+        if file.name.endswith(".yaml"):
+            with resources.as_file(file) as path:
+                source = spread_sections(load_yaml(path))
+            source.name = f"preset {Path(file.name).stem}"
+            yield source.values["run"]["algorithm"], source.values["env"]["id"], source
+
+
+def preset(algo: str, env: str) -> Source | None:
+    """The tuned settings for this algorithm and environment, if there are any."""
+    return next((source for a, e, source in presets() if (a, e) == (algo, env)), None)

@@ -1,0 +1,119 @@
+"""From a config to one environment with its wrappers (`Builder`), and what it looks like (`env_spec`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+
+from bray.envs import atari, compat, wrappers
+from bray.envs.config import EnvConfig
+from bray.envs.registry import EnvContext, Source, resolve
+from bray.errors import BrayError, EnvError
+from bray.spec import EnvSpec, Space
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes the environments of one config, here or in another process."""
+
+    config: EnvConfig
+    source: Source
+    render_mode: str | None = None
+    worker_index: int = 0
+
+    @staticmethod
+    def of(config: EnvConfig, render_mode: str | None = None, worker_index: int = 0) -> Builder:
+        return Builder(config, resolve(config), render_mode, worker_index)
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def pictures(self) -> bool:
+        """Whether this is an Atari game shown as preprocessed pictures."""
+        return self._pictures(self.config.env_config)
+
+    def _pictures(self, arguments: dict[str, Any]) -> bool:
+        return atari.is_atari(self.source.gym_spec) and atari.shows_pictures(self.config.atari, arguments)
+
+    def __call__(self, index: int = 0) -> tuple[gym.Env, int | None]:
+        """Environment `index` without its time limit, and that limit (a VecEnv counts steps itself)."""
+        config, source = self.config, self.source
+        arguments = EnvContext(config.arguments(index), self.worker_index, index, remote=self.worker_index > 0)
+        pictures = self._pictures(arguments)
+        if pictures:
+            arguments.update({**atari.game_arguments(config.atari), **arguments})
+        env = self._make(arguments, index)
+        limit = None
+        if source.gym_id is not None:
+            env, limit = _strip(env, keep_limit=bool(config.wrappers) and config.max_episode_steps is None)
+        if not isinstance(env, gym.Env) and not hasattr(env, "step"):
+            raise EnvError(f"{self.name}: its creator returned {type(env).__name__}, which is not an environment")
+        env = compat.adapt(env)
+        if pictures:
+            env = atari.AtariFrames(env, config.atari, config.frame_stack)
+        for wrapper in config.wrappers:
+            env = wrappers.apply(wrapper, env)
+        if config.frame_stack and not pictures:
+            env = gym.wrappers.FrameStackObservation(env, config.frame_stack)
+        if config.flatten_obs:
+            env = wrappers.flatten(env)
+        if config.max_episode_steps is not None:
+            limit = config.max_episode_steps if config.max_episode_steps > 0 else None
+        return env, limit
+
+    def _make(self, arguments: EnvContext, index: int) -> Any:
+        try:
+            return self.source.make(arguments, self.render_mode)
+        except BrayError:
+            raise
+        except Exception as e:
+            trace = "".join(traceback.format_exception(e)).rstrip()
+            raise EnvError(f"{trace}\n{self.name}: making environment {index} raised {type(e).__name__}") from e
+
+    def preprocessing(self) -> dict[str, Any]:
+        """For the record in spec.json: what is done between the game and the agent."""
+        config = self.config
+        out: dict[str, Any] = {}
+        if self.pictures:
+            out["atari"] = dataclasses.asdict(config.atari)
+        if config.wrappers:
+            out["wrappers"] = [w if isinstance(w, (str, dict)) else repr(w) for w in config.wrappers]
+        if config.frame_stack:
+            out["frame_stack"] = config.frame_stack
+        if config.flatten_obs:
+            out["flatten_obs"] = True
+        return out
+
+    def spec_of(self, env: Any, limit: int | None) -> EnvSpec:
+        """The EnvSpec of an environment made here."""
+        observation, action = Space.from_gym(env.observation_space), Space.from_gym(env.action_space)
+        return EnvSpec(self.name, observation, action, limit, self.preprocessing())
+
+
+def env_spec(config: EnvConfig) -> EnvSpec:
+    """Spaces, time limit and preprocessing; makes one environment and closes it."""
+    build = Builder.of(config)
+    env, limit = build()
+    try:
+        return build.spec_of(env, limit)
+    finally:
+        if not build.source.single:
+            env.close()
+
+
+def _strip(env: gym.Env, keep_limit: bool) -> tuple[gym.Env, int | None]:
+    """Without the layers of `gym.make` that we do faster ourselves: order enforcing, and the limit unless a wrapper needs it."""
+    limit = None
+    while isinstance(env, (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)):
+        if isinstance(env, gym.wrappers.TimeLimit):
+            if keep_limit:
+                return env, None
+            limit = env._max_episode_steps
+        env = env.env
+    return env, limit

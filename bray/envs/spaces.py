@@ -1,0 +1,228 @@
+"""How members of a space lie in a batch: joining, checking and splitting batches of observations and actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bray.errors import EnvError
+from bray.spec import Space
+from bray.tree import NestedArray
+
+
+class BadValue(Exception):
+    """What an environment returned is not what its space says; whoever knows env and step makes an EnvError of it."""
+
+
+class Leaf(NamedTuple):
+    """One array of a space."""
+
+    name: str
+    """As in messages: observation['camera'][0]."""
+    keys: tuple[Any, ...]
+    space: Space
+
+    def of(self, batch: NestedArray) -> Any:
+        """This array in a batch."""
+        for key in self.keys:
+            batch = batch[key]
+        return batch
+
+
+def leaves(space: Space, name: str = "observation", keys: tuple[Any, ...] = ()) -> Iterator[Leaf]:
+    """The arrays of a space, in order."""
+    if not space.composite:
+        yield Leaf(name, keys, space)
+    for key, part in zip(space.keys, space.parts, strict=True):
+        yield from leaves(part, f"{name}[{key!r}]", (*keys, key))
+
+
+def empty_batch(space: Space, num_envs: int) -> NestedArray:
+    """An empty batch `[B, ...]` of the space."""
+    if space.composite:
+        return space.join(empty_batch(part, num_envs) for part in space.parts)
+    return np.empty((num_envs, *space.shape), space.dtype)
+
+
+# --- observations into a batch ----------------------------------------------------------------------------------------
+
+
+def gatherer(space: Space) -> Callable[[list[Any]], NestedArray | None]:
+    """A function that joins a list of observations into a batch in one call per array, or gives None where one of them may
+    not fit its space (then `writer` says which, or casts it). A wrong type shows in the type of the joined array."""
+    if space.composite:
+        return _composite_gatherer(space)
+    shape, dtype, array = space.shape, np.dtype(space.dtype), np.array
+
+    def gather(rows: list[Any]) -> np.ndarray | None:
+        try:
+            out = array(rows)
+        except ValueError:  # shapes differ
+            return None
+        return out if out.dtype == dtype and out.shape[1:] == shape else None
+
+    return gather
+
+
+def _composite_gatherer(space: Space) -> Callable[[list[Any]], NestedArray | None]:
+    parts = [(key, gatherer(part)) for key, part in zip(space.keys, space.parts, strict=True)]
+    kind, size = dict if space.kind == "dict" else tuple, len(parts)
+
+    def gather(rows: list[Any]) -> NestedArray | None:
+        if any(not isinstance(row, kind) or len(row) != size for row in rows):
+            return None
+        try:
+            columns = [part([row[key] for row in rows]) for key, part in parts]
+        except KeyError:
+            return None
+        return None if any(column is None for column in columns) else space.join(columns)
+
+    return gather
+
+
+Writer = Callable[[Any, int, Any], None]
+
+
+def writer(space: Space, strict: bool, name: str = "observation") -> Writer:
+    """A function `write(batch, i, value)`; `strict` refuses other shapes and dtypes than the space's, else they are cast."""
+    if space.composite:
+        return _composite_writer(space, strict, name)
+    if space.kind != "discrete":
+        return _array_writer(space, strict, name)
+
+    def write(batch: Any, i: int, value: Any) -> None:
+        if strict and (
+            isinstance(value, (bool, float)) or np.shape(value) != () or np.asarray(value).dtype.kind not in "iu"
+        ):
+            raise BadValue(f"{name} is an integer (Discrete), got {_short(value)}")
+        batch[i] = value
+
+    return write
+
+
+def _array_writer(space: Space, strict: bool, name: str) -> Writer:
+    shape, dtype, is_box = space.shape, np.dtype(space.dtype), space.kind == "box"
+
+    def write(batch: Any, i: int, value: Any) -> None:
+        if np.shape(value) != shape:
+            raise BadValue(f"{name} has shape {shape} in its space, got {np.shape(value)}: {_short(value)}")
+        if strict and not isinstance(value, np.generic | np.ndarray):
+            raise BadValue(f"{name} is an array of {dtype}, got a {type(value).__name__}: {_short(value)}")
+        if strict and is_box and value.dtype != dtype:
+            raise BadValue(
+                f"{name} has dtype {dtype} in its space, got {value.dtype}: use .astype(np.{dtype}) or correct the space"
+            )
+        if strict and not is_box and value.dtype.kind not in "iub":
+            raise BadValue(f"{name} holds integers, got {value.dtype}: {_short(value)}")
+        batch[i] = value
+
+    return write
+
+
+def _composite_writer(space: Space, strict: bool, name: str) -> Writer:
+    parts = [(key, writer(part, strict, f"{name}[{key!r}]")) for key, part in zip(space.keys, space.parts, strict=True)]
+    names, size = set(space.names), len(parts)
+
+    def write_dict(batch: Any, i: int, value: Any) -> None:
+        if not isinstance(value, Mapping) or not names <= set(value):
+            got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            raise BadValue(f"{name} is a dict with {sorted(names)}, got {got}")
+        if strict and len(value) != size:
+            raise BadValue(f"{name} has keys its space does not have: {sorted(set(value) - names)}")
+        for key, part in parts:
+            part(batch[key], i, value[key])
+
+    def write_tuple(batch: Any, i: int, value: Any) -> None:
+        if not isinstance(value, (tuple, list)) or len(value) != size:
+            raise BadValue(f"{name} is a tuple of {size}, got {_short(value)}")
+        for key, part in parts:
+            part(batch[key], i, value[key])
+
+    return write_dict if space.kind == "dict" else write_tuple
+
+
+def _short(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+# --- actions out of a batch -------------------------------------------------------------------------------------------
+
+
+def caster(space: Space, num_envs: int) -> Callable[[Any], NestedArray]:
+    """A function that copies a batch of actions into the space's dtypes; a wrong shape is refused."""
+    if space.composite:
+        parts = [(key, caster(part, num_envs)) for key, part in zip(space.keys, space.parts, strict=True)]
+        return lambda actions: space.join(part(actions[key]) for key, part in parts)
+    shape, dtype, array = (num_envs, *space.shape), np.dtype(space.dtype), np.array
+
+    def cast(actions: Any) -> np.ndarray:
+        out = array(actions, dtype)
+        if out.shape != shape:
+            raise EnvError(f"actions have shape {shape}, got {out.shape}")
+        return out
+
+    return cast
+
+
+def splitter(space: Space) -> Callable[[NestedArray], list[Any]]:
+    """A function that makes a list of single actions of a batch; those of a Discrete are plain ints."""
+    if space.composite:
+        parts = [(key, splitter(part)) for key, part in zip(space.keys, space.parts, strict=True)]
+        return lambda batch: [space.join(row) for row in zip(*(part(batch[key]) for key, part in parts), strict=True)]
+    if space.kind == "discrete":
+        return lambda batch: batch.tolist()
+    return lambda batch: list(batch.copy())  # a copy: an environment may clip its action in place
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+class BatchCheck:
+    """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array."""
+
+    def __init__(self, space: Space):
+        bounded = [(leaf, _bounds(leaf.space)) for leaf in leaves(space)]
+        self._leaves = [(leaf, *bounds) for leaf, bounds in bounded if bounds is not None]
+        if self._leaves:
+            from bray.envs._kernels import first_outside
+
+            self._kernel = first_outside
+
+    def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
+        """(environment, what is wrong) of the first value outside its space; None where there is none."""
+        for leaf, low, high in self._leaves:
+            array = leaf.of(batch)
+            at = self._kernel(array.reshape(-1), low, high)
+            if at >= 0:
+                i, j = divmod(int(at), low.size)
+                value, shape = array.reshape(-1)[at], leaf.space.shape
+                where = f"{leaf.name}{list(map(int, np.unravel_index(j, shape)))}" if shape else leaf.name
+                outside = f", outside its space [{low[j]}, {high[j]}]" if np.isfinite(value) else ""
+                return i, f"{where} is {value}{outside}, in {_short(array[i])}"
+        return None
+
+
+def _bounds(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
+    """Lowest and highest value of every element, in the space's dtype; None where every value of the dtype is a member."""
+    dtype, size = np.dtype(space.dtype), math.prod(space.shape)
+    if space.kind == "multi_binary":
+        return np.zeros(size, dtype), np.ones(size, dtype)
+    if space.kind != "box":
+        low = np.asarray(space.start, dtype)
+        return low, low + np.asarray(space.n, dtype) - 1
+    if dtype.kind not in "iuf" or not size:
+        return None
+    low, high = (x.reshape(-1) for x in space.bounds())
+    if dtype.kind == "f":
+        info: Any = np.finfo(dtype)
+        return np.maximum(low, float(info.min)).astype(dtype), np.minimum(high, float(info.max)).astype(dtype)
+    info = np.iinfo(dtype)
+    if (low <= info.min).all() and (high >= info.max).all():
+        return None
+    # in whole numbers: float64 cannot hold the ends of 64-bit integers
+    low = np.array([info.min if x <= info.min else int(x) for x in low], dtype)
+    return low, np.array([info.max if x >= info.max else int(x) for x in high], dtype)

@@ -1,0 +1,182 @@
+"""A worker process of `SubprocessVecEnv`: steps its share of the environments and writes what they return to shared memory."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from bray import tree
+from bray.envs.build import Builder
+from bray.envs.inprocess import InProcessVecEnv
+from bray.envs.spaces import leaves
+from bray.errors import ConfigError, EnvError
+from bray.spec import EnvSpec, Space
+from bray.tree import NestedArray
+
+STEP, QUIET, STOP = b"s", b"k", b"q"
+"""A step, the answer to it where no environment had an info or failed, and the end. All other messages are pickled:
+(method, *arguments) and ("ok", result, failures) or ("error", kind, text)."""
+
+_ALIGN = 64
+_FLAGS = {
+    "reward": np.float32,
+    "terminated": np.bool_,
+    "truncated": np.bool_,
+    "dead": np.bool_,
+    "episode": np.int64,
+}
+
+
+class SharedArrays:
+    """The arrays both sides see, laid out one after another in one piece of memory."""
+
+    def __init__(self, spec: EnvSpec, num_envs: int):
+        self.spec, self.size = spec, 0
+        self._places: list[tuple[int, tuple[int, ...], np.dtype]] = []
+        for space in (spec.observation, spec.action):
+            for leaf in leaves(space):
+                self._place((num_envs, *leaf.space.shape), np.dtype(leaf.space.dtype))
+        for dtype in _FLAGS.values():
+            self._place((num_envs,), np.dtype(dtype))
+
+    def _place(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._places.append((self.size, shape, dtype))
+        self.size += -(-int(np.prod(shape)) * dtype.itemsize // _ALIGN) * _ALIGN
+
+    def view(self, memory: Any) -> dict[str, Any]:
+        """{obs, action, reward, terminated, truncated, dead, episode} as arrays of the memory."""
+        arrays = iter(np.frombuffer(memory, t, int(np.prod(shape)), at).reshape(shape) for at, shape, t in self._places)
+        trees = {"obs": _fill(self.spec.observation, arrays), "action": _fill(self.spec.action, arrays)}
+        return trees | {name: next(arrays) for name in _FLAGS}
+
+
+def _fill(space: Space, arrays: Iterator[np.ndarray]) -> NestedArray:
+    return space.join(_fill(part, arrays) for part in space.parts) if space.composite else next(arrays)
+
+
+@dataclass
+class Share:
+    """What a worker process is told: which environments to make, and how."""
+
+    build: Builder
+    spec: EnvSpec
+    seed: int
+    numbers: range
+    gym_spec: Any
+    """The user may have registered it in the parent only."""
+    episodes: list[int] | None = None
+    """Where this worker replaces a dead one: the episodes its environments were in, and which of them begin the next one."""
+    begin: list[bool] | None = None
+
+    def make(self, memory: Any, failures: list[str]) -> tuple[InProcessVecEnv, dict[str, Any]]:
+        """The environments, and their rows of the shared arrays."""
+        config = self.build.config
+        for module in config.import_modules:
+            importlib.import_module(module)
+        if self.gym_spec is not None:
+            gym.registry.setdefault(self.gym_spec.id, self.gym_spec)
+        envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
+        rows = slice(self.numbers.start, self.numbers.stop)
+        view = tree.index(SharedArrays(self.spec, config.num_envs).view(memory), rows)
+        if self.episodes is not None and self.begin is not None:
+            for to, given in zip(
+                tree.leaves(view["obs"]), tree.leaves(envs.take_over(self.episodes, self.begin)), strict=True
+            ):
+                to[self.begin] = given[self.begin]
+            view["episode"][...] = envs.episodes
+        return envs, view
+
+
+def run_worker(conn: Connection, memory: Any, share: bytes, trace_path: str, parent: int, by_main_thread: bool) -> None:
+    """Serve one share of the environments until told to stop or the parent is gone."""
+    _die_with_parent(parent, by_main_thread)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    with open(trace_path, "w") as trace:
+        faulthandler.enable(trace)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, trace)
+        failures: list[str] = []
+        try:
+            envs, view = pickle.loads(share).make(memory, failures)  # our own bytes, from our own parent
+        except BaseException as e:
+            conn.send(_error(e))
+            return
+        conn.send(("ok", None, []))
+        try:
+            _serve(conn, envs, failures, view)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass  # the parent is gone or has given up on us
+        finally:
+            envs.close()
+
+
+def _die_with_parent(parent: int, by_main_thread: bool) -> None:
+    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the parent."""
+    if sys.platform == "linux" and by_main_thread:  # the kernel's signal comes when the starting *thread* ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    process = multiprocessing.parent_process()
+    if process is None or (by_main_thread and os.getppid() != parent):
+        os._exit(1)
+    sentinel = process.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _serve(conn: Connection, envs: InProcessVecEnv, failures: list[str], view: dict[str, Any]) -> None:
+    obs_leaves = tree.leaves(view["obs"])
+
+    def publish(obs: NestedArray) -> None:
+        for to, given in zip(obs_leaves, tree.leaves(obs), strict=True):
+            to[...] = given
+        view["dead"][...] = envs.dead
+        view["episode"][...] = envs.episodes
+
+    def step() -> Any:
+        obs, view["reward"][...], view["terminated"][...], view["truncated"][...], infos = envs.step(view["action"])
+        publish(obs)
+        return infos
+
+    def call(method: str, *arguments: Any) -> Any:
+        result = getattr(envs, method)(*arguments)
+        if method not in ("reset", "set_state"):
+            return result
+        publish(result)
+        return envs.exact
+
+    while (message := conn.recv_bytes()) != STOP:
+        try:
+            result = step() if message == STEP else call(*pickle.loads(message))
+            quiet = message == STEP and result is None and not failures
+            answer = QUIET if quiet else pickle.dumps(("ok", result, failures))
+        except (EOFError, BrokenPipeError):
+            raise
+        except Exception as e:
+            answer = pickle.dumps(_error(e))
+        failures.clear()
+        conn.send_bytes(answer)
+
+
+def _error(e: BaseException) -> tuple[str, str, str]:
+    """An error that the parent raises: our own are one message, others carry their traceback."""
+    kind = "config" if isinstance(e, ConfigError) else "env"
+    ours = isinstance(e, (ConfigError, EnvError))
+    return "error", kind, str(e) if ours else "".join(traceback.format_exception(e)).rstrip()

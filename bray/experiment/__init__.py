@@ -1,0 +1,20 @@
+"""An experiment: an algorithm, an environment (or live games) and a run directory.
+
+setup.py        arguments and sources -> a checked config                goals.py     stop conditions, and what the best checkpoint goes by
+experiment.py   train, save, load, resume, evaluate, serve               policy.py    a trained policy without its environment
+"""
+
+from bray.experiment.experiment import Experiment, export_graph, show_figure, torch_engine
+from bray.experiment.goals import OWN_KEYS, ROW_KEYS, VOLATILE
+from bray.experiment.policy import ServedPolicy
+
+__all__ = [
+    "OWN_KEYS",
+    "ROW_KEYS",
+    "VOLATILE",
+    "Experiment",
+    "ServedPolicy",
+    "export_graph",
+    "show_figure",
+    "torch_engine",
+]

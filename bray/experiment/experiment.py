@@ -1,0 +1,514 @@
+"""The class that users and commands drive: train, save, load, resume, evaluate, serve."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bray import figures, rundir
+from bray._version import __version__
+from bray.act import GREEDY
+from bray.algos import algo_name
+from bray.config import Source, load_yaml
+from bray.envs.make import make_vec
+from bray.envs.registry import env_name
+from bray.errors import CheckpointError, ConfigError
+from bray.experiment.goals import Score, check_stop, reached
+from bray.experiment.policy import ServedPolicy, check_mode, launched_model, random_observations
+from bray.experiment.setup import set_up
+from bray.inference.torch_engine import load_weights
+from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
+from bray.rundir import RunDir, default_run_dir
+from bray.spec import EnvSpec
+from bray.train.device import resolve_device
+from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.live import ID as LIVE, LiveTraining
+from bray.train.local import LocalTraining, describe_policy
+from bray.train.offline import ID as FILES, FileTraining
+
+logger = logging.getLogger("bray")
+
+_AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
+
+
+class Experiment:
+    """One run: configure, train, evaluate, save, load.
+
+        exp = bray.Experiment(run="PPO", env="CartPole-v1", lr=2.5e-4, num_envs=8)
+        for result in exp.train():
+            print(result["episode_return_mean"])
+
+    Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`, `evaluate`, more
+    training); `Experiment.resume(path)` goes on exactly where a run stopped.
+    """
+
+    def __init__(
+        self,
+        run: Any = None,
+        env: Any = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        sources: Sequence[Source] = (),
+        use_preset: bool = True,
+        path: str | Path | None = None,
+        project: str | Path | None = None,
+        trial: str | None = None,
+        live: bool = False,
+        data: str | Path | None = None,
+        **overrides: Any,
+    ):
+        """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
+        of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
+        files = {"data": {"files": str(data)}} if data is not None else None
+        given = [*sources, *(Source("python", dict(values)) for values in (config, overrides, files) if values)]
+        setup = set_up(run, env, given, use_preset, live)
+        self.algo, self.config, self.live = setup.algo, setup.config, setup.live
+        self.env_id = env_name(setup.env)
+        self._score = Score(self.config["run"])
+        self._path = _run_path(path, project, trial, self.config["run"].algorithm)
+        self._dir: RunDir | None = None
+        self._training: LocalTraining | LiveTraining | FileTraining | None = None
+        self._weights: Mapping[str, np.ndarray] | None = None
+        self._spec: EnvSpec | None = None
+        self._served: ServedPolicy | None = None
+        self.loaded: tuple[Path, int] | None = None
+        """The checkpoint that was loaded, and its step."""
+        self._launched: dict[str, Any] | None = (
+            None  # what a launch file said of the model, where its network is the project's own
+        )
+        self._best: float | None = None
+        self._time = 0.0
+        self._saved_at = -1
+        self._saved_time = time.monotonic()
+        self.last_row: dict[str, Any] | None = None
+        """The newest result row."""
+        self._stop_requested = False
+        self.exact = self.config["env"].wait_num is None and not self.live
+        """Whether another run of this seed, or a resumed one, is the same run."""
+
+    # --- parts, made when needed --------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> LocalTraining | LiveTraining | FileTraining:
+        if self._training is None:
+            c = self.config
+            parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
+            if self.live:
+                self._training = LiveTraining(*parts, c["live"])
+            elif "data" in c.sections:
+                self._training = FileTraining(*parts, c["data"])
+            else:
+                self._training = LocalTraining(*parts)
+            if self._weights is not None:
+                self._training.set_weights(self._weights)
+        return self._training
+
+    @property
+    def path(self) -> Path:
+        """The run directory (made by `train` or `save`)."""
+        if self._path is None:
+            self._path = default_run_dir(self.env_id, algo_name(self.config["run"].algorithm))
+        return self._path
+
+    def _run_dir(self) -> RunDir:
+        if self._dir is None:
+            self._dir = RunDir.create(self.path)
+            self._dir.write_config(self.config)
+            self._dir.write_spec(self.training.spec)
+            policy = self.algo.Policy(self.config["algo"], self.training.spec)
+            about = {"algorithm": self.config["run"].algorithm}
+            self._dir.write_policy(about | describe_policy(policy, self.training.model))
+        return self._dir
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        stop: Mapping[str, float] | None = None,
+        sinks: Sequence[Sink] = (),
+        on_result: Callable[[dict[str, Any]], None] | None = None,
+        show: bool = True,
+    ) -> Iterator[dict[str, Any]]:
+        """Train until a stop condition holds (or forever); yields one result per iteration. Saves as configured and at the end.
+        `show=False` leaves out the window that `run.show_figure` asks for."""
+        run = self.config["run"]
+        stop = check_stop(stop) if stop is not None else run.stop
+        training, directory = self.training, self._run_dir()
+        self._stop_requested = False
+        training.start()
+        with rundir.logging_to(directory.log), _open_sinks(directory, sinks) as out:
+            if training.iteration:
+                out.truncate_after(training.iteration, training.env_steps)
+            self._log_start()
+            try:
+                if not training.iteration and not self.saved:
+                    self.save()  # a run can be resumed from its first second
+                while not self._stop_requested and not reached(stop, self.last_row):
+                    row = self._iterate(stop)
+                    if row is None:
+                        break
+                    if on_result is not None:
+                        on_result(row)
+                    self.last_row = row
+                    out.write(row)
+                    self._save_when_due(row)
+                    yield row
+            finally:
+                if training.iteration and self._saved_at != training.iteration:
+                    self.save()
+                if self.last_row is not None and run.save_figure:
+                    self._draw(stop)
+        if self.last_row is not None and run.show_figure and show:
+            self.show_figure(stop)
+
+    def _log_start(self) -> None:
+        run = self.config["run"]
+        logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
+        if self.training.depends_on_timing:
+            why = "the games are live" if self.live else f"env.wait_num={self.config['env'].wait_num}"
+            logger.warning(
+                "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
+                why,
+            )
+
+    def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
+        """One iteration with its evaluation; None where there is nothing more to learn from."""
+        training, eval_freq = self.training, self.config["run"].eval_freq
+        began = time.perf_counter()
+        row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
+        if row is None:
+            return None
+        if eval_freq and training.iteration % eval_freq == 0:
+            assert isinstance(training, LocalTraining)
+            row |= training.evaluate()
+        self._time += time.perf_counter() - began
+        row["time_total_s"] = self._time
+        return row
+
+    @property
+    def reached(self) -> dict[str, float]:
+        """The stop conditions that hold now."""
+        return reached(self.config["run"].stop, self.last_row)
+
+    @property
+    def saved(self) -> bool:
+        """Whether this experiment's own run directory holds a checkpoint."""
+        return self._dir is not None and bool(self._dir.steps())
+
+    def request_stop(self) -> None:
+        """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
+        self._stop_requested = True
+        if self._training is not None:
+            self._training.stop()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _is_better(self, score: float | None) -> bool:
+        return score is not None and (self._best is None or score > self._best)
+
+    def _save_when_due(self, row: Mapping[str, Any]) -> None:
+        run, score = self.config["run"], self._score
+        score.check_row(row)
+        due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
+        late = run.checkpoint_every_s and time.monotonic() - self._saved_time >= run.checkpoint_every_s
+        if due or late or (score.key.startswith("eval/") and self._is_better(score.of(row))):
+            self.save()
+
+    def save(self) -> Path:
+        """A checkpoint of everything, and `best` if it is; returns its directory."""
+        training, directory, run = self.training, self._run_dir(), self.config["run"]
+        row, step = self.last_row or {}, training.learner.steps
+        score = self._score.of(row)
+        best = self._is_better(score)
+        best_score = score if best else self._best
+        replay_dir = directory.path / "replay"
+        how = run.checkpoint_replay
+        keeps_replay = how == "always" or (how == "auto" and training.experience.nbytes <= _AUTO_REPLAY_BYTES)
+        state = training.get_state(replay_dir if keeps_replay else None)
+        recent = training.recent_observations()
+        state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
+        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
+        path = directory.save_checkpoint(
+            step, training.weights(), state, self._meta(row), best=best, keep=run.keep_checkpoints
+        )
+        self._best, self._saved_at, self._saved_time = best_score, training.iteration, time.monotonic()
+        training.prune_replay(replay_dir, step, state, directory)
+        return path
+
+    def _meta(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """`meta.json` of a checkpoint: for people, and for tools that look at many runs."""
+        training, run = self.training, self.config["run"]
+        return {
+            "bray": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "algorithm": run.algorithm,
+            "env": self.env_id,
+            "seed": run.seed,
+            "training_iteration": training.iteration,
+            "env_steps_total": training.env_steps,
+            "learner_steps_total": training.learner.steps,
+            "episode_return_mean": row.get("episode_return_mean"),
+            "eval/return_mean": row.get("eval/return_mean"),
+            "exact": self.exact,
+        }
+
+    # --- curves -------------------------------------------------------------------------------------------------------
+
+    def _draw(self, stop: Mapping[str, float]) -> None:
+        out = self._run_dir().folder("figures") / "learning_curve.png"
+        try:
+            figures.learning_curve(self.path, out, self._title, stop.get("episode_return_mean"))
+        except CheckpointError:
+            raise
+        except Exception as e:  # a picture must not lose a trained agent
+            logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
+
+    def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
+        """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
+        threshold = (self.config["run"].stop if stop is None else stop).get("episode_return_mean")
+        show_figure([self.path], self._title, threshold)
+
+    # --- coming back --------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(
+        cls, path: str | Path, which: str | int = "latest", sources: Sequence[Source] = (), env: Any = None
+    ) -> Experiment:
+        """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
+        directory = RunDir.open(path)
+        directory.refuse_old_launch()
+        checkpoint = directory.load_checkpoint(which)
+        exp = cls(env=env, sources=[load_yaml(directory.path / "config.yaml"), *sources], use_preset=False)
+        exp._weights = checkpoint.weights
+        exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
+        exp.loaded = checkpoint.path, checkpoint.step
+        if (directory.path / "launch.json").exists():
+            exp._launched = directory.read_json("launch.json")
+        return exp
+
+    @classmethod
+    def resume(cls, path: str | Path, sources: Sequence[Source] = (), env: Any = None) -> Experiment:
+        """Go on with a run in its own directory, exactly where its latest checkpoint is."""
+        directory = RunDir.open(path)
+        if (directory.path / "trainer.json").exists():
+            raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")
+        saved = load_yaml(directory.path / "config.yaml")
+        if "live" not in saved.values and any("live" in source.values for source in sources):
+            raise ConfigError(
+                f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can start with its weights "
+                f"(bray train --live ... --init-from {path})"
+            )
+        checkpoint = directory.load_checkpoint("latest")
+        exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path)
+        training, state = exp.training, checkpoint.state
+        if EnvSpec.from_json(directory.read_json("spec.json")) != training.spec:
+            raise CheckpointError(
+                f"{path}: the environment has other spaces than at training time; resume needs the same ones"
+            )
+        if "experience" not in state["json"]:
+            raise CheckpointError(
+                f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
+            )
+        exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
+        saved_json = state["json"]
+        exp._time, exp.last_row = saved_json["time"], saved_json["row"] or None
+        if saved_json.get("best_by", exp._score.name) == exp._score.name:
+            exp._best = saved_json["best"]
+        exp._saved_at = training.iteration
+        exp._dir = RunDir.create(path, resume=True)
+        exp._dir.write_config(exp.config)
+        if not exp.exact:
+            logger.warning(
+                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
+                path,
+            )
+        return exp
+
+    def init_from(self, path: str | Path, which: str | int = "latest") -> None:
+        """Start from another run's weights, and nothing else of it."""
+        self._weights = RunDir.open(path).load_checkpoint(which).weights
+        if self._training is not None:
+            self._training.set_weights(self._weights)
+
+    # --- using --------------------------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy as it is served: made from the spec and the weights alone."""
+        if self._served is None:
+            spec = self._spec or self.training.spec
+            model = self._training.model if self._training is not None else self._trained_model(spec)
+            self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
+        return self._served
+
+    def _trained_model(self, spec: EnvSpec) -> torch.nn.Module:
+        c = self.config
+        if self._weights is None:
+            raise ConfigError("there is nothing to act with yet: train first, or load a run")
+        torch.manual_seed(c["run"].seed)
+        if self._launched is not None:
+            model = launched_model(self._launched)
+        else:
+            model = self.algo.make_model(c["algo"], spec, c["model"])
+        model = model.to(resolve_device(c["run"].device))
+        load_weights(model, self._weights)
+        return model
+
+    def policy(self, obs: Any, state: Any = None, act: str = GREEDY) -> Any:
+        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model. `act="sample"` draws it as in
+        training."""
+        return self.served(obs, state, check_mode(act))
+
+    def evaluate(self, episodes: int = 10, seed: int | None = None, act: str = GREEDY) -> dict[str, Any]:
+        """Mean return of episodes with its 95 % confidence interval; the same episodes in every call."""
+        return summarize(self.play(episodes, seed=seed, act=act))
+
+    def play(
+        self,
+        episodes: int,
+        seed: int | None = None,
+        act: str = GREEDY,
+        num_envs: int | None = None,
+        on_step: Any = None,
+        most_steps: int | None = None,
+    ) -> list[tuple[float, int]]:
+        """Whole episodes with this policy: (return, length) of each. With `most_steps` it stops after that many environment steps."""
+        with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
+            return play(episodes=episodes, on_step=on_step, most_steps=most_steps, **stage)
+
+    def play_steps(
+        self, steps: int, seed: int | None = None, act: str = GREEDY
+    ) -> tuple[list[tuple[float, int]], tuple[float, int]]:
+        """Exactly `steps` steps with this policy in one environment: (return, length) of each whole episode, and of the one that was cut
+        (length 0: none was)."""
+        with self._stage(1, seed, act) as stage:
+            return play_steps(steps=steps, **stage)
+
+    @property
+    def has_env(self) -> bool:
+        """Whether there is an environment that Bray can play in."""
+        return self.config["env"].id not in (LIVE, FILES)
+
+    def check_env(self) -> None:
+        """Refuse a run that has no environment to play in."""
+        if self.config["env"].id == FILES:
+            raise ConfigError(
+                "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
+            )
+        if self.config["env"].id == LIVE:
+            raise ConfigError(
+                "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "
+                "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
+            )
+
+    @contextlib.contextmanager
+    def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
+        """What `bray.train.evaluate` needs to play with this policy."""
+        served = self.served
+        seed = EVAL_SEED if seed is None else seed
+        self.check_env()
+        with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
+            if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
+                raise CheckpointError("the environment has other spaces than the policy was trained for")
+            yield {
+                "env": env,
+                "engine": served.engine,
+                "policy": served.policy,
+                "seed": seed,
+                "mode": check_mode(act),
+                "initial_state": served.initial_state,
+            }
+
+    def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
+        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`). Blocks until a
+        signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
+        from bray.service import Service, configure, serve
+        from bray.serving.background import BackgroundServer
+
+        if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
+            self.save()
+        if self._dir is not None:
+            path, version = self._dir.path, "latest"
+        elif self.loaded is not None:
+            path, version = self.loaded[0].parent.parent, str(self.loaded[1])
+        else:
+            raise ConfigError("there is nothing to serve yet: train first, or load a run")
+        given = {"port": port, "versions": {version: 1.0}, **settings}
+        service_config, model_config = configure([Source("python", given)])
+        runs = {path.resolve().name: path}
+        if block:
+            return serve(runs, service_config, model_config, torch_engine)
+        service = Service(runs, model_config, torch_engine=torch_engine)
+        return BackgroundServer(service.make_actor, service_config, service.prepare)
+
+    def close(self) -> None:
+        if self._training is not None:
+            self._training.close()
+        if self._dir is not None:
+            self._dir.close()
+
+
+def _run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:
+    """The run directory that was asked for; None: a new one under runs/."""
+    if path is None and not project and not trial:
+        return None
+    if path is not None and (project or trial):
+        raise ConfigError("give either a path or project and trial, not both")
+    if path is not None:
+        return Path(path)
+    return Path(project or "runs") / (trial or f"{algo}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def _open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
+    files: list[Sink] = [
+        JsonlSink(directory.result_jsonl),
+        CsvSink(directory.progress_csv),
+        TensorBoardSink(directory.tensorboard),
+    ]
+    return Sinks([*files, *more])
+
+
+def show_figure(paths: Sequence[Path], title: str, threshold: float | None) -> None:
+    """The learning curve of runs in a window; a warning where that is not possible."""
+    why = figures.no_window()
+    try:
+        if why is None:
+            figures.show_learning_curve(paths, title, threshold)
+    except Exception as e:  # a picture must not lose a trained agent
+        why = f"{type(e).__name__}: {e}"
+    if why is not None:
+        logger.warning("no window shows the learning curve: %s", why)
+
+
+def torch_engine(path: Path, step: int) -> tuple[Any, Any]:
+    """A run's Model in torch and its Policy, for a service."""
+    served = Experiment.load(path, step).served
+    return served.engine, served.policy
+
+
+def export_graph(path: str | Path) -> Path:
+    """Write a run's `models/default/graph.onnx`: what a service without torch needs beside the weights."""
+    from bray.inference.export import export_onnx
+
+    run = RunDir.open(path)
+    served = Experiment.load(path, sources=[Source("export", {"run": {"device": "cpu"}})]).served
+    obs = random_observations(served.spec, 2)
+    args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
+    file = run.models / run.model_name() / "graph.onnx"
+    rundir.write_atomic(file, export_onnx(served.model, args, served.outputs))
+    return file

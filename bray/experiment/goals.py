@@ -1,0 +1,86 @@
+"""What ends a run, and which checkpoint is the best: both are said by keys of the result rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bray.errors import ConfigError, UnknownName
+from bray.train.config import RunConfig
+
+STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
+"""Names that people from RLlib type."""
+STOP_COUNTS = ("episodes_total", "env_steps_total", "learner_steps_total", "training_iteration")
+"""Stop conditions that count; -1 is no limit."""
+STOP_KEYS = (
+    "episode_return_mean",
+    "episode_return_max",
+    "episode_length_mean",
+    *STOP_COUNTS,
+    "time_total_s",
+    "eval/return_mean",
+)
+ROW_KEYS = (
+    *STOP_KEYS,
+    "episode_return_min",
+    "episodes_this_iter",
+    "env_steps_per_second",
+    "time_this_iter_s",
+    *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes")),
+    *(f"perf/{k}" for k in ("env", "forward", "learn", "idle")),
+)
+"""Keys of the rows of every algorithm."""
+OWN_KEYS = ("loss/", "policy/", "replay/")
+"""Prefixes of the keys that an algorithm brings."""
+VOLATILE = ("time_", "perf/")
+"""Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
+
+
+def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
+    """A stop condition with its aliases resolved, without counts of -1 (no limit); unknown names get the nearest one."""
+    out: dict[str, float] = {}
+    for key, value in stop.items():
+        name = STOP_ALIASES.get(key, key)
+        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/")):
+            raise UnknownName("stop name", key, [*STOP_KEYS, *STOP_ALIASES], "run.stop")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"run.stop.{key}: expected a number, got {value!r}")
+        if name in STOP_COUNTS and value == -1:
+            continue
+        if name in STOP_COUNTS and (value <= 0 or value % 1):
+            raise ConfigError(f"run.stop.{key}: expected a whole number > 0, or -1 for no limit, got {value:g}")
+        out[name] = value
+    return out
+
+
+def reached(stop: Mapping[str, float], row: Mapping[str, Any] | None) -> dict[str, float]:
+    """The stop conditions that hold in a result row, with its values."""
+    found = {key: (row or {}).get(key) for key in stop}
+    return {key: value for key, value in found.items() if value is not None and value >= stop[key]}
+
+
+class Score:
+    """How good a checkpoint is; larger is better."""
+
+    def __init__(self, run: RunConfig):
+        self.name = run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
+        self.key = self.name.removeprefix("-")
+        if self.key not in ROW_KEYS and not self.key.startswith(OWN_KEYS):
+            raise UnknownName("key of a result row", self.key, ROW_KEYS, "run.checkpoint_score")
+        if self.key.startswith("eval/") and not run.eval_freq:
+            raise ConfigError(
+                f"run.checkpoint_score is {self.name!r}, but nothing is evaluated: set eval_freq (--eval-freq N)"
+            )
+
+    def of(self, row: Mapping[str, Any]) -> float | None:
+        """The score of a result row; None where it does not say."""
+        value = row.get(self.key)
+        if value is None or not math.isfinite(value):
+            return None
+        return -value if self.name.startswith("-") else value
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Refuse a key of the algorithm's own that it does not log, as soon as it has logged a loss."""
+        if self.key.startswith(OWN_KEYS) and self.key not in row and any(k.startswith("loss/") for k in row):
+            raise UnknownName("key of a result row", self.key, row, "run.checkpoint_score")

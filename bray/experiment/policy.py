@@ -1,0 +1,73 @@
+"""A trained policy without its environment: to ask, to serve, to export."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from bray import tree
+from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
+from bray.errors import ConfigError, UnknownName
+from bray.serving.observe import Observations
+from bray.spec import EnvSpec
+from bray.train.local import acting_engine, initial_state
+
+
+def check_mode(mode: str) -> str:
+    """How to act: `sample` or `greedy`."""
+    if mode not in MODES:
+        raise UnknownName("way to act", mode, MODES, "--act")
+    return mode
+
+
+class ServedPolicy:
+    """A Model and a Policy without an environment: one observation in, one action out."""
+
+    def __init__(self, policy: Any, model: torch.nn.Module, spec: EnvSpec):
+        self.policy, self.model, self.spec = policy, model, spec
+        self.policy.draws = getattr(model, "draws", None) or {}
+        self.initial_state = initial_state(model)
+        self.engine = acting_engine(model, policy)
+        self.rng = np.random.default_rng()
+        self._observations = Observations(spec)
+
+    @property
+    def recurrent(self) -> bool:
+        return self.initial_state is not None
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What acting needs of the Model."""
+        return (*self.policy.reads, *(["state"] if self.recurrent else []))
+
+    def __call__(self, obs: Any, state: Any = None, mode: str = GREEDY) -> Any:
+        batch = tree.map(lambda x: x[None], self._observations.read(obs)[0])
+        if self.initial_state is not None and state is None:
+            state = self.initial_state(1)
+        deciding = self.policy.decide(Tick(batch), state, self.rng, mode, TRAINED)
+        decision = decide_now(deciding, self.engine.forward)
+        action = tree.index(decision.action, 0)
+        return (action, decision.carry) if self.recurrent else action
+
+
+def random_observations(spec: EnvSpec, count: int) -> Any:
+    """`[count, ...]`, the same in every call."""
+    rng = np.random.default_rng(0)
+    return tree.map(np.asarray, tree.stack([spec.observation.sample(rng) for _ in range(count)]))
+
+
+def launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
+    """The network of a launched run, made by the project's own `build_model(name, config)`."""
+    name, config = launched["model"], launched["config"]
+    module = config[name]["module"]
+    try:
+        made = importlib.import_module(module).build_model(name, config)
+    except ModuleNotFoundError as e:
+        raise ConfigError(
+            f"the network of model {name} is made by {module}, which cannot be imported here ({e}): run this where the project is"
+        ) from None
+    return made[0]

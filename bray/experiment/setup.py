@@ -1,0 +1,93 @@
+"""From arguments and sources to a checked config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bray.algos import algo_name, get_algo
+from bray.config import Resolved, Source, resolve
+from bray.config.runfile import preset, spread_sections
+from bray.envs.config import EnvConfig
+from bray.errors import ConfigError
+from bray.experiment.goals import STOP_ALIASES, check_stop
+from bray.nn.catalog import ModelConfig
+from bray.train.config import DataConfig, LiveConfig, RunConfig
+from bray.train.live import ID as LIVE
+from bray.train.offline import ID as FILES
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What an experiment is made of."""
+
+    algo: Any
+    env: Any
+    live: bool
+    """Learn from games that call, instead of an environment."""
+    config: Resolved
+
+
+def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live: bool) -> Setup:
+    """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources."""
+    given = [spread_sections(source) for source in sources]
+    run = _last(run, given, "run", "algorithm")
+    env = _last(env, given, "env", "id")
+    live = live or any("live" in source.values for source in given)
+    from_files = any("data" in source.values for source in given)
+    if live and from_files:
+        raise ConfigError("an experiment learns from live games or from files, not from both")
+    if env is None and (live or from_files):
+        env = LIVE if live else FILES
+    if run is None or env is None:
+        raise ConfigError(
+            "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, --live), or "
+            "files (data=, --data)"
+        )
+    algo, name = get_algo(run), algo_name(run)
+    layers = []
+    if defaults := getattr(algo, "DEFAULTS", None):  # e.g. another network for this algorithm
+        layers.append(Source(f"defaults of {name}", defaults))
+    if use_preset and isinstance(env, str) and (found := preset(name, env)):
+        layers.append(found)
+    layers.append(Source("named", {"run": {"algorithm": name}, "env": {"id": env}}))
+    sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
+    if live:
+        sections["live"] = LiveConfig
+    if from_files:
+        sections["data"] = DataConfig
+    return Setup(algo, env, live, _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]))))
+
+
+def _last(given: Any, sources: Sequence[Source], section: str, key: str) -> Any:
+    """What Python was given, else what the last source says."""
+    found = [source.values[section] for source in sources if isinstance(source.values.get(section), dict)]
+    named = [values[key] for values in found if values.get(key) is not None]
+    return given if given is not None else named[-1] if named else None
+
+
+def _with_checked_stop(config: Resolved) -> Resolved:
+    """Stop conditions under their own names, without those that mean no limit."""
+    run = replace(config["run"], stop=check_stop(config["run"].stop))
+    names = {f"run.stop.{alias}": f"run.stop.{name}" for alias, name in STOP_ALIASES.items()}
+    return Resolved(
+        {**config.sections, "run": run},
+        {names.get(key, key): place for key, place in config.provenance.items()},
+    )
+
+
+def _with_last_stop(sources: Sequence[Source]) -> list[Source]:
+    """Stop conditions replace those of an earlier source as a whole: a preset's goal is not the user's. `stop.name=value` changes one."""
+    out: list[Source] = []
+    replaced = False
+    for source in reversed(sources):
+        values = {k: dict(v) if k == "run" and type(v) is dict else v for k, v in source.values.items()}
+        for place in (values, values.get("run")):
+            if isinstance(place, dict) and "stop" in place:
+                whole = type(place["stop"]) is dict  # `stop.name=value` makes a dict of another type
+                if replaced:
+                    del place["stop"]
+                replaced = replaced or whole
+        out.insert(0, replace(source, values=values))
+    return out

@@ -1,0 +1,252 @@
+"""Where rows go: result.jsonl, progress.csv, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from bray.errors import CheckpointError, DataError
+from bray.metrics.rows import ENV_STEPS, ITERATION, Row, flatten_row
+from bray.rundir.files import DISK_FULL, write_atomic
+
+
+class Sink(Protocol):
+    """Where rows go."""
+
+    def write(self, row: Row) -> None: ...
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """Rows to several sinks. One that fails (a full disk) does not keep the row from the others; then a clear error is raised."""
+
+    def __init__(self, sinks: Iterable[Sink]):
+        self.sinks = list(sinks)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        flat = flatten_row(row)
+        self._each(lambda sink: sink.write(flat), "write a row")
+
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
+        """Drop what came after the checkpoint of `iteration`, before going on from it."""
+        self._each(lambda sink: sink.truncate_after(iteration, env_steps), "drop rows newer than the checkpoint")
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close(), "close")
+
+    def _each(self, do: Callable[[Sink], None], what: str) -> None:
+        failed: list[tuple[Sink, Exception]] = []
+        for sink in self.sinks:
+            try:
+                do(sink)
+            except Exception as e:
+                failed.append((sink, e))
+        if failed:
+            sink, error = failed[0]
+            if not isinstance(error, OSError):
+                raise error
+            path = getattr(sink, "path", "")
+            full = "the disk is full" if error.errno in DISK_FULL else str(error)
+            raise CheckpointError(
+                f"{type(sink).__name__} could not {what} ({path}): {full}. Rows written before are kept."
+            ) from error
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _LineFile:
+    """A text file that grows by whole lines: a line that cannot be written leaves no half line behind."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab")  # noqa: SIM115
+        self._drop_half_line()
+
+    def _drop_half_line(self) -> None:
+        """A kill can leave half a line at the end; a reader would trip over it."""
+        data = self.path.read_bytes()
+        end = data.rfind(b"\n") + 1
+        if end != len(data):
+            self.truncate(end)
+
+    def append(self, line: bytes) -> None:
+        end = self.path.stat().st_size
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.close()  # its buffer still holds the line
+            os.truncate(self.path, end)
+            self._file = open(self.path, "ab")  # noqa: SIM115
+            raise
+
+    def truncate(self, size: int) -> None:
+        self._file.flush()
+        os.truncate(self.path, size)
+        self._file.close()
+        self._file = open(self.path, "ab")  # noqa: SIM115
+
+    def replace(self, data: bytes) -> None:
+        """New content for the whole file, or the old one."""
+        self._file.close()
+        try:
+            write_atomic(self.path, data)
+        finally:
+            self._file = open(self.path, "ab")  # noqa: SIM115
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.close()
+
+
+class JsonlSink:
+    """`result.jsonl`: one line of JSON per iteration, on disk when `write` returns."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._out = _LineFile(path)
+
+    def write(self, row: Row) -> None:
+        self._out.append(json.dumps(flatten_row(row), allow_nan=False).encode() + b"\n")
+
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
+        end = 0
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+            try:
+                newer = json.loads(line)[ITERATION] > iteration
+            except (ValueError, KeyError, TypeError):
+                raise DataError(f"{self.path}:{number}: expected a row with {ITERATION!r}, got {line[:60]!r}") from None
+            if newer:
+                break
+            end += len(line)
+        self._out.truncate(end)
+
+    def close(self) -> None:
+        self._out.close()
+
+
+class CsvSink:
+    """`progress.csv`: a column per key. When a new key appears the file is rewritten, atomically, with one column more."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._out = _LineFile(path)
+        rows = self._read()
+        self._header: list[str] = rows[0] if rows else []
+
+    def _read(self) -> list[list[str]]:
+        with open(self.path, newline="", encoding="utf-8") as f:
+            return list(csv.reader(f))
+
+    @staticmethod
+    def _line(cells: Iterable[Any]) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerow(
+            ["" if c is None else json.dumps(c) if isinstance(c, (list, dict)) else c for c in cells]
+        )
+        return out.getvalue()
+
+    def _rewrite(self, header: list[str], rows: Iterable[Sequence[str]]) -> None:
+        width = len(header)
+        lines = [header, *([*r, *[""] * (width - len(r))] for r in rows)] if header else []
+        self._out.replace("".join(self._line(x) for x in lines).encode())
+        self._header = header
+
+    def write(self, row: Row) -> None:
+        row = {k: v.replace("\n", " ") if isinstance(v, str) else v for k, v in flatten_row(row).items()}
+        new = [k for k in row if k not in self._header]
+        if new:
+            self._rewrite([*self._header, *new], self._read()[1:])
+        self._out.append(self._line(row.get(k) for k in self._header).encode())
+
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
+        rows = self._read()
+        if not rows:
+            return
+        if ITERATION not in self._header:
+            raise DataError(f"{self.path}: expected a column {ITERATION!r}, got {', '.join(self._header)}")
+        at = self._header.index(ITERATION)
+        # columns stay even if only dropped rows filled them: the same keys will come again, in the same order
+        self._rewrite(
+            self._header, [r for r in rows[1:] if len(r) > at and r[at].isdigit() and int(r[at]) <= iteration]
+        )
+
+    def close(self) -> None:
+        self._out.close()
+
+
+class TensorBoardSink:
+    """TensorBoard events: tags are the row's keys, x is `env_steps_total`. Written with TensorBoard's own protobufs, without torch."""
+
+    def __init__(self, dir: str | Path, flush_s: float = 2.0):
+        self.path = Path(dir)
+        self._flush_s = flush_s
+        self._flushed = time.monotonic()
+        self._file: io.BufferedWriter | None = None
+
+    def _event(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+        if self._file is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            stamp = time.time_ns()  # files are read in the order of their names
+            name = f"events.out.tfevents.{stamp // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{stamp % 10**9:09d}"
+            self._file = open(self.path / name, "wb")  # noqa: SIM115
+            self._event(file_version="brain.Event:2")
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        head = struct.pack("<Q", len(data))
+        crc = struct.pack("<I", masked_crc32c(head)), struct.pack("<I", masked_crc32c(data))
+        self._file.write(head + crc[0] + data + crc[1])
+
+    def write(self, row: Row) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        numbers = {k: v for k, v in flatten_row(row).items() if isinstance(v, (int, float))}
+        step = int(numbers.get(ENV_STEPS, numbers.get(ITERATION, 0)))
+        self.put(step, Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]))
+
+    def put(self, step: int, summary: Any) -> None:
+        """A Summary of TensorBoard's own, of any kind."""
+        self._event(step=step, summary=summary)
+        if time.monotonic() - self._flushed >= self._flush_s:
+            self.flush()
+
+    def put_graph(self, graph: bytes) -> None:
+        """A GraphDef, as bytes."""
+        self._event(graph_def=graph)
+        self.flush()
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+        self._flushed = time.monotonic()
+
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
+        """Event files only grow: a START mark tells TensorBoard to forget the steps after it."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        if env_steps is not None and self.path.is_dir():
+            self._event(step=env_steps + 1, session_log=SessionLog(status=SessionLog.START))
+            self.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,34 @@
+"""A run directory: everything a run leaves behind, written so that a kill at any moment leaves the previous state readable.
+
+    config.yaml params.json spec.json policy.json      what was run
+    result.jsonl progress.csv tb/ bray.log             what happened
+    models/<name>/<step>.safetensors                   weights (step = learner steps = model version)
+    checkpoints/<step>/ {state.tree, meta.json, model.safetensors}   with `latest` and `best`
+    episodes/ trajectories/ videos/ figures/           what was made of it
+
+A file is written beside its place, synced and renamed; a checkpoint is a directory made the same way. `meta.json` holds the checksums
+of the other files and of itself: a truncated or foreign checkpoint is refused, never half loaded and never replaced by another one
+behind the user's back. Nothing is ever unpickled.
+"""
+
+from bray.rundir.checkpoints import Checkpoint
+from bray.rundir.files import plain, read_json, write_atomic
+from bray.rundir.log import log_to, logging_to
+from bray.rundir.run import RunDir, default_run_dir
+from bray.rundir.state import pack_state, unpack_state
+from bray.rundir.weights import match_weights, read_weights
+
+__all__ = [
+    "Checkpoint",
+    "RunDir",
+    "default_run_dir",
+    "log_to",
+    "logging_to",
+    "match_weights",
+    "pack_state",
+    "plain",
+    "read_json",
+    "read_weights",
+    "unpack_state",
+    "write_atomic",
+]

@@ -1,0 +1,358 @@
+"""Checkpoints and model versions of a run: written whole, checked when read, deleted when old."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from bray._version import __version__
+from bray.errors import CheckpointError, DataError, UnknownName
+from bray.rundir.files import (
+    DISK_FULL,
+    link_or_copy,
+    read_json,
+    sync_dir,
+    to_json,
+    write_atomic,
+    write_error,
+    write_synced,
+)
+from bray.rundir.log import logger
+from bray.rundir.state import pack_state, unpack_state
+from bray.rundir.weights import pack_weights, read_weights
+
+FORMAT = 1
+"""Version of the checkpoint layout; a newer one is refused."""
+
+META = "meta.json"
+_KIND = "bray checkpoint"
+_STATE, _WEIGHTS = "state.tree", "model.safetensors"
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint that was read and found intact."""
+
+    step: int
+    weights: dict[str, np.ndarray]
+    state: Any
+    meta: dict[str, Any]
+    path: Path
+    name: str = "default"
+
+
+class Checkpoints:
+    """The folders `checkpoints/` and `models/` of a run directory.
+
+    In `checkpoints/`, a directory that is being written is `.new-STEP-x`, one that makes room for another of the same step is
+    `.old-STEP-x`, and one that is being deleted is `.gone-STEP-x`; `recover` finishes or undoes what a kill left so."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.checkpoints, self.models = self.path / "checkpoints", self.path / "models"
+
+    # --- model versions
+
+    def weights_path(self, step: int, name: str = "default") -> Path:
+        return self.models / _safe_name(name) / f"{_step(step)}.safetensors"
+
+    def save_weights(self, step: int, weights: Mapping[str, np.ndarray], name: str = "default") -> Path:
+        """Publish a model version without a checkpoint."""
+        path = self.weights_path(step, name)
+        write_atomic(path, pack_weights(weights))
+        return path
+
+    def load_weights(self, step: int, name: str = "default") -> dict[str, np.ndarray]:
+        """A published model version."""
+        return read_weights(self.weights_path(step, name))
+
+    def versions(self, name: str = "default") -> list[int]:
+        """Published versions of a model, oldest first."""
+        folder = self.models / _safe_name(name)
+        return sorted(int(p.stem) for p in folder.glob("*.safetensors") if p.stem.isdigit())
+
+    def protect(self, step: int, name: str = "default", on: bool = True) -> None:
+        """Keep a version (cloned, being served) and its checkpoint from retention; `on=False` releases it."""
+        mark = self.weights_path(step, name).with_suffix(".keep")
+        if on:
+            write_atomic(mark, "")
+        else:
+            mark.unlink(missing_ok=True)
+
+    def is_protected(self, step: int, name: str = "default") -> bool:
+        return self.weights_path(step, name).with_suffix(".keep").exists()
+
+    # --- which checkpoints there are
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints, oldest first."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = (re.fullmatch(r"(\d+)|\.old-(\d+)-\w+", p.name) for p in self.checkpoints.iterdir() if p.is_dir())
+        return sorted({int(m[1] or m[2]) for m in found if m})
+
+    def _find(self, step: int) -> Path:
+        """A checkpoint's directory; while one of the same step takes its place, it is the one moved aside."""
+        path = self.checkpoints / str(step)
+        return path if path.is_dir() else next(iter(sorted(self.checkpoints.glob(f".old-{step}-*"))), path)
+
+    def pointer(self, which: str) -> int | None:
+        """The step that `latest` or `best` names; None when there is none yet."""
+        link = self.checkpoints / which
+        try:
+            text = os.readlink(link) if link.is_symlink() else link.read_text().strip()
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError(f"{link}: expected the name of a checkpoint, it cannot be read ({e})") from None
+        if not text.isdigit():
+            raise CheckpointError(f"{link}: expected the number of a checkpoint, got {text[:40]!r}")
+        return int(text)
+
+    def _point(self, which: str, step: int) -> None:
+        link = self.checkpoints / which
+        temp = self._temporary("new", step)
+        try:
+            os.symlink(str(step), temp)
+        except (OSError, NotImplementedError) as e:
+            if isinstance(e, OSError) and e.errno in DISK_FULL:
+                raise
+            write_atomic(link, f"{step}\n")  # a file system without links
+            return
+        try:
+            os.replace(temp, link)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temp)
+            raise
+        sync_dir(self.checkpoints)
+
+    def _temporary(self, what: str, step: int) -> Path:
+        return self.checkpoints / f".{what}-{step}-{secrets.token_hex(4)}"
+
+    # --- writing
+
+    def save_checkpoint(
+        self,
+        step: int,
+        weights: Mapping[str, np.ndarray],
+        state: Any,
+        meta: Mapping[str, Any] | None = None,
+        name: str = "default",
+        best: bool = False,
+        keep: int | None = None,
+    ) -> Path:
+        """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, `keep` remain besides latest, best and protected
+        ones. On any failure the previous checkpoint is intact and still `latest`."""
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"expected to keep at least 1 checkpoint, got keep={keep}")
+        model, packed = pack_weights(weights), pack_state(state)  # refused before anything is written
+        head = {
+            "kind": _KIND,
+            "format": FORMAT,
+            "bray": __version__,
+            "step": _step(step),
+            "name": _safe_name(name),
+            "files": {_STATE: _checksum(packed), _WEIGHTS: _checksum(model)},
+            "meta": json.loads(to_json(dict(meta or {}))),
+        }
+        head["sha256"] = _own_checksum(head)
+        final, temp, weights_path = (
+            self.checkpoints / str(step),
+            self._temporary("new", step),
+            self.weights_path(step, name),
+        )
+        published = weights_path.exists()
+        try:
+            write_atomic(weights_path, model)
+            temp.mkdir(parents=True)
+            write_synced(temp / _STATE, packed)
+            link_or_copy(weights_path, temp / _WEIGHTS, model)
+            write_synced(temp / META, to_json(head).encode())
+            sync_dir(temp)
+            old = self._put(temp, final)
+            self._point("latest", step)
+            if best:
+                self._point("best", step)
+            if old is not None:
+                shutil.rmtree(old, ignore_errors=True)
+        except BaseException as e:
+            shutil.rmtree(temp, ignore_errors=True)
+            if not published and not final.exists():
+                with contextlib.suppress(OSError):
+                    weights_path.unlink(missing_ok=True)
+            if isinstance(e, OSError):
+                raise write_error(e, final, "the previous checkpoint is kept") from e
+            raise
+        if keep is not None:
+            self._retain(step, keep)
+        return final
+
+    def _put(self, temp: Path, final: Path) -> Path | None:
+        """Rename a finished checkpoint to its place; one of the same step moves aside first and is returned."""
+        old = None
+        if final.exists():
+            old = self._temporary("old", int(final.name))
+            os.rename(final, old)
+        try:
+            os.rename(temp, final)
+        except BaseException:
+            if old is not None:
+                os.rename(old, final)
+            raise
+        sync_dir(self.checkpoints)
+        return old
+
+    def recover(self) -> None:
+        """Finish or undo what a kill interrupted: put back a checkpoint that was moved aside, remove unfinished files."""
+        if not self.checkpoints.is_dir():
+            return
+        try:
+            for path in sorted(self.checkpoints.iterdir()):
+                left = re.fullmatch(r"\.(new|old|gone)-(\d+)-\w+", path.name)
+                if left and left[1] == "old" and not (self.checkpoints / left[2]).exists():
+                    os.rename(path, self.checkpoints / left[2])
+                elif left and path.is_symlink():
+                    path.unlink()
+                elif left:
+                    shutil.rmtree(path, ignore_errors=True)
+            for folder in (self.path, self.checkpoints, *self.models.glob("*")):
+                for path in folder.glob(".*.tmp"):
+                    path.unlink(missing_ok=True)
+        except PermissionError:
+            logger.debug("%s is read only: leftovers of an interrupted write stay", self.path)
+        except OSError as e:
+            raise CheckpointError(f"{self.path}: cannot be put in order after an interrupted write ({e})") from e
+
+    def _retain(self, step: int, keep: int) -> None:
+        """Delete all but `keep` checkpoints, oldest first; those newer than `step` belong to a future that was given up.
+        A damaged one is left alone."""
+        safe = {self.pointer("latest"), self.pointer("best")}
+        for old in sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)[keep:]:
+            try:
+                name = str(self._head(old)["name"])
+            except CheckpointError:
+                continue
+            if old in safe or self.is_protected(old, name):
+                continue
+            gone = self._temporary("gone", old)
+            try:
+                os.rename(self.checkpoints / str(old), gone)  # first out of sight: a kill leaves no half checkpoint
+                shutil.rmtree(gone, ignore_errors=True)
+                self.weights_path(old, name).unlink(missing_ok=True)
+            except OSError as e:
+                raise write_error(e, gone, "old checkpoints could not be deleted, new ones are safe") from e
+
+    # --- reading
+
+    def load_checkpoint(self, which: str | int = "latest") -> Checkpoint:
+        """Read and verify a checkpoint: "latest", "best" or a step. A damaged one is refused, and an intact one is named."""
+        step = self._which(which)
+        try:
+            return self._read(step)
+        except CheckpointError as e:
+            intact = next((s for s in reversed(self.steps()) if s != step and self.is_intact(s)), None)
+            hint = f"The newest intact one is {intact}." if intact is not None else "No other one is intact."
+            raise CheckpointError(f"checkpoint {which!r} of {self.path} is damaged: {e} {hint}") from None
+
+    def _which(self, which: str | int) -> int:
+        known = [str(s) for s in self.steps()]
+        if str(which).isdigit():
+            if str(int(which)) not in known:
+                raise UnknownName("checkpoint", str(which), known, str(self.path))
+            return int(which)
+        if which not in ("latest", "best"):
+            raise UnknownName("checkpoint", str(which), ["latest", "best", *known])
+        step = self.pointer(which)
+        if step is None:
+            there = f" There are: {', '.join(known[-8:])}." if known else ""
+            raise CheckpointError(f"{self.path} has no {which} checkpoint.{there}")
+        return step
+
+    def is_intact(self, step: int) -> bool:
+        """Whether a checkpoint can be read; its files are verified."""
+        try:
+            self._read(step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _head(self, step: int) -> dict[str, Any]:
+        """`meta.json`, checked."""
+        folder = self._find(step)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is missing.")
+        path = folder / META
+        head = read_json(path)
+        if not isinstance(head, dict) or head.get("kind") != _KIND:
+            raise CheckpointError(f"{path}: expected a {_KIND}, got something else.")
+        if head.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path}: expected checkpoint format {FORMAT}, got {head.get('format')!r} (written by Bray {head.get('bray')}; "
+                f"this is Bray {__version__})."
+            )
+        if head.get("sha256") != _own_checksum(head):
+            raise CheckpointError(f"{path}: it was changed after it was written (checksum).")
+        if head.get("step") != step:
+            raise CheckpointError(f"{path}: expected step {step}, got {head.get('step')!r}: a foreign checkpoint.")
+        return head
+
+    def _read(self, step: int) -> Checkpoint:
+        head, folder = self._head(step), self._find(step)
+        data = {name: _read_checked(folder / name, want) for name, want in head["files"].items()}
+        try:
+            weights = safetensors.numpy.load(data[_WEIGHTS])
+            state = unpack_state(data[_STATE])
+        except (SafetensorError, DataError, KeyError) as e:
+            raise CheckpointError(f"{folder}: {e}.") from None
+        return Checkpoint(int(head["step"]), weights, state, head["meta"], folder, head["name"])
+
+
+def _read_checked(path: Path, want: dict[str, Any]) -> bytes:
+    """The bytes of a file whose size and checksum are as they were when it was written."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing.") from None
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be read ({e}).") from None
+    if len(data) != want["bytes"]:
+        raise CheckpointError(f"{path}: expected {want['bytes']} bytes, got {len(data)}: truncated or foreign.")
+    if _checksum(data) != want:
+        raise CheckpointError(f"{path}: its content was changed after it was written (checksum).")
+    return data
+
+
+def _step(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 0:
+        raise CheckpointError(f"expected a step that is a whole number >= 0, got {step!r}")
+    return int(step)
+
+
+def _safe_name(name: str) -> str:
+    """A model's name is a directory: no way out of it."""
+    if not re.fullmatch(r"\w[\w.+-]*", name):
+        raise CheckpointError(f"expected a model name of letters, digits, '_', '-', '+' and '.', got {name!r}")
+    return name
+
+
+def _checksum(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _own_checksum(head: Mapping[str, Any]) -> str:
+    rest = {k: v for k, v in head.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

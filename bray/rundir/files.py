@@ -1,0 +1,99 @@
+"""Files that are whole or not there, and JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bray.errors import CheckpointError, DataError
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_atomic(path: str | Path, data: bytes | str) -> None:
+    """Write a whole file or nothing: a temporary file beside it, synced, then renamed over it."""
+    path = Path(path)
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(temp, data.encode() if isinstance(data, str) else data)
+        os.replace(temp, path)
+        sync_dir(path.parent)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+        if isinstance(e, OSError):
+            raise write_error(e, path, "the previous file is kept") from e
+        raise
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """A new file that is on disk when this returns."""
+    with open(path, "xb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def link_or_copy(source: Path, target: Path, data: bytes) -> None:
+    """A hard link, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError as e:
+        if e.errno in DISK_FULL:
+            raise
+        write_synced(target, data)
+
+
+def sync_dir(path: Path) -> None:
+    """A rename is on disk only when its directory is."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_error(e: OSError, path: Path, kept: str) -> CheckpointError:
+    """The error for the user; `kept` says what is still there."""
+    if e.errno in DISK_FULL:
+        return CheckpointError(f"disk full while writing {path}: {kept}. Free some space and go on with --resume.")
+    return CheckpointError(f"could not write {path} ({e.strerror or e}): {kept}.")
+
+
+def read_json(path: str | Path) -> Any:
+    """JSON from a run directory; CheckpointError when it is missing or broken."""
+    try:
+        return json.loads(Path(path).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"{path}: expected JSON, it cannot be read ({e})") from None
+
+
+def plain(value: Any) -> Any:
+    """As JSON data: arrays are lists, paths are text, numbers that are not finite are None."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):  # numpy's and torch's
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def to_json(value: Any) -> str:
+    """Sorted and indented JSON of `plain(value)`."""
+    try:
+        return json.dumps(plain(value), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError, RecursionError) as e:
+        raise DataError(f"expected plain data to write as JSON: {e}") from None

@@ -1,0 +1,160 @@
+"""One run's directory: made or opened, written by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bray.errors import CheckpointError, UnknownName
+from bray.rundir.checkpoints import META, Checkpoints
+from bray.rundir.files import read_json, to_json, write_atomic, write_error
+from bray.rundir.log import logger
+
+_SIGNS = ("config.yaml", "result.jsonl", "params.json", "checkpoints", "models")  # any of these makes a directory a run
+_FOLDERS = ("figures", "videos", "trajectories", "episodes", "replay")
+_locks: dict[Path, int] = {}  # directories this process writes to
+
+
+def default_run_dir(env: str, algo: str, now: datetime | None = None, root: str | Path = "runs") -> Path:
+    """`runs/<env>/<algo>-<time>`, with '/' in names as '-'; a second run in the same second gets '-2'."""
+    env, algo = (re.sub(r"[^\w.+=-]+", "-", name).strip("-.") or "run" for name in (env, algo))
+    path = Path(root) / env / f"{algo}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
+    out, n = path, 1
+    while out.exists():
+        n += 1
+        out = path.with_name(f"{path.name}-{n}")
+    return out
+
+
+class RunDir(Checkpoints):
+    """One run's directory. `create` one to write, `open` one to read."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.result_jsonl, self.progress_csv = self.path / "result.jsonl", self.path / "progress.csv"
+        self.tensorboard, self.log = self.path / "tb", self.path / "bray.log"
+
+    @classmethod
+    def create(cls, path: str | Path, resume: bool = False) -> RunDir:
+        """A new run directory, to write into; `resume` takes one that is there and removes what a kill left half done.
+        A run is never written over another one, and never by two processes at once."""
+        path = Path(path)
+        if resume:
+            run = cls.open(path)
+            run.lock()
+            run.recover()
+            return run
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} is a file: expected the name of a new directory")
+        found = _signs(path)
+        if found:
+            raise CheckpointError(
+                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial."
+            )
+        run = cls(path)
+        try:
+            run.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise write_error(e, path, "nothing was changed") from e
+        run.lock()
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """An existing run directory, to read; nothing in it is changed, so a run may be read while it is trained."""
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: there is no such run directory")
+        if not _signs(path):
+            inside = [p.name for p in sorted(path.iterdir()) if p.is_dir() and _signs(p)]
+            hint = f" There are runs in it: {', '.join(inside[:6])}." if inside else ""
+            run = Path(os.path.normpath(path / "../.."))  # without following `latest`
+            if (path / META).exists() and (run / "checkpoints" / path.name).exists():
+                hint = f" It is a checkpoint of the run {run}: give that, and --checkpoint {path.name}."
+            raise CheckpointError(f"{path} is not a run directory: expected config.yaml or checkpoints/ in it.{hint}")
+        return cls(path)
+
+    def lock(self, doing: str = "training") -> None:
+        """One process writes. The lock goes with the process, however it ends."""
+        path = (self.path / ".lock").resolve()
+        if path in _locks:
+            return
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            os.close(fd)
+            if e.errno in (errno.EACCES, errno.EAGAIN):
+                raise CheckpointError(
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial."
+                ) from None
+            logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
+            return
+        _locks[path] = fd
+
+    def close(self) -> None:
+        """Let another process write to the directory."""
+        fd = _locks.pop((self.path / ".lock").resolve(), None)
+        if fd is not None:
+            os.close(fd)
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    def folder(self, name: str) -> Path:
+        """`figures`, `videos`, `trajectories`, `episodes` or `replay`, made when first asked for."""
+        if name not in _FOLDERS:
+            raise UnknownName("folder of a run directory", name, _FOLDERS)
+        out = self.path / name
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+
+    # --- what was run
+
+    def write_config(self, config: Any) -> None:
+        """`config.yaml` and `params.json` of a `config.Resolved`."""
+        write_atomic(self.path / "config.yaml", config.to_yaml())
+        self.write_json("params.json", config.to_dict())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """A JSON file in the run directory, sorted and indented: `spec.json`, `policy.json`, ..."""
+        write_atomic(self.path / name, to_json(value))
+
+    def write_spec(self, spec: Any) -> None:
+        """`spec.json` of a `spec.EnvSpec`."""
+        self.write_json("spec.json", spec.to_json())
+
+    def write_policy(self, policy: Mapping[str, Any]) -> None:
+        """`policy.json`: what turns model outputs into actions when served."""
+        self.write_json("policy.json", policy)
+
+    def read_json(self, name: str) -> Any:
+        """A JSON file of the run directory."""
+        return read_json(self.path / name)
+
+    def model_name(self) -> str:
+        """The name under which the run keeps the weights that are served: `default`, or a launched model's."""
+        try:
+            return str(self.read_json("policy.json").get("model", "default"))
+        except CheckpointError:
+            return "default"
+
+    def refuse_old_launch(self) -> None:
+        """Raise for a run that `bray launch` made before it left what others need."""
+        if not (self.path / "spec.json").exists() and (self.path / "master.state").exists():
+            raise CheckpointError(
+                f"{self.path} was made by `bray launch` of an older Bray, which did not write down what its games look like. Start a trial with its "
+                f"weights, by `bray launch` with its file and `checkpoint: {self.path}/models/NAME/STEP.safetensors` of the model; what that makes can be "
+                "served, evaluated and exported"
+            )
+
+
+def _signs(path: Path) -> list[str]:
+    """What shows that a directory is a run."""
+    return [name for name in _SIGNS if (path / name).exists()]

@@ -1,0 +1,28 @@
+"""Writes the tables of keys into the pages: `python docs/tables.py`.
+
+A table stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. `tests/test_options.py` fails when
+a page is stale.
+"""
+
+import re
+from pathlib import Path
+
+from bray.cli.schema import find_sections
+from bray.config.schema import markdown
+
+PAGES = sorted(Path(__file__).parent.glob("*.md"))
+
+
+def updated(text: str) -> str:
+    """A page with its tables as the code has them."""
+
+    def table(found: re.Match[str]) -> str:
+        (section,) = [cls for name, cls in find_sections(found[1]).items() if name == found[1]]
+        return f"<!-- keys: {found[1]} -->\n{markdown(section)}\n<!-- end -->"
+
+    return re.sub(r"(?s)<!-- keys: (\S+) -->\n.*?<!-- end -->", table, text)
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))
