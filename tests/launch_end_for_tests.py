@@ -6,6 +6,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
+
+TEMPLATE = Path(__file__).parent.parent / "template"
 
 FILES = {
     "__init__.py": "",
@@ -58,6 +61,7 @@ FILES = {
 }
 SMALL_RAY = """
 import functools, os, sys
+import bray.cluster.ray_start
 if "ray" in sys.argv:
     import ray
     ray.init = functools.partial(ray.init, object_store_memory=100 << 20)
@@ -72,7 +76,7 @@ if __name__ == "__main__":
 class Launched:
     """`bray launch`, in a process group of its own; a context manager that leaves nothing behind."""
 
-    def __init__(self, folder, kind, *command_before):
+    def __init__(self, folder, kind, *command_before, games=0):
         name = "ended"
         (folder / name).mkdir()
         for file, text in FILES.items():
@@ -82,14 +86,19 @@ class Launched:
         self.mark = f"BRAY_TEST_LAUNCH={folder}"  # in the environment of all its processes
         key, _, value = self.mark.partition("=")
         env = {**os.environ, key: value, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+        env["PYTHONFAULTHANDLER"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)
         words = ["launch", "--config", f"{name}/x.yaml", "--cluster", kind]
+        if games:
+            words[2:3] = [str(TEMPLATE / "rl.yaml"), "--project", "runs", "--trial", "t"]
+            words.append("actor1.port=0")
         self.err = open(folder / "stderr", "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
             [*command_before, sys.executable, "-u", "small_ray.py", *words],
             cwd=folder, env=env, stdout=subprocess.PIPE, stderr=self.err, text=True, process_group=0,
         )  # fmt: skip
         self.lines = []
+        self.num_games, self.games = games, None
 
     def __enter__(self):
         return self
@@ -101,6 +110,9 @@ class Launched:
             except ProcessLookupError:
                 continue
         self.process.wait(30)
+        if self.games is not None:
+            self.games.kill()
+            self.games.wait(10)
         self.process.stdout.close()
         self.err.close()
 
@@ -108,9 +120,16 @@ class Launched:
         """Until a line of progress says that steps are published."""
         for line in self.process.stdout:
             self.lines.append(line)
+            if self.num_games and (port := re.search(r"port (\d+); try", line)):
+                self.start_games(port[1])
             if re.search("trainer1 step [1-9]", line):
                 return
         raise AssertionError(f"it ended before it trained: {self.stderr()}")
+
+    def start_games(self, port):
+        """Games of the template, in a process that is not of this launch."""
+        words = ["-m", "template.gamecore", "--port", port, "--games", str(self.num_games)]
+        self.games = subprocess.Popen([sys.executable, *words], cwd=TEMPLATE.parent, stdout=subprocess.DEVNULL)
 
     def step_seen(self):
         """The last step that a line of progress has told."""

@@ -1,6 +1,7 @@
 """Stand-ins for the remote components: they remember what they were made with."""
 
 import contextlib
+import inspect
 import textwrap
 from concurrent.futures import Future
 
@@ -111,8 +112,17 @@ def part(name):
 
 
 def use():
-    """Launch with the stand-ins, in this process."""
+    """Launch with the stand-ins, in this process. They take what the real ones take."""
     from bray.launch import build
+
+    if build._part is not part:
+        for name, stand_in in {
+            "RemoteModel": Model,
+            "RemoteBuffer": Buffer,
+            "RemoteActor": Actor,
+            "RemoteTrainer": Trainer,
+        }.items():
+            stand_in.__signature__ = inspect.signature(build._part(name))
 
     for kept in (made, numbers, shared, ends):
         kept.clear()

@@ -19,7 +19,7 @@ import pytest
 import bray
 from bray.cli.main import main
 from bray.client import ClientError
-from bray.errors import ConfigError
+from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.launch.build import build
 from bray.launch.deploy import find_deployed
@@ -614,6 +614,51 @@ def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path,
         for client in clients:
             client.end()
             client.close()
+
+
+# --- beside a training ------------------------------------------------------------------------------------------------
+
+
+def test_a_deployment_runs_while_its_trial_is_trained_but_not_twice(project, tmp_path, capsys):
+    holds = f"import time; from bray.rundir import RunDir; RunDir.create({str(project / 't')!r}, resume=True); print(1, flush=True); time.sleep(300)"
+    training = subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, cwd=ROOT)
+    (tmp_path / "site").mkdir()
+    words = ["--cluster", "local", "--project", str(project), "--trial", "t", "actor1.port=0"]
+    try:
+        training.stdout.readline()
+        before = {p: p.stat().st_mtime_ns for p in (project / "t").rglob("*") if p.is_file()}
+        with launched(tmp_path / "site", *words) as process:
+            assert answers(process.port, some_obs(3))
+            assert main(["launch", "--config", str(RL), "--mode", "deploy", *words]) != 0
+            assert "another process is serving here" in capsys.readouterr().err
+        with pytest.raises(CheckpointError, match="another process is training here"):
+            bray.init(str(project), "t", cluster="local")
+        folder = project / "t" / "deploy"
+        written = {p for p in (project / "t").rglob("*") if p.is_file() and p.stat().st_mtime_ns != before.get(p)}
+        assert written
+        assert all(folder in p.parents for p in written)
+    finally:
+        training.kill()
+        training.communicate()
+
+
+def test_a_game_chooses_its_version_at_the_start(project):
+    first, *_, last = steps(project)
+    exp = Experiment.load(project / "t", first)
+    with deployed(project, f"model1.versions={{latest: 0.9, '{first}': 0.1}}") as here:
+        with bray.Client(port=here.port) as client:
+            client.start(data={"version": first})
+            replies = [client.tick(tick(x)) for x in some_obs(20)]
+            assert {r["version"] for r in replies} == {first}
+            assert [r["action"] for r in replies] == [int(exp.policy(x)) for x in some_obs(20)]
+        with (
+            bray.Client(port=here.port) as client,
+            pytest.raises(ClientError, match=f"expected one of the versions .*{last}"),
+        ):
+            client.start(data={"version": 123456})
+        with bray.Client(port=here.port) as client:
+            client.start(data={"level": 3, "version": "hard"})  # a word of the game's own
+            assert client.tick(tick(some_obs(1)[0]))["version"] in (first, last)
 
 
 # --- what it earns ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""`bray launch` is told to end by a signal to its process group, and keeps what it has learnt: nothing is a stand-in here."""
+"""`bray launch` is ended by a signal to its process, its process group or all its processes, and keeps what it has learnt. Nothing is a stand-in here."""
 
+import contextlib
 import os
 import signal
 import time
@@ -14,10 +15,25 @@ PATIENCE = 30.0
 """Seconds that a busy machine may take; a quiet one takes 2 to 4."""
 
 
+def to_process(run):
+    os.kill(run.process.pid, signal.SIGTERM)
+
+
+def to_group(run):
+    os.killpg(run.process.pid, signal.SIGTERM)
+
+
+def to_every_process(run):
+    """As systemd does by default (KillMode=control-group)."""
+    for pid in run.pids():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
 def check_end(run, send):
-    """All that was published is on disk, and no process is left."""
+    """All that was published is on disk, and no process is left. Returns how many seconds it took."""
     run.wait_until_it_trains()
-    send(run.process.pid)
+    send(run)
     seconds, code = run.ended(PATIENCE)
     assert code == 0, run.stderr()
     assert run.lines[-1].startswith("stopped; the same command goes on")
@@ -26,7 +42,7 @@ def check_end(run, send):
     assert RunDir(run.path).pointer("latest") == saved
     assert read_results(run.path)[-1]["learner_steps_total"] == saved
     check_nothing_is_left(run)
-    print(f"ended after {seconds:.1f} s")
+    return seconds
 
 
 def check_nothing_is_left(run):
@@ -36,15 +52,33 @@ def check_nothing_is_left(run):
     assert run.pids() == []
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.slow)])
-def test_sigterm_to_the_process_group(kind, tmp_path):
-    with Launched(tmp_path, kind) as run:
-        check_end(run, lambda pid: os.killpg(pid, signal.SIGTERM))
+def test_sigterm_to_the_group_of_one_process(tmp_path):
+    with Launched(tmp_path, "local") as run:
+        check_end(run, to_group)
+
+
+def test_sigterm_while_games_wait_for_the_trainer(tmp_path):
+    with Launched(tmp_path, "local", games=4) as run:
+        check_end(run, to_every_process)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("send", [to_process, to_group, to_every_process])
+def test_sigterm_on_ray(send, tmp_path):
+    with Launched(tmp_path, "ray") as run:
+        assert check_end(run, send) < 10.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_sigterm_ends_a_run_with_waiting_games_within_10_seconds(kind, tmp_path):
+    with Launched(tmp_path, kind, games=16) as run:
+        assert check_end(run, to_every_process) < 10.0
 
 
 def test_a_terminal_that_is_closed(tmp_path):
     with Launched(tmp_path, "local") as run:
-        check_end(run, lambda pid: os.killpg(pid, signal.SIGHUP))
+        check_end(run, lambda run: os.killpg(run.process.pid, signal.SIGHUP))
 
 
 @pytest.mark.slow
@@ -63,4 +97,4 @@ def test_sigterm_while_components_are_started(tmp_path):
 @pytest.mark.slow
 def test_timeout_which_sends_its_signal_twice(tmp_path):
     with Launched(tmp_path, "ray", "timeout", "--preserve-status", "300") as run:
-        check_end(run, lambda pid: os.kill(pid, signal.SIGTERM))
+        check_end(run, to_process)

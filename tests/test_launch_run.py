@@ -35,7 +35,9 @@ def file(tmp_path, monkeypatch):
 
 
 def built(file, *keys, **kwargs):
-    return building.build(load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t"), stops=[]))
+    return building.build(
+        load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t"), writes_to=Path("somewhere/t"), stops=[])
+    )
 
 
 def made(what):

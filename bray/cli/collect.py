@@ -18,6 +18,7 @@ from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.metrics import short
+from bray.rundir import RunDir
 from bray.train.evaluate import EVAL_SEED, eval_config, trained
 
 
@@ -94,6 +95,8 @@ def collect(options: Collect) -> int:
 
     write = _write if options.format == "bray" else _write_pickles
     paths = write(played(), out, options.per_file)
+    if options.format == "bray":
+        RunDir(out).write_spec(exp.served.spec)  # whoever learns from the files needs no environment
     exp.close()
     say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(

@@ -50,13 +50,14 @@ def launch(options: Launch) -> int:
     if options.graph is not None and not options.check:
         return 0
     with log_shown(options.log_level):
-        check_modules(graph, _deployed(graph))
+        deployed = _deployed(graph)
+        check_modules(graph, deployed)
         if options.check:
             _show_plan(graph, options)
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
-        return _run(graph, options)
+        return _run(graph, options, reads_only=deployed.keys() >= graph.of_kind("model").keys())
 
 
 def _deployed(graph: Graph) -> dict[str, Path]:
@@ -174,15 +175,17 @@ def _cluster(kind: str) -> str:
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _run(graph: Graph, options: Launch) -> int:
+def _run(graph: Graph, options: Launch, reads_only: bool) -> int:
     from bray.cluster import session as sessions
     from bray.launch.build import build
     from bray.remote.init import init
 
     s, asked = graph.settings, total(graph.resources())
     with _term_as_interrupt():
-        numbers_in = DEPLOY_FOLDER if s.mode == "deploy" else ""
-        session = init(s.project, s.trial, options.cluster, numbers_in=numbers_in, **_ray(options, asked))
+        place: dict[str, Any] = {}
+        if s.mode == "deploy":
+            place = {"numbers_in": DEPLOY_FOLDER, "shared": reads_only}
+        session = init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
         try:
             where = session.cluster.kind
             say(f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold")

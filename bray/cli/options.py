@@ -402,6 +402,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "train": {
         "live": ("bray.train.config:LiveConfig", LIVE),
+        "data": ("bray.train.config:DataConfig", "Files, in place of an environment"),
         "run": ("bray.train.config:RunConfig", HOW),
         "env": ("bray.envs.config:EnvConfig", HOW),
     },

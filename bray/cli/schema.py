@@ -21,6 +21,7 @@ SECTIONS: dict[str, Any] = {
     "env": "bray.envs.config:EnvConfig",
     "model": "bray.nn.catalog:ModelConfig",
     "live": "bray.train.config:LiveConfig",
+    "data": "bray.train.config:DataConfig",
     "serve.service": "bray.serving.config:ServiceConfig",
     "serve.model": "bray.serving.config:ModelService",
     "launch.top": LaunchSettings,

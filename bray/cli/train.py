@@ -171,6 +171,8 @@ def _experiment(options: Train, flags: Source, path: Path | None = None) -> Expe
     exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
+    if options.render:
+        exp.check_env()
     if options.init_from is not None:
         exp.init_from(options.init_from)
     return exp
@@ -206,7 +208,7 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     reached = exp.reached
     if not options.quiet:
         _ended(exp, reached, signals, went_on)
-    if not options.quiet and training.iteration and not exp.live:
+    if not options.quiet and training.iteration and not exp.live and exp.has_env:
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
@@ -284,7 +286,11 @@ def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
         ("results", path / "result.jsonl"),
         ("tensorboard", path / "tb"),
     ]
-    look = ("serve it", f"bray serve {quoted}") if exp.live else ("look at it", f"bray eval {quoted} --render")
+    look = (
+        ("serve it", f"bray serve {quoted}")
+        if exp.live or not exp.has_env
+        else ("look at it", f"bray eval {quoted} --render")
+    )
     commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:
         commands.insert(0, ("go on", f"bray train --resume {quoted}"))

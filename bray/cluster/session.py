@@ -39,7 +39,7 @@ class SessionInfo(NamedTuple):
     @property
     def namespace(self) -> str:
         """Of the session's actors in Ray."""
-        return f"bray:{self.path}"
+        return f"bray:{self.numbers}"
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Session:
     member: str = ""
     """The member that this process runs; '' in the process that called `init`."""
     run: RunDir | None = None
-    """Locked by the process that called `init`."""
+    """What the process that called `init` has locked: the run directory, or `numbers` where that is all it writes to."""
     log: logging.Handler | None = None
     watched: list[tuple[str, Promise]] = field(default_factory=list)
     """(name, its end): components whose failure ends `run_until_asked_to_stop`."""
@@ -65,6 +65,11 @@ class Session:
     @property
     def numbers(self) -> Path:
         return Path(self.info.numbers)
+
+    @property
+    def writes_to(self) -> Path:
+        """For what is no number, such as episodes."""
+        return self.path if self.run is None else self.run.path
 
     @property
     def namespace(self) -> str:

@@ -32,6 +32,7 @@ from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy
+from bray.train.offline import ID as FILES, FileTraining
 
 logger = logging.getLogger("bray")
 
@@ -61,18 +62,20 @@ class Experiment:
         project: str | Path | None = None,
         trial: str | None = None,
         live: bool = False,
+        data: str | Path | None = None,
         **overrides: Any,
     ):
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
-        of `LiveConfig` say where and what."""
-        given = [*sources, *(Source("python", dict(values)) for values in (config, overrides) if values)]
+        of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
+        files = {"data": {"files": str(data)}} if data is not None else None
+        given = [*sources, *(Source("python", dict(values)) for values in (config, overrides, files) if values)]
         setup = set_up(run, env, given, use_preset, live)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"])
         self._path = _run_path(path, project, trial, self.config["run"].algorithm)
         self._dir: RunDir | None = None
-        self._training: LocalTraining | LiveTraining | None = None
+        self._training: LocalTraining | LiveTraining | FileTraining | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
         self._spec: EnvSpec | None = None
         self._served: ServedPolicy | None = None
@@ -94,11 +97,16 @@ class Experiment:
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> LocalTraining | LiveTraining:
+    def training(self) -> LocalTraining | LiveTraining | FileTraining:
         if self._training is None:
             c = self.config
             parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
-            self._training = LiveTraining(*parts, c["live"]) if self.live else LocalTraining(*parts)
+            if self.live:
+                self._training = LiveTraining(*parts, c["live"])
+            elif "data" in c.sections:
+                self._training = FileTraining(*parts, c["data"])
+            else:
+                self._training = LocalTraining(*parts)
             if self._weights is not None:
                 self._training.set_weights(self._weights)
         return self._training
@@ -391,8 +399,17 @@ class Experiment:
         with self._stage(1, seed, act) as stage:
             return play_steps(steps=steps, **stage)
 
+    @property
+    def has_env(self) -> bool:
+        """Whether there is an environment that Bray can play in."""
+        return self.config["env"].id not in (LIVE, FILES)
+
     def check_env(self) -> None:
         """Refuse a run that has no environment to play in."""
+        if self.config["env"].id == FILES:
+            raise ConfigError(
+                "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
+            )
         if self.config["env"].id == LIVE:
             raise ConfigError(
                 "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "

@@ -13,8 +13,9 @@ from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
 from bray.experiment.goals import STOP_ALIASES, check_stop
 from bray.nn.catalog import ModelConfig
-from bray.train.config import LiveConfig, RunConfig
+from bray.train.config import DataConfig, LiveConfig, RunConfig
 from bray.train.live import ID as LIVE
+from bray.train.offline import ID as FILES
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,15 @@ def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
     live = live or any("live" in source.values for source in given)
-    if live and env is None:
-        env = LIVE
+    from_files = any("data" in source.values for source in given)
+    if live and from_files:
+        raise ConfigError("an experiment learns from live games or from files, not from both")
+    if env is None and (live or from_files):
+        env = LIVE if live else FILES
     if run is None or env is None:
         raise ConfigError(
-            "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), or live games (live=True, --live)"
+            "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, --live), or "
+            "files (data=, --data)"
         )
     algo, name = get_algo(run), algo_name(run)
     layers = []
@@ -50,6 +55,8 @@ def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
         sections["live"] = LiveConfig
+    if from_files:
+        sections["data"] = DataConfig
     return Setup(algo, env, live, _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]))))
 
 

@@ -229,7 +229,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         serialize=s.serialize,
         tick_input_proto=modules.message(c, "tick_input_proto") if s.serialize == "proto" else None,
         tick_output_proto=modules.message(c, "tick_output_proto") if s.serialize == "proto" else None,
-        save_dir=str(run.session.path) if saves else None,
+        save_dir=str(run.session.writes_to) if saves else None,
     )
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import msgspec
+
 from bray import tree
 from bray.data.experience import Counts
 from bray.errors import BrayError, ConfigError, DataError
@@ -32,7 +34,7 @@ from bray.serving.agent import AgentActor, State
 from bray.serving.config import ModelService
 from bray.serving.model import ServedModel, Version
 from bray.serving.policy_actor import place_of, version_at
-from bray.serving.protocol import END, START, TICK
+from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
 from bray.serving.server import Server
 from bray.serving.values import reader
@@ -263,6 +265,8 @@ class DeployedPlayer:
         self.warm = False
         self.turns: WeakKeyDictionary[Any, DeployedTurn] = WeakKeyDictionary()
         """By the agents that have asked."""
+        self.chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Versions that games chose at their start, by agent."""
 
     def turn(self) -> DeployedTurn:
         """That of one session."""
@@ -275,6 +279,7 @@ class DeployedTurn:
     def __init__(self, player: DeployedPlayer):
         self.player = player
         self.place: float | None = None
+        self.chosen = -1
         self.last: Any = None
         """The last action."""
         self.mask: Any = None
@@ -282,13 +287,16 @@ class DeployedTurn:
 
     @property
     def version(self) -> Version:
-        return version_at(self.player.served, self.place or 0.0)
+        """The version that the game chose while it is served, else by the session's share."""
+        served = self.player.served
+        return served.versions.get(self.chosen) or version_at(served, self.place or 0.0)
 
     def ask(self, agent: Any, state: Any) -> asyncio.Future[None]:
         """Fill the State with what is decided, by `agent.decided`."""
         served = self.player.served
         if self.place is None:
             self.place = place_of(state.session)
+            self.chosen = self.player.chosen.get(agent, -1)
             self.player.turns[agent] = self
         self.mask = state.mask
         asked = [state.obs]
@@ -330,6 +338,16 @@ class _Answer(asyncio.Future[None]):
         tell(self, self._agent, self._tick, rows, 0)
 
 
+class _Start(msgspec.Struct):
+    """What the body of a `start` may ask for."""
+
+    model: str | None = None
+    version: int | None = None
+
+
+_read_start = msgspec.json.Decoder(_Start).decode
+
+
 class DeployedActor(AgentActor):
     """An AgentActor whose sessions are recorded, and whose late ticks are answered all the same, where that is wanted."""
 
@@ -343,12 +361,32 @@ class DeployedActor(AgentActor):
 
     async def start(self, session: str, data: bytes) -> None:
         await super().start(session, data)
+        model = next(iter(self._deployment.service.models.values()))
+        version = self._choose_version(data)
+        if version is None:
+            version = version_at(model, place_of(session)).step
         if self._deployment.record is not None and session:  # else a stateless request
-            model = next(iter(self._deployment.service.models.values()))
-            run, version = str(model.run.path.resolve()), version_at(model, place_of(session)).step
+            run = str(model.run.path.resolve())
             about = {"run": run, "model": model.name, "version": version}
             self._recording = Recording(self._deployment.record, session, about)
             self._recording.add(START, data, b"")
+
+    def _choose_version(self, data: bytes) -> int | None:
+        """`{"version": STEP}`, as `bray serve` takes it: the version that answers this session. Any other body is for the agents alone."""
+        try:
+            wanted = _read_start(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        if wanted.version is None:
+            return None
+        for _, agent in self._agents:
+            player = getattr(agent, "player", None)
+            if isinstance(player, DeployedPlayer) and wanted.model in (None, player.served.name):
+                loaded = player.served.versions
+                if wanted.version not in loaded:
+                    raise malformed(f"expected one of the versions {sorted(loaded)}, got {wanted.version}")
+                player.chosen[agent] = wanted.version
+        return wanted.version
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
         self._data = data
@@ -379,7 +417,7 @@ class DeployedActor(AgentActor):
             player = getattr(agent, "player", None)
             if isinstance(player, DeployedPlayer):
                 turn = player.turns.get(agent) or player.turn()
-                turn.place = place_of(self._session)
+                turn.place, turn.chosen = place_of(self._session), player.chosen.get(agent, -1)
                 if data is not self._data:  # it never had its turn
                     turn.mask = _mask_of(agent, state)
                 state.version, state.action = turn.version.step, _fallback_action(self._deployment.fallback, turn)

@@ -13,7 +13,9 @@ runs in one process. No algorithm is changed for it, or knows of it.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,10 +30,12 @@ from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
+from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig
+from bray.train.live import LiveEngine
 
 KEYS = ("algorithm", "env", "settings", "model")
 """What a section may say, beside what every component may."""
@@ -185,3 +189,73 @@ class AlgoSetup:
         """The Learner of the algorithm, or of another class in its place."""
         make = learner or self.algo.Learner
         return make(self.config, self.spec, model, self.model_config, seed=seed, record=record)
+
+
+# --- exploring with noise ---------------------------------------------------------------------------------------------
+
+
+def exploring_model(setup: AlgoSetup, model: Any, config: Mapping[str, Any]) -> Any:
+    """What an agent in training asks in place of this model: a NoisyModel if it has noisy layers, or may have them because a module of the
+    project builds it."""
+    section = config.get(getattr(model, "name", ""))
+    own = isinstance(section, Mapping) and section.get("module")
+    noisy = own or getattr(setup.make_model(), "draws", None)
+    return NoisyModel(model, setup.make_policy()) if noisy else model
+
+
+class NoisyModel:
+    """A RemoteModel with noisy layers, for agents that explore. Forwards run in this process, on a copy that follows the published weights, and
+    each has new noise. The RemoteModel itself answers without noise, as its exported graph does.
+
+    A model that turns out to have no noisy layers is asked directly.
+    """
+
+    def __init__(self, remote: Any, policy: Any):
+        self._remote, self._policy = remote, policy
+        self._opening = threading.Lock()
+        self._host: ModelHost | None = None
+        self._fetching: asyncio.Future[None] | None = None
+        self._is_quiet = False
+
+    @property
+    def num_workers(self) -> int:
+        return self._remote.num_workers if self._is_quiet else 0
+
+    def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
+        """`(outputs, step)` of a batch if forwards are quick, else None: await `forward`."""
+        if self._host is None:
+            return None
+        self._follow()
+        return self._host.run_now(args, rows)
+
+    async def forward(self, *args: Any, **how: Any) -> Any:
+        if self._host is None:
+            await asyncio.to_thread(self._open)
+        if self._is_quiet:
+            return await self._remote.forward(*args, **how)
+        assert self._host is not None
+        self._follow()
+        return await self._host.forward(*args, **how)
+
+    def _open(self) -> None:
+        with self._opening:
+            if self._host is not None or self._is_quiet:
+                return
+            module, (weights, step) = self._remote.get_model().eval(), self._remote.get_weights()
+            if getattr(module, "draws", None):
+                engine = LiveEngine(module, self._policy, np.random.default_rng())
+                self._host = ModelHost(self._remote.name, engine, step, weights)
+            else:
+                self.run_now, self._is_quiet = self._remote.run_now, True  # type: ignore[method-assign]
+
+    def _follow(self) -> None:
+        """Fetch the newest weights in a thread, one fetch at a time."""
+        assert self._host is not None
+        if self._remote.step > self._host.step and (self._fetching is None or self._fetching.done()):
+            self._fetching = asyncio.get_running_loop().run_in_executor(None, self._fetch)
+
+    def _fetch(self) -> None:
+        assert self._host is not None
+        weights, step = self._remote.get_weights()
+        if step > self._host.step:
+            self._host.publish_weights(weights, step).result()

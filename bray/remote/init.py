@@ -26,6 +26,7 @@ def init(
     cluster: str = "ray",
     metrics_port: int = 0,
     numbers_in: str = "",
+    shared: bool = False,
     **ray_kwargs: Any,
 ) -> Session:
     """Open the session of a project's trial; its run directory is `project/trial`. An existing trial is resumed.
@@ -35,6 +36,7 @@ def init(
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
     numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log, created where it is
                   missing; '' = the run directory itself
+    shared        only `numbers_in` is written to, so that a session that serves may run while another one trains in the same run directory
     ray_kwargs    go to `ray.init`
     """
     if (opened := current()) is not None:
@@ -50,7 +52,12 @@ def init(
         raise ConfigError(f"cluster='local' has no Ray to give these to: {', '.join(ray_kwargs)}")
     path = Path(os.path.abspath(Path(project) / trial))
     resumed = (path / "checkpoints").exists()
-    run = RunDir.create(path, resume=resumed)
+    if shared:
+        (path / numbers_in).mkdir(parents=True, exist_ok=True)
+        run = RunDir(path / numbers_in)
+        run.lock("serving")
+    else:
+        run = RunDir.create(path, resume=resumed)
     try:
         info = SessionInfo(
             str(project),

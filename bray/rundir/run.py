@@ -47,7 +47,7 @@ class RunDir(Checkpoints):
         path = Path(path)
         if resume:
             run = cls.open(path)
-            run._lock()
+            run.lock()
             run.recover()
             return run
         if path.exists() and not path.is_dir():
@@ -62,7 +62,7 @@ class RunDir(Checkpoints):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise write_error(e, path, "nothing was changed") from e
-        run._lock()
+        run.lock()
         return run
 
     @classmethod
@@ -80,7 +80,7 @@ class RunDir(Checkpoints):
             raise CheckpointError(f"{path} is not a run directory: expected config.yaml or checkpoints/ in it.{hint}")
         return cls(path)
 
-    def _lock(self) -> None:
+    def lock(self, doing: str = "training") -> None:
         """One process writes. The lock goes with the process, however it ends."""
         path = (self.path / ".lock").resolve()
         if path in _locks:
@@ -92,7 +92,7 @@ class RunDir(Checkpoints):
             os.close(fd)
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
-                    f"{self.path}: another process is training here. Wait for it, or choose another --trial."
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial."
                 ) from None
             logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
             return

@@ -1,4 +1,4 @@
-"""The `run` and `live` sections of a config."""
+"""The `run`, `live` and `data` sections of a config."""
 
 from __future__ import annotations
 
@@ -78,3 +78,13 @@ class LiveConfig:
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
     from each tick if they wait."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Trajectory files to learn from, in place of an environment."""
+
+    files: Annotated[str, Flag("--data", metavar="FILES")] = ""
+    """Learn from trajectory files: a directory, a file, or a pattern such as 'runs/*/trajectories/*.episodes'."""
+    epochs: Count = 10
+    """How often every transition is learnt from."""

@@ -412,6 +412,8 @@ class Driver:
         for i, source in enumerate(self.sources):
             saved = {"arrays": arrays["sources"][str(i)], "json": json["sources"][i]}
             goes_on = source.set_state(saved, self.clock) and goes_on
+            if self.experience.newest_obs(1) is None:
+                source.rewind()
         if not goes_on:
             self.experience.cut()
         return exact and goes_on

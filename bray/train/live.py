@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from bray import tree
 from bray.act import Clock, Policy, standard_normals
@@ -38,7 +39,7 @@ from bray.train.agent import Player, PolicyAgent
 from bray.train.config import LiveConfig, RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
-from bray.train.local import acting_engine, initial_state, make_side
+from bray.train.local import initial_state, make_side
 from bray.train.source import Source
 
 ID = "live"
@@ -97,7 +98,7 @@ class LiveSource(Source):
         self._closing = False
         self._most_rows = _rows_of(side.experience)
         self._model = copy.deepcopy(side.model).cpu().eval()
-        engine = _LiveEngine(acting_engine(self._model, _Kept(side.policy)), side.policy.draws, seed)
+        engine = LiveEngine(self._model, side.policy, np.random.default_rng([seed, 3]))
         self.host = ModelHost(ID, engine, weights=_weights(self._model))
         rewards = RewardTransform(env, 1, side.config.gamma)
         memory = initial_state(self._model)
@@ -227,13 +228,16 @@ class LiveSource(Source):
             self.server = None
 
 
-class _LiveEngine:
-    """An engine for batches of any size, as games come. They are filled up to a power of two, so that each size is recorded: the torch engine keeps few.
+class LiveEngine:
+    """A Model for batches of any size, as games come. They are padded to a power of two, so that each size is recorded: the torch engine keeps few.
 
-    It draws the Model's random inputs itself: they have no batch axis, so they cannot wait with the observations of other games."""
+    It returns what the Policy needs for acting and for learning. It draws the Model's random inputs itself: they have no batch axis, so they
+    cannot wait in a queue with the observations of other games."""
 
-    def __init__(self, engine: TorchEngine, draws: Mapping[str, tuple[int, ...]], seed: int):
-        self.engine, self.draws, self.rng = engine, draws, np.random.default_rng([seed, 3])
+    def __init__(self, model: nn.Module, policy: Policy, rng: np.random.Generator):
+        outputs = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
+        self.engine = TorchEngine(model, None if is_recurrent(model) else outputs)
+        self.draws, self.rng = getattr(model, "draws", None) or {}, rng
 
     def forward(self, *args: Any) -> Any:
         rows = tree.length(args)
@@ -247,13 +251,6 @@ class _LiveEngine:
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.set_weights(weights)
-
-
-class _Kept:
-    """What a live game asks of the Model: for acting and for learning, in one forward."""
-
-    def __init__(self, policy: Any):
-        self.reads = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
 
 
 def _rows_of(experience: Experience) -> int:

@@ -48,6 +48,9 @@ class Source:
         """Go on; returns whether that is exact."""
         return False
 
+    def rewind(self) -> None:
+        """After `set_state`: the experience has kept no rows, bring them again."""
+
     def close(self) -> None: ...
 
 
@@ -77,8 +80,11 @@ class FileSource(Source):
         return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        self._told = int(state["json"]["episodes"])  # the files are read again, but these episodes are counted
-        return True  # what was drawn of them is the experience's to know
+        self._at = self._told = int(state["json"]["episodes"])
+        return True
+
+    def rewind(self) -> None:
+        self._at = 0  # these episodes are read again, but not counted again
 
 
 def episode_piece(episode: Mapping[str, Any], stream: int = 0, layout: ActionLayout | None = None) -> Piece:

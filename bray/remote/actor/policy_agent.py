@@ -60,7 +60,7 @@ def stop_waiting() -> None:
 def make_player(name: str, config: Any) -> Player:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
-    from bray.remote.algo import named_setup, refuse_store, store_of
+    from bray.remote.algo import exploring_model, named_setup, refuse_store, store_of
 
     section = config[name]
     setup = named_setup(config, name)
@@ -76,6 +76,7 @@ def make_player(name: str, config: Any) -> Player:
         buffer = _find_buffer(section["buffer"])
         refuse_store(name, getattr(buffer, "name", ""), store_of(buffer))
         sink = BufferSink(name, buffer, wait_s, model)
+        model = exploring_model(setup, model, config)
     experience = setup.make_experience()
     rewards = RewardTransform(setup.env_config, 1, setup.config.gamma)
     return Player(
@@ -98,10 +99,6 @@ def _refuse(name: str, setup: AlgoSetup) -> None:
     if setup.env_config.normalize_rewards:
         raise ConfigError(
             f"{name}: normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
-        )
-    if getattr(setup.make_model(), "draws", None):
-        raise ConfigError(
-            f"{name}: the noise of noisy layers is drawn in `bray train` (with --live too), not yet in launched graphs: leave noisy_linear out"
         )
     if setup.initial_state is not None:
         refuse_memory(setup, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import pickle
@@ -13,8 +12,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import InvalidStateError
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,12 @@ from bray.serving import link as wire
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver
     from bray.remote.trainer.worker import Plan
-    from bray.train.driver import Hook
 
 logger = logging.getLogger("bray.remote")
 
+_EVAL = ("buffer", "interval", "steps")  # keys of `eval`
 _END_PATIENCE = 15.0  # seconds in which a training may save itself at the end of the session
-_DEATHS, _DEATHS_IN = 5, 300.0  # a rank that dies so often in so many seconds will die again
+_DEATHS, _DEATHS_IN = 5, 300.0  # give up after 5 deaths of ranks in 300 s
 
 
 class RemoteTrainer:
@@ -111,63 +111,37 @@ class RemoteTrainer:
         run.start()
         return run.promise
 
-    def _driven(
-        self,
-        *,
-        trainer: Any = None,
-        model: Any = None,
-        buffers: Sequence[Any] = (),
-        buffer_weights: Sequence[float] | None = None,
-        eval: Mapping[str, Any] | None = None,
-        batch_size: int | None = 1,
-        batch_kind: str | None = "concate",
-        prefetch_size: int = 1,
-        max_reuse: int = 0,
-        accumulate: int = 1,
-        learning_rate: float | None = None,
-        clip_grad_max_norm: float | None = 1.0,
-        weights_publish_interval: int = 1,
-        num_steps: int | None = None,
-        checkpoint_interval: int | None = None,
-        config: Mapping[str, Any] | None = None,
-        name: str | None = None,
-        hooks: Sequence[Hook] = (),
-        seed: int = 0,
-        **unknown: Any,
-    ) -> Plan:
+    def _driven(self, **given: Any) -> Plan:
+        """The Plan of a training without a function; defaults are those of Plan and Settings."""
         from bray.remote.trainer.drive import Settings
         from bray.remote.trainer.worker import Plan
 
-        name = name or self.name
-        for key in unknown:
-            known = [k for k in inspect.signature(self._driven).parameters if k != "unknown"]
-            raise UnknownName("argument", key, known, "RemoteTrainer.train without a function")
-        if model is None or not buffers:
+        name = given.pop("name", None) or self.name
+        of_plan = ("trainer", "model", "buffers", "config", "learning_rate", "clip_grad_max_norm", "seed")
+        of_settings = [f.name for f in fields(Settings) if not f.name.startswith("eval_")]
+        for key in given:
+            if key not in (known := (*of_plan, *of_settings, "eval", "name")):
+                raise UnknownName("argument", key, known, "RemoteTrainer.train without a function")
+        buffers = given.get("buffers")
+        if given.get("model") is None or not buffers:
             raise ConfigError(f"trainer {name!r}: expected train=FUNCTION, or trainer=CLASS with model= and buffers=")
         if isinstance(buffers, str):
             raise ConfigError(f"trainer {name!r}: expected buffers=[{buffers!r}], a list, got {buffers!r}")
-        evaluation = {"interval": 1000, "steps": 10, **(eval or {})}
+        evaluation = dict(given.get("eval") or {})
         for key in evaluation:
-            if key not in ("buffer", "interval", "steps"):
-                raise UnknownName("key", key, ("buffer", "interval", "steps"), f"eval of trainer {name}")
-        if eval is not None and evaluation.get("buffer") is None:
+            if key not in _EVAL:
+                raise UnknownName("key", key, _EVAL, f"eval of trainer {name}")
+        eval_buffer = evaluation.pop("buffer", None)
+        if given.get("eval") is not None and eval_buffer is None:
             raise ConfigError(f"trainer {name!r}: eval needs the name of a buffer: eval={{'buffer': 'eval_buffer'}}")
-        settings = Settings(
-            buffer_weights, batch_size or 1, batch_kind, prefetch_size, max_reuse, accumulate, weights_publish_interval, num_steps,
-            checkpoint_interval, evaluation["interval"], evaluation["steps"], tuple(hooks),
-        )  # fmt: skip
-        return Plan(
-            name,
-            trainer=trainer,
-            model=model,
-            buffers=tuple(buffers),
-            eval_buffer=evaluation.get("buffer"),
-            config=config or {name: {}},
-            learning_rate=learning_rate,
-            clip_grad_max_norm=clip_grad_max_norm,
-            seed=seed,
-            settings=settings,
-        )
+        settings = {k: v for k, v in given.items() if k in of_settings} | {
+            f"eval_{k}": v for k, v in evaluation.items()
+        }
+        if settings.get("batch_size", 1) is None:
+            del settings["batch_size"]
+        plan = {k: v for k, v in given.items() if k in of_plan}
+        plan |= {"buffers": tuple(buffers), "config": plan.get("config") or {name: {}}}
+        return Plan(name, eval_buffer=eval_buffer, settings=Settings(**settings), **plan)
 
 
 _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints

@@ -1,0 +1,98 @@
+"""Training from trajectory files (`bray collect` writes them), without an environment."""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import Any
+
+from bray.data.experience import Dataset, Experience, Replay, Rollouts, Sequences
+from bray.data.files import EpisodeReader
+from bray.envs.build import env_spec
+from bray.envs.config import EnvConfig
+from bray.errors import ConfigError
+from bray.inference.torch_engine import is_recurrent
+from bray.rundir import read_json
+from bray.spec import EnvSpec
+from bray.train.config import DataConfig, RunConfig
+from bray.train.device import resolve_device
+from bray.train.driver import Driver
+from bray.train.local import make_side
+from bray.train.source import FileSource
+
+ID = "files"
+"""The environment's name of a run that has none."""
+BATCHES = 100
+"""Batches of an iteration, at most."""
+
+
+class FileTraining(Driver):
+    """An algorithm that learns from files."""
+
+    depends_on_timing = False
+
+    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, data: DataConfig):
+        self.algo, self.run_config, self.env_config = algo, run, env
+        if run.eval_freq:
+            raise ConfigError(
+                "eval_freq: there is no environment to evaluate in while learning from files; leave it out"
+            )
+        self.device = resolve_device(run.device)
+        self.reader = EpisodeReader(find_files(data.files))
+        self.spec = file_spec(self.reader.paths[0], env)
+        side = make_side(algo, run, self.spec, model, config)
+        if is_recurrent(side.model):
+            raise ConfigError("a model with memory cannot learn from single transitions of files: set use_lstm=false")
+        side.experience = as_dataset(side.experience, run.algorithm, config, data.epochs)
+        side.experience.seed(run.seed)
+        super().__init__([side], [FileSource(self.reader, self.spec.layout)])
+
+    def describe(self) -> str:
+        files = len(self.reader.paths)
+        return f"{len(self.reader):,} episodes of {files} file{'s' if files > 1 else ''}, {self.reader.steps.sum():,} steps"
+
+    def learn(self, total: Any = None, one: bool = False) -> int:
+        """Several batches an iteration: a row for each would cost more than learning from it."""
+        count = 0
+        while count < BATCHES and not self.stopped and super().learn(total, one):
+            count += 1
+        return count
+
+
+def find_files(pattern: str) -> str | list[str]:
+    """What `--data` names, for an EpisodeReader."""
+    if Path(pattern).is_dir():
+        return pattern
+    found = sorted(glob.glob(pattern, recursive=True))
+    if not found:
+        raise ConfigError(
+            f"--data {pattern}: expected a directory, a file or a pattern of trajectory files, found none"
+        )
+    return found
+
+
+def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
+    """The spaces: an environment's where one is named, else those of spec.json beside the files or one directory above."""
+    if env.id != ID:
+        return env_spec(env)
+    for folder in (file.parent, file.parent.parent):
+        if (folder / "spec.json").exists():
+            return EnvSpec.from_json(read_json(folder / "spec.json"))
+    raise ConfigError(
+        f"{file.parent} has no spec.json, which says what observations and actions are (`bray collect` writes it): copy that of the run "
+        "there, or name the environment with --env"
+    )
+
+
+def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int) -> Experience:
+    """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
+    if isinstance(experience, (Rollouts, Sequences)):
+        raise ConfigError(
+            f"{algorithm} learns from what its newest policy did, not from files of another one: use DQN or SAC, or an algorithm of your own "
+            "whose experience is a Dataset"
+        )
+    if isinstance(experience, Replay):
+        return Dataset(experience.batch_size, epochs, config.gamma, getattr(config, "n_step", 1))
+    if isinstance(experience, Dataset):
+        experience.epochs = epochs
+    return experience

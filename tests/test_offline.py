@@ -1,0 +1,128 @@
+"""Learning from trajectory files: `bray train --run DQN --data DIR`, with no environment."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+
+import bray
+from bray.cli.main import main
+from bray.data.experience import EndOfData, Replay
+from bray.data.files import EpisodeWriter
+from bray.errors import ConfigError
+from bray.experiment import Experiment
+from bray.figures import read_results
+from bray.train.driver import Driver
+from bray.train.offline import FileTraining
+from bray.train.source import FileSource
+from tests.ways_for_tests import Signs
+
+ENV = "tests.ways_for_tests:Signs"
+SETTINGS = ["lr=3e-3", "gamma=0.5", "batch_size=32", "fcnet_hiddens=[32]"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What random play wrote, with the spaces beside it, as `bray collect` does."""
+    folder = tmp_path_factory.mktemp("data")
+    run = folder / "run"
+    exp = Experiment(run="DQN", env=ENV, path=run, learning_starts=10_000, epsilon=1.0, fcnet_hiddens=[8])
+    list(exp.train(stop={"env_steps_total": 1000}))
+    exp.close()
+    out = folder / "files"
+    assert main(["collect", str(run), "--steps", "2400", "--act", "sample", "--out", str(out)]) == 0
+    assert (out / "spec.json").exists()
+    return out
+
+
+def good_choices(exp):
+    return [int(exp.policy(np.eye(4, dtype=np.float32)[i])) for i in range(4)]
+
+
+def test_a_policy_is_learnt_without_an_environment_and_resumed_exactly(files, tmp_path, capsys):
+    words = ["train", "--run", "DQN", "--data", str(files / "*.episodes"), "--project", str(tmp_path), *SETTINGS]
+    assert main([*words, "--trial", "whole", "data.epochs=12"]) == 0
+    assert "no environment" not in capsys.readouterr().err
+    rows = read_results(tmp_path / "whole")
+    assert rows[-1]["env_steps_total"] == 2400  # each counted once
+    assert rows[-1]["learner_steps_total"] == 12 * 2400 // 32
+    whole = Experiment.load(tmp_path / "whole")
+    assert good_choices(whole) == list(Signs.right)
+    with pytest.raises(ConfigError, match="learnt from files"):
+        whole.check_env()
+
+    half = [*words, "--trial", "half", "data.epochs=12", "--stop", '{"learner_steps_total": 400}']
+    assert main(half) == 0
+    assert main(["train", "--resume", str(tmp_path / "half"), "--stop", '{"learner_steps_total": 100000}']) == 0
+    resumed = read_results(tmp_path / "half")
+    assert [r["learner_steps_total"] for r in resumed][-1] == rows[-1]["learner_steps_total"]
+    assert resumed[-1]["env_steps_total"] == 2400
+    exp = Experiment.load(tmp_path / "half")
+    for name, value in whole.training.weights().items():
+        np.testing.assert_array_equal(exp.training.weights()[name], value)
+
+
+def test_in_python(files, tmp_path):
+    exp = bray.Experiment(run="DQN", data=files, env=ENV, path=tmp_path / "run", epochs=1, fcnet_hiddens=[8])
+    row = list(exp.train())[-1]
+    assert isinstance(exp.training, FileTraining)
+    assert row["episodes_total"] == 300
+    assert exp.has_env  # for its spaces, and to play in afterwards
+    exp.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"run": "PPO"}, "PPO learns from what its newest policy did"),
+        ({"data": "nowhere/*.episodes"}, "found none"),
+        ({"live": True}, "not from both"),
+        ({"eval_freq": 1}, "leave it out"),
+    ],
+)
+def test_what_cannot_work_is_refused(files, tmp_path, more, message):
+    with pytest.raises(ConfigError, match=message):
+        _ = Experiment(**{"run": "DQN", "data": files, "path": tmp_path / "x", **more}).training
+
+
+def test_files_without_their_spaces_need_an_environment(tmp_path):
+    with EpisodeWriter(tmp_path / "a" / "b" / "episodes", 10) as writer:
+        writer.write(episode())
+    with pytest.raises(ConfigError, match="which says what observations and actions are"):
+        _ = Experiment(run="DQN", data=tmp_path / "a" / "b").training
+    _ = Experiment(run="DQN", data=tmp_path / "a" / "b", env=ENV).training
+
+
+def episode(n=8):
+    return {
+        "obs": np.zeros((n + 1, 4), np.float32),
+        "action": np.zeros(n, np.int64),
+        "reward": np.ones(n, np.float32),
+        "terminated": np.arange(n) == n - 1,
+        "truncated": np.zeros(n, bool),
+    }
+
+
+def test_a_replay_that_is_resumed_has_the_rows_of_the_files_once(files, tmp_path):
+    def fresh():
+        side = Experiment(run="DQN", env=ENV, replay_size=10_000, learning_starts=100_000).training.side
+        assert isinstance(side.experience, Replay)
+        return Driver([side], [FileSource(files, side.policy.layout)])
+
+    def read_all(driver):
+        with contextlib.suppress(EndOfData):
+            while True:
+                driver.gather()
+        return driver.experience.numbers()["size"]
+
+    original = fresh()
+    for _ in range(100):
+        original.gather()
+    state, weights = original.get_state(tmp_path), original.weights()
+    whole = read_all(original)
+    state["json"] = json.loads(json.dumps(state["json"]))
+    resumed = fresh()
+    resumed.set_state(state, weights, tmp_path)
+    assert read_all(resumed) == whole
+    assert resumed.env_steps == original.env_steps == 2400
