@@ -1,9 +1,12 @@
 """The cluster seam: the same members in this process and in processes of Ray."""
 
 import asyncio
+import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -55,6 +58,22 @@ class Counter:
 
     def ask(self, other):
         return other.call("add", 10).result()
+
+    def end_programs(self):
+        """How a program and a process that are asked to end do so."""
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        program.terminate()
+        process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        process.start()
+        process.terminate()
+        process.join(30)
+        return program.wait(30), process.exitcode
+
+    async def end_programs_on_the_loop(self):
+        return self.end_programs()
+
+    def signal_itself(self):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Closing:
@@ -217,6 +236,16 @@ def test_a_killed_member_comes_back_with_its_arguments(session):
     session.cluster.stop("counter/killed")
     with pytest.raises(Unreachable):
         member.call("add", timeout=5).result()
+
+
+def test_sigterm_spares_a_worker_of_our_ray_and_ends_the_programs_it_starts(session, counter):
+    """Whoever signals every process (systemd) wants the run to end in order; a worker's own programs end when it asks them to."""
+    for method in ("end_programs", "end_programs_on_the_loop"):
+        assert counter.call(method).result() == (-signal.SIGTERM, -signal.SIGTERM)
+    before = counter.call("about").result()["pid"]
+    if before != os.getpid():
+        counter.call("signal_itself").result()
+        assert counter.call("about").result()["pid"] == before
 
 
 def test_nodes(session):

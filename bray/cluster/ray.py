@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import logging
 import os
@@ -48,13 +49,40 @@ _GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)  
 def enter_worker(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
-    # This process blocks SIGTERM (see ray_start); its children must not, or `Process.terminate` would do nothing.
-    os.register_at_fork(after_in_child=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}))
+    _survive_sigterm()
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
     opened = enter(Session(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")
+
+
+def _survive_sigterm() -> None:
+    """Let SIGTERM do nothing to this process, but end the programs that this thread starts from now on.
+
+    A Ray of our own blocks SIGTERM in all its processes (see ray_start). A blocked or ignored signal stays so in a program that is started
+    here, and `Popen.terminate` would do nothing; a handler does not. It has to be one in C, because Python's run in the main thread, which
+    is Ray's: abs() takes an int, as handlers do, and changes nothing.
+    """
+    if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        libc = ctypes.CDLL(None)
+        libc.signal(signal.SIGTERM, libc.abs)
+        os.register_at_fork(before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_end_by_sigterm)
+        _unblock_sigterm()
+
+
+def _block_sigterm() -> None:
+    """During a fork: a signal that comes at once waits until the child has no handler."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_sigterm() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_by_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock_sigterm()
 
 
 class _Host:
@@ -77,6 +105,7 @@ class _Host:
         return os.getpid()
 
     async def ready(self) -> Failure | None:
+        _survive_sigterm()  # in Ray's loop, where plain methods run
         return (await asyncio.wrap_future(self._hosted)).failure
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
