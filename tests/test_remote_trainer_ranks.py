@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 
 from bray.train.driver import Hook
-from bray.train.ranks import RankLost, Ranks, Together, average_gradients, is_rank_lost
+from bray.train.ranks import DistributedLearner, RankLost, Ranks, average_gradients, is_rank_lost
 from tests.trainer_for_tests import (
     Given,
     MemoryBuffer,
@@ -99,11 +99,11 @@ def mean_gradients(ranks, path):
 def numbers(ranks, path):
     mine = bytes([ranks.rank]) * (3 + ranks.rank)
     return (
-        ranks.total(1, ranks.rank),
-        ranks.least(5 - ranks.rank),
-        ranks.spread(mine),
+        ranks.all_reduce_sum(1, ranks.rank),
+        ranks.all_reduce_min(5 - ranks.rank),
+        ranks.broadcast(mine),
         ranks.gather(mine),
-        ranks.spread(b""),
+        ranks.broadcast(b""),
     )
 
 
@@ -153,7 +153,7 @@ def ppo(ranks, path):
 
     def look(drive):
         steps.append(drive.steps)
-        differed.append(drive._together["default"]._differ)
+        differed.append(drive._distributed["default"]._differ)
 
     drive = learner_drive(
         setup, remote, [rollouts], ranks=ranks, num_steps=40, hooks=[recorder(seen), Hook("after_step", look)]
@@ -214,9 +214,9 @@ class TorchLearner:
 
 def own_learner(ranks, path):
     learner = TorchLearner(2 + ranks.rank)
-    together = Together(learner, ranks)
+    learning = DistributedLearner(learner, ranks)
     for i in range(3):
-        together.update(batch_of(2 * i + ranks.rank), 0)
+        learning.update(batch_of(2 * i + ranks.rank), 0)
     return weights(learner.model), learner.steps
 
 
@@ -230,8 +230,8 @@ def statistics(ranks, path):
             self.optimizer = torch.optim.SGD(model.parameters(), 0.01)
             self.wanted = 1
 
-    together = Together(Norm(), ranks)
-    together.update(batch_of(ranks.rank), 0)
+    learning = DistributedLearner(Norm(), ranks)
+    learning.update(batch_of(ranks.rank), 0)
     return weights(model)
 
 
@@ -249,7 +249,7 @@ def lost(ranks, path):
     if ranks.rank == 1:
         os._exit(9)
     try:
-        ranks.total(1)
+        ranks.all_reduce_sum(1)
     except RankLost as e:
         return is_rank_lost(e), is_rank_lost(e.__cause__), str(e)
     return None

@@ -28,7 +28,7 @@ from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.rundir import RunDir
-from bray.train.ranks import Ranks, Together
+from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
 
 logger = logging.getLogger("bray")
@@ -99,7 +99,9 @@ class Driver:
         self.sources = list(sources)
         self._running = list(sources)  # those that have not ended
         self.ranks = ranks or Ranks()
-        self._together = {side.name: Together(side.learner, self.ranks) for side in sides if self.ranks.size > 1}
+        self._distributed = {
+            side.name: DistributedLearner(side.learner, self.ranks) for side in sides if self.ranks.size > 1
+        }
         self.totals = Totals()
         self.iteration = 0
         self.update: Any = None
@@ -212,7 +214,7 @@ class Driver:
         self.batch = batch
         if self._hooks["before_step"]:
             self.call("before_step")
-        learn = self._together[side.name].update if self._together else learner.update
+        learn = self._distributed[side.name].update if self._distributed else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.env_steps, learner.steps)
@@ -241,7 +243,7 @@ class Driver:
                     end = e
             rows = 0 if batch is None else batch.rows
             said = (batch is not None, end is not None, self.stopped, self.wants_to_save(), rows)
-            ready, ends, stops, saves, all_rows = self.ranks.total(*said)
+            ready, ends, stops, saves, all_rows = self.ranks.all_reduce_sum(*said)
             if stops:
                 self.stop()
                 return None
@@ -253,7 +255,7 @@ class Driver:
             if ready == self.ranks.size:
                 self.save_now, self.rows = saves > 0, self.rows + int(all_rows)
                 if self.ranks.size > 1:  # schedules are to be the same on all of them
-                    self._agreed = int(self.ranks.most(self.totals.env_steps))
+                    self._agreed = int(self.ranks.all_reduce_max(self.totals.env_steps))
                 return batch
 
     rows = 0

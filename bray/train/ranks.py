@@ -53,15 +53,15 @@ class Ranks:
         except RuntimeError as e:
             raise RankLost(f"rank {self.rank} of {self.size} lost another one: {e}") from e
 
-    def total(self, *numbers: float) -> list[float]:
+    def all_reduce_sum(self, *numbers: float) -> list[float]:
         """The sums of some numbers over all ranks."""
         return self._reduced(numbers, dist.ReduceOp.SUM)
 
-    def least(self, number: float) -> float:
+    def all_reduce_min(self, number: float) -> float:
         """The smallest of the ranks' numbers."""
         return self._reduced((number,), dist.ReduceOp.MIN)[0]
 
-    def most(self, number: float) -> float:
+    def all_reduce_max(self, number: float) -> float:
         """The largest of the ranks' numbers."""
         return self._reduced((number,), dist.ReduceOp.MAX)[0]
 
@@ -79,7 +79,7 @@ class Ranks:
             flat /= self.size
         return flat
 
-    def copy_first(self, tensors: Sequence[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite tensors with those of the first rank."""
         if self.size == 1:
             return
@@ -91,11 +91,11 @@ class Ranks:
                 for t, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                     t.copy_(part.view(t.shape))
 
-    def spread(self, data: bytes) -> bytes:
+    def broadcast(self, data: bytes) -> bytes:
         """The first rank's bytes, on all ranks."""
         if self.size == 1:
             return data
-        length = int(self.total(len(data) if self.first else 0)[0])
+        length = int(self.all_reduce_sum(len(data) if self.first else 0)[0])
         x = (
             torch.from_numpy(np.frombuffer(data, np.uint8).copy())
             if self.first
@@ -108,7 +108,7 @@ class Ranks:
         """The bytes of all ranks, on all ranks."""
         if self.size == 1:
             return [data]
-        sizes = [int(n) for n in self.total(*[len(data) if r == self.rank else 0 for r in range(self.size)])]
+        sizes = [int(n) for n in self.all_reduce_sum(*[len(data) if r == self.rank else 0 for r in range(self.size)])]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         parts = [torch.empty_like(mine) for _ in sizes]
@@ -128,7 +128,7 @@ def average_gradients(params: Sequence[nn.Parameter], ranks: Ranks) -> None:
         p.grad = mean.view(p.shape).to(p.dtype) if some else None
 
 
-class Together:
+class DistributedLearner:
     """Makes an algorithm's Learner train on several ranks: its Optimizers average their gradients between backward and step.
 
     The ranks of an update may want different numbers of gradient steps (PPO's `target_kl` looks at the rank's own rows): all make as many
@@ -158,14 +158,14 @@ class Together:
         self._over = self._differ = False
         out = self.learner.update(batch, clock)
         if not self._over:
-            self._differ = self.ranks.total(0)[0] > 0
+            self._differ = self.ranks.all_reduce_sum(0)[0] > 0
         if self._differ:
-            self.learner.steps = int(self.ranks.least(self.learner.steps))
-        self.ranks.copy_first(self._buffers)  # statistics of observations: each rank has seen its own
+            self.learner.steps = int(self.ranks.all_reduce_min(self.learner.steps))
+        self.ranks.broadcast_tensors(self._buffers)  # statistics of observations: each rank has seen its own
         return out
 
     def _goes_on(self) -> bool:
-        if not self._over and self.ranks.total(1)[0] < self.ranks.size:
+        if not self._over and self.ranks.all_reduce_sum(1)[0] < self.ranks.size:
             self._over = self._differ = True
         return not self._over
 

@@ -118,7 +118,7 @@ class LossLearner:
         average_gradients(params, self.ranks)
         seen["grad_norm"] = [nn.utils.clip_grad_norm_(params, self.max_grad_norm or torch.inf)]
         self.optimizer.step()
-        self.ranks.copy_first(list(self.model.buffers()))  # such as batch statistics: each rank has seen its own
+        self.ranks.broadcast_tensors(list(self.model.buffers()))  # such as batch statistics: each rank has seen its own
         self.steps += 1
         values = [
             torch.stack([torch.as_tensor(v).detach().float().cpu().reshape(()) for v in vs]).mean()

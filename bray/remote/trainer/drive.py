@@ -337,7 +337,7 @@ class RankDriver(Driver):
                 start["saved"] is None
             ):  # parts of a Learner that no model holds (critics) are as the first rank drew them
                 start["drawn"] = self.learner.state_dict()
-        start = unpack_state(self.ranks.spread(pack_state(start) if self.ranks.first else b""))
+        start = unpack_state(self.ranks.broadcast(pack_state(start) if self.ranks.first else b""))
         load_weights(self.model, start["weights"])  # in place: the optimizer may hold views of them
         mine = self._rng_state()  # each rank draws its own numbers
         if start["saved"] is None:
