@@ -124,6 +124,12 @@ def test_print_config_shows_every_layer(tmp_path, capsys, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
 
 
+def test_a_flag_may_be_zero(capsys):
+    argv = ["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-freq", "0", "--print-config"]
+    assert main(argv) == 0
+    assert "--checkpoint-freq 0" in capsys.readouterr().out
+
+
 def test_stop_on_the_command_line_replaces_and_a_dotted_one_changes(capsys):
     argv = ["train", "--run", "PPO", "--env", "CartPole-v1", "--print-config"]
 

@@ -45,7 +45,13 @@ class Cluster:
     """An entry and workers on one loop in a thread of its own, joined by real connections."""
 
     def __init__(self, workers=2, tcp=False, **config):
-        self.config = {"port": 0, "admin_port": 0, "use_tcp": True, "drain_timeout_s": 0.2} | config
+        self.config = {
+            "port": 0,
+            "admin_port": 0,
+            "use_tcp": True,
+            "drain_timeout_s": 0.2,
+            "actors_per_worker": 10,
+        } | config
         self.tcp = tcp
         self.loop = uvloop.new_event_loop() if tcp else asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)

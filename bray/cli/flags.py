@@ -49,7 +49,7 @@ def _source(settings: list[tuple[str, Option]], given: dict[str, Any]) -> Source
     texts: dict[tuple[str, ...], str] = {}
     for section, option in settings:
         value, flag = given[f"{section}_{option.name}"], option.flag or Flag()
-        if value not in (None, False, []):
+        if value is not None and value is not False and value != []:  # 0 is a value
             parsed = value if flag.parse is None else flag.parse(value)
             values.setdefault(section, {})[option.name] = parsed
             texts[section, option.name] = _spellings(option)[-1] + ("" if value is True else f" {value}")
