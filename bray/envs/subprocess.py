@@ -225,22 +225,27 @@ class SubprocessVecEnv(VecEnv):
         self._send(actions)
         self._collect(self._wait_num, self._wait_longer)
         infos: Infos = None
-        every, view = len(self._answers) == len(self._workers), self._view
-        ready = np.full(self.num_envs, every)
-        for w in list(self._answers):
+        answered = list(self._answers)
+        for w in answered:
             infos = self._take(w, infos)
-            if not every:
-                ready[self._rows[w]] = True
-
-        def pick(new: np.ndarray, old: Any = False) -> np.ndarray:
-            """A new array of what is ready; the other rows are as before."""
-            return new.copy() if every else np.where(ready.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        self._last = obs = tree.map(pick, view["obs"], self._last)
-        reward, terminated, truncated = pick(view["reward"]), pick(view["terminated"]), pick(view["truncated"])
-        self.dead, self._waiting = pick(view["dead"], self.dead), ~ready
+        view = self._view
+        self._waiting = np.full(self.num_envs, len(answered) < len(self._workers))
+        if len(answered) == len(self._workers):
+            obs, reward, self.dead = tree.map(np.copy, view["obs"]), view["reward"].copy(), view["dead"].copy()
+            terminated, truncated = view["terminated"].copy(), view["truncated"].copy()
+        else:
+            for w in answered:
+                self._waiting[self._rows[w]] = False
+            obs = tree.map(self._ready_rows, view["obs"], self._last)
+            reward, self.dead = self._ready_rows(view["reward"]), self._ready_rows(view["dead"], self.dead)
+            terminated, truncated = self._ready_rows(view["terminated"]), self._ready_rows(view["truncated"])
+        self._last = obs
         self._check_values(obs, reward)
         return obs, reward, terminated, truncated, infos
+
+    def _ready_rows(self, new: np.ndarray, old: Any = False) -> np.ndarray:
+        """A new array of what is ready; the other rows are as before."""
+        return np.where(self._waiting.reshape(-1, *[1] * (new.ndim - 1)), old, new)
 
     def _send(self, actions: NestedArray) -> None:
         """Give actions to the workers that have none under way."""
