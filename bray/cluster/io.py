@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
@@ -13,23 +14,34 @@ from typing import Any
 
 logger = logging.getLogger("bray.remote")
 
+_STOP_S = 2.0  # how long the process waits for the loop when it ends
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_thread: threading.Thread | None = None
 _pid = 0
 _running: set[Future[Any]] = set()  # the loop itself keeps only weak references
 
 
 def loop() -> asyncio.AbstractEventLoop:
     """The loop; started when first asked for, and anew in a forked process."""
-    global _loop, _pid
+    global _loop, _thread, _pid
     if _loop is not None and _pid == os.getpid():
         return _loop
     with _lock:
         if _loop is None or _pid != os.getpid():
             made = _new_loop()
-            threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True).start()
+            _thread = threading.Thread(target=_run, args=(made,), name="bray-io", daemon=True)
+            _thread.start()
             _loop, _pid = made, os.getpid()
         return _loop
+
+
+@atexit.register  # when this file is imported, so that it comes after whoever ends a session at exit
+def _stop() -> None:
+    """A loop that runs while the interpreter is taken down crashes the process."""
+    if _loop is not None and _thread is not None and _pid == os.getpid():
+        _loop.call_soon_threadsafe(_loop.stop)
+        _thread.join(_STOP_S)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

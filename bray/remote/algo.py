@@ -33,6 +33,7 @@ from bray.errors import ConfigError, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
+from bray.remote.model.handle import RemoteModel
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig
 from bray.train.live import LiveEngine
@@ -197,7 +198,9 @@ class AlgoSetup:
 def exploring_model(setup: AlgoSetup, model: Any, config: Mapping[str, Any]) -> Any:
     """What an agent in training asks in place of this model: a NoisyModel if it has noisy layers, or may have them because a module of the
     project builds it."""
-    section = config.get(getattr(model, "name", ""))
+    if not isinstance(model, RemoteModel):
+        return model
+    section = config.get(model.name)
     own = isinstance(section, Mapping) and section.get("module")
     noisy = own or getattr(setup.make_model(), "draws", None)
     return NoisyModel(model, setup.make_policy()) if noisy else model

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import json
 import logging
 import os
 import pickle
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -173,7 +175,11 @@ def trainer_path(run: Path, name: str) -> Path:
         return own
     claim = run / "trainer.json"
     if not claim.exists():
-        write_atomic(claim, json.dumps({"name": name}))
+        ours = run / f".trainer-{secrets.token_hex(4)}.json"
+        write_atomic(ours, json.dumps({"name": name}))
+        with contextlib.suppress(FileExistsError):  # another trainer that starts now was first
+            os.link(ours, claim)
+        ours.unlink()
     return run if read_json(claim).get("name") == name else own
 
 
