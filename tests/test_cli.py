@@ -103,7 +103,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--num-workers", "2"], "num_workers=2: rollouts in other processes (Ray) are not there yet"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "word"], "expected key=value on the command line, got 'word'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--seed", "1", "--seed", "1"], "expected different seeds, got [1, 1]"),
-        (["train", "--resume", "x", "--env", "CartPole-v1", "--seed", "1"], "goes on with that run: leave out --env, --seed"),
+        (["train", "--resume", "x", "--env", "CartPole-v1", "--seed", "1"], "resumes that run: leave out --env, --seed"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--log-level", "loud"], "unknown log level 'loud'"),
         (["train", "-f", "no.yaml"], "no.yaml: there is no such file"),
         (["algos", "PPP"], "unknown algorithm 'PPP'"),

@@ -52,6 +52,7 @@ def test_every_command_has_a_text(command):
 def test_bray_schema_prints_every_key(name, capsys):
     assert main(["schema", name]) == 0
     out = capsys.readouterr().out
+    assert "Config(" not in out
     assert all(re.search(rf"(?m)^{re.escape(row.key)}\b", out) for row in rows(section(name)))
 
 

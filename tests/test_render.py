@@ -701,7 +701,7 @@ def test_it_ends_after_some_seconds_and_works_without_a_launch_file(tmp_path, pr
     assert main(["render", "--project", "game", "--trial", "first", "--no-open", "--seconds", "0"]) == 0
     assert "renderers  none" in capsys.readouterr().out
     assert main(["render", "--project", "game", "--host", "0.0.0.0", "--no-open", "--seconds", "0"]) == 0
-    assert "whoever reaches 0.0.0.0" in capsys.readouterr().out
+    assert "anyone who can connect to 0.0.0.0" in capsys.readouterr().out
 
 
 def test_mistakes_of_the_command_line(tmp_path, project, module, capsys, monkeypatch):

@@ -96,7 +96,7 @@ def collect(options: Collect) -> int:
     write = _write if options.format == "bray" else _write_pickles
     paths = write(played(), out, options.per_file)
     if options.format == "bray":
-        RunDir(out).write_spec(exp.served.spec)  # whoever learns from the files needs no environment
+        RunDir(out).write_spec(exp.served.spec)  # so that `bray train --data` needs no environment
     exp.close()
     say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
     facts(

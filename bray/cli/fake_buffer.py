@@ -79,7 +79,7 @@ def _fake_buffers(graph: Graph, template: Any, rate: float | None) -> dict[str, 
 
 
 def _train(run: Run, fakes: list[FakeBuffer], seconds: float | None) -> dict[str, int]:
-    """Until the run is done, the time is over or somebody stops it: the last step of each trainer."""
+    """Train until the run ends, the time limit passes or a signal comes; returns the last step of each trainer."""
     began = shown = time.monotonic()
     last = run.steps()
 

@@ -46,7 +46,7 @@ def render(options: Options) -> int:
         for note in notes:
             say(note, "yellow")
         if host not in ("127.0.0.1", "localhost"):
-            say(f"whoever reaches {host} can see the episodes and run the render code", "yellow")
+            say(f"anyone who can connect to {host} can see the episodes and run the render code", "yellow")
         say("Ctrl-C ends it", "dim")
         sys.stdout.flush()
         if options.open_page and _has_screen():

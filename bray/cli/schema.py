@@ -41,7 +41,7 @@ def schema(options: Schema) -> int:
         print(json.dumps(made if len(made) > 1 else made.popitem()[1], indent=2, ensure_ascii=False))
         return 0
     for name, cls in found.items():
-        say(Text.assemble((name, "bold"), f": {about(cls)}"))
+        say(Text.assemble((name, "bold"), ": ", about(cls).removeprefix(f"{name}: ")))
         put(key_table(cls))
         say("")
     return 0

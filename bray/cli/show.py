@@ -61,7 +61,7 @@ def key_table(cls: type) -> Table:
 
 
 def show_failure(error: Exception) -> None:
-    """The traceback of whoever raised it comes first, from whatever process; then one line that says what failed."""
+    """Print the traceback of the process that raised it, then one line that says what failed."""
     notes = list(getattr(error, "__notes__", ()))
     traces = [note for note in notes if "Traceback (most recent call last)" in note]
     for trace in traces:

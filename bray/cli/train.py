@@ -165,7 +165,7 @@ def _experiment(options: Train, flags: Source, path: Path | None = None) -> Expe
     if options.resume is not None:
         wrong = [flag for name, flag in _FIXED.items() if getattr(options, name)]
         if wrong:
-            raise ConfigError(f"--resume {options.resume} goes on with that run: leave out {', '.join(wrong)}")
+            raise ConfigError(f"--resume {options.resume} resumes that run: leave out {', '.join(wrong)}")
         return Experiment.resume(options.resume, sources)
     place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
     exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)

@@ -1,6 +1,6 @@
 """What both clients share: a session's calls, how it gets its name, and when a request may be sent again.
 
-The calls are written once, as coroutines over a transport. The asyncio client hands them to whoever awaits them; the blocking
+The calls are written once, as coroutines over a transport. The asyncio client lets its caller await them; the blocking
 client's transport never suspends, so that it can run them to their end at once.
 """
 

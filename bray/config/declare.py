@@ -8,6 +8,7 @@ import enum
 import inspect
 import itertools
 import json
+import sys
 import textwrap
 import types
 import typing
@@ -132,8 +133,12 @@ def values_of(made: Any, cls: type) -> dict[str, Any]:
 
 
 def about(cls: type) -> str:
-    """The docstring of a dataclass, in one line."""
-    return " ".join((cls.__doc__ or "").split())
+    """The docstring of a dataclass, in one line. Where it has none (`dataclass` puts the signature there) its file's first line tells, as for
+    an algorithm's Config."""
+    text = cls.__doc__ or ""
+    if text.startswith(f"{cls.__name__}("):
+        text = (sys.modules[cls.__module__].__doc__ or "").partition("\n")[0].partition("   ")[0]
+    return " ".join(text.split())
 
 
 def all_keys(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Option]]:
