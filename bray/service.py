@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bray.act import GREEDY, SAMPLE
-from bray.config import Source, resolve
+from bray.config import ConfigSource, resolve
 from bray.errors import BrayError, ConfigError, UnknownName
 from bray.rundir import write_atomic
-from bray.serving.config import ModelService, ServiceConfig
+from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.model import ServedModel, TorchEngine, VersionLocks
 from bray.serving.policy_actor import PolicyActor
 from bray.serving.server import Numbers, Server
@@ -26,16 +26,16 @@ from bray.serving.workers import Ready, serve as serve_workers
 
 logger = logging.getLogger("bray.serving")
 
-SECTIONS = {"service": ServiceConfig, "model": ModelService}
+SECTIONS = {"service": ServiceConfig, "model": ServedModelConfig}
 
 
-def configure(sources: Sequence[Source]) -> tuple[ServiceConfig, ModelService]:
+def configure(sources: Sequence[ConfigSource]) -> tuple[ServiceConfig, ServedModelConfig]:
     """The settings of a service and of its models; unknown keys get the nearest one."""
     config = resolve(SECTIONS, [_renamed(source) for source in sources])
     return config["service"], config["model"]
 
 
-def _renamed(source: Source) -> Source:
+def _renamed(source: ConfigSource) -> ConfigSource:
     """`sample: true` was the name of `act: sample` in 0.1."""
     values = dict(source.values)
     section = values["model"] = dict(values["model"]) if isinstance(values.get("model"), dict) else {}
@@ -45,7 +45,7 @@ def _renamed(source: Source) -> Source:
             place["act"] = SAMPLE if place.pop("sample") else GREEDY
     if not section:
         del values["model"]
-    return Source(source.name, values, source.lines, source.texts)
+    return ConfigSource(source.name, values, source.lines, source.texts)
 
 
 class Service:
@@ -54,10 +54,10 @@ class Service:
     def __init__(
         self,
         runs: Mapping[str, str | Path],
-        config: ModelService,
+        config: ServedModelConfig,
         shared: Path | None = None,
         torch_engine: TorchEngine | None = None,
-        configs: Mapping[str, ModelService] | None = None,
+        configs: Mapping[str, ServedModelConfig] | None = None,
         with_outputs: bool = False,
     ):
         """
@@ -100,7 +100,7 @@ class Service:
             task.cancel()
             await self.close()
 
-        server.closers.append(close)
+        server.close_hooks.append(close)
 
     async def close(self) -> None:
         for model in self.models.values():
@@ -209,7 +209,7 @@ def close_shared(shared: Path) -> None:
 def serve(
     runs: Mapping[str, str | Path],
     service: ServiceConfig,
-    model: ModelService,
+    model: ServedModelConfig,
     torch_engine: TorchEngine | None = None,
     on_ready: Ready | None = None,
 ) -> int:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 
 from bray.cluster.local import LocalCluster
-from bray.cluster.session import Session, SessionInfo, enter, shutdown
+from bray.cluster.session import ClusterSession, SessionInfo, enter, shutdown
 from bray.inference.host import Promise
 
 
@@ -53,13 +53,13 @@ def session_of(kind, path):
     """A session of this process alone, without a run directory or a master: "local", or one whose buffers use "sockets" and shared memory."""
     info = SessionInfo("p", "t", str(path), str(path), os.urandom(16), True, ())
     try:
-        yield enter(Session(info, SocketCluster() if kind == "sockets" else LocalCluster()))
+        yield enter(ClusterSession(info, SocketCluster() if kind == "sockets" else LocalCluster()))
     finally:
         shutdown()
 
 
 def _child(info, openings, function, args, pipe):
-    enter(Session(info, KnownCluster(openings)))
+    enter(ClusterSession(info, KnownCluster(openings)))
     try:
         pipe.send(function(*args))
     except (EOFError, BrokenPipeError):

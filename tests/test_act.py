@@ -13,7 +13,7 @@ from bray.envs.make import make_vec
 from bray.errors import ConfigError, UnknownName
 from bray.experiment import Experiment
 from bray.inference.torch_engine import TorchEngine
-from bray.serving.config import ModelService
+from bray.serving.config import ServedModelConfig
 from bray.serving.model import ServedModel
 from bray.spec import EnvSpec, Space
 from bray.train.evaluate import eval_config, trained
@@ -203,12 +203,12 @@ def test_an_unknown_rule_is_named_with_the_nearest(run, tmp_path):
         act.make_rule("dits")
     path = rewrite(run, tmp_path, rule="squash")
     with pytest.raises(UnknownName, match=r"unknown acting rule 'squash' \(policy.json\).*Did you mean 'squashed'"):
-        ServedModel("m", path, ModelService())
+        ServedModel("m", path, ServedModelConfig())
 
 
 def test_a_policy_without_a_rule_is_served_by_torch_alone(run, tmp_path):
     with pytest.raises(ConfigError, match="--engine torch"):
-        ServedModel("m", rewrite(run, tmp_path, rule=None), ModelService())
+        ServedModel("m", rewrite(run, tmp_path, rule=None), ServedModelConfig())
 
 
 class Always(act.rules.Distribution):
@@ -233,7 +233,7 @@ def test_a_rule_of_ones_own_is_registered_and_served(run, tmp_path, monkeypatch)
     assert policy.acts_by_rule()
     about = describe_policy(policy, torch.nn.Linear(1, 1))
     assert (about["rule"], about["settings"], about["outputs"]) == ("always", {"of": 1}, ["dist"])
-    model = ServedModel("m", rewrite(run, tmp_path, rule="always", settings={"of": 1}), ModelService())
+    model = ServedModel("m", rewrite(run, tmp_path, rule="always", settings={"of": 1}), ServedModelConfig())
     engine = ActingEngine(None, model.policy, "sample", masked=True, recurrent=False)
     engine.engine = type("Fake", (), {"forward": staticmethod(lambda obs: {"dist": np.zeros((len(obs), 2))})})
     assert engine.forward(np.zeros((3, 4)), np.ones((3, 2), bool))["action"].tolist() == [1, 1, 1]

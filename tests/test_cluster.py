@@ -228,9 +228,9 @@ def test_a_killed_member_comes_back_with_its_arguments(session):
     member.call("add").result()
     pid = member.call("about").result()["pid"]
     os.kill(pid, signal.SIGKILL)
-    about = member.call("about", again=True, timeout=30).result()
+    about = member.call("about", retry=True, timeout=30).result()
     while about["pid"] == pid:  # answered just before the signal came
-        about = member.call("about", again=True, timeout=30).result()
+        about = member.call("about", retry=True, timeout=30).result()
     assert about["n"] == 5
     assert about["started"]
     session.cluster.stop("counter/killed")

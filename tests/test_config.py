@@ -17,7 +17,7 @@ from hypothesis import example, given, settings, strategies as st
 from pydantic import Field
 
 from bray import config
-from bray.config import Source, load_config, load_yaml, options, parse_assignments, parse_json, resolve
+from bray.config import ConfigSource, load_config, load_yaml, options, parse_assignments, parse_json, resolve
 from bray.errors import ConfigError, UnknownName
 
 
@@ -73,15 +73,15 @@ class Algo:
 SECTIONS = {"env": Env, "model": Model, "algo": Algo}
 
 
-def resolved(*sources: Source) -> config.Resolved:
+def resolved(*sources: ConfigSource) -> config.Resolved:
     return resolve(SECTIONS, sources)
 
 
-def args(*items: str) -> Source:
+def args(*items: str) -> ConfigSource:
     return parse_assignments(items)
 
 
-def message(*sources: Source) -> str:
+def message(*sources: ConfigSource) -> str:
     with pytest.raises(ConfigError) as e:
         resolved(*sources)
     return str(e.value)
@@ -148,9 +148,9 @@ def test_values_on_the_command_line(text, value):
 def test_later_sources_win_and_say_so(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("algo: {lr: 0.1, gamma: 0.5, steps: 7}\n")
-    preset = Source("preset cartpole_ppo", {"algo": {"steps": 5, "clip": 0.3}})
+    preset = ConfigSource("preset cartpole_ppo", {"algo": {"steps": 5, "clip": 0.3}})
     r = resolved(
-        preset, load_yaml(path), parse_json('{"lr": 0.2}'), args("lr=0.3"), Source("python", {"dueling": True})
+        preset, load_yaml(path), parse_json('{"lr": 0.2}'), args("lr=0.3"), ConfigSource("python", {"dueling": True})
     )
     assert r["algo"] == Algo(lr=0.3, gamma=0.5, steps=7, clip=0.3, dueling=True)
     assert r.provenance["algo.lr"] == "lr=0.3 on the command line"
@@ -173,7 +173,7 @@ def test_dotted_keys_work_in_every_source(tmp_path):
 
 def test_dict_fields_merge_deeply_over_their_default():
     r = resolved(
-        Source("python", {"model": {"custom_options": {"a": {"b": 1, "c": 2}}}}),
+        ConfigSource("python", {"model": {"custom_options": {"a": {"b": 1, "c": 2}}}}),
         args("custom_options.a.b=9", "custom_options.z=[1]"),
     )
     assert r["model"].custom_options == {"depth": 2, "a": {"b": 9, "c": 2}, "z": [1]}
@@ -185,10 +185,13 @@ def test_dict_fields_merge_deeply_over_their_default():
 def test_a_number_or_dict_is_replaced_by_a_dict_and_changed_by_a_dotted_key():
     linear = {"kind": "linear", "start": 1.0, "end": 0.1, "steps": 90}
     exp = {"kind": "exp", "start": 0.9, "end": 0.1, "decay": 100}
-    assert resolved(Source("python", {"epsilon": linear}), Source("python", {"epsilon": exp}))["algo"].epsilon == exp
-    r = resolved(Source("python", {"epsilon": linear}), args("epsilon.steps=50"))
+    assert (
+        resolved(ConfigSource("python", {"epsilon": linear}), ConfigSource("python", {"epsilon": exp}))["algo"].epsilon
+        == exp
+    )
+    r = resolved(ConfigSource("python", {"epsilon": linear}), args("epsilon.steps=50"))
     assert r["algo"].epsilon == linear | {"steps": 50}
-    assert resolved(Source("python", {"epsilon": linear}), args("epsilon=0.5"))["algo"].epsilon == 0.5
+    assert resolved(ConfigSource("python", {"epsilon": linear}), args("epsilon=0.5"))["algo"].epsilon == 0.5
 
 
 def test_nested_dataclasses_start_from_the_default_of_their_field():
@@ -200,7 +203,7 @@ def test_nested_dataclasses_start_from_the_default_of_their_field():
 
 def test_sources_are_not_changed_by_resolving():
     values = {"env": {"env_config": {"a": [1]}}}
-    r = resolved(Source("python", values), args("env.env_config.b=2"))
+    r = resolved(ConfigSource("python", values), args("env.env_config.b=2"))
     r["env"].env_config["a"].append(2)
     assert values == {"env": {"env_config": {"a": [1]}}}
 
@@ -214,7 +217,9 @@ def test_kinds_that_stand_for_others():
     assert r["env"].mode is Mode.FAST
     assert r["env"].id == "007"  # typed on the command line for a text field
     assert r["algo"].clip is None
-    assert resolved(Source("python", {"lr": np.float32(0.5), "steps": np.int64(3)}))["algo"] == Algo(lr=0.5, steps=3)
+    assert resolved(ConfigSource("python", {"lr": np.float32(0.5), "steps": np.int64(3)}))["algo"] == Algo(
+        lr=0.5, steps=3
+    )
 
 
 def test_config_files_by_suffix(tmp_path):
@@ -243,7 +248,7 @@ def test_unknown_keys_are_answered_the_same_everywhere(tmp_path):
         (parse_json('{"algo": {"gama": 0.9}}'), "--config", "algo.gama"),
         (args("algo.gama=0.9"), "algo.gama=0.9 on the command line", "algo.gama"),
         (args("gama=0.9"), "gama=0.9 on the command line", "gama"),
-        (Source("python", {"gama": 0.9}), "python", "gama"),
+        (ConfigSource("python", {"gama": 0.9}), "python", "gama"),
     ]:
         with pytest.raises(UnknownName) as e:
             resolved(source)
@@ -459,13 +464,13 @@ plain = st.recursive(
 @given(st.dictionaries(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), plain, max_size=3))
 @example({"A\n": None, "b": "c\n"})
 def test_any_env_config_survives_config_yaml(values):
-    r = resolved(Source("python", {"env": {"env_config": values}}))
+    r = resolved(ConfigSource("python", {"env": {"env_config": values}}))
     data, _ = config.read_yaml(r.to_yaml(), "config.yaml")
-    assert resolved(Source("config.yaml", data))["env"].env_config == values
+    assert resolved(ConfigSource("config.yaml", data))["env"].env_config == values
 
 
 def test_to_dict_is_json_and_keeps_what_cannot_be_json_as_names():
-    r = resolved(Source("python", {"env_config": {"make": Cnn, "size": np.int64(3), "grid": np.eye(2)}}))
+    r = resolved(ConfigSource("python", {"env_config": {"make": Cnn, "size": np.int64(3), "grid": np.eye(2)}}))
     data = json.loads(json.dumps(r.to_dict()))
     assert data["env"]["env_config"] == {"make": f"{__name__}:Cnn", "size": 3, "grid": [[1, 0], [0, 1]]}
     assert data["env"]["mode"] == "safe"

@@ -122,7 +122,7 @@ def test_ragged_pieces_give_the_advantages_of_each_piece_alone():
     laid = sum(at)
     left = sum(p.length for p in pieces) - laid
     assert 0 < left < 48  # the remainder waits for more
-    assert "of 48 rows of the next rollout have come" in experience.waiting_for()
+    assert "of 48 rows of the next rollout have come" in experience.wait_reason()
     more = make_piece(np.random.default_rng(9), 48, stream=9)
     experience.add(more)
     (batch,) = batches(experience)
@@ -453,7 +453,7 @@ def test_a_stop_is_heard_while_nothing_comes():
     row = driver.iterate()
     assert driver.stopped
     assert row["env_steps_total"] == 3
-    assert "no game has sent a row" in driver.experience.waiting_for()
+    assert "no game has sent a row" in driver.experience.wait_reason()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------

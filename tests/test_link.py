@@ -11,8 +11,8 @@ import pytest
 
 from bray.cluster import io
 from bray.errors import DataError, LinkLost, RemoteError, Unreachable
-from bray.serving import link as wire
-from bray.serving.link import Address, Listener, connect
+from bray.serving import link as link_module
+from bray.serving.link import Address, Listener, connect, machine_id
 
 TOKEN = b"0123456789abcdef"
 ECHO, BAD, ODD, SILENT, SLOW = 1, 2, 3, 4, 5
@@ -114,7 +114,7 @@ def test_a_lost_link_fails_all_that_wait(listener):
 
 
 def test_nobody_there():
-    nobody = Address(wire.machine_id(), "\0bray-nobody", "127.0.0.1", 1)
+    nobody = Address(machine_id(), "\0bray-nobody", "127.0.0.1", 1)
     for unix in (True, False):
         with pytest.raises(Unreachable, match="no connection to"):
             io.run(connect(nobody, TOKEN, unix=unix))
@@ -162,7 +162,7 @@ def test_drain_waits_for_a_slow_reader(listener):
 
 
 def test_a_body_that_is_too_large_is_refused_here(listener, monkeypatch):
-    monkeypatch.setattr(wire, "MAX_BODY", 1000)
+    monkeypatch.setattr(link_module, "MAX_BODY", 1000)
 
     async def ask(link):
         with pytest.raises(DataError, match="send it in parts"):

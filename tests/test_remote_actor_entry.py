@@ -418,7 +418,7 @@ def test_a_table_knows_who_lives(tmp_path):
         other.send_signal(signal.SIGKILL)
         other.wait()
         assert table.running() == len(mine)
-        assert table.roomy(me) is None  # it is not asked, although its row says that it has room
+        assert table.roomiest(me) is None  # it is not asked, although its row says that it has room
         # a session that it had may begin again, here; the others are forgotten with it
         assert table.claim(theirs[0], me) == me
         assert [n for n in theirs if table.find(n) is not None] == [theirs[0]]

@@ -674,7 +674,7 @@ async def _gather(model, xs):
 
 
 def test_int8_is_calibrated_on_what_the_model_sees(monkeypatch, tmp_path):
-    monkeypatch.setattr("bray.remote.model.served.CALIBRATION_ROWS", 40)
+    monkeypatch.setattr("bray.remote.model.engine_host.CALIBRATION_ROWS", 40)
     rng = np.random.default_rng(0)
     xs = rng.normal(size=(64, 4)).astype(np.float32)
     net = Wide()
@@ -784,7 +784,7 @@ def test_clones_and_the_pool():
 
 @inside
 def test_few_old_versions_are_held_at_a_time(monkeypatch):
-    monkeypatch.setattr("bray.remote.model.served.MOST_VERSIONS", 2)
+    monkeypatch.setattr("bray.remote.model.engine_host.MOST_VERSIONS", 2)
     model = RemoteModel("m", Scale(0), (X,))
     for step in range(1, 6):
         publish_all(model, [step])

@@ -66,7 +66,7 @@ def until(condition, seconds=LIMIT_S):
 def steps(name="m", n=2):
     """The step that each worker answers with."""
     find = sessions.session().cluster.find
-    return [find(f"model/{name}/{i}").call("numbers", again=True).result()["step"] for i in range(n)]
+    return [find(f"model/{name}/{i}").call("numbers", retry=True).result()["step"] for i in range(n)]
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_the_keeper_is_killed_and_the_step_does_not_go_back(model):
     os.kill(pid, signal.SIGKILL)
     until(lambda: _pid("model/m", pid))
     # nothing is published now: what the workers have is offered to the new one, whose files are older
-    until(lambda: sessions.session().cluster.find("model/m").call("step", again=True).result() == step + 2)
+    until(lambda: sessions.session().cluster.find("model/m").call("step", retry=True).result() == step + 2)
     assert model.get_weights()[0]["w"].tolist() == [step + 2.0]
     assert model.step == step + 2
     load.end()
@@ -237,7 +237,7 @@ def test_who_published_last_gives_it_to_a_keeper_that_lost_it():
     pid = sessions.session().cluster.pid("model/lone")
     os.kill(pid, signal.SIGKILL)
     until(lambda: _pid("model/lone", pid))
-    until(lambda: sessions.session().cluster.find("model/lone").call("step", again=True).result() == 5)
+    until(lambda: sessions.session().cluster.find("model/lone").call("step", retry=True).result() == 5)
     assert lone(X, with_step=True)[1] == 5
     assert lone(X)["y"].tolist() == (5 * X).tolist()
     assert lone.publish_weights(weights_of(6)).result(LIMIT_S) == 6

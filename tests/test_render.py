@@ -28,7 +28,7 @@ from bray.serving.state import State
 from bray.web import render as render_module
 from bray.web.describe import describe
 from bray.web.pictures import Frames, from_png, pictures, png, tiled
-from bray.web.render import Exports, Render, RenderError, Renders, Worker
+from bray.web.render import Render, RenderCache, RenderError, VideoExports, Worker
 from bray.web.runs import Project, states_of
 from bray.web.server import RenderServer
 
@@ -52,7 +52,7 @@ def project(tmp_path, module):
 
 @pytest.fixture
 def renders(project, module):
-    made = Renders({f: Render(f, module, f) for f in FUNCTIONS}, limit=1.0)
+    made = RenderCache({f: Render(f, module, f) for f in FUNCTIONS}, limit=1.0)
     yield made
     made.close()
 
@@ -395,7 +395,7 @@ def test_threads_that_never_return_are_bounded():
 def test_changed_code_is_loaded_again(tmp_path, project, module):
     file = tmp_path / f"{module}.py"
     good = file.read_text()
-    renders = Renders({"render": Render("render", module), "gone": Render("gone", module, "rendre")})
+    renders = RenderCache({"render": Render("render", module), "gone": Render("gone", module, "rendre")})
     episode = project.read("first", only(project))
 
     def first_pixel():
@@ -423,7 +423,7 @@ def test_changed_code_is_loaded_again(tmp_path, project, module):
     with pytest.raises(RenderError, match=r"unknown function 'rendre'.*Did you mean 'render'"):
         renders.pictures("gone", episode, 0)
     renders.close()
-    missing = Renders({"x": Render("x", "no_such_module_anywhere")})
+    missing = RenderCache({"x": Render("x", "no_such_module_anywhere")})
     with pytest.raises(RenderError, match="ModuleNotFoundError: No module named 'no_such_module_anywhere'"):
         missing.pictures("x", episode, 0)
     missing.close()
@@ -443,7 +443,7 @@ def finished(exports, export):
 @pytest.mark.parametrize("form", ["mp4", "gif"])
 @pytest.mark.parametrize("function", ["render", "several", "growing"])
 def test_a_video_of_an_episode(project, renders, form, function):
-    exports = Exports(project, renders)
+    exports = VideoExports(project, renders)
     export = finished(exports, exports.start("first", only(project), function, form, 10))
     assert (export.state, export.error, export.done) == ("done", "", 12)
     assert export.file == f"game-1-0.0-{function}.{form}"
@@ -458,7 +458,7 @@ def test_a_video_of_an_episode(project, renders, form, function):
 
 
 def test_a_part_of_an_episode_as_a_video(project, renders):
-    exports = Exports(project, renders)
+    exports = VideoExports(project, renders)
     export = finished(exports, exports.start("first", only(project), "render", "mp4", 5, 3, 6))
     assert export.file == "game-1-0.0-render-3-6.mp4"
     reader = imageio.get_reader(project.path / "first" / "videos" / export.file)
@@ -467,7 +467,7 @@ def test_a_part_of_an_episode_as_a_video(project, renders):
 
 
 def test_an_error_on_the_way_leaves_no_video(project, renders):
-    exports = Exports(project, renders)
+    exports = VideoExports(project, renders)
     export = finished(exports, exports.start("first", only(project), "fails", "mp4", 10))
     assert export.state == "failed"
     assert "ValueError: nothing to see at 1" in export.error
@@ -493,7 +493,7 @@ def test_an_error_on_the_way_leaves_no_video(project, renders):
 def test_videos_that_cannot_be_made(project, renders, change, match):
     given = {"trial": "first", "episode": only(project), "renderer": "render", "format": "mp4", "fps": 10.0} | change
     with pytest.raises((ConfigError, DataError), match=match):
-        Exports(project, renders).start(**given)
+        VideoExports(project, renders).start(**given)
 
 
 # --- the server -------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ import bray
 from bray import act
 from bray.cli.main import main
 from bray.client import ClientError
-from bray.config import Source
+from bray.config import ConfigSource
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
 from bray.service import PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
-from bray.serving.config import ModelService, ServiceConfig
+from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.record import read_recording
 from bray.spec import EnvSpec, Space
 
@@ -62,7 +62,9 @@ def run(cartpole, tmp_path):
 @contextlib.contextmanager
 def serving(runs, **settings):
     """A service in a thread, and its address."""
-    service_config, model_config = configure([bray.config.Source("test", {"port": 0, "admin_port": 0, **settings})])
+    service_config, model_config = configure(
+        [bray.config.ConfigSource("test", {"port": 0, "admin_port": 0, **settings})]
+    )
     service = Service(runs, model_config, torch_engine=bray.experiment.torch_engine)
     with BackgroundServer(service.make_actor, service_config, service.prepare) as server:
         server.service = service
@@ -451,7 +453,7 @@ def test_only_the_versions_that_were_asked_for_are_served(run):
     from bray.serving.config import parse_versions
 
     first = steps_of(run)[0]
-    typed = Source("command line", {"model": {"versions": parse_versions([str(first)])}})
+    typed = ConfigSource("command line", {"model": {"versions": parse_versions([str(first)])}})
     assert settings([str(run)], typed)[2].versions == {str(first): 1.0}
     with serving({"m": run}, versions={str(first): 1.0}) as server:
         assert [v["label"] for v in admin(server, "/models")[0]["versions"]] == [str(first)]
@@ -645,7 +647,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
 
 
 def test_a_fallback_at_random_is_legal(cartpole):
-    service = Service({"m": cartpole}, ModelService(fallback="random"))
+    service = Service({"m": cartpole}, ServedModelConfig(fallback="random"))
     actor = service.make_actor()
     actor.start("s", b"")
     for legal in (0, 1):
@@ -658,7 +660,7 @@ def test_a_fallback_at_random_is_legal(cartpole):
 @pytest.mark.parametrize("fallback", [2, [0], "left", 0.5])
 def test_a_fallback_that_is_no_action_is_refused(cartpole, fallback):
     with pytest.raises(ConfigError, match="fallback: expected"):
-        Service({"m": cartpole}, ModelService(fallback=fallback))
+        Service({"m": cartpole}, ServedModelConfig(fallback=fallback))
 
 
 def test_stateless_requests_are_not_recorded(cartpole, tmp_path):
@@ -707,25 +709,25 @@ def test_record_and_replay(run, tmp_path, capsys):
 
 def test_runs_that_cannot_be_served(run, tmp_path):
     with pytest.raises(CheckpointError, match="no such run directory"):
-        Service({"m": tmp_path / "none"}, ModelService())
+        Service({"m": tmp_path / "none"}, ServedModelConfig())
     with pytest.raises(CheckpointError, match="missing"):
-        Service({"m": run}, ModelService(versions={"123456": 1.0}))
+        Service({"m": run}, ServedModelConfig(versions={"123456": 1.0}))
     with pytest.raises(ConfigError, match="latest, best or a step"):
-        Service({"m": run}, ModelService(versions={"newest": 1.0}))
+        Service({"m": run}, ServedModelConfig(versions={"newest": 1.0}))
     with pytest.raises(ConfigError, match="shares above 0"):
-        Service({"m": run}, ModelService(versions={"latest": 0.0}))
+        Service({"m": run}, ServedModelConfig(versions={"latest": 0.0}))
     with pytest.raises(CheckpointError, match="bray export"):
-        Service({"m": run}, ModelService(engine="int8"))
+        Service({"m": run}, ServedModelConfig(engine="int8"))
     (run / "models" / "default" / "graph.onnx").write_bytes(b"garbage")
     with pytest.raises(bray.errors.DataError, match="ONNX"):
-        Service({"m": run}, ModelService())
+        Service({"m": run}, ServedModelConfig())
 
 
 def test_settings_on_the_command_line(capsys):
     from bray.cli.serve import settings
 
-    nothing = Source("command line", {})
-    typed = Source("command line", {"service": {"port": 9}, "model": {"act": "sample"}})
+    nothing = ConfigSource("command line", {})
+    typed = ConfigSource("command line", {"service": {"port": 9}, "model": {"act": "sample"}})
     runs, service, model = settings(["runs/a", "b=runs/c", "idle_timeout_s=5", "model.max_batch_size=8"], typed)
     assert runs == {"a": Path("runs/a"), "b": Path("runs/c")}
     assert (service.port, service.idle_timeout_s, service.actors_per_worker) == (9, 5.0, 1000)
@@ -896,7 +898,7 @@ def test_experiment_serve(tmp_path):
 
 def test_the_actor_alone(cartpole):
     """PolicyActor is an Actor like any other."""
-    service = Service({"m": cartpole}, ModelService())
+    service = Service({"m": cartpole}, ServedModelConfig())
 
     async def play():
         actor = service.make_actor()

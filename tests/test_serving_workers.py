@@ -286,9 +286,9 @@ def test_a_closed_worker_gets_no_sessions(tmp_path):
     table.release(b"3", 0)
     table.lend(0, 1)
     assert table.claim(b"new", me=0) is None
-    assert table.roomy(1) is None
+    assert table.roomiest(1) is None
     table.lend(0, 0)
-    assert table.roomy(1) == 0
+    assert table.roomiest(1) == 0
     assert json.dumps(table.find(b"3")) == "null"
 
 

@@ -11,7 +11,7 @@ from bray import tree
 from bray.act import GREEDY, TRAINED, Tick
 from bray.cli.options import Export
 from bray.cli.show import facts, log_shown, plain_table, put, say, terminal
-from bray.config import Source
+from bray.config import ConfigSource
 from bray.errors import ConfigError, ExportError
 from bray.experiment import Experiment
 from bray.inference.engine import Engine
@@ -35,7 +35,7 @@ def export(options: Export) -> int:
     run = RunDir.open(path)
     run.refuse_old_launch()
     saved = run.load_checkpoint(options.checkpoint)
-    cpu = Source("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
+    cpu = ConfigSource("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
     exp = Experiment.load(path, saved.step, sources=[cpu])
     torch.set_num_threads(1)
     folder = run.models / saved.name

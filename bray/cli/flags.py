@@ -12,7 +12,7 @@ import annotated_types
 import typer
 
 from bray.cli.options import SECTIONS, SHOWN, Options
-from bray.config import Source
+from bray.config import ConfigSource
 from bray.config.declare import Flag, Option, choices, list_item, members, options
 
 _METAVARS = {int: "N", float: "X"}
@@ -25,7 +25,7 @@ def load(path: str) -> Any:
 
 
 def make_function(name: str, cls: type[Options], function: str) -> Callable[..., int]:
-    """A function with a parameter for each flag. It calls `function` with the options, and a Source of the config keys that were set."""
+    """A function with a parameter for each flag. It calls `function` with the options, and a ConfigSource of the config keys that were set."""
     own, settings = list(_own(cls)), list(_settings(name))
 
     def call(**given: Any) -> int:
@@ -44,7 +44,7 @@ def make_function(name: str, cls: type[Options], function: str) -> Callable[...,
     return call
 
 
-def _source(settings: list[tuple[str, Option]], given: dict[str, Any]) -> Source:
+def _source(settings: list[tuple[str, Option]], given: dict[str, Any]) -> ConfigSource:
     values: dict[str, Any] = {}
     texts: dict[tuple[str, ...], str] = {}
     for section, option in settings:
@@ -53,7 +53,7 @@ def _source(settings: list[tuple[str, Option]], given: dict[str, Any]) -> Source
             parsed = value if flag.parse is None else flag.parse(value)
             values.setdefault(section, {})[option.name] = parsed
             texts[section, option.name] = _spellings(option)[-1] + ("" if value is True else f" {value}")
-    return Source("command line", values, texts=texts)
+    return ConfigSource("command line", values, texts=texts)
 
 
 def _own(cls: type) -> Iterator[tuple[Option, str | None]]:

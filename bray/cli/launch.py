@@ -20,7 +20,7 @@ from rich.text import Text
 from bray.cli.options import Launch
 from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
 from bray.errors import BrayError, ConfigError, ResourceError
-from bray.launch.graph import Ask, Graph, load, total
+from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.modules import check_modules
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _show_plan(graph: Graph, options: Launch) -> None:
     say(f"nothing was started; start it with: {again(options)}", "dim")
 
 
-def _amounts(ask: Ask | None) -> tuple[str, ...]:
+def _amounts(ask: ResourceRequest | None) -> tuple[str, ...]:
     if ask is None:
         return ("–", "–", "–", "–", "")
     return (str(ask.processes), *(f"{x:g}" if x else "–" for x in (ask.cpus, ask.gpus, ask.memory)), ask.where)
@@ -146,7 +146,7 @@ class Machine:
     def __str__(self) -> str:
         return f"{self.cpus} CPUs, {self.memory / 1024:.1f} GiB memory, {', '.join(self.gpus) or 'no GPU'}"
 
-    def shortage(self, ask: Ask) -> list[str]:
+    def shortage(self, ask: ResourceRequest) -> list[str]:
         out = []
         if ask.cpus > self.cpus:
             out.append(f"{ask.cpus:g} CPUs are asked for and {self.cpus} are here: the processes share them")
@@ -229,7 +229,7 @@ def _wait(run: Run, options: Launch) -> int:
     return 0
 
 
-def _ray(options: Launch, asked: Ask) -> dict[str, Any]:
+def _ray(options: Launch, asked: ResourceRequest) -> dict[str, Any]:
     """What `ray.init` is told where the Ray is our own: logical CPUs enough for the graph."""
     if options.cluster != "ray":
         return {}

@@ -408,8 +408,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "serve": {
         "service": ("bray.serving.config:ServiceConfig", "Where it listens"),
-        "model": ("bray.serving.config:ModelService", "What answers"),
+        "model": ("bray.serving.config:ServedModelConfig", "What answers"),
     },
 }
-"""Command -> section -> (dataclass, title in the help): its fields with a `Flag` are flags of the command, and come as a Source after the
+"""Command -> section -> (dataclass, title in the help): its fields with a `Flag` are flags of the command, and come as a ConfigSource after the
 options."""

@@ -23,7 +23,7 @@ SECTIONS: dict[str, Any] = {
     "live": "bray.train.config:LiveConfig",
     "data": "bray.train.config:DataConfig",
     "serve.service": "bray.serving.config:ServiceConfig",
-    "serve.model": "bray.serving.config:ModelService",
+    "serve.model": "bray.serving.config:ServedModelConfig",
     "launch.top": LaunchSettings,
     **{f"launch.{kind}": cls for kind, cls in KINDS.items()},
 }

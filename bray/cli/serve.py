@@ -13,10 +13,10 @@ import msgspec
 
 from bray.cli.options import Replay, Serve
 from bray.cli.show import facts, log_shown, plain_table, put, renamed_act, say
-from bray.config import Source, options as options_of, parse_assignments
+from bray.config import ConfigSource, options as options_of, parse_assignments
 from bray.errors import ConfigError, DataError
 from bray.service import SECTIONS, Service, configure, name_runs, serve as serve_runs
-from bray.serving.config import ModelService, ServiceConfig
+from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import TICK
 from bray.serving.record import read_recording
 
@@ -30,7 +30,7 @@ def _torch_engine(path: Path, step: int) -> tuple[Any, Any]:
 
 
 @log_shown("info")
-def serve(options: Serve, flags: Source) -> int:
+def serve(options: Serve, flags: ConfigSource) -> int:
     """Serve until a signal; returns the exit code. `flags` sets keys of the service and its models."""
     if options.sample:
         models = flags.values.setdefault("model", {})
@@ -53,7 +53,7 @@ def serve(options: Serve, flags: Source) -> int:
     return serve_runs(runs, service, model, _torch_engine, ready)
 
 
-def settings(words: Sequence[str], flags: Source) -> tuple[dict[str, Path], ServiceConfig, ModelService]:
+def settings(words: Sequence[str], flags: ConfigSource) -> tuple[dict[str, Path], ServiceConfig, ServedModelConfig]:
     """Run directories and KEY=VALUE, as they were typed, and the flags that were given."""
     keys = [w for w in words if _is_key(w)]
     runs = [w for w in words if w not in keys]
@@ -80,7 +80,7 @@ def replay(options: Replay) -> int:
     table = plain_table("recording", ">ticks", ">same action", "version then", "version now")
     differences: list[tuple[str, int, Any, Any]] = []
     total = same = 0
-    config = ModelService(engine=options.engine, versions={options.against: 1.0})
+    config = ServedModelConfig(engine=options.engine, versions={options.against: 1.0})
     for file, about, pairs in asyncio.run(_all_again(options.files, options.run, config)):
         for i, (then, now) in enumerate(pairs):
             if then != now:
@@ -103,7 +103,7 @@ Pairs = list[tuple[Any, Any]]
 
 
 async def _all_again(
-    files: Sequence[Path], run: Path | None, config: ModelService
+    files: Sequence[Path], run: Path | None, config: ServedModelConfig
 ) -> list[tuple[Path, dict[str, Any], Pairs]]:
     """Every recording against its run (or another one); a run is loaded once."""
     services: dict[Path, Service] = {}

@@ -18,7 +18,7 @@ from bray import figures
 from bray.algos import algo_name
 from bray.cli.options import Train
 from bray.cli.show import facts, log_shown, put, say, terminal
-from bray.config import Source, parse_assignments, parse_json
+from bray.config import ConfigSource, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment, show_figure
@@ -41,7 +41,7 @@ _FIXED = {
 # --- from what was typed to sources -----------------------------------------------------------------------------------
 
 
-def make_sources(options: Train, flags: Source) -> list[Source]:
+def make_sources(options: Train, flags: ConfigSource) -> list[ConfigSource]:
     """File < --config < --stop < key=value < flags."""
     out = []
     if options.file is not None:
@@ -55,7 +55,7 @@ def make_sources(options: Train, flags: Source) -> list[Source]:
     return [*out, _flags(options, flags)]
 
 
-def _flags(options: Train, flags: Source) -> Source:
+def _flags(options: Train, flags: ConfigSource) -> ConfigSource:
     """The flags that set config keys, with those that name what runs."""
     texts = flags.texts or {}
     values: dict[str, Any] = {section: dict(keys) for section, keys in flags.values.items()}
@@ -72,21 +72,21 @@ def _flags(options: Train, flags: Source) -> Source:
         if value is not None:
             values.setdefault(section, {})[key] = algo_name(value) if flag == "--run" else value
             texts = {**texts, (section, key): f"{flag} {value}"}
-    return Source("command line", values, texts=texts)
+    return ConfigSource("command line", values, texts=texts)
 
 
-def _stop(options: Train) -> Source:
+def _stop(options: Train) -> ConfigSource:
     """`--steps N` is one more condition of --stop."""
     stop = parse_json(options.stop, "--stop").values if options.stop is not None else {}
     if options.steps is None:
-        return Source("--stop", {"run": {"stop": stop}})
+        return ConfigSource("--stop", {"run": {"stop": stop}})
     if {"env_steps_total", "timesteps_total"} & stop.keys():
         raise ConfigError(f"--steps {options.steps} and --stop both say how many env steps: leave out one of them")
     name = "--steps" if options.stop is None else "--stop, --steps"
-    return Source(name, {"run": {"stop": {**stop, "env_steps_total": options.steps}}})
+    return ConfigSource(name, {"run": {"stop": {**stop, "env_steps_total": options.steps}}})
 
 
-def _one_experiment(source: Source) -> Source:
+def _one_experiment(source: ConfigSource) -> ConfigSource:
     """RLlib's files hold `name: {run: ..., env: ..., stop: ..., config: ...}`; ours the inner part."""
     if len(source.values) != 1:
         return source
@@ -94,7 +94,7 @@ def _one_experiment(source: Source) -> Source:
     if not isinstance(inner, dict) or not {"run", "env"} <= inner.keys() or name in ("run", "env", "config"):
         return source
     lines = {key[1:]: line for key, line in (source.lines or {}).items() if len(key) > 1}
-    return Source(source.name, dict(inner), lines or None)
+    return ConfigSource(source.name, dict(inner), lines or None)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Signals:
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def train(options: Train, flags: Source = Source("command line", {})) -> int:
+def train(options: Train, flags: ConfigSource = ConfigSource("command line", {})) -> int:
     """Train, and say what came of it; returns the exit code. `flags` sets config keys."""
     level = "error" if options.quiet and options.log_level == "warning" else options.log_level
     with log_shown(level), Signals() as signals:
@@ -160,7 +160,7 @@ def train(options: Train, flags: Source = Source("command line", {})) -> int:
         return code
 
 
-def _experiment(options: Train, flags: Source, path: Path | None = None) -> Experiment:
+def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -> Experiment:
     sources = make_sources(options, flags)
     if options.resume is not None:
         wrong = [flag for name, flag in _FIXED.items() if getattr(options, name)]
@@ -304,7 +304,7 @@ def _last_line(path: Path) -> None:
 # --- several seeds ----------------------------------------------------------------------------------------------------
 
 
-def _several(options: Train, flags: Source, signals: Signals) -> int:
+def _several(options: Train, flags: ConfigSource, signals: Signals) -> int:
     """One run after another in P/T/seed-<n>, then one curve with mean and deviation."""
     seeds = list(options.seeds or ())
     if len(set(seeds)) != len(seeds):

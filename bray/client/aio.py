@@ -9,11 +9,11 @@ from types import TracebackType
 from typing import Any
 
 from .errors import ClientError, ConnectionLost
-from .session import Session, Ticket, Where, lost, readable, remaining
+from .session import GameSession, Ticket, Where, lost, readable, remaining
 from .wire import Reply, reply_error, reply_parser
 
 
-class AsyncClient(Session):
+class AsyncClient(GameSession):
     """`bray.Client` for asyncio: the same names and rules, each call is awaited.
 
     ```python

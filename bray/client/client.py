@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
-from .session import Session, Ticket, Where, lost, readable, remaining
+from .session import GameSession, Ticket, Where, lost, readable, remaining
 from .wire import Reply, bad_reply, reply_parser
 
 
-class Client(Session):
+class Client(GameSession):
     """Plays one game against a Bray service.
 
     ```python

@@ -39,7 +39,7 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Session:
+class GameSession:
     """One session of a game: `start`, `tick`, `end`, or `step` without a session."""
 
     _transport: Transport

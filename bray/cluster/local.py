@@ -26,7 +26,7 @@ class LocalMember:
         self.name = name
 
     def call(
-        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, again: bool = False, **kwargs: Any
+        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, retry: bool = False, **kwargs: Any
     ) -> Promise:
         cluster = session().cluster
         assert isinstance(cluster, LocalCluster)

@@ -39,11 +39,11 @@ class Member(Protocol):
     name: str
 
     def call(
-        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, again: bool = False, **kwargs: Any
+        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, retry: bool = False, **kwargs: Any
     ) -> Promise:
         """Call a method of the worker; await the Promise, or take its `.result()` in a thread.
 
-        A worker that is dead or restarting raises Unreachable; with `again` (for idempotent methods) the call is retried until `timeout`."""
+        A worker that is dead or restarting raises Unreachable; with `retry` (for idempotent methods) the call is retried until `timeout`."""
         ...
 
     def tell(self, method: str, *args: Any, **kwargs: Any) -> None:

@@ -31,7 +31,7 @@ from bray.cluster.protocol import (
     name_taken,
 )
 from bray.cluster.ray_start import alive_nodes
-from bray.cluster.session import Session, SessionInfo, enter, session
+from bray.cluster.session import ClusterSession, SessionInfo, enter, session
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.rundir import log_to
@@ -53,7 +53,7 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)
-    opened = enter(Session(info, RayCluster(info, False), member))
+    opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")
 
 
@@ -132,10 +132,10 @@ class _Host:
 class _Call(Promise):
     """A call under way. Answers come in a thread of Ray's, so that code on the io loop may wait for them too."""
 
-    def __init__(self, member: RayMember, request: tuple[Any, ...], timeout: float, again: bool):
+    def __init__(self, member: RayMember, request: tuple[Any, ...], timeout: float, retry: bool):
         super().__init__()
         self.set_running_or_notify_cancel()
-        self._member, self._request, self._again = member, request, again
+        self._member, self._request, self._retry = member, request, retry
         self._timeout, self._end = timeout, time.monotonic() + timeout
         self._loop = io.loop()
         self._loop.call_soon_threadsafe(self._start_timer)
@@ -173,7 +173,7 @@ class _Call(Promise):
             self._fail(error)
             return
         self._member.forget_actor()
-        if self._again and time.monotonic() + _RETRY_S < self._end:
+        if self._retry and time.monotonic() + _RETRY_S < self._end:
             self._loop.call_soon_threadsafe(self._loop.call_later, _RETRY_S, self._send)
         elif isinstance(error, MissingComponent):
             self._fail(error)
@@ -210,9 +210,9 @@ class RayMember:
         self._actor = None
 
     def call(
-        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, again: bool = False, **kwargs: Any
+        self, method: str, *args: Any, timeout: float = CALL_TIMEOUT, retry: bool = False, **kwargs: Any
     ) -> Promise:
-        return _Call(self, (method, args, kwargs), timeout, again)
+        return _Call(self, (method, args, kwargs), timeout, retry)
 
     def tell(self, method: str, *args: Any, **kwargs: Any) -> None:
         try:

@@ -15,7 +15,7 @@ from bray.cluster.protocol import Cluster
 from bray.errors import ConfigError
 from bray.inference.host import Promise
 from bray.rundir import RunDir
-from bray.serving import link as wire
+from bray.serving.link import Address, Handle, Link, Listener, connect
 
 logger = logging.getLogger("bray.remote")
 
@@ -43,7 +43,7 @@ class SessionInfo(NamedTuple):
 
 
 @dataclass
-class Session:
+class ClusterSession:
     info: SessionInfo
     cluster: Cluster
     member: str = ""
@@ -53,9 +53,9 @@ class Session:
     log: logging.Handler | None = None
     watched: list[tuple[str, Promise]] = field(default_factory=list)
     """(name, its end): components whose failure ends `run_until_asked_to_stop`."""
-    stops: list[Callable[[], None]] = field(default_factory=list)
+    stop_hooks: list[Callable[[], None]] = field(default_factory=list)
     """Called first at the end, newest first: they stop what makes work for others, games and trainers."""
-    closers: list[Callable[[], None]] = field(default_factory=list)
+    close_hooks: list[Callable[[], None]] = field(default_factory=list)
     """Called after them, newest first."""
 
     @property
@@ -81,7 +81,7 @@ class Session:
 
     def end(self) -> None:
         """Stop what runs, then close what it used."""
-        for close in (*reversed(self.stops), *reversed(self.closers)):
+        for close in (*reversed(self.stop_hooks), *reversed(self.close_hooks)):
             try:
                 close()
             except Exception:
@@ -91,28 +91,26 @@ class Session:
         """An error of this component reaches `run_until_asked_to_stop`."""
         self.watched.append((name, end))
 
-    async def connect(
-        self, address: wire.Address, handle: Any = None, lost: Any = None, unix: bool = True
-    ) -> wire.Link:
+    async def connect(self, address: Address, handle: Any = None, lost: Any = None, unix: bool = True) -> Link:
         """A link to a Listener of this session."""
-        return await wire.connect(address, self.token, handle, lost, unix)
+        return await connect(address, self.token, handle, lost, unix)
 
-    async def listen(self, name: str, handle: wire.Handle, lost: Any = None) -> wire.Listener:
+    async def listen(self, name: str, handle: Handle, lost: Any = None) -> Listener:
         """A Listener that all processes of this session can reach."""
-        listener = wire.Listener(handle, self.token, lost)
+        listener = Listener(handle, self.token, lost)
         await listener.start(name.replace("/", "-"), self.cluster.host())
         return listener
 
 
-_current: Session | None = None
+_current: ClusterSession | None = None
 
 
-def current() -> Session | None:
+def current() -> ClusterSession | None:
     """The session of this process, if it has one."""
     return _current
 
 
-def session() -> Session:
+def session() -> ClusterSession:
     """The session of this process."""
     if _current is None:
         raise ConfigError(
@@ -121,7 +119,7 @@ def session() -> Session:
     return _current
 
 
-def enter(opened: Session) -> Session:
+def enter(opened: ClusterSession) -> ClusterSession:
     """Make this the session of the process."""
     global _current
     _current = opened

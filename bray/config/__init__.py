@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from bray.config.declare import Flag, Option, options
     from bray.config.merge import resolve
     from bray.config.resolved import Resolved, to_plain
-    from bray.config.sources import Source, load_config, load_yaml, parse_assignments, parse_json, read_yaml
+    from bray.config.sources import ConfigSource, load_config, load_yaml, parse_assignments, parse_json, read_yaml
 
 __all__ = [
+    "ConfigSource",
     "Flag",
     "Option",
     "Resolved",
-    "Source",
     "load_config",
     "load_yaml",
     "options",

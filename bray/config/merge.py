@@ -11,11 +11,11 @@ import numpy as np
 from bray.config.check import Wrong, checked
 from bray.config.declare import all_keys, describe, members, options, show
 from bray.config.resolved import Resolved, leaves, to_plain
-from bray.config.sources import Dotted, Key, Source, nest
+from bray.config.sources import ConfigSource, Dotted, Key, nest
 from bray.errors import ConfigError, UnknownName
 
 
-def resolve(sections: Mapping[str, type], sources: Sequence[Source]) -> Resolved:
+def resolve(sections: Mapping[str, type], sources: Sequence[ConfigSource]) -> Resolved:
     """Merge sources (later ones win), check every value, and build the section dataclasses.
 
     Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place.
@@ -54,7 +54,7 @@ class _Merger:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def add(self, source: Source) -> None:
+    def add(self, source: ConfigSource) -> None:
         self.source = source
         self.seen: dict[Key, str] = {}  # what this source has set
         for key, value in source.values.items():

@@ -7,15 +7,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bray.config.sources import Key, Source, load_config, load_yaml
+from bray.config.sources import ConfigSource, Key, load_config, load_yaml
 
 
-def load_run_file(path: str | Path) -> Source:
+def load_run_file(path: str | Path) -> ConfigSource:
     """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too."""
     return spread_sections(load_config(path))
 
 
-def spread_sections(source: Source) -> Source:
+def spread_sections(source: ConfigSource) -> ConfigSource:
     """`{run: PPO, env: CartPole-v1, stop: {...}, config: {...}}` as sections; keys remember their lines."""
     values: dict[str, Any] = {}
     lines: dict[Key, int] = {}
@@ -26,7 +26,7 @@ def spread_sections(source: Source) -> Source:
         both = isinstance(node.get(new[-1]), dict) and isinstance(value, dict)
         node[new[-1]] = {**node[new[-1]], **value} if both else value
         lines |= {new + key[len(old) :]: n for key, n in (source.lines or {}).items() if key[: len(old)] == old}
-    return Source(source.name, values, lines or None, source.texts)
+    return ConfigSource(source.name, values, lines or None, source.texts)
 
 
 def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
@@ -43,7 +43,7 @@ def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
             yield (key,), (key,), value
 
 
-def presets() -> Iterator[tuple[str, str, Source]]:
+def presets() -> Iterator[tuple[str, str, ConfigSource]]:
     """(algorithm, environment, settings) of the tuned settings that ship with Bray."""
     for file in sorted(resources.files("bray").joinpath("presets").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".yaml"):
@@ -53,6 +53,6 @@ def presets() -> Iterator[tuple[str, str, Source]]:
             yield source.values["run"]["algorithm"], source.values["env"]["id"], source
 
 
-def preset(algo: str, env: str) -> Source | None:
+def preset(algo: str, env: str) -> ConfigSource | None:
     """The tuned settings for this algorithm and environment, if there are any."""
     return next((source for a, e, source in presets() if (a, e) == (algo, env)), None)

@@ -22,7 +22,7 @@ _MAX_DEPTH = 64
 
 
 @dataclass
-class Source:
+class ConfigSource:
     """Values from one place. `values` is nested by section and/or holds bare keys; `lines` and `texts` locate single keys."""
 
     name: str
@@ -165,13 +165,13 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
 # --- sources ----------------------------------------------------------------------------------------------------------
 
 
-def load_yaml(path: str | Path) -> Source:
+def load_yaml(path: str | Path) -> ConfigSource:
     """A YAML file; keys remember their lines."""
     values, lines = read_yaml(_read_text(path), str(path))
-    return Source(str(path), _mapping(values, str(path)), lines)
+    return ConfigSource(str(path), _mapping(values, str(path)), lines)
 
 
-def parse_json(text: str, name: str = "--config") -> Source:
+def parse_json(text: str, name: str = "--config") -> ConfigSource:
     """`--config '{"lr": 1e-3}'`."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,10 +191,10 @@ def parse_json(text: str, name: str = "--config") -> Source:
         raise ConfigError(f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}") from None
     except RecursionError:
         raise ConfigError(f"{name}: not JSON a config can hold: nested too deep") from None
-    return Source(name, _mapping(values, name))
+    return ConfigSource(name, _mapping(values, name))
 
 
-def parse_assignments(items: Sequence[str], name: str = "command line") -> Source:
+def parse_assignments(items: Sequence[str], name: str = "command line") -> ConfigSource:
     """`lr=1e-3 model.fcnet_hiddens=[64,64] env.env_config.level=3`: dotted keys, values written as in YAML."""
     values: dict[str, Any] = {}
     texts: dict[Key, str] = {}
@@ -217,10 +217,10 @@ def parse_assignments(items: Sequence[str], name: str = "command line") -> Sourc
             node = inner
         node[path[-1]] = value
         texts[path] = item
-    return Source(name, values, texts=texts)
+    return ConfigSource(name, values, texts=texts)
 
 
-def load_config(path: str | Path) -> Source:
+def load_config(path: str | Path) -> ConfigSource:
     """A config file by its suffix: .yaml/.yml, .json, or .py with a dict named `config` (or `main_config`), which is run."""
     suffix = Path(path).suffix.lower()
     if suffix in (".yaml", ".yml"):
@@ -232,7 +232,7 @@ def load_config(path: str | Path) -> Source:
         names = runpy.run_path(str(path))
         for name in ("config", "main_config"):
             if isinstance(names.get(name), dict):
-                return Source(str(path), names[name])
+                return ConfigSource(str(path), names[name])
         raise ConfigError(f"{path}: expected a dict named 'config' in it, there is none")
     raise ConfigError(f"{path}: expected a .yaml, .json or .py file")
 

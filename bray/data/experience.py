@@ -91,7 +91,7 @@ class Experience:
     def cut(self) -> None:
         """What comes next does not follow what came last."""
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         """Why `next` gives nothing, in words."""
         return "no batch is due yet"
 
@@ -162,7 +162,7 @@ class Rollouts(Experience):
         if self._canvas is not None:
             self._canvas.clear()
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         if self._canvas is None:
             return "no game has sent a row to learn from yet"
         c = self._canvas
@@ -431,7 +431,7 @@ class Replay(Experience):
         if self.ring is not None:
             self.ring.cut()
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         if self.ring is None:
             return "no game has sent a row to learn from yet"
         return f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps"
@@ -544,7 +544,7 @@ class Dataset(Experience):
         self._at += size
         return Batch(tree.map(lambda x: x[rows], self._rows), size)
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         return "the files are still being read"
 
     def newest_obs(self, rows: int) -> NestedArray | None:

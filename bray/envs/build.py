@@ -11,7 +11,7 @@ import gymnasium as gym
 
 from bray.envs import atari, compat, wrappers
 from bray.envs.config import EnvConfig
-from bray.envs.registry import EnvContext, Source, resolve
+from bray.envs.registry import EnvContext, EnvSource, resolve
 from bray.errors import BrayError, EnvError
 from bray.spec import EnvSpec, Space
 
@@ -21,7 +21,7 @@ class Builder:
     """Makes the environments of one config, here or in another process."""
 
     config: EnvConfig
-    source: Source
+    source: EnvSource
     render_mode: str | None = None
     worker_index: int = 0
 

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 from bray import tree
 from bray.envs.atari import is_atari, shows_pictures
 from bray.envs.config import EnvConfig
-from bray.envs.registry import Source
+from bray.envs.registry import EnvSource
 from bray.envs.spaces import BatchCheck
 from bray.envs.vector import StepResult, VecEnv
 from bray.errors import CheckpointError, ConfigError, UnknownName
@@ -199,7 +199,7 @@ def _own(obs: NestedArray) -> NestedArray:
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def why_not_native(config: EnvConfig, source: Source, render_mode: str | None) -> str | None:
+def why_not_native(config: EnvConfig, source: EnvSource, render_mode: str | None) -> str | None:
     """None where Gymnasium's registry has a vector form of this very environment, else the reason there is none."""
     spec = source.gym_spec
     if spec is None:
@@ -237,7 +237,7 @@ def _load(entry_point: Any) -> Any:
 
 
 def make_native(
-    config: EnvConfig, source: Source, preprocessing: dict[str, Any], seed: int, render_mode: str | None
+    config: EnvConfig, source: EnvSource, preprocessing: dict[str, Any], seed: int, render_mode: str | None
 ) -> VecEnv:
     """The vector form that the registry (or ALE) has; ask `why_not_native` first."""
     gym_spec = source.gym_spec
@@ -263,7 +263,7 @@ class _AnyAction(gym.Space):
         return True
 
 
-def _make_registered(config: EnvConfig, source: Source, limit: int | None, render_mode: str | None) -> Any:
+def _make_registered(config: EnvConfig, source: EnvSource, limit: int | None, render_mode: str | None) -> Any:
     gym_spec = source.gym_spec
     creator = _load(gym_spec.vector_entry_point)
     arguments = {**gym_spec.kwargs, **config.env_config}
@@ -279,7 +279,7 @@ def _make_registered(config: EnvConfig, source: Source, limit: int | None, rende
         raise ConfigError(f"the vector form of {source.name} does not take {config.env_config}: {e}") from e
 
 
-def _make_ale(config: EnvConfig, source: Source, limit: int | None, render_mode: str | None) -> Any:
+def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, render_mode: str | None) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
     atari, kwargs = config.atari, source.gym_spec.kwargs
@@ -304,7 +304,7 @@ def _make_ale(config: EnvConfig, source: Source, limit: int | None, render_mode:
     )
 
 
-def make_envpool(config: EnvConfig, source: Source, seed: int) -> VecEnv:
+def make_envpool(config: EnvConfig, source: EnvSource, seed: int) -> VecEnv:
     """The environment of that name in EnvPool, whose spaces are its own."""
     if importlib.util.find_spec("envpool") is None:
         raise ConfigError("env.vector=envpool needs the package envpool: pip install envpool")

@@ -55,7 +55,7 @@ def list_envs() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Source:
+class EnvSource:
     """Where an environment comes from: a Gymnasium id, or a creator (class, function), or one object."""
 
     name: str
@@ -127,7 +127,7 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
     return creator(**keywords)
 
 
-def resolve(config: EnvConfig) -> Source:
+def resolve(config: EnvConfig) -> EnvSource:
     """The source behind `config.id`; a name nothing answers to is refused with the nearest known one."""
     for module in config.import_modules:
         try:
@@ -143,40 +143,40 @@ def resolve(config: EnvConfig) -> Source:
                 f"env.id is one {type(name).__name__} object, but num_envs={config.num_envs} need one each: "
                 "give its class or a function that makes it"
             )
-        return Source(env_name(name), creator=name)
+        return EnvSource(env_name(name), creator=name)
     if not name:
         raise ConfigError("no environment given: set env.id, e.g. CartPole-v1 (`bray envs` lists all)")
     if name in _CREATORS:
-        return Source(name, creator=_CREATORS[name])
+        return EnvSource(name, creator=_CREATORS[name])
     if name in gym.registry:
-        return Source(name, gym_id=name)
+        return EnvSource(name, gym_id=name)
     if ":" in name:
         return _from_module(name)
     if name.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
         raise missing_package(name, "ale_py")
     known = list_envs()  # registers the Atari games where their package is installed
     if name in gym.registry:
-        return Source(name, gym_id=name)
+        return EnvSource(name, gym_id=name)
     raise UnknownName("environment", name, known)
 
 
-def _from_module(name: str) -> Source:
+def _from_module(name: str) -> EnvSource:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as e:
         raise ConfigError(f"environment {name!r}: cannot import the module {module_name!r}: {e}") from e
     if attribute in _CREATORS:
-        return Source(attribute, creator=_CREATORS[attribute])
+        return EnvSource(attribute, creator=_CREATORS[attribute])
     if attribute in gym.registry:
-        return Source(attribute, gym_id=attribute)
+        return EnvSource(attribute, gym_id=attribute)
     creator: Any = module
     for part in attribute.split("."):
         creator = getattr(creator, part, None)
     if not callable(creator):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise UnknownName("environment", attribute, public, where=f"in module {module_name}")
-    return Source(name, creator=creator)
+    return EnvSource(name, creator=creator)
 
 
 def env_name(env: Any) -> str:

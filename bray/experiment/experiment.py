@@ -17,7 +17,7 @@ from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
 from bray.algos import algo_name
-from bray.config import Source, load_yaml
+from bray.config import ConfigSource, load_yaml
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError
@@ -56,7 +56,7 @@ class Experiment:
         env: Any = None,
         *,
         config: Mapping[str, Any] | None = None,
-        sources: Sequence[Source] = (),
+        sources: Sequence[ConfigSource] = (),
         use_preset: bool = True,
         path: str | Path | None = None,
         project: str | Path | None = None,
@@ -68,7 +68,7 @@ class Experiment:
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
         of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
         files = {"data": {"files": str(data)}} if data is not None else None
-        given = [*sources, *(Source("python", dict(values)) for values in (config, overrides, files) if values)]
+        given = [*sources, *(ConfigSource("python", dict(values)) for values in (config, overrides, files) if values)]
         setup = set_up(run, env, given, use_preset, live)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
         self.env_id = env_name(setup.env)
@@ -287,7 +287,7 @@ class Experiment:
 
     @classmethod
     def load(
-        cls, path: str | Path, which: str | int = "latest", sources: Sequence[Source] = (), env: Any = None
+        cls, path: str | Path, which: str | int = "latest", sources: Sequence[ConfigSource] = (), env: Any = None
     ) -> Experiment:
         """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
         directory = RunDir.open(path)
@@ -302,7 +302,7 @@ class Experiment:
         return exp
 
     @classmethod
-    def resume(cls, path: str | Path, sources: Sequence[Source] = (), env: Any = None) -> Experiment:
+    def resume(cls, path: str | Path, sources: Sequence[ConfigSource] = (), env: Any = None) -> Experiment:
         """Go on with a run in its own directory, exactly where its latest checkpoint is."""
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():
@@ -449,7 +449,7 @@ class Experiment:
         else:
             raise ConfigError("there is nothing to serve yet: train first, or load a run")
         given = {"port": port, "versions": {version: 1.0}, **settings}
-        service_config, model_config = configure([Source("python", given)])
+        service_config, model_config = configure([ConfigSource("python", given)])
         runs = {path.resolve().name: path}
         if block:
             return serve(runs, service_config, model_config, torch_engine)
@@ -506,7 +506,7 @@ def export_graph(path: str | Path) -> Path:
     from bray.inference.export import export_onnx
 
     run = RunDir.open(path)
-    served = Experiment.load(path, sources=[Source("export", {"run": {"device": "cpu"}})]).served
+    served = Experiment.load(path, sources=[ConfigSource("export", {"run": {"device": "cpu"}})]).served
     obs = random_observations(served.spec, 2)
     args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
     file = run.models / run.model_name() / "graph.onnx"

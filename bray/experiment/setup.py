@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bray.algos import algo_name, get_algo
-from bray.config import Resolved, Source, resolve
+from bray.config import ConfigSource, Resolved, resolve
 from bray.config.runfile import preset, spread_sections
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
@@ -29,7 +29,7 @@ class Setup:
     config: Resolved
 
 
-def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live: bool) -> Setup:
+def set_up(run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, live: bool) -> Setup:
     """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources."""
     given = [spread_sections(source) for source in sources]
     run = _last(run, given, "run", "algorithm")
@@ -48,10 +48,10 @@ def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live
     algo, name = get_algo(run), algo_name(run)
     layers = []
     if defaults := getattr(algo, "DEFAULTS", None):  # e.g. another network for this algorithm
-        layers.append(Source(f"defaults of {name}", defaults))
+        layers.append(ConfigSource(f"defaults of {name}", defaults))
     if use_preset and isinstance(env, str) and (found := preset(name, env)):
         layers.append(found)
-    layers.append(Source("named", {"run": {"algorithm": name}, "env": {"id": env}}))
+    layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
         sections["live"] = LiveConfig
@@ -60,7 +60,7 @@ def set_up(run: Any, env: Any, sources: Sequence[Source], use_preset: bool, live
     return Setup(algo, env, live, _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]))))
 
 
-def _last(given: Any, sources: Sequence[Source], section: str, key: str) -> Any:
+def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -> Any:
     """What Python was given, else what the last source says."""
     found = [source.values[section] for source in sources if isinstance(source.values.get(section), dict)]
     named = [values[key] for values in found if values.get(key) is not None]
@@ -77,9 +77,9 @@ def _with_checked_stop(config: Resolved) -> Resolved:
     )
 
 
-def _with_last_stop(sources: Sequence[Source]) -> list[Source]:
+def _with_last_stop(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """Stop conditions replace those of an earlier source as a whole: a preset's goal is not the user's. `stop.name=value` changes one."""
-    out: list[Source] = []
+    out: list[ConfigSource] = []
     replaced = False
     for source in reversed(sources):
         values = {k: dict(v) if k == "run" and type(v) is dict else v for k, v in source.values.items()}

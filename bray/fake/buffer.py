@@ -60,7 +60,7 @@ class FakeBuffer:
         self.error: BaseException | None = None
         """Why it ended, if it was not asked to."""
         self._closed = threading.Event()
-        session().closers.append(self.close)
+        session().close_hooks.append(self.close)
         self._thread = threading.Thread(target=self._run, args=(first,), name=f"bray-fake-{name}", daemon=True)
         self._thread.start()
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from bray import tree
 from bray.errors import BrayError, ConfigError, DataError, Overloaded
-from bray.inference.rows import MISFITS, Template, as_arrays, check, difference, length, signature, split
+from bray.inference.rows import STACK_ERRORS, Template, as_arrays, check, difference, length, signature, split
 
 _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
 _WATCH_S = 1.0  # how often we check that the thread of a running batch is alive
@@ -439,7 +439,7 @@ class Batcher(Collector):
         if template is not None:
             try:
                 batch = template.stack(self._fill(samples))
-            except MISFITS:
+            except STACK_ERRORS:
                 pass
             else:
                 return self._forward(template, batch, len(samples))

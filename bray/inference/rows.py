@@ -18,7 +18,7 @@ from bray.errors import BrayError
 from bray.tree.layout import as_array, batch_rows
 
 
-class Misfit(Exception):
+class WrongSample(Exception):
     """A sample does not fit the template."""
 
 
@@ -33,7 +33,7 @@ class Template:
         self._stackers = [_stacker(arg) for arg in args]
 
     def stack(self, samples: list[tuple[Any, ...]]) -> list[Any]:
-        """Samples -> the arguments of a batch. Raises one of MISFITS if a sample is of another kind."""
+        """Samples -> the arguments of a batch. Raises one of STACK_ERRORS if a sample is of another kind."""
         if len(self._stackers) == 1:  # the common case: unpacking picks the rows and compares the widths in one go
             return [self._stackers[0]([row for (row,) in samples])]
         columns = zip(*samples, strict=True)
@@ -41,7 +41,7 @@ class Template:
 
 
 # what a stacker raises when rows are not what it is made for
-MISFITS = (Misfit, TypeError, ValueError, AttributeError, KeyError, IndexError, BufferError)
+STACK_ERRORS = (WrongSample, TypeError, ValueError, AttributeError, KeyError, IndexError, BufferError)
 
 
 def _stacker(node: Any) -> Callable[[Sequence[Any]], Any]:
@@ -57,15 +57,15 @@ def _stacker(node: Any) -> Callable[[Sequence[Any]], Any]:
         if len(rows) == 1:
             row = rows[0]
             if row.shape != shape or row.dtype != dtype:
-                raise Misfit
+                raise WrongSample
             return row[None]
         if set(map(len, rows)) != length:
-            raise Misfit
+            raise WrongSample
         out = np.concatenate(
             rows, dtype=dtype, casting="no"
         )  # refuses what differs in dtype, dimensions or trailing sizes
         if out.shape[1:] != tail:
-            raise Misfit
+            raise WrongSample
         return out.reshape(len(rows), *shape)
 
     return stack
@@ -75,7 +75,7 @@ def _scalars(dtype: np.dtype) -> Callable[[Sequence[Any]], np.ndarray]:
     def stack(rows: Sequence[Any]) -> np.ndarray:
         out = np.array(rows)
         if out.ndim != 1 or out.dtype != dtype:
-            raise Misfit
+            raise WrongSample
         return out
 
     return stack
@@ -89,7 +89,7 @@ def _branch(node: Any) -> Callable[[Sequence[Any]], Any]:
 
     def stack(rows: Sequence[Any]) -> Any:
         if set(map(type, rows)) != kind or set(map(len, rows)) != size:
-            raise Misfit
+            raise WrongSample
         return build([stack(list(map(get, rows))) for get, stack in children])
 
     return stack
@@ -130,7 +130,7 @@ def split(outputs: Any, size: int, rows: int) -> list[Any]:
     """Outputs `[size, ...]` -> the first `rows` of them, one tree each. Raises BrayError if there are not `size` of them."""
     try:
         return [_first(outputs, size)] if rows == 1 else _split(outputs, size, rows)
-    except (Misfit, TypeError):
+    except (WrongSample, TypeError):
         check(outputs, size)
         raise
 
@@ -138,7 +138,7 @@ def split(outputs: Any, size: int, rows: int) -> list[Any]:
 def _first(node: Any, size: int) -> Any:
     if type(node) is np.ndarray:
         if len(node) != size:
-            raise Misfit
+            raise WrongSample
         return node[0]
     if isinstance(node, dict):
         return {key: _first(x, size) for key, x in node.items()}
@@ -148,7 +148,7 @@ def _first(node: Any, size: int) -> Any:
 def _split(node: Any, size: int, rows: int) -> list[Any]:
     if type(node) is np.ndarray:
         if len(node) != size:
-            raise Misfit
+            raise WrongSample
         return list(node if rows == size else node[:rows])
     if isinstance(node, dict):
         out: list[Any] = []
@@ -164,7 +164,7 @@ def _split(node: Any, size: int, rows: int) -> list[Any]:
         build = _builder(node, [])
         columns = [_split(x, size, rows) for x in node]
         return [build(row) for row in zip(*columns, strict=True)] if columns else [build([]) for _ in range(rows)]
-    raise Misfit
+    raise WrongSample
 
 
 def check(outputs: Any, size: int) -> None:

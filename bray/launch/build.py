@@ -129,7 +129,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
         if (
             kind == "trainer"
         ):  # stops are called newest first: after the trainers have ended, before games in progress are waited for
-            session.stops.append(run.save_models)
+            session.stop_hooks.append(run.save_models)
         for c in graph.of_kind(kind).values():
             try:
                 make(run, modules, c)
@@ -155,7 +155,7 @@ def _deploy(run: Run) -> None:
     if run.deployed:
         _part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
     if run.deployments:
-        run.session.closers.append(open_deployments(run.deployments, shared))
+        run.session.close_hooks.append(open_deployments(run.deployments, shared))
 
 
 def _model(run: Run, modules: Modules, c: Component) -> None:

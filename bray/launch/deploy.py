@@ -31,14 +31,14 @@ from bray.remote.actor.policy_agent import PolicyAgent
 from bray.rundir import RunDir
 from bray.service import Service, close_shared, open_shared
 from bray.serving.agent import AgentActor, State
-from bray.serving.config import ModelService
+from bray.serving.config import ServedModelConfig
 from bray.serving.model import ServedModel, Version
 from bray.serving.policy_actor import place_of, version_at
 from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
 from bray.serving.server import Server
 from bray.serving.values import reader
-from bray.train.agent import Observed, Rows, tell
+from bray.train.agent import DecisionRows, Observed, tell
 
 # --- which models, and from where -------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class Deployment:
 
     actor: str
     runs: Mapping[str, Path]
-    configs: Mapping[str, ModelService]
+    configs: Mapping[str, ServedModelConfig]
     """By model."""
     shared: Path
     """Where the processes of all actors share what the admin port was told."""
@@ -170,7 +170,7 @@ class Deployment:
                 "Share the run directory with all of them, or give the model `use_onnx: null`"
             )
         service = await asyncio.to_thread(
-            Service, self.runs, ModelService(), self.shared, configs=self.configs, with_outputs=True
+            Service, self.runs, ServedModelConfig(), self.shared, configs=self.configs, with_outputs=True
         )
         key = (str(self.shared), self.actor)
         _services[key] = service
@@ -179,7 +179,7 @@ class Deployment:
             del _services[key]
 
         await service.prepare(server)
-        server.closers.append(forget)
+        server.close_hooks.append(forget)
 
 
 _services: dict[tuple[str, str], Service] = {}
@@ -200,11 +200,11 @@ def deploy_actor(graph: Graph, actor: Component, runs: Mapping[str, Path], share
     return Deployment(actor.name, {k: runs[k] for k in configs}, configs, shared, s.fallback, record)
 
 
-def _model_service(graph: Graph, c: Component, agent: Component, actor: Component) -> ModelService:
+def _model_service(graph: Graph, c: Component, agent: Component, actor: Component) -> ServedModelConfig:
     s = c.settings
     versions = s.versions or ({str(s.checkpoint): 1.0} if isinstance(s.checkpoint, int) else {})
     given = {} if graph.config[c.name].get("max_batch_size") is None else {"max_batch_size": s.max_batch_size}
-    return ModelService(
+    return ServedModelConfig(
         engine="int8" if s.use_onnx == "quantize" else "onnx",
         versions=dict(versions),
         act=agent.settings.act,
@@ -263,17 +263,17 @@ class DeployedPlayer:
         self.spec, self.observations = served.spec, served.observations
         self.initial_state = served.initial_state
         self.warm = False
-        self.turns: WeakKeyDictionary[Any, DeployedTurn] = WeakKeyDictionary()
+        self.turns: WeakKeyDictionary[Any, DeployedTickBatcher] = WeakKeyDictionary()
         """By the agents that have asked."""
         self.chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Versions that games chose at their start, by agent."""
 
-    def turn(self) -> DeployedTurn:
+    def turn(self) -> DeployedTickBatcher:
         """That of one session."""
-        return DeployedTurn(self)
+        return DeployedTickBatcher(self)
 
 
-class DeployedTurn:
+class DeployedTickBatcher:
     """The questions of one session. They go to the ModelHost one by one; its batcher puts those of many sessions together."""
 
     def __init__(self, player: DeployedPlayer):
@@ -311,7 +311,7 @@ class DeployedTurn:
 class _Answer(asyncio.Future[None]):
     """Done when the State is filled. Whoever cancels it leaves the queue of the model."""
 
-    def __init__(self, turn: DeployedTurn, agent: Any, state: Any, step: int, deciding: asyncio.Future[Any]):
+    def __init__(self, turn: DeployedTickBatcher, agent: Any, state: Any, step: int, deciding: asyncio.Future[Any]):
         super().__init__(loop=deciding.get_loop())
         self._turn, self._agent, self._tick, self._step, self._deciding = turn, agent, state, step, deciding
         deciding.add_done_callback(self._decided)
@@ -332,7 +332,7 @@ class _Answer(asyncio.Future[None]):
             return
         row = deciding.result()
         carry = tree.map(lambda x: x[None], row["state"]) if "state" in row else None
-        rows = Rows([row["action"]], [row["extras"]], [row["outputs"]], carry, self._step)
+        rows = DecisionRows([row["action"]], [row["extras"]], [row["outputs"]], carry, self._step)
         self._turn.player.warm = True
         self._turn.last = row["action"]
         tell(self, self._agent, self._tick, rows, 0)
@@ -434,7 +434,7 @@ def _mask_of(agent: PolicyAgent, state: State) -> Any:
     return None
 
 
-def _fallback_action(wish: Any, turn: DeployedTurn) -> Any:
+def _fallback_action(wish: Any, turn: DeployedTickBatcher) -> Any:
     served = turn.player.served
     if wish == "last" and turn.last is not None:
         return turn.last

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bray.config import Source, load_yaml, parse_assignments, resolve
+from bray.config import ConfigSource, load_yaml, parse_assignments, resolve
 from bray.errors import ConfigError, UnknownName, did_you_mean
 from bray.launch.settings import KINDS, ActorSettings, BufferSettings, LaunchSettings, TrainerSettings
 
@@ -48,7 +48,7 @@ class Component:
     """`file:line` of its name."""
 
 
-class Ask(NamedTuple):
+class ResourceRequest(NamedTuple):
     """What a component asks of the cluster."""
 
     name: str
@@ -75,7 +75,7 @@ class Graph:
     edges: tuple[Edge, ...]
     notes: tuple[str, ...]
     """What is allowed and looks like a mistake."""
-    sources: tuple[Source, ...] = field(repr=False)
+    sources: tuple[ConfigSource, ...] = field(repr=False)
 
     def of_kind(self, kind: str) -> dict[str, Component]:
         """The components of a kind, in the order of the file."""
@@ -85,37 +85,43 @@ class Graph:
         """`file:line` of a key, or `key=value on the command line`."""
         return _where(self.sources, key)
 
-    def resources(self) -> list[Ask]:
+    def resources(self) -> list[ResourceRequest]:
         """What each component asks for, in the order of the file. Components without processes of their own ask for nothing."""
         return [ask for c in self.components.values() if (ask := _ask(c)) is not None]
 
 
-def total(asks: Iterable[Ask]) -> Ask:
+def total(asks: Iterable[ResourceRequest]) -> ResourceRequest:
     """The sum."""
     asks = list(asks)
     columns = list(zip(*(a[1:5] for a in asks), strict=True)) or [()] * 4
     processes, cpus, gpus, memory = (sum(column) for column in columns)
-    return Ask("sum", processes, cpus, gpus, memory, "")
+    return ResourceRequest("sum", processes, cpus, gpus, memory, "")
 
 
-def _ask(c: Component) -> Ask | None:
+def _ask(c: Component) -> ResourceRequest | None:
     s = c.settings
     if c.kind == "model":
         if s.local_mode or not s.num_workers:
-            return Ask(c.name, 0, 0.0, 0.0, 0, "in whoever asks it")
+            return ResourceRequest(c.name, 0, 0.0, 0.0, 0, "in whoever asks it")
         n = s.num_workers
-        return Ask(c.name, n, n * s.cpus_per_worker, n * s.gpus_per_worker, n * s.memory_per_worker, "any node")
+        return ResourceRequest(
+            c.name, n, n * s.cpus_per_worker, n * s.gpus_per_worker, n * s.memory_per_worker, "any node"
+        )
     if c.kind == "source":
-        return Ask(c.name, s.num_workers or 1, 0.0, 0.0, 0, "any node")
+        return ResourceRequest(c.name, s.num_workers or 1, 0.0, 0.0, 0, "any node")
     if c.kind == "buffer":
-        return Ask(c.name, min(s.num_workers, s.size), 0.0, 0.0, 0, "any node")  # none without room for a batch
+        return ResourceRequest(
+            c.name, min(s.num_workers, s.size), 0.0, 0.0, 0, "any node"
+        )  # none without room for a batch
     if c.kind == "actor":
         n = s.num_workers
-        return Ask(c.name, n, n * s.cpus_per_worker, 0.0, n * s.memory_per_worker, f"each node, port {s.port or 'any'}")
+        return ResourceRequest(
+            c.name, n, n * s.cpus_per_worker, 0.0, n * s.memory_per_worker, f"each node, port {s.port or 'any'}"
+        )
     if c.kind == "trainer":
         n = s.num_workers or 1
         cpus = 1.0 if s.cpus_per_worker is None else s.cpus_per_worker
-        return Ask(c.name, n, n * cpus, float(n) if s.use_gpu else 0.0, 0, "any node")
+        return ResourceRequest(c.name, n, n * cpus, float(n) if s.use_gpu else 0.0, 0, "any node")
     return None
 
 
@@ -132,14 +138,14 @@ def load(
     """Read and check a launch file. `overrides` are `component.key=value`; all mistakes are in one ConfigError."""
     flags = {"mode": mode, "trial": trial, "project": project}
     given = {k: v for k, v in flags.items() if v is not None}
-    typed = Source("command line", given, texts={(k,): f"--{k} {v}" for k, v in given.items()})
+    typed = ConfigSource("command line", given, texts={(k,): f"--{k} {v}" for k, v in given.items()})
     return _Reader(Path(path), (load_yaml(path), parse_assignments(overrides), typed)).read()
 
 
 class _Reader:
     """One file on its way to a Graph; mistakes are collected."""
 
-    def __init__(self, path: Path, sources: tuple[Source, ...]):
+    def __init__(self, path: Path, sources: tuple[ConfigSource, ...]):
         self.path, self.sources = path, sources
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -205,7 +211,7 @@ class _Reader:
                 sources[0].values[key] = "-"
         return self.resolved("", LaunchSettings, sources)
 
-    def resolved(self, section: str, cls: type, sources: Sequence[Source]) -> Any:
+    def resolved(self, section: str, cls: type, sources: Sequence[ConfigSource]) -> Any:
         """The dataclass, or None with the mistakes noted."""
         try:
             return resolve({section: cls}, _without_nulls(section, cls, sources))[section]
@@ -274,7 +280,7 @@ class _Reader:
             if isinstance(inner, dict):
                 kept = {_field(k): v for k, v in inner.items() if k != "kind" and k not in extra}
                 sources.append(
-                    Source(source.name, {name: kept}, _renamed(source.lines), _renamed(source.texts))
+                    ConfigSource(source.name, {name: kept}, _renamed(source.lines), _renamed(source.texts))
                 )  # fmt: skip
         settings = self.resolved(name, cls, sources)
         if settings is not None:
@@ -463,7 +469,7 @@ class _Reader:
 # --- small things -----------------------------------------------------------------------------------------------------
 
 
-def _where(sources: Sequence[Source], key: Sequence[str]) -> str:
+def _where(sources: Sequence[ConfigSource], key: Sequence[str]) -> str:
     """The place of a key: the last source that has it, or the nearest key around it."""
     for end in range(len(key), 0, -1):
         for source in reversed(sources):
@@ -511,10 +517,10 @@ def _shares(s: TrainerSettings) -> dict[str, str]:
     return {b: f"{100 * w / sum(weights):.3g} %" for b, w in zip(s.buffers, weights, strict=True)}
 
 
-def _without_nulls(section: str, cls: type, sources: Sequence[Source]) -> list[Source]:
+def _without_nulls(section: str, cls: type, sources: Sequence[ConfigSource]) -> list[ConfigSource]:
     """null means the default: such keys are taken out, here and in the sources before, unless the field takes a null itself."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    out: list[Source] = []
+    out: list[ConfigSource] = []
     for source in sources:
         values = source.values if section == "" else source.values.get(section, {})
         nulls = {k for k, v in values.items() if v is None and k in hints and not _takes_null(hints[k])}
@@ -528,7 +534,7 @@ def _takes_null(hint: Any) -> bool:
     return type(None) in typing.get_args(hint)
 
 
-def _dropped(source: Source, section: str, keys: set[str]) -> Source:
+def _dropped(source: ConfigSource, section: str, keys: set[str]) -> ConfigSource:
     values = source.values if section == "" else source.values.get(section, {})
     kept = {k: v for k, v in values.items() if k not in keys}
     return dataclasses.replace(source, values=kept if section == "" else {section: kept})

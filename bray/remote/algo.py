@@ -25,7 +25,7 @@ import numpy as np
 
 from bray import tree
 from bray.algos import algo_name, get_algo, make_experience
-from bray.config import Resolved, Source, resolve
+from bray.config import ConfigSource, Resolved, resolve
 from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
@@ -75,10 +75,10 @@ def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
         "model": dict(section.get("model") or {}),
         "algo": dict(section.get("settings") or {}),
     }
-    sources = [Source(f"section {name}", values)]
+    sources = [ConfigSource(f"section {name}", values)]
     defaults = getattr(algo, "DEFAULTS", None)
     if defaults:
-        sources.insert(0, Source(f"defaults of {algo_name(algo)}", defaults))
+        sources.insert(0, ConfigSource(f"defaults of {algo_name(algo)}", defaults))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     config = resolve(sections, sources)
     setup = AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)

@@ -12,7 +12,7 @@ from typing import Any
 from bray.cluster.local import LocalCluster
 from bray.cluster.protocol import Cluster
 from bray.cluster.ray_start import start_ray
-from bray.cluster.session import Session, SessionInfo, current, enter, shutdown
+from bray.cluster.session import ClusterSession, SessionInfo, current, enter, shutdown
 from bray.errors import ConfigError, UnknownName
 from bray.remote.master.handle import start_master
 from bray.rundir import RunDir, log_to
@@ -28,7 +28,7 @@ def init(
     numbers_in: str = "",
     shared: bool = False,
     **ray_kwargs: Any,
-) -> Session:
+) -> ClusterSession:
     """Open the session of a project's trial; its run directory is `project/trial`. An existing trial is resumed.
 
     cluster       "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one that is started on
@@ -69,7 +69,7 @@ def init(
             modules=tuple(os.path.abspath(p) for p in sys.path),
         )
         info, made = _make_cluster(cluster, info, ray_kwargs)
-        opened = enter(Session(info, made, run=run, log=log_to(Path(info.numbers) / "bray.log")))
+        opened = enter(ClusterSession(info, made, run=run, log=log_to(Path(info.numbers) / "bray.log")))
     except BaseException:
         run.close()
         raise

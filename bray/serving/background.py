@@ -53,7 +53,7 @@ class BackgroundServer:
         try:
             await self.server.start()
         except BaseException:
-            for closer in self.server.closers:  # what was prepared ends with it
+            for closer in self.server.close_hooks:  # what was prepared ends with it
                 await closer()
             raise
         self._ready.set()

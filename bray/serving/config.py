@@ -90,7 +90,7 @@ class ServiceConfig:
 
 
 @dataclass(frozen=True)
-class ModelService:
+class ServedModelConfig:
     """What the models of a service can be told."""
 
     engine: Annotated[Literal["onnx", "int8", "torch"], Flag()] = "onnx"

@@ -237,7 +237,7 @@ class NodeGateway(_Forwarding):
         return True
 
     def spill(self, request: Request) -> bool:
-        owner = None if isinstance(request, PeerRequest) else self.table.roomy(self.me)
+        owner = None if isinstance(request, PeerRequest) else self.table.roomiest(self.me)
         if owner is None:
             return False
         self._send(owner, request)

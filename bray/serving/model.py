@@ -26,7 +26,7 @@ from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError
 from bray.inference.batcher import Batcher
 from bray.rundir import RunDir
-from bray.serving.config import ModelService
+from bray.serving.config import ServedModelConfig
 from bray.serving.values import Observations, plain, reader
 from bray.spec import EnvSpec
 
@@ -63,7 +63,7 @@ class ServedModel:
         self,
         name: str,
         path: str | Path,
-        config: ModelService,
+        config: ServedModelConfig,
         torch_engine: TorchEngine | None = None,
         locks: VersionLocks | None = None,
         with_outputs: bool = False,

@@ -14,7 +14,7 @@ import numpy as np
 from bray import tree
 from bray.errors import DataError, UnknownName
 from bray.serving.actor import Actor
-from bray.serving.config import ModelService
+from bray.serving.config import ServedModelConfig
 from bray.serving.model import ServedModel, Version
 from bray.serving.protocol import END, START, TICK, malformed
 from bray.serving.record import Recording
@@ -46,7 +46,7 @@ _write = msgspec.json.Encoder(enc_hook=plain).encode
 class PolicyActor(Actor):
     """A game session played by a trained policy: JSON in, JSON out."""
 
-    def __init__(self, find_model: Callable[[str | None], ServedModel], config: ModelService):
+    def __init__(self, find_model: Callable[[str | None], ServedModel], config: ServedModelConfig):
         """find_model: the model of a name; None = the one that answers unless a game names another."""
         self.find_model, self.config = find_model, config
         self.recording: Recording | None = None

@@ -71,7 +71,7 @@ class Server:
         """How to get the numbers of all workers; None = this one is all there is."""
         self.routes: dict[str, Route] = {}
         """More paths of the admin port, by their first part: {"models": handler}."""
-        self.closers: list[Callable[[], Awaitable[None]]] = []
+        self.close_hooks: list[Callable[[], Awaitable[None]]] = []
         """What else ends with this worker."""
         self._started = time.time()
         self._server: asyncio.Server | None = None
@@ -91,7 +91,7 @@ class Server:
         assert self.make_actor is not None
         self.sessions = Sessions(self.make_actor, self.config)
         self.front = Front(self.sessions, self.config)
-        self._watchdog = Watchdog(self.sessions, self.config.blocked_after_s)
+        self._watchdog = LoopWatchdog(self.sessions, self.config.blocked_after_s)
 
     async def listen(self, shared: bool | None = None) -> None:
         """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers."""
@@ -129,7 +129,7 @@ class Server:
         self._watchdog.close()
         if self._admin is not None:
             self._admin.close()
-        for closer in self.closers:
+        for closer in self.close_hooks:
             await closer()
 
     # --- admin --------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def prometheus(rows: list[Numbers]) -> str:
     return "\n".join(lines) + "\n"
 
 
-class Watchdog:
+class LoopWatchdog:
     """A thread that notices when the event loop stands still, and says whose code stands there."""
 
     def __init__(self, sessions: Sessions, blocked_after_s: float):

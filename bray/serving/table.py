@@ -212,7 +212,7 @@ class Table:
             is_open, slots, owned, _ = self._worker(me)
             self._set_worker(me, is_open, slots, owned, lent)
 
-    def roomy(self, me: int) -> int | None:
+    def roomiest(self, me: int) -> int | None:
         """Another worker with a free slot, the one with the most."""
         with self._locked():
             while True:

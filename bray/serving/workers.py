@@ -72,7 +72,7 @@ def allow_files(n: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n, most))
 
 
-def collect_seldom() -> None:
+def relax_gc() -> None:
     """Let the garbage collector of this process look less often, and never at what is there already. Ticks leave many objects and hardly a cycle:
     by default it takes a fifth of the CPU time of a service whose agents keep episodes."""
     gc.collect()
@@ -163,7 +163,7 @@ async def _work(
         server.gather = gateway.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
         await gateway.start()  # before the first client: its session would be missing in the table
-    collect_seldom()
+    relax_gc()
     await server.listen()
     if on_ready is not None:
         on_ready(server.port, server.admin_port)

@@ -73,7 +73,7 @@ class Observed(NamedTuple):
     mask: Any = None
 
 
-class Sink(Protocol):
+class PieceSink(Protocol):
     """Where pieces go."""
 
     async def push(self, piece: Piece, counts: Counts) -> None: ...
@@ -95,7 +95,7 @@ class Player:
         policy: Policy,
         model: Any,
         *,
-        sink: Sink | None = None,
+        sink: PieceSink | None = None,
         mode: str | None = None,
         initial_state: Any = None,
         state_every: int = 1,
@@ -285,7 +285,7 @@ class PolicyAgent(Agent):
             self._turn = self.player.turn()
         return self._turn.ask(self, state)
 
-    def decided(self, state: Any, rows: Rows, i: int) -> None:
+    def decided(self, state: Any, rows: DecisionRows, i: int) -> None:
         """What was decided for this tick is row i."""
         if self.memory is not None:
             # of the type that it began with, whatever came back; and a copy: a row would keep its whole batch alive
@@ -328,7 +328,7 @@ class PolicyAgent(Agent):
         return Counts(steps, tuple(ended))
 
 
-class Rows(NamedTuple):
+class DecisionRows(NamedTuple):
     """A Decision, row by row."""
 
     action: list[Any]
@@ -420,13 +420,13 @@ class TickBatcher(Collector):
         n = len(items)
         outputs = {k: decision.outputs[k] for k in self._player.outputs if k in decision.outputs}
         action, extras, kept = (split(x, n, n) for x in (decision.action, decision.extras, outputs))
-        rows = Rows(action, extras, kept, decision.carry, version)
+        rows = DecisionRows(action, extras, kept, decision.carry, version)
         for i, (future, (agent, state), *_) in enumerate(items):
             if not future.done():  # else its deadline has passed
                 tell(future, agent, state, rows, i)
 
 
-def tell(future: asyncio.Future[None], agent: PolicyAgent, state: Any, rows: Rows, i: int) -> None:
+def tell(future: asyncio.Future[None], agent: PolicyAgent, state: Any, rows: DecisionRows, i: int) -> None:
     """Give an agent what was decided for its tick; the future is then done."""
     try:
         agent.decided(state, rows, i)

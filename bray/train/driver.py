@@ -351,8 +351,8 @@ class Driver:
         """Why there has been no batch for `SAY_AFTER` seconds, as it is now; empty where there has been one. May be asked in any thread."""
         if time.monotonic() - self._last_batch <= SAY_AFTER:
             return ""
-        why = [w for w in (source.waiting_for() for source in list(self._running)) if w]
-        return "; ".join([*why, self.experience.waiting_for()])
+        why = [w for w in (source.wait_reason() for source in list(self._running)) if w]
+        return "; ".join([*why, self.experience.wait_reason()])
 
     label = ""
     """Whose words they are, in the log."""

@@ -207,7 +207,7 @@ class LiveSource(Source):
             self.host.publish_weights(weights(), clock.version).result()
             self.clock, self._pending, self._published = clock, None, time.monotonic()
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         if self.server is None:
             return ""
         games = len(self.server.server.sessions.sessions)

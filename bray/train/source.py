@@ -32,7 +32,7 @@ class Source:
     def limit_episodes(self, left: int | None) -> None:
         """Count so many more episodes and no others; None = all."""
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         """Why nothing comes, in words; empty where something does."""
         return ""
 

@@ -146,7 +146,7 @@ def _is_ours(file: str) -> bool:
     )
 
 
-class Renders:
+class RenderCache:
     """All render functions of a launch file, and the pictures that they have made."""
 
     def __init__(self, renders: Mapping[str, Render], limit: float = LIMIT):
@@ -209,10 +209,10 @@ class Export:
     stop: bool = False
 
 
-class Exports:
+class VideoExports:
     """Makes videos of episodes, one at a time."""
 
-    def __init__(self, project: Project, renders: Renders):
+    def __init__(self, project: Project, renders: RenderCache):
         self._project, self._renders = project, renders
         self._lock = threading.Lock()
         self._exports: list[Export] = []

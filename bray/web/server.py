@@ -33,7 +33,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from bray.errors import BrayError, ConfigError, DataError, UnknownName
 from bray.web.describe import describe
-from bray.web.render import LIMIT, Export, Exports, Render, RenderError, Renders
+from bray.web.render import LIMIT, Export, Render, RenderCache, RenderError, VideoExports
 from bray.web.runs import Project
 
 logger = logging.getLogger("bray.web")
@@ -66,8 +66,8 @@ class RenderServer:
         limit: float = LIMIT,
     ):
         """`limit`: seconds that a picture may take."""
-        self.project, self.renders = project, Renders(renders, limit)
-        self.exports = Exports(project, self.renders)
+        self.project, self.renders = project, RenderCache(renders, limit)
+        self.exports = VideoExports(project, self.renders)
         self.host = host
         try:
             self._http = _Http((host, port), self)

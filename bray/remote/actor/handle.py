@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from bray.cluster.protocol import Member, Node
-from bray.cluster.session import Session, session
-from bray.config import Source, resolve
+from bray.cluster.session import ClusterSession, session
+from bray.config import ConfigSource, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
-from bray.remote.actor.worker import ActorWorker, EntryWorker, Service
+from bray.remote.actor.worker import ActorWorker, HeadWorker, Service
 from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
@@ -78,13 +78,13 @@ class RemoteActor:
         given = {"actors_per_worker": 10, **settings, "workers": num_workers}
         if self._host is not None:
             given["host"] = self._host
-        source = Source(f"RemoteActor {name!r}", {"actor": given})
+        source = ConfigSource(f"RemoteActor {name!r}", {"actor": given})
         self._asked: ServiceConfig = resolve({"actor": ServiceConfig}, [source])["actor"]
         self._config = self._asked  # with the ports and the host that were found
         self._cpus, self._memory = cpus_per_worker, memory_per_worker
         self._ports = (self._asked.port, admin_of(self._asked, self._asked.port))
         self._reserved: list[socket.socket] = []
-        self._session: Session | None = None
+        self._session: ClusterSession | None = None
         self._nodes: dict[str, _Place] = {}  # by node id
         self._entry: Member | None = None
         self._over = threading.Event()
@@ -119,7 +119,7 @@ class RemoteActor:
             raise ConfigError(f"there is an actor {self.name!r} already: choose another name, or stop that one first")
         self._session, self._over, self._config = session(), threading.Event(), self._asked
         self._made = (Actor, args, kwargs)
-        self._session.stops.append(self.stop)
+        self._session.stop_hooks.append(self.stop)
         try:
             if self._session.cluster.kind == "local":
                 self._serve_here()
@@ -216,7 +216,7 @@ class RemoteActor:
     def _start_entry(self) -> None:
         nodes = self._cluster.nodes()
         head = next((n for n in nodes if n.head), nodes[0])
-        self._entry = self._cluster.start(self._service.entry, EntryWorker, self._service, node=head.id)
+        self._entry = self._cluster.start(self._service.entry, HeadWorker, self._service, node=head.id)
 
     def _stop_all(self, names: list[str]) -> None:
         if names:
@@ -248,8 +248,8 @@ class RemoteActor:
         finally:
             for sock in self._reserved:
                 sock.close()
-            if self.stop in self._session.stops:
-                self._session.stops.remove(self.stop)
+            if self.stop in self._session.stop_hooks:
+                self._session.stop_hooks.remove(self.stop)
             self._nodes, self._entry, self._supervisor, self._session = {}, None, None, None
             self._reserved = []
 

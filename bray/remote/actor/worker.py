@@ -23,7 +23,7 @@ from bray.serving.gateway import BehindHead, HeadGateway, NodeGateway
 from bray.serving.link import Address, machine_id
 from bray.serving.server import Server
 from bray.serving.table import Table
-from bray.serving.workers import Prepare, allow_files, collect_seldom
+from bray.serving.workers import Prepare, allow_files, relax_gc
 
 logger = logging.getLogger("bray.serving")
 
@@ -74,7 +74,7 @@ class ActorWorker:
             server.sessions.pool.append(self._first_actor())
             server.sessions.actors_made += 1
             if session().cluster.kind != "local":  # else this is the user's own process
-                collect_seldom()
+                relax_gc()
             if self.service.entry is not None:
                 await self._stand_behind()
             else:
@@ -128,7 +128,7 @@ class ActorWorker:
         assert isinstance(self._gateway, BehindHead)
         assert self.service.entry is not None
         member = session().cluster.find(self.service.entry)
-        address = Address(*await member.call("links_at", again=True, timeout=30.0))
+        address = Address(*await member.call("links_at", retry=True, timeout=30.0))
         self._gateway.connected(await session().connect(address, self._gateway.handle, self._gateway.lost))
 
     async def _stay_linked(self) -> None:
@@ -173,7 +173,7 @@ class ActorWorker:
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class EntryWorker:
+class HeadWorker:
     """Takes the connections of all games and hands their requests to the workers of all nodes."""
 
     def __init__(self, service: Service):

@@ -10,7 +10,7 @@ import numpy as np
 
 from bray.cluster import io
 from bray.cluster.local import LocalCluster
-from bray.cluster.session import Session, session
+from bray.cluster.session import ClusterSession, session
 from bray.errors import BrayError, Unreachable
 from bray.remote.buffer.ports import LocalPort, Port, RemotePort
 from bray.remote.buffer.reader import QueueReader, Reader, Sampler
@@ -27,13 +27,13 @@ class BufferConnection:
     writer: LocalWriter | RemoteWriter
     reader: Reader
 
-    def __init__(self, settings: BufferSettings, here: Session):
+    def __init__(self, settings: BufferSettings, here: ClusterSession):
         self.settings = settings
         self.source = ("", False)
         """The source that this process reads into the buffer, and whether it has ended."""
         self._open(here, [f"buffer/{settings.name}/{i}" for i in range(settings.shards)])
 
-    def _open(self, here: Session, names: list[str]) -> None:
+    def _open(self, here: ClusterSession, names: list[str]) -> None:
         cluster = here.cluster
         assert isinstance(cluster, LocalCluster)
         ports = [LocalPort(i, cluster.hosted(n).worker) for i, n in enumerate(names)]
@@ -70,7 +70,7 @@ class RemoteConnection(BufferConnection):
 
     prefetches = True
 
-    def _open(self, here: Session, names: list[str]) -> None:
+    def _open(self, here: ClusterSession, names: list[str]) -> None:
         self._ports = [RemotePort(here, name, i, self) for i, name in enumerate(names)]
         self.remote_writer = self.writer = RemoteWriter(self.settings, self._ports)
         self.reader = self._make_reader(self._ports)
@@ -155,7 +155,7 @@ def connection(settings: BufferSettings) -> BufferConnection:
         if key not in _connections:
             make = BufferConnection if here.cluster.kind == "local" else RemoteConnection
             _connections[key] = make(settings, here)
-            here.closers.append(lambda: _close(key))
+            here.close_hooks.append(lambda: _close(key))
         return _connections[key]
 
 

@@ -275,7 +275,7 @@ def find(name: str) -> RemoteBuffer:
 def _found(name: str) -> BufferSettings:
     member = session().cluster.find(f"buffer/{name}/0")
     end = time.monotonic() + _FIND_TIMEOUT
-    while True:  # not `again=True`: this may be the io loop itself, which then has no time for it
+    while True:  # not `retry=True`: this may be the io loop itself, which then has no time for it
         try:
             return member.call("described").result(_FIND_TIMEOUT)
         except Unreachable:  # being restarted

@@ -36,7 +36,7 @@ NOTHING, ENDED, ROWS, LEASE = range(4)  # kinds of answers
 _PUSH = struct.Struct("<?3xIQ")  # drop, rows, length of the layout
 _LENT = struct.Struct("<QQQ")  # number of the loan, offset and size of the slot
 _RECEIPT = struct.Struct("<q?")  # samples waiting in the shard, whether anyone but sources pushes
-_ANSWER = struct.Struct("<B3xIIqdddq")  # kind, rows, length of the layout, Facts
+_ANSWER = struct.Struct("<B3xIIqdddq")  # kind, rows, length of the layout, ShardState
 _LEASE = struct.Struct("<QQQ16sII")  # number of the lease, offset, slab (fd, nonce), first row, rows in the slot
 _DRAW = struct.Struct("<IId")  # wait?, rows, largest priority known
 
@@ -64,7 +64,7 @@ class Welcome(msgspec.Struct, array_like=True):
 
 
 @dataclass(slots=True)
-class Facts:
+class ShardState:
     """The state of a shard, told with every answer."""
 
     waiting: int = 0
@@ -129,7 +129,7 @@ class Lease(NamedTuple):
     total: int
 
 
-def answer(kind: int, facts: Facts, chunk: Chunk | None = None, lease: int = 0) -> list[Any]:
+def answer(kind: int, facts: ShardState, chunk: Chunk | None = None, lease: int = 0) -> list[Any]:
     """The parts of an answer to POP or DRAW."""
     numbers = facts.waiting, facts.before, facts.mass, facts.largest, facts.rows
     if chunk is None:
@@ -150,7 +150,7 @@ class Answer:
 
     def __init__(self, body: memoryview, layouts: Layouts):
         self.kind, self.rows, length, *facts = _ANSWER.unpack_from(body)
-        self.facts = Facts(*facts)
+        self.facts = ShardState(*facts)
         self.chunk: Chunk | None = None
         self.lease: Lease | None = None
         if self.kind == LEASE:

@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 
 from bray.cluster import io
-from bray.cluster.session import Session
+from bray.cluster.session import ClusterSession
 from bray.errors import DataError, LinkLost, MissingComponent, Unreachable
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import Facts
+from bray.remote.buffer.messages import ShardState
 from bray.remote.buffer.slabs import SlabAddress, Window, look_into
 from bray.remote.buffer.worker import BufferShard
-from bray.serving import link as wire
+from bray.serving.link import Link, machine_id
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
@@ -30,14 +30,14 @@ _AGAIN = 0.5
 _GIVE_UP = 6  # a shard that was missing this often will not come back
 _UNMAP_AFTER = 60.0  # slabs that nothing came from for this long
 
-Got = Callable[[int, Chunk | None, Facts], None]
+Got = Callable[[int, Chunk | None, ShardState], None]
 
 
 class Port(Protocol):
     """A shard, as its consumers see it. `got(kind, chunk, facts)` is called when the answer comes."""
 
     index: int
-    facts: Facts
+    facts: ShardState
     """As of its last answer."""
     gone: bool
     """It will not come back."""
@@ -59,7 +59,7 @@ class LocalPort:
 
     def __init__(self, index: int, shard: BufferShard):
         self.index, self.shard = index, shard
-        self.facts = Facts()
+        self.facts = ShardState()
 
     def pop(self, most: int, got: Got) -> None:
         self.shard.pop(most, lambda kind, pieces, facts: self._got(got, kind, pieces, facts), self)
@@ -73,7 +73,7 @@ class LocalPort:
     def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
         self.shard.set_priorities(ids, priorities)
 
-    def _got(self, got: Got, kind: int, pieces: list[Chunk], facts: Facts) -> None:
+    def _got(self, got: Got, kind: int, pieces: list[Chunk], facts: ShardState) -> None:
         self.facts = facts
         chunk = pieces[0] if len(pieces) == 1 else join(pieces, private) if pieces else None
         got(kind, chunk, facts)
@@ -82,11 +82,11 @@ class LocalPort:
 class RemotePort:
     """A link to a shard, reconnected when it breaks. All methods belong on the io loop."""
 
-    def __init__(self, session: Session, name: str, index: int, owner: PortOwner):
+    def __init__(self, session: ClusterSession, name: str, index: int, owner: PortOwner):
         self.session, self.index, self.owner = session, index, owner
         self.name = name
         self.link: Any = None
-        self.facts = Facts()
+        self.facts = ShardState()
         self.gone = False
         self.others_push = False
         """Whether anyone but sources pushes to this buffer, so that it does not end with them. A restarted shard is told."""
@@ -143,7 +143,7 @@ class RemotePort:
         hello = m.Hello(*self.owner.source, self.others_push, self._generation, self._had)
         welcome = msgspec.msgpack.decode(await link.request(m.OPEN, msgspec.msgpack.encode(hello)), type=m.Welcome)
         self._generation, self._pid, slab = welcome.generation, welcome.slab[0], SlabAddress(*welcome.slab)
-        if opening.address.machine == wire.machine_id() and self._window(slab) is not None:
+        if opening.address.machine == machine_id() and self._window(slab) is not None:
             link.post(m.SEES)
         self.link, self._ended = link, ended
 
@@ -152,10 +152,10 @@ class RemotePort:
         about = f"about {self._had} samples that waited there are lost" if self._had else "nothing is known to be lost"
         logger.warning("%s is gone: %s. The other shards go on, and this one is waited for", self.name, about)
         self.link = None
-        self._windows, self._kept, self._freed, self.facts = {}, {}, deque(), Facts()
+        self._windows, self._kept, self._freed, self.facts = {}, {}, deque(), ShardState()
         self.owner.port_down(self)
 
-    def _handle(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+    def _handle(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         if kind != m.FREED:
             raise DataError(f"an unknown message {kind}: the processes run different versions")
         self.owner.port_freed(self, np.frombuffer(body, np.int64).tolist())
@@ -192,7 +192,7 @@ class RemotePort:
 
     def _ask(self, got: Got, kind: int, *pieces: bytes) -> None:
         if not self.up:
-            got(m.NOTHING, None, Facts())
+            got(m.NOTHING, None, ShardState())
             return
         self.link.request(kind, *pieces).add_done_callback(lambda f: self._answered(f, got))
 
@@ -200,7 +200,7 @@ class RemotePort:
         if future.cancelled() or (error := future.exception()) is not None:
             if not future.cancelled() and not isinstance(error, LinkLost):
                 self.owner.port_failed(self, error)
-            got(m.NOTHING, None, Facts())
+            got(m.NOTHING, None, ShardState())
             return
         answer = m.Answer(future.result(), self._layouts)
         self.facts = answer.facts

@@ -15,7 +15,7 @@ from bray.errors import BrayError, Ended
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import Facts
+from bray.remote.buffer.messages import ShardState
 from bray.remote.buffer.ports import Port
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.stores import split, weigh
@@ -216,7 +216,7 @@ class QueueReader(Reader):
                 most, wait = self._most if self.prefetch else 1, self._wait
             port.pop(most, lambda *answer, port=port, most=most, wait=wait: self._got(port, most, wait, *answer))
 
-    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None, facts: Facts) -> None:
+    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None, facts: ShardState) -> None:
         with self._lock:
             self._asked[port] -= 1
             if kind == m.ENDED:
@@ -277,7 +277,7 @@ class Sampler(Reader):
         ports = [p for p in self._ports if p.up]
         largest = self._largest()
 
-        def found(kind: int, chunk: Chunk | None, facts: Facts) -> None:
+        def found(kind: int, chunk: Chunk | None, facts: ShardState) -> None:
             with self._lock:
                 if self._known or not self._looking or not facts.mass:
                     return
@@ -320,7 +320,7 @@ class Sampler(Reader):
         asked = [(p, at) for p, at in zip(self._ports, places, strict=True) if p.up]
         left, largest = len(asked), self._largest()
 
-        def drawn(port: Port, kind: int, chunk: Chunk | None, facts: Facts) -> None:
+        def drawn(port: Port, kind: int, chunk: Chunk | None, facts: ShardState) -> None:
             nonlocal left
             with self._lock:
                 left -= 1

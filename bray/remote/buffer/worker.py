@@ -24,11 +24,11 @@ from bray.data.limit import RateLimit
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import Facts
+from bray.remote.buffer.messages import ShardState
 from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.remote.buffer.stores import Queue, Ring
-from bray.serving import link as wire
+from bray.serving.link import Address, Link, Listener
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
@@ -36,14 +36,14 @@ logger = logging.getLogger("bray.remote")
 _MAX_LEASED = 1 << 30  # bytes of shared memory that one consumer may hold; beyond it gets copies
 _ASK_LIMIT_AGAIN = 1.0
 
-Give = Callable[[int, list[Chunk], Facts], None]
+Give = Callable[[int, list[Chunk], ShardState], None]
 """Called with the answer to a pop or draw: kind, pieces of the batch, facts."""
 
 
 class ShardAddress(NamedTuple):
     """How a shard is reached."""
 
-    address: wire.Address
+    address: Address
     settings: BufferSettings
 
 
@@ -89,7 +89,7 @@ class BufferShard:
         self._lost: dict[int, int] = {}
         # for links only
         self._layouts = Layouts()
-        self._listener: wire.Listener | None = None
+        self._listener: Listener | None = None
         self._slab: Slab | None = None
         self._borrowed = 0  # bytes of producers' slabs
         self._leases = 0
@@ -248,11 +248,11 @@ class BufferShard:
             self._serve()
         self._run_calls()
 
-    def _facts(self) -> Facts:
+    def _facts(self) -> ShardState:
         ring = self._ring
         if ring is None:
-            return Facts(self._store.rows)
-        return Facts(ring.rows, 0.0, ring.mass, ring.largest, ring.rows)
+            return ShardState(self._store.rows)
+        return ShardState(ring.rows, 0.0, ring.mass, ring.largest, ring.rows)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         self._calls.append((function, args))
@@ -335,7 +335,7 @@ class BufferShard:
         if self._slab is not None:
             self._slab.close()
 
-    def _handle(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+    def _handle(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         peer: _Peer = link.data
         if kind == m.OPEN:
             self._opened(link, number, body)
@@ -370,7 +370,7 @@ class BufferShard:
         else:
             raise DataError(f"an unknown message {kind}: the processes run different versions")
 
-    def _opened(self, link: wire.Link, number: int, body: memoryview) -> None:
+    def _opened(self, link: Link, number: int, body: memoryview) -> None:
         hello = msgspec.msgpack.decode(body, type=m.Hello)
         link.data = _Peer(hello.source)
         with self._lock:
@@ -386,7 +386,7 @@ class BufferShard:
         generation = int.from_bytes(self._slab.address.nonce[:7], "little") | 1
         link.reply(number, msgspec.msgpack.encode(m.Welcome(generation, self._slab.address)))
 
-    def _borrow(self, link: wire.Link, body: memoryview) -> tuple[Chunk, bool]:
+    def _borrow(self, link: Link, body: memoryview) -> tuple[Chunk, bool]:
         """Samples in the producer's slab. It may reuse their slot when the last chunk that refers to it is gone."""
         layout, rows, drop, number, offset, size = m.read_lent(body, self._layouts)
         peer: _Peer = link.data
@@ -406,7 +406,7 @@ class BufferShard:
         self._borrowed += size
         return Chunk(layout, columns, rows, Slot(peer.window, offset, size, free)), drop
 
-    def _receipt(self, link: wire.Link, number: int, error: BaseException | None) -> None:
+    def _receipt(self, link: Link, number: int, error: BaseException | None) -> None:
         if link.closed:
             return
         if error is not None:
@@ -422,7 +422,7 @@ class BufferShard:
         slot = self._slab.take(nbytes)
         return slot.data(), slot
 
-    def _give(self, link: wire.Link, number: int, kind: int, pieces: list[Chunk], facts: Facts) -> None:
+    def _give(self, link: Link, number: int, kind: int, pieces: list[Chunk], facts: ShardState) -> None:
         peer: _Peer = link.data
         if link.closed:
             if self._queue is not None:  # it left while it was being served
@@ -442,7 +442,7 @@ class BufferShard:
         peer.leased += chunk.held.size
         link.reply(number, *m.answer(m.LEASE, facts, chunk, self._leases))
 
-    def _gone(self, link: wire.Link) -> None:
+    def _gone(self, link: Link) -> None:
         """A producer or consumer has died or left: free its leases, forget its pops."""
         with self._lock:
             self._consumers.discard(link)

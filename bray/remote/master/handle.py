@@ -15,7 +15,7 @@ import numpy as np
 
 from bray.cluster import io
 from bray.cluster.protocol import Member
-from bray.cluster.session import Session, current, session
+from bray.cluster.session import ClusterSession, current, session
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
 from bray.remote.master.worker import KEPT, KINDS, LAST_KINDS, Key, Labels, Master, Merged
 
@@ -27,10 +27,10 @@ _PATIENCE = 20.0  # a master that was killed is back by then
 _END_PATIENCE = 4.0  # at the end of a session
 
 
-def start_master(opened: Session, port: int = 0) -> None:
+def start_master(opened: ClusterSession, port: int = 0) -> None:
     """In the process that opens the session."""
     member = opened.cluster.start("master", Master, str(opened.numbers), port)
-    opened.closers.append(partial(_say_training_has_ended, member))  # the first closer is called last
+    opened.close_hooks.append(partial(_say_training_has_ended, member))  # the first closer is called last
     logger.info("numbers of %s: http://127.0.0.1:%d/metrics", opened.path, member.call("metrics_port").result())
 
 
@@ -42,7 +42,7 @@ def _say_training_has_ended(member: Member) -> None:
 
 
 def _ask(method: str, *args: Any) -> Any:
-    return _recorder().master().call(method, *args, again=True, timeout=_PATIENCE).result()
+    return _recorder().master().call(method, *args, retry=True, timeout=_PATIENCE).result()
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def _ask(method: str, *args: Any) -> Any:
 class _Recorder:
     """The numbers of this process that the master does not have yet."""
 
-    def __init__(self, of: Session):
+    def __init__(self, of: ClusterSession):
         self.of = of
         self._master: Member | None = None
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class _Recorder:
             if not rows:
                 return
             try:
-                await self.master().call("merged", rows, again=True, timeout=_PATIENCE)
+                await self.master().call("merged", rows, retry=True, timeout=_PATIENCE)
             except BaseException:
                 self._put_back(rows)
                 raise
@@ -107,7 +107,7 @@ class _Recorder:
         if not io.is_loop():
             io.run(self._send())
         elif rows := self._take():  # the loop cannot wait for itself
-            self.master().call("merged", rows, again=True, timeout=_PATIENCE).result()
+            self.master().call("merged", rows, retry=True, timeout=_PATIENCE).result()
 
     def _take(self) -> dict[Key, Merged]:
         with self._lock:
@@ -132,7 +132,7 @@ def _recorder() -> _Recorder:
         with _making:
             if _recording is None or _recording.of is not now:
                 _recording = _Recorder(now)
-                now.closers.append(flush)
+                now.close_hooks.append(flush)
     return _recording
 
 

@@ -15,7 +15,7 @@ from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import BrayError, LinkLost, Unreachable
 from bray.inference.batcher import Collector, Item, group_by_kind
-from bray.inference.rows import MISFITS, Misfit, Template, as_arrays, length, split
+from bray.inference.rows import STACK_ERRORS, Template, WrongSample, as_arrays, length, split
 from bray.remote.model.layout import CURRENT, Reader, Writer
 from bray.serving.link import Link
 
@@ -95,9 +95,9 @@ class Caller(Collector):
         samples = [item[1] for item in items]
         try:
             if self._template is None:
-                raise Misfit
+                raise WrongSample
             batch = tuple(self._template.stack(samples))
-        except MISFITS:
+        except STACK_ERRORS:
             errors: dict[int, BaseException] = {}
             for members in group_by_kind(samples, errors).values():
                 arrays = list(members.values())
@@ -158,7 +158,7 @@ class Caller(Collector):
         """Find a worker, which may be about to be restarted, as long as somebody waits."""
         while worker.link is None:
             try:
-                address = await worker.member.call("address", timeout=CONNECT_S, again=True)
+                address = await worker.member.call("address", timeout=CONNECT_S, retry=True)
                 link = await session().connect(address, lost=lambda link: self._lost(worker, link))
             except Exception as e:  # whatever it failed with when it started, for one
                 worker.error = str(e)

@@ -17,8 +17,8 @@ from bray.cluster.session import current, session
 from bray.inference.host import Promise
 from bray.remote.model.caller import Caller
 from bray.remote.model.definition import Definition
-from bray.remote.model.keeper import POLL_S, About, Key
-from bray.remote.model.served import Served
+from bray.remote.model.engine_host import EngineHost
+from bray.remote.model.keeper import POLL_S, Key, ModelInfo
 from bray.remote.model.weights import as_arrays
 
 logger = logging.getLogger("bray.remote")
@@ -33,14 +33,14 @@ class Follower:
         self.name, self.session = name, session()
         self.keeper = self.session.cluster.find(f"model/{name}")
         self.ended = False
-        self.served: Served | None = None
+        self.served: EngineHost | None = None
         self._step = -1
         self._env_steps = 0
         self._published: tuple[Any, int, str] | None = None  # reference to weights, step, tag: what we published last
         self._following: Future[Any] | None = None
         self._lock = threading.Lock()
 
-    def follow(self, about: About, served: Served | None = None) -> None:
+    def follow(self, about: ModelInfo, served: EngineHost | None = None) -> None:
         """Follow from here on; once more with `served` when that is ready."""
         with self._lock:
             if self.ended or (self._following is not None and served is None):
@@ -55,7 +55,7 @@ class Follower:
     async def _follow(self, key: Key) -> None:
         while True:
             try:
-                news = await self.keeper.call("newer", key, self._newest_held(), timeout=3 * POLL_S, again=True)
+                news = await self.keeper.call("newer", key, self._newest_held(), timeout=3 * POLL_S, retry=True)
                 if news is None:
                     continue
                 if news.definition != key[0]:  # the model of this name is another one now
@@ -90,7 +90,7 @@ class Follower:
             assert self.served is not None
             weights, step = self.served.host.get_weights()
             ref = self.session.cluster.put(weights)
-        await self.keeper.call("offer", ref, step, tag, again=True)
+        await self.keeper.call("offer", ref, step, tag, retry=True)
 
     def close(self) -> None:
         """The session ends, or the model of this name is another one now."""
@@ -137,10 +137,10 @@ class Client(Follower):
 
     async def _open(self) -> None:
         try:
-            about: About = await self.keeper.call("about", again=True)
+            about: ModelInfo = await self.keeper.call("about", retry=True)
             definition = self._definition = about.definition
             self.has_kwargs = definition.has_kwargs
-            served: Served | None = None
+            served: EngineHost | None = None
             if definition.is_local or self.session.cluster.kind == "local":
                 served = await asyncio.to_thread(self._serve, about)
                 self.ask = served.ask
@@ -156,17 +156,17 @@ class Client(Follower):
             self.close()
             raise
 
-    def _serve(self, about: About) -> Served:
+    def _serve(self, about: ModelInfo) -> EngineHost:
         if self.session.member:
             import torch
 
             torch.seed()  # in a process of ours: else all actors of a Model that draws numbers draw the same ones
-        return Served(about, self.keeper)
+        return EngineHost(about, self.keeper)
 
     @property
     def definition(self) -> Definition:
         if self._definition is None:
-            self._definition = self.keeper.call("about", again=True).result().definition
+            self._definition = self.keeper.call("about", retry=True).result().definition
         return self._definition
 
     # --- asking -----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Client(Follower):
 
     def _follow_at_first(self) -> None:
         if self._following is None:
-            about: About = self.keeper.call("about", again=True).result()
+            about: ModelInfo = self.keeper.call("about", retry=True).result()
             if self._following is None:
                 self.follow(about)
 
@@ -227,7 +227,7 @@ class Client(Follower):
         if step is not None:
             step += count
         newest, tag = made[-1], uuid.uuid4().hex
-        call = self.keeper.call("publish", newest.ref, step, tag, count, self._step, newest.env_steps, again=True)
+        call = self.keeper.call("publish", newest.ref, step, tag, count, self._step, newest.env_steps, retry=True)
         call.add_done_callback(lambda done: self._sent(made, tag, done))
 
     def _sent(self, made: list[_Publication], tag: str, done: Future[Any]) -> None:
@@ -263,7 +263,7 @@ def client_of(name: str) -> Client:
         found = _clients.get(name)
         if found is None or found.session is not here or found.ended:
             found = _clients[name] = Client(name)
-            here.closers.append(found.close)
+            here.close_hooks.append(found.close)
         return found
 
 

@@ -155,12 +155,12 @@ class RemoteModel:
 
     def get_weights(self) -> tuple[dict[str, np.ndarray], int]:
         """(weights of the newest version by name, its step). They are read only."""
-        ref, step = self._known().keeper.call("weights", again=True).result()
+        ref, step = self._known().keeper.call("weights", retry=True).result()
         return session().cluster.get(ref), step
 
     def get_model(self) -> Any:
         """A torch module of your own, with the newest weights."""
-        about = self._known().keeper.call("about", again=True).result()
+        about = self._known().keeper.call("about", retry=True).result()
         module = copy.deepcopy(session().cluster.get(about.module))
         set_torch_model_weights(module, self.get_weights()[0])
         return module
@@ -178,8 +178,8 @@ class RemoteModel:
         """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory, where it is then kept
         for good. The clone is called NAME-STEP by default; an existing one is found."""
         client = self._known()
-        about = client.keeper.call("about", again=True).result()
-        ref, step = client.keeper.call("freeze", step, again=True).result()
+        about = client.keeper.call("about", retry=True).result()
+        ref, step = client.keeper.call("freeze", step, retry=True).result()
         name = name or f"{self.name}-{step}"
         if not _exists(name):
             cluster = session().cluster
@@ -188,12 +188,12 @@ class RemoteModel:
 
     def add_to_pool(self, step: int = -1) -> int:
         """Keep a version (-1 = the newest) to play against; returns its step. The run directory keeps it for good."""
-        return self._known().keeper.call("add_to_pool", step, again=True).result()
+        return self._known().keeper.call("add_to_pool", step, retry=True).result()
 
     @property
     def pool(self) -> list[int]:
         """The steps of the versions to play against, oldest first."""
-        return self._known().keeper.call("pool", again=True).result()
+        return self._known().keeper.call("pool", retry=True).result()
 
     def sample_pool(self, weights: Sequence[float] | None = None) -> int:
         """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or as `weights` say, in the order of `pool`."""

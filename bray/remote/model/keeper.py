@@ -44,7 +44,7 @@ Weights = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class News:
+class VersionInfo:
     """What is newest."""
 
     definition: str
@@ -72,13 +72,13 @@ Key = tuple[str, int, str, bool, bool, str]
 
 
 @dataclass(frozen=True)
-class About:
+class ModelInfo:
     """All that a process needs to answer for a model."""
 
     definition: Definition
     module: Any
     """A reference to the Model."""
-    news: News
+    news: VersionInfo
 
 
 class Keeper:
@@ -192,8 +192,8 @@ class Keeper:
 
     # --- what is newest ---------------------------------------------------------------------------------------------
 
-    def about(self) -> About:
-        return About(self.definition, self._module, self._news)
+    def about(self) -> ModelInfo:
+        return ModelInfo(self.definition, self._module, self._news)
 
     def step(self) -> int:
         return self._step
@@ -213,7 +213,7 @@ class Keeper:
         """Tell the followers what is newest."""
         step, tag, ref = version or (self._step, self._tag, self._ref)
         wants = "rows" if self.definition.use_onnx == "quantize" and self._rows is None else ""
-        self._news = News(self.definition.id, step, tag, ref, self._graph, int8, self._env_steps, wants)
+        self._news = VersionInfo(self.definition.id, step, tag, ref, self._graph, int8, self._env_steps, wants)
         io.loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -223,14 +223,14 @@ class Keeper:
         for i, waiting in enumerate(self._waiting):
             io.loop().call_later(i * gap, _settle, waiting)
 
-    async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> News | None:
+    async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> VersionInfo | None:
         """What is newer than what the follower knows, as soon as there is something; None after `wait` seconds. `holds`: the newest step of
         which the follower has the weights, and could offer them; -1 = none."""
         end = time.monotonic() + wait
         while True:
             news = self._news
             if known[0] == news.definition and self._step < holds:
-                return News(news.definition, self._step, self._tag, None, wants="offer")
+                return VersionInfo(news.definition, self._step, self._tag, None, wants="offer")
             if known != news.key and not (known[0] == news.definition and news.step < known[1]):
                 return news
             left = end - time.monotonic()

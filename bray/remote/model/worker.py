@@ -16,9 +16,9 @@ from bray.cluster.session import session
 from bray.errors import BrayError, RemoteError
 from bray.remote.model.caller import FORWARD
 from bray.remote.model.client import Follower
-from bray.remote.model.keeper import About
+from bray.remote.model.engine_host import EngineHost
+from bray.remote.model.keeper import ModelInfo
 from bray.remote.model.layout import CURRENT, Reader, Writer
-from bray.remote.model.served import Served
 from bray.serving.link import Address, Link
 
 logger = logging.getLogger("bray.remote")
@@ -33,13 +33,13 @@ class ModelWorker:
 
     async def start(self) -> None:
         self._follower = Follower(self.model)
-        about: About = await self._follower.keeper.call("about", again=True)
-        self.served: Served = await asyncio.to_thread(self._serve, about)
+        about: ModelInfo = await self._follower.keeper.call("about", retry=True)
+        self.served: EngineHost = await asyncio.to_thread(self._serve, about)
         self._loop = asyncio.get_running_loop()
         self._listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
         self._follower.follow(about, self.served)
 
-    def _serve(self, about: About) -> Served:
+    def _serve(self, about: ModelInfo) -> EngineHost:
         import torch
 
         threads = max(1, int(about.definition.cpus_per_worker))
@@ -49,7 +49,7 @@ class ModelWorker:
         device = "cuda" if about.definition.gpus_per_worker > 0 and torch.cuda.is_available() else "cpu"
         if about.definition.gpus_per_worker > 0 and device == "cpu":
             logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", self.where)
-        return Served(about, self._follower.keeper, device, threads)
+        return EngineHost(about, self._follower.keeper, device, threads)
 
     def address(self) -> Address:
         return self._listener.address

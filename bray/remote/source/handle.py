@@ -43,7 +43,7 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
     shards = [cluster.find(f"buffer/{buffer.name}/{i}") for i in range(buffer.settings.shards)]
 
     def tell(reader: str, ended: bool) -> None:
-        for call in [s.call("source", reader, ended, again=True) for s in shards]:
+        for call in [s.call("source", reader, ended, retry=True) for s in shards]:
             call.result()
 
     for reader in names:  # all of them, before the first can end
@@ -84,7 +84,7 @@ async def _wait(members: list[Member], promise: Promise) -> None:
     errors = []
     for member in members:
         try:
-            await member.call("wait", timeout=_FOREVER, again=True)
+            await member.call("wait", timeout=_FOREVER, retry=True)
         except BaseException as e:
             errors.append(e)
     if errors:

@@ -64,7 +64,7 @@ class SourceReader:
     async def start(self) -> None:
         self._ended = asyncio.Event()
         self._first = session().cluster.find(f"buffer/{self.buffer.name}/0")
-        self._progress = dict(await self._first.call("progress", self.name, again=True) or {})
+        self._progress = dict(await self._first.call("progress", self.name, retry=True) or {})
         threading.Thread(target=self._begin, name=self.name, daemon=True).start()
 
     async def wait(self) -> None:
@@ -188,7 +188,7 @@ class SourceReader:
         self.buffer._reads(self.name, True)
         shards = range(self.buffer.settings.shards)
         calls = [
-            session().cluster.find(f"buffer/{self.buffer.name}/{i}").call("source", self.name, True, again=True)
+            session().cluster.find(f"buffer/{self.buffer.name}/{i}").call("source", self.name, True, retry=True)
             for i in shards
         ]
         for call in calls:

@@ -163,7 +163,7 @@ class BufferSource(Source):
         decoder = self._decoders.setdefault(batch.origin, Decoder())
         return decoder.decode(batch.data)
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         return f"nothing comes from {self.feed.names}: is anything pushed there?"
 
     def get_state(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class BufferBatches(Experience):
             if part.ids is not None and priorities is not None:
                 self._buffers[part.origin].update_priorities(part.ids, priorities)
 
-    def waiting_for(self) -> str:
+    def wait_reason(self) -> str:
         return f"nothing comes from {self.feed.names}: is anything pushed there?"
 
 

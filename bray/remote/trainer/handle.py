@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from bray.cluster import io
-from bray.cluster.session import Session, session
+from bray.cluster.session import ClusterSession, session
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.serving import link as wire
+from bray.serving.link import Link, Listener
 
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver
@@ -107,7 +107,7 @@ class RemoteTrainer:
         if plan.train is None:
             _running[key] = run.promise
         opened.watch(f"trainer {plan.name}", run.promise)
-        opened.stops.append(run.end)
+        opened.stop_hooks.append(run.end)
         run.start()
         return run.promise
 
@@ -150,7 +150,7 @@ _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
 class _Run:
     """A training under way."""
 
-    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
         self.session, self.plan, self.trainer = opened, plan, trainer
         self.promise = Promise()
         self.promise.set_running_or_notify_cancel()
@@ -188,7 +188,7 @@ class _Run:
 class _LocalRun(_Run):
     """One rank, in a thread of this process."""
 
-    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
         self._drive: RankDriver | None = None
         self._over = False
@@ -224,13 +224,13 @@ class _LocalRun(_Run):
         self.wait()
 
 
-def _group_of_one(opened: Session) -> None:
+def _group_of_one(opened: ClusterSession) -> None:
     import torch.distributed as dist
 
     with _making:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            opened.closers.append(_end_group)
+            opened.close_hooks.append(_end_group)
 
 
 def _end_group() -> None:
@@ -246,7 +246,7 @@ _making = threading.Lock()
 class _RayRun(_Run):
     """Ranks in processes of Ray Train, which starts all of them again when one dies."""
 
-    def __init__(self, opened: Session, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
         ranks = opened.cluster
         from bray.cluster.ray import RayCluster
@@ -263,7 +263,7 @@ class _RayRun(_Run):
             raise ConfigError(
                 f"trainer {plan.name}: its function, class or arguments cannot be sent to other processes ({type(e).__name__}: {e})"
             ) from e
-        self._listener: wire.Listener = io.run(opened.listen(f"trainer-{plan.name}", self._heard))
+        self._listener: Listener = io.run(opened.listen(f"trainer-{plan.name}", self._heard))
 
     def _wants(self) -> tuple[str, int, float, float]:
         return (
@@ -321,7 +321,7 @@ class _RayRun(_Run):
             shutil.rmtree(store, ignore_errors=True)
             io.run(self._listener.close())
 
-    def _heard(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+    def _heard(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         from bray.remote.trainer.worker import DONE
 
         if kind == DONE:

@@ -31,7 +31,7 @@ from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
 from bray.rundir import RunDir, read_json, write_atomic
-from bray.serving import link as wire
+from bray.serving.link import Address, Link
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
@@ -253,7 +253,7 @@ class Failed(Exception):
         return pickle.loads(self.sealed)  # from a rank of this session, through Ray
 
 
-def rank_main(info: SessionInfo, name: str, address: wire.Address, made: list[Any], use_gpu: bool) -> bytes:
+def rank_main(info: SessionInfo, name: str, address: Address, made: list[Any], use_gpu: bool) -> bytes:
     """The function that Ray Train runs. Errors of the user's code come back as Failed; others as they are, and then Ray Train begins again."""
     from bray.cluster.ray import enter_worker  # it imports Ray
 
@@ -303,12 +303,12 @@ def _flush_numbers() -> None:
 class _Line:
     """The connection to the process that called `train`. When that ends the session, or is gone, the rank ends too."""
 
-    def __init__(self, address: wire.Address, plan: Plan):
+    def __init__(self, address: Address, plan: Plan):
         self._driven = plan.train is None
         self._drive: RankDriver | None = None
         self._over = self._left = False
         try:
-            self._link: wire.Link = io.run(session().connect(address, self._heard, self._lost))
+            self._link: Link = io.run(session().connect(address, self._heard, self._lost))
         except Unreachable:  # not worth another try
             raise BrayError(f"trainer {plan.name}: whoever started it is gone, the session has ended") from None
 
@@ -334,11 +334,11 @@ class _Line:
         except (Unreachable, TimeoutError):
             logger.warning("nobody is there to hear that the training has ended")
 
-    def _heard(self, link: wire.Link, kind: int, number: int, body: memoryview) -> None:
+    def _heard(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         if kind == STOP:
             self._end()
 
-    def _lost(self, link: wire.Link) -> None:
+    def _lost(self, link: Link) -> None:
         if not self._left:
             self._end()
 

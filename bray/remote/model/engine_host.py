@@ -18,7 +18,7 @@ from bray.cluster.session import session
 from bray.errors import BrayError
 from bray.inference.host import ModelHost
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.remote.model.keeper import CALIBRATION_ROWS, About, News
+from bray.remote.model.keeper import CALIBRATION_ROWS, ModelInfo, VersionInfo
 
 logger = logging.getLogger("bray.remote")
 
@@ -31,14 +31,14 @@ MAX_PROGRAMS = 8  # of bray.capture, which would import torch
 Weights = Mapping[str, np.ndarray]
 
 
-class Served:
+class EngineHost:
     """Made in a thread: it may import torch and load a graph.
 
     device   "cpu" or "cuda"; on a GPU the engine is torch
     threads  of one forward in ONNX Runtime
     """
 
-    def __init__(self, about: About, keeper: Member, device: str = "cpu", threads: int = 1):
+    def __init__(self, about: ModelInfo, keeper: Member, device: str = "cpu", threads: int = 1):
         from bray.inference.torch_engine import TorchEngine, load_weights
 
         self.definition: Definition = about.definition
@@ -127,7 +127,7 @@ class Served:
     async def _load_version(self, step: int) -> None:
         if step in self.host.steps:
             return
-        ref, _ = await self._keeper.call("weights", step, again=True)
+        ref, _ = await self._keeper.call("weights", step, retry=True)
         self.host.add_version(step, await asyncio.to_thread(lambda: self._make_fixed(session().cluster.get(ref))))
         self._used[step] = time.monotonic()
         while len(self._used) > MOST_VERSIONS:
@@ -158,7 +158,7 @@ class Served:
         load_weights(module, weights)
         return TorchEngine(module, record=self._recorded)
 
-    def take(self, news: News) -> None:
+    def take(self, news: VersionInfo) -> None:
         """Switch to a newer version, or to an engine that is ready now. In a thread: it waits for a running forward, and for engines that
         are built. (ONNX Runtime is imported where it is used: importing takes half a second of everybody's time.)"""
         cluster = session().cluster
