@@ -2,7 +2,8 @@
 
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes first alternates. Training: environment
 steps per second of CPU time, after a warm-up, so that other work on the machine counts less. `serve`: ticks per second of CPU time that `bray serve` spends on a small
-network, 32 games in another process. One line per case: medians and the median ratio of the pairs.
+network, 32 games in another process. `local`, `remote`, `trajectories`, `small`: the cases of `benchmarks.remote.ours`, of the tree that is measured, as
+items per second of CPU time of all processes. One line per case: medians and the median ratio of the pairs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TRAINING = {
     "dqn": ("DQN", "CartPole-v1", 12_000, {}),
     "sac": ("SAC", "Pendulum-v1", 3_000, {}),
 }
+REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
 import json, sys, time
 from bray.experiment import Experiment
@@ -70,28 +72,30 @@ print(asyncio.run(main()))
 
 
 def measure(tree: Path, case: str, folder: str) -> float:
-    """Steps or ticks per CPU second with the code under `tree`."""
+    """Steps, ticks or items per CPU second with the code under `tree`."""
     if case == "serve":
-        words = [f"GAMES = {_GAMES!r}\n{_SERVE}"]
+        words = ["-c", f"GAMES = {_GAMES!r}\n{_SERVE}"]
+    elif case in REMOTE:
+        words = ["-m", "benchmarks.remote.ours", case, "--seconds", "5"]
     else:
-        words = [_TRAIN, json.dumps(TRAINING[case])]
-    done = subprocess.run(
-        [sys.executable, "-c", *words], capture_output=True, text=True, env=environment(tree), cwd=folder
-    )
+        words = ["-c", _TRAIN, json.dumps(TRAINING[case])]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment(tree), cwd=folder)
     if done.returncode:
         raise SystemExit(f"{case} in {tree} failed: {done.stderr.strip()[-400:]}")
+    if case in REMOTE:
+        return 1e6 / json.loads([x for x in done.stdout.splitlines() if x.startswith("{")][-1])["cpu_us"]
     return float(done.stdout.split()[-1])
 
 
 def main() -> int:
-    cases = [*TRAINING, "serve"]
+    cases = [*TRAINING, "serve", *REMOTE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *cases], default=[], help=f"{', '.join(cases)}; none: all")
     parser.add_argument("--rev", default=BASE)
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bray-against-") as folder, other_tree(args.rev, Path(folder)) as other:
-        print(f"{'case':<10} {'here':>9} {args.rev:>9} {'ratio':>6}  pairs")
+        print(f"{'case':<12} {'here':>9} {args.rev:>9} {'ratio':>6}  pairs")
         for case in args.cases or cases:
             here, there = [], []
             for i in range(args.pairs):
@@ -100,7 +104,7 @@ def main() -> int:
             ratios = [a / b for a, b in zip(here, there, strict=True)]
             shown = " ".join(f"{r:.2f}" for r in ratios)
             middle = [statistics.median(x) for x in (here, there, ratios)]
-            print(f"{case:<10} {middle[0]:>9,.0f} {middle[1]:>9,.0f} {middle[2]:>6.3f}  {shown}", flush=True)
+            print(f"{case:<12} {middle[0]:>9,.0f} {middle[1]:>9,.0f} {middle[2]:>6.3f}  {shown}", flush=True)
     return 0
 
 
