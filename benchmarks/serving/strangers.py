@@ -1,0 +1,647 @@
+"""python -m benchmarks.serving.strangers [--messages 1000000 | --minutes 90] [--workers 2] [--disturb] [--seed 0]: strangers at a served policy.
+
+A policy with a Dict observation, a mask and two kinds of numbers is served by `bray serve` in processes of its own, over HTTP and framed TCP. Strangers know the
+protocol: each follows a state of its own (which of its sessions run) and says what the reply must be. A third of them are rude: pipelined requests, lengths that
+lie, bytes cut, flipped and doubled. Beside them a few games play properly. What must hold:
+
+- every reply is a documented one, and the expected one where the message leaves no doubt; never 500
+- the games' actions are those of the policy asked alone: nobody gets another session's answer, and nobody else can tick or end their sessions
+- the games see no error, and their slowest ticks stay within `--slowest`
+- memory stays within `--memory` MB above the start, and comes back; so do connections, sessions and file descriptors
+
+With --disturb, workers are killed and stopped in turn, and the disk of the recordings is full half of the time; games then start again after 404, 503 and 504.
+One JSON line a minute, one at the end. Exit code 1: something did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from bray.serving.protocol import ERROR_MARK, REPLY_HEAD, pack_request
+
+ROOT = Path(__file__).parent.parent.parent
+TOKEN = "right-token"
+STRANGERS, GAMES = 12, 4
+DOCUMENTED = {400, 401, 403, 404, 405, 408, 409, 413, 429, 431, 503, 504}
+WORTH_A_RETRY = {404, 503, 504}
+"""Answers that a game may get while workers are killed and stopped."""
+OK = {200}
+MESSAGE_TIMEOUT_S = 40.0
+
+
+class Rooms(gym.Env):
+    """An observation of every kind that games send; the reward is for the largest number of the map."""
+
+    observation_space = gym.spaces.Dict(
+        {
+            "map": gym.spaces.Box(0.0, 1.0, (3, 3), np.float32),
+            "kind": gym.spaces.Discrete(5),
+            "flags": gym.spaces.MultiBinary(4),
+            "picture": gym.spaces.Box(0, 255, (1, 8, 8), np.uint8),
+            "action_mask": gym.spaces.Box(0, 1, (5,), np.int8),
+        }
+    )
+    action_space = gym.spaces.Discrete(5)
+
+    def _obs(self) -> dict[str, Any]:
+        sample = self.observation_space.sample()
+        sample["action_mask"][self.np_random.integers(5)] = 1
+        return sample
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        self.t = 0
+        return self._obs(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self._obs(), float(action == 0), self.t >= 20, False, {}
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------------
+
+
+def observation(rng: random.Random) -> dict[str, Any]:
+    """A proper one, as JSON values."""
+    mask = [rng.randint(0, 1) for _ in range(5)]
+    mask[rng.randrange(5)] = 1
+    picture: Any = [[[rng.randrange(256) for _ in range(8)] for _ in range(8)]]
+    if rng.random() < 0.5:
+        raw = np.array(picture, np.uint8).tobytes()
+        picture = {"base64": base64.b64encode(raw).decode(), "dtype": "uint8", "shape": [1, 8, 8]}
+    return {
+        "map": [[round(rng.random(), 3) for _ in range(3)] for _ in range(3)],
+        "kind": rng.randrange(5),
+        "flags": [rng.randint(0, 1) for _ in range(4)],
+        "picture": picture,
+        "action_mask": mask,
+    }
+
+
+WRONG: list[Callable[[random.Random], Any]] = [
+    lambda r: None,
+    lambda r: r.choice(["", "x" * 3000, "1", "1_0", "nan", "\x00", "\U0001f600" * 80]),
+    lambda r: r.choice([True, -1, 1e308, -1e400, 2**63, 2**200, 5, 0.5]),
+    lambda r: [],
+    lambda r: [["a" * 200, "b"] * r.choice([1, 50])],
+    lambda r: {"a": [1] * r.choice([1, 1000])},
+    lambda r: {
+        "base64": "A" * r.choice([1, 4, 4000]),
+        "dtype": r.choice(["uint8", "O", "float99", 3]),
+        "shape": [2**40, 2**40],
+    },
+    lambda r: {"base64": 3, "dtype": "float32"},
+    lambda r: json.loads("[" * 60 + "]" * 60),
+]
+"""Values that are right nowhere."""
+
+
+def spoiled(rng: random.Random) -> bytes:
+    """A tick's body with one thing wrong: a value, a name, the nesting, or bytes of the text."""
+    body: dict[str, Any] = {"obs": observation(rng)}
+    how = rng.randrange(6)
+    if how == 0:
+        body["obs"][rng.choice(["map", "flags", "picture", "kind"])] = rng.choice(WRONG)(rng)
+    elif how == 1:
+        del body["obs"][rng.choice(["map", "flags", "picture", "kind"])]
+    elif how == 2:
+        body["obs"] = rng.choice(WRONG)(rng)
+    elif how == 3:
+        body["obs"]["map"][rng.randrange(3)] = rng.choice(WRONG)(rng)
+    elif how == 4:
+        return b"[" * rng.choice([10, 5000]) + json.dumps(body).encode()
+    else:
+        text = json.dumps(body).encode()
+        return text[: rng.randrange(len(text))]
+    return json.dumps(body).encode()
+
+
+def mutated(rng: random.Random, data: bytes) -> bytes:
+    out = bytearray(data)
+    for _ in range(rng.randint(1, 6)):
+        at = rng.randrange(len(out)) if out else 0
+        how = rng.randrange(4)
+        if how == 0 and out:
+            out[at] ^= 1 << rng.randrange(8)
+        elif how == 1:
+            del out[at : at + rng.randint(1, 30)]
+        elif how == 2:
+            out[at:at] = out[at : at + rng.randint(1, 60)]
+        else:
+            out[at:at] = rng.choice([b"\r\n", b"\0", b"\xff" * 8, b"0" * 40, b": ", b"Content-Length: 99999999\r\n"])
+    return bytes(out)
+
+
+def http(kind: str, session: str, body: bytes, secret: str = "", token: str = TOKEN) -> bytes:
+    lines = ["POST /step HTTP/1.1", "Host: a", f"session: {session}", f"step_kind: {kind}", f"token: {token}"]
+    if secret:
+        lines.append(f"session_secret: {secret}")
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+class Reply:
+    def __init__(self, status: int, body: bytes, secret: str = ""):
+        self.status, self.body, self.secret = status, body, secret
+
+    def fault(self) -> str | None:
+        """What is wrong with it, whoever asked."""
+        if self.status == 200:
+            return None
+        if self.status not in DOCUMENTED:
+            return f"status {self.status}: {self.body[:200]!r}"
+        try:
+            error = json.loads(self.body) if self.body else {"error": "", "message": ""}  # HEAD has no body
+            return None if {"error", "message"} <= error.keys() else f"an error without code: {error}"
+        except ValueError:
+            return f"an error that is no JSON: {self.body[:200]!r}"
+
+
+async def read_http(reader: asyncio.StreamReader) -> Reply:
+    while True:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(head[0].split(" ", 2)[1])
+        fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in head[1:])}
+        if status != 100:
+            body = await reader.readexactly(int(fields.get("content-length", "0")))
+            return Reply(status, body, fields.get("session_secret", ""))
+
+
+_STATUS = {
+    "malformed": 400, "bad_kind": 400, "bad_token": 401, "no_session": 404, "session_exists": 409, "too_large": 413,
+    "no_free_slot": 429, "too_many": 429, "overloaded": 503, "draining": 503, "tick_timeout": 504, "bad_secret": 401,
+}  # fmt: skip
+
+
+async def read_tcp(reader: asyncio.StreamReader) -> Reply:
+    session, length, _ = REPLY_HEAD.unpack(await reader.readexactly(REPLY_HEAD.size))
+    body = (await reader.readexactly(session + length))[session:]
+    if not body.startswith(ERROR_MARK):
+        return Reply(200, body)
+    body = body[len(ERROR_MARK) :]
+    return Reply(_STATUS.get(json.loads(body)["error"], 500), body)
+
+
+# --- who says it ----------------------------------------------------------------------------------------------------------
+
+
+class Place:
+    """The service under test, what is known of it and what went wrong."""
+
+    def __init__(self, port: int, secrets: bool, tcp: bool, disturb: bool):
+        self.port, self.secrets, self.tcp, self.disturb = port, secrets, tcp, disturb
+        self.sent: Counter[str] = Counter()
+        self.statuses: Counter[int] = Counter()
+        self.wrong: list[str] = []
+        self.ticks: list[float] = []
+        self.restarts = 0
+        self.names: list[str] = []
+        """Sessions of the games: known to everybody."""
+        self.over = False
+
+    @property
+    def messages(self) -> int:
+        return sum(self.sent.values())
+
+    def blame(self, what: str) -> None:
+        if len(self.wrong) < 50:
+            self.wrong.append(what)
+            print(f"WRONG: {what}", file=sys.stderr, flush=True)
+
+    @contextlib.asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+class Stranger:
+    """Knows which of its own sessions run, so it knows what it must be told."""
+
+    def __init__(self, place: Place, number: int, seed: int):
+        self.place, self.number, self.rng = place, number, random.Random(f"{seed}-{number}")
+        self.running: dict[str, str] = {}
+        """Its sessions and their secrets."""
+
+    async def live(self) -> None:
+        while not self.place.over:
+            try:
+                if self.number % 3 == 2:
+                    await self._rude()
+                else:
+                    await self._polite(tcp=self.place.tcp and self.rng.random() < 0.3)
+            except (ConnectionError, asyncio.IncompleteReadError, OSError):
+                self.place.sent["connection lost"] += 1
+                if not self.place.disturb:
+                    self.place.blame("a connection of a stranger who kept to the protocol was lost")
+                await asyncio.sleep(0.05)
+        await self._leave()
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            async with self.place.connection() as (reader, writer):
+                for session, secret in self.running.items():
+                    writer.write(http("end", session, b"", secret))
+                    await asyncio.wait_for(read_http(reader), MESSAGE_TIMEOUT_S)
+
+    async def _polite(self, tcp: bool) -> None:
+        rng = self.rng
+        async with self.place.connection() as (reader, writer):
+            for _ in range(rng.randint(5, 60)):
+                what, kind, session, body, secret, token, allowed = self._message()
+                self.place.sent[what] += 1
+                if tcp:
+                    writer.write(pack_request(kind.encode(), session.encode(), body, token=token.encode()))
+                else:
+                    writer.write(http(kind, session, body, secret, token))
+                read = read_tcp if tcp else read_http
+                reply = await asyncio.wait_for(read(reader), MESSAGE_TIMEOUT_S)
+                self.place.statuses[reply.status] += 1
+                self._check(what, reply, allowed)
+                self._follow(kind, session, reply)
+                if reply.status == 413 or (tcp and reply.status in (400, 401) and what != "spoiled tick"):
+                    return  # what ends a connection
+
+    def _message(self) -> tuple[str, str, str, bytes, str, str, set[int]]:
+        """(name, step_kind, session, body, secret, token, statuses that may answer it)."""
+        rng, mine = self.rng, list(self.running)
+        fresh = f"stranger-{self.number}-{rng.randrange(1 << 40)}"
+        good = json.dumps({"obs": observation(rng)}).encode()
+        full = {200, 429}
+        p = rng.random()
+        if p < 0.08 or not mine:
+            return "start", "start", fresh, b"", "", TOKEN, full
+        own = rng.choice(mine)
+        secret = self.running[own]
+        if p < 0.45:
+            return "tick", "tick", own, good, secret, TOKEN, OK
+        if p < 0.70:
+            return "spoiled tick", "tick", own, spoiled(rng), secret, TOKEN, {200, 400}
+        if p < 0.75:
+            return "tick of nobody", "tick", fresh, good, "", TOKEN, {404, 401, 403}
+        if p < 0.79:
+            return "start again", "start", own, b"", secret, TOKEN, {409}
+        if p < 0.84 and self.place.secrets and self.place.names:
+            victim, kind = rng.choice(self.place.names), rng.choice(["tick", "end", "stop", "start"])
+            guess = rng.choice(["", secret, "0" * 32])
+            return f"{kind} of a game", kind, victim, good, guess, TOKEN, {401, 403, 404, 409}
+        if p < 0.88:
+            return "wrong token", "tick", own, good, secret, rng.choice(["", "wrong", TOKEN + "x", "é"]), {401}
+        if p < 0.91:
+            return "auto", "auto", "", good, "", TOKEN, full
+        if p < 0.93:
+            return "wrong kind", rng.choice(["tock", "START!", "9"]), own, good, secret, TOKEN, {400}
+        return "end", rng.choice(["end", "stop"]), own, b"", secret, TOKEN, OK
+
+    def _check(self, what: str, reply: Reply, allowed: set[int]) -> None:
+        if self.place.disturb and reply.status in WORTH_A_RETRY:
+            return
+        fault = reply.fault()
+        if fault is None and reply.status not in allowed | {503}:
+            fault = f"status {reply.status}, expected one of {sorted(allowed)}: {reply.body[:200]!r}"
+        if fault:
+            self.place.blame(f"{what}: {fault}")
+
+    def _follow(self, kind: str, session: str, reply: Reply) -> None:
+        if session in self.place.names:
+            return
+        if reply.status == 200 and kind == "start":
+            self.running[session] = reply.secret
+        elif session in self.running and (reply.status == 404 or (reply.status == 200 and kind in ("end", "stop"))):
+            del self.running[session]
+
+    async def _rude(self) -> None:
+        """Bytes that hardly anybody would send, many requests at once, and an end at any moment."""
+        rng, place = self.rng, self.place
+        count = rng.choice([1, 1, 3, 40])
+        data = b"".join(
+            http(*rng.choice([("auto", "", spoiled(rng)), ("tick", "nobody", b"{}"), ("tock", "x", b"")]))
+            for _ in range(count)
+        )
+        what = rng.choice(["mutated", "pipelined", "cut", "drip", "framed noise", "lying length"])
+        place.sent[what] += count
+        if what == "mutated":
+            data = mutated(rng, data)
+        elif what == "cut":
+            data = data[: rng.randrange(len(data))]
+        elif what == "framed noise":
+            data = mutated(rng, pack_request(b"tick", b"nobody", b"x" * rng.randrange(300)))
+        elif what == "lying length":
+            lie = str(rng.choice([0, 5, 10**6, 10**9, 2**63, -1])).encode()
+            data = data.replace(b"Content-Length: ", b"Content-Length: " + lie, 1)
+        try:
+            async with place.connection() as (reader, writer):
+                if what == "drip":
+                    for i in range(0, min(len(data), 40)):
+                        writer.write(data[i : i + 1])
+                        await asyncio.sleep(0)
+                else:
+                    writer.write(data)
+                if rng.random() < 0.3:
+                    return  # without listening
+                if writer.can_write_eof():
+                    writer.write_eof()
+                while True:
+                    reply = await asyncio.wait_for(read_http(reader), MESSAGE_TIMEOUT_S)
+                    place.statuses[reply.status] += 1
+                    if fault := reply.fault():
+                        place.blame(f"{what}: {fault}")
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError, IndexError):
+            return  # the end of the connection, or a reply that is framed TCP's
+
+
+class Game:
+    """Plays properly, and knows what the policy says when asked alone."""
+
+    def __init__(self, place: Place, number: int, seed: int, policy: Any):
+        self.place, self.rng, self.policy = place, random.Random(f"game-{seed}-{number}"), policy
+        self.name, self.secret = f"game-{number}", ""
+        place.names.append(self.name)
+
+    async def play(self) -> None:
+        while not self.place.over:
+            try:
+                async with self.place.connection() as (reader, writer):
+                    await self._session(reader, writer)
+            except (ConnectionError, asyncio.IncompleteReadError, OSError):
+                self._lost("its connection was lost")
+                await asyncio.sleep(0.1)
+
+    def _lost(self, what: str) -> None:
+        self.place.restarts += 1
+        if not self.place.disturb:
+            self.place.blame(f"{self.name}: {what}")
+
+    async def _ask(self, reader: Any, writer: Any, kind: str, body: bytes = b"") -> Reply:
+        writer.write(http(kind, self.name, body, self.secret))
+        return await asyncio.wait_for(read_http(reader), MESSAGE_TIMEOUT_S)
+
+    async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reply = await self._ask(reader, writer, "start")
+        if reply.status == 409:  # its worker lives, its connection was lost: with its secret it goes on
+            pass
+        elif reply.status != 200:
+            self._lost(f"start was answered with {reply.status} {reply.body[:100]!r}")
+            await asyncio.sleep(0.2)
+            return
+        else:
+            self.secret = reply.secret
+        while not self.place.over:
+            obs = observation(self.rng)
+            before = time.perf_counter()
+            reply = await self._ask(reader, writer, "tick", json.dumps({"obs": obs}).encode())
+            self.place.ticks.append(time.perf_counter() - before)
+            if reply.status != 200:
+                self._lost(f"a tick was answered with {reply.status} {reply.body[:100]!r}")
+                return
+            action, expected = json.loads(reply.body)["action"], self.policy(obs)
+            if action != expected:
+                self.place.blame(f"{self.name}: action {action}, the policy alone says {expected}")
+            await asyncio.sleep(0.02)
+        await self._ask(reader, writer, "end")
+
+
+# --- the service ----------------------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path) -> Path:
+    """A run directory with a policy that has learnt a little."""
+    run = folder / "rooms"
+    words = ["--run", "PPO", "--env", "benchmarks.serving.strangers:Rooms", "--steps", "2000"]
+    command = [
+        sys.executable,
+        "-m",
+        "bray",
+        "train",
+        *words,
+        "--project",
+        str(folder),
+        "--trial",
+        "rooms",
+        "num_envs=4",
+    ]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    return run
+
+
+def alone(run: Path) -> Callable[[dict[str, Any]], int]:
+    """The policy, asked in this process."""
+    from bray import Experiment
+
+    experiment = Experiment.load(run)
+
+    def action(obs: dict[str, Any]) -> int:
+        picture = obs["picture"]
+        if isinstance(picture, dict):
+            picture = np.frombuffer(base64.b64decode(picture["base64"]), np.uint8).reshape(1, 8, 8)
+        spaces = Rooms.observation_space.spaces
+        values = {k: np.asarray(picture if k == "picture" else v, spaces[k].dtype) for k, v in obs.items()}
+        return int(experiment.policy(values))
+
+    return action
+
+
+class Service:
+    """`bray serve` in processes of its own."""
+
+    def __init__(self, run: Path, args: argparse.Namespace, record: Path | None):
+        command = [sys.executable, "-m", "bray", "serve", str(run), "--port", "0", "--admin-port", "0"]
+        command += ["--workers", str(args.workers), "--sessions", "200", *args.options]
+        command += ["--record", str(record)] if record else []
+        self.log = open(args.log, "w") if args.log else subprocess.DEVNULL  # noqa: SIM115
+        env = os.environ | {"BRAY_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True, env=env, cwd=ROOT)
+        assert self.process.stdout is not None
+        self.port = self.admin = 0
+        for line in self.process.stdout:
+            if found := re.search(r"http://[^:/]+:(\d+)/metrics", line):
+                self.admin = int(found[1])
+            if found := re.search(r"serving .* on \S+:(\d+)", line):
+                self.port = int(found[1])
+                break
+        if not self.port:
+            raise SystemExit(f"`{' '.join(command)}` did not start")
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()  # a full pipe would stop it
+
+    def close(self) -> None:
+        for worker in self.workers():
+            tell(worker, signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.process.kill()
+
+    def workers(self) -> list[int]:
+        pid = self.process.pid
+        return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def sizes(self) -> dict[str, float]:
+        """Megabytes and open files of all its processes."""
+        memory = files = 0
+        for pid in [self.process.pid, *self.workers()]:
+            with contextlib.suppress(OSError):  # it has just ended
+                memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                files += len(os.listdir(f"/proc/{pid}/fd"))
+        return {"mb": round(memory / 1e6, 1), "files": files}
+
+
+def tell(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+async def disturb(service: Service, place: Place, seed: int, disk: Path | None) -> None:
+    """Kill a worker, stop one for a while, fill the disk of the recordings and empty it: one of them every 20 s."""
+    rng = random.Random(f"disturb-{seed}")
+    while not place.over:
+        await asyncio.sleep(20.0)
+        workers = service.workers()
+        if not workers or place.over:
+            continue
+        worker, how = rng.choice(workers), rng.choice(["kill", "stop", "stop", "disk"])
+        place.sent[f"({how})"] += 1
+        if how == "kill":
+            tell(worker, signal.SIGKILL)
+        elif how == "stop":
+            tell(worker, signal.SIGSTOP)
+            await asyncio.sleep(rng.choice([0.5, 3.0, 12.0]))
+            tell(worker, signal.SIGCONT)
+        if how == "disk" and disk is not None:
+            filler = disk / "filler"
+            with contextlib.suppress(OSError), open(filler, "wb") as f:
+                while True:
+                    f.write(bytes(1 << 20))
+            await asyncio.sleep(10.0)
+            filler.unlink(missing_ok=True)
+            for old in sorted(disk.rglob("*.rec"), key=os.path.getmtime)[:-50]:
+                old.unlink(missing_ok=True)
+
+
+async def watch(service: Service, place: Place, args: argparse.Namespace, base: dict[str, float]) -> None:
+    """One line a minute; ends everything when enough was said, memory is out of bounds or the service is gone."""
+    began = said = time.monotonic()
+    while not place.over:
+        await asyncio.sleep(0.5)
+        now, size = time.monotonic(), await asyncio.to_thread(service.sizes)
+        if size["mb"] > base["mb"] + args.memory:
+            place.blame(f"{size['mb']} MB, {base['mb']} MB at the start")
+        if service.process.poll() is not None:
+            place.blame(f"the service ended with {service.process.returncode}")
+        enough = now - began > 60 * args.minutes if args.minutes else place.messages >= args.messages
+        place.over = enough or len(place.wrong) >= 20 or service.process.poll() is not None
+        if now - said > 60.0 or place.over:
+            said = now
+            print(json.dumps({"minute": round((now - began) / 60, 1), "messages": place.messages} | size), flush=True)
+
+
+async def settle(service: Service, place: Place, args: argparse.Namespace, base: dict[str, float]) -> dict[str, float]:
+    """What is left when everybody has gone: sizes come back to what they were."""
+    size: dict[str, float] = {}
+    for _ in range(60):
+        await asyncio.sleep(1.0)
+        size = await asyncio.to_thread(service.sizes)
+        if size["mb"] < base["mb"] + args.memory / 4 and size["files"] <= base["files"] + 8:
+            return size
+    place.blame(f"left behind: {size}, at the start {base}")
+    return size
+
+
+async def run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="bray-strangers-") as folder, contextlib.ExitStack() as stack:
+        directory = trained(Path(folder))
+        disk = stack.enter_context(small_disk(Path(folder) / "disk")) if args.disturb else None
+        service = Service(directory, args, disk)
+        stack.callback(service.close)
+        place = Place(service.port, "--session-secrets" in args.options, "--tcp" in args.options, args.disturb)
+        policy = alone(directory)
+        games = [Game(place, i, args.seed, policy) for i in range(GAMES)]
+        strangers = [Stranger(place, i, args.seed) for i in range(STRANGERS)]
+        await warm_up(games, place)
+        base = service.sizes()
+        tasks = [watch(service, place, args, base), *(x.live() for x in strangers), *(x.play() for x in games)]
+        tasks += [disturb(service, place, args.seed, disk)] if args.disturb else []
+        await asyncio.gather(*tasks)
+        size = await settle(service, place, args, base)
+    ticks = np.array(place.ticks) * 1000.0
+    slowest = float(ticks.max())
+    if slowest > 1000.0 * args.slowest and not args.disturb:
+        place.blame(f"the slowest tick of a game took {slowest:.0f} ms")
+    summary = {
+        "messages": place.messages,
+        "sent": dict(place.sent.most_common()),
+        "statuses": {str(k): v for k, v in sorted(place.statuses.items())},
+        "game_ticks": len(ticks),
+        "p50_ms": round(float(np.percentile(ticks, 50)), 2),
+        "p99_ms": round(float(np.percentile(ticks, 99)), 2),
+        "slowest_ms": round(slowest, 1),
+        "restarts": place.restarts,
+        "start": base,
+        "end": size,
+        "wrong": place.wrong,
+    }
+    print(json.dumps(summary))
+    print(f"{place.messages:,} messages, {len(place.wrong)} violations")
+    return 1 if place.wrong else 0
+
+
+async def warm_up(games: list[Game], place: Place) -> None:
+    """The first ticks of a worker make its buffers: they are no growth."""
+    plays = asyncio.gather(*(g.play() for g in games))
+    await asyncio.sleep(5.0)
+    place.over = True
+    await plays
+    place.over = False
+    place.ticks.clear()
+
+
+@contextlib.contextmanager
+def small_disk(path: Path) -> Iterator[Path | None]:
+    """32 MB that can be filled; None where this user may not mount one."""
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)], capture_output=True)
+    try:
+        yield path if mounted.returncode == 0 else None
+    finally:
+        if mounted.returncode == 0:
+            subprocess.run(["umount", "-l", str(path)], check=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--minutes", type=float, default=0.0, help="instead of a number of messages")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", type=float, default=300.0, help="MB that the service may grow by")
+    parser.add_argument("--slowest", type=float, default=2.0, help="seconds that a game's tick may take")
+    parser.add_argument("--disturb", action="store_true")
+    parser.add_argument("--log", help="file for what the service logs")
+    parser.add_argument("options", nargs="*", help="for `bray serve`, after --: --tcp, or --session-secrets")
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
