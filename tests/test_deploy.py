@@ -363,7 +363,7 @@ def test_recordings_can_be_replayed(project, tmp_path, capsys):
         replies = answers(here.port, some_obs(), "one game")
     (file,) = (tmp_path / "rec").glob("*.rec")
     about, recorded = read_recording(file)
-    assert (about["model"], about["version"], about["session"]) == ("model1", last, "one game")
+    assert (about.model, about.version, about.session) == ("model1", last, "one game")
     assert [s.kind for s in recorded] == [START, *[TICK] * len(replies), END]
     assert [json.loads(s.reply) for s in recorded if s.kind == TICK] == replies
     assert main(["replay", str(file)]) == 0

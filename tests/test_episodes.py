@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import threading
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -354,6 +355,68 @@ def test_foreign_and_hostile_files_are_refused(tmp_path, data, match):
     with pytest.raises(DataError, match=match) as e:
         read_episode(path)
     assert str(path) in str(e.value)
+
+
+def tiny_values(path, values, size, head=b"\x91\x81\xa1a\xdd"):
+    n = size // len(values)
+    path.write_bytes(file_of(head + struct.pack(">I", n) + values * n))
+    return path
+
+
+def test_a_kilobyte_of_a_file_does_not_take_gigabytes(tmp_path):
+    """30 million empty States."""
+    path = tiny_values(tmp_path / "x.episode", b"\x80", 30_000_000, head=b"\xdd")
+    assert path.stat().st_size < 2000
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match="more than 1024 MiB of memory"):
+            read_episode(path)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        b"\x80",
+        b"\x90",
+        b"\xa0",
+        b"\xa1x",
+        b"\x81\xa1a\x01",
+        b"\x91\x91\x90",
+        b"\xd4\x09\x00",
+        b"\xcc\xc8\x80",
+        b"\xc4\x00",
+    ],
+    ids=bytes.hex,
+)
+def test_many_tiny_values_are_added_up(tmp_path, monkeypatch, values):
+    monkeypatch.setattr(episodes, "_MAX_MEMORY", 16 << 20)
+    with pytest.raises(DataError, match="more than 16 MiB of memory"):
+        read_episode(tiny_values(tmp_path / "x.episode", values, 500_000))
+
+
+def test_large_arrays_and_texts_are_not_taken_for_many_values(tmp_path):
+    """Whatever their bytes look like."""
+    array = np.full((1000, 64, 64), 0x80, np.uint8)
+    rows = [state(image=array, text="é" * 500_000, raw=b"\x90" * 3_000_000, numbers=[0.5] * 10_000)] * 4
+    back = read_episode(save(tmp_path, *rows))
+    assert len(back) == 4
+    assert (back[3].image == array).all()
+    assert (back[3].raw, back[3].numbers) == (rows[0].raw, rows[0].numbers)
+
+
+def test_a_file_without_a_checksum_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no checksum"):
+        unpack_episode(HEAD + zstandard.ZstdCompressor().compress(PACK([{}])))
+
+
+def test_only_plain_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.episode")
+    for path in (tmp_path / "pipe.episode", "/dev/zero"):
+        with pytest.raises(DataError, match="not a plain file"):
+            read_episode(path)
 
 
 def test_a_message_that_is_none_is_refused(tmp_path, messages):  # noqa: F811

@@ -1,6 +1,8 @@
 """Framed links between processes: requests, errors, lost connections, strangers."""
 
 import asyncio
+import contextlib
+import gc
 import os
 import random
 import socket
@@ -149,6 +151,66 @@ def test_strangers_are_refused_and_harm_nobody(listener):
     while listener.links and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not listener.links
+
+
+def strangers(listener, n):
+    where = (listener.address.host, listener.address.port)
+    return [socket.create_connection(where, timeout=10) for _ in range(n)]
+
+
+def ended(sock):
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1) == b""
+    return True
+
+
+def links_in_memory():
+    return sum(type(x) is link_module.Link for x in gc.get_objects())
+
+
+def test_silent_strangers_are_few_and_leave_nothing_behind(listener, caplog):
+    before = links_in_memory()
+    silent = strangers(listener, 300)
+    for sock in silent[:100]:
+        sock.send(b"\0" * 10)  # half a frame
+    assert all(ended(sock) for sock in silent[: 300 - link_module.MAX_STRANGERS])
+    assert talk(listener, False, lambda link: link.request(ECHO, b"fine")) == b"fine"
+    assert not listener.links
+    for sock in silent:
+        sock.close()
+    deadline = time.monotonic() + 10
+    while links_in_memory() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert links_in_memory() <= before
+    assert len([r for r in caplog.records if "have not sent the token" in r.getMessage()]) <= 1
+
+
+def test_a_stranger_that_says_nothing_is_closed(listener, monkeypatch):
+    monkeypatch.setattr(link_module, "GREETING_S", 0.1)
+    (silent,) = strangers(listener, 1)
+    (partial,) = strangers(listener, 1)
+    partial.send(struct.pack("<QIB3x", 0, 16, 253) + b"0123")
+    assert ended(silent)
+    assert ended(partial)
+
+
+def test_nobody_hears_of_the_end_of_a_stranger():
+    lost = []
+
+    async def open_one():
+        made = Listener(handle, TOKEN, lost.append)
+        await made.start("test")
+        return made
+
+    listener = io.run(open_one())
+    (sock,) = strangers(listener, 1)
+    sock.close()
+    talk(listener, False, lambda link: link.request(ECHO, b"x"))
+    deadline = time.monotonic() + 10
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(lost) == 1
+    io.run(listener.close())
 
 
 def test_drain_waits_for_a_slow_reader(listener):

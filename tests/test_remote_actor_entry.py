@@ -364,11 +364,11 @@ from pathlib import Path
 from bray.serving.table import Table
 table = Table(Path(sys.argv[1]), workers=4, slots=10, create=True)
 row = table.join(sys.argv[2])
-table.open(row, True)
+table.open(True)
 print(row, flush=True)
 for line in sys.stdin:
     word, _, name = line.strip().partition(" ")
-    print(table.claim(name.encode(), row) if word == "claim" else table.leave(), flush=True)
+    print(table.claim(name.encode()) if word == "claim" else table.leave(), flush=True)
 """
 
 
@@ -402,26 +402,22 @@ def test_a_table_knows_who_lives(tmp_path):
     path = tmp_path / "sessions"
     table = Table(path, workers=4, slots=10, create=True)
     me = table.join("me")
-    table.open(me, True)
+    table.open(True)
     with holder(path, "other") as other:
         assert {me, other.row} == {0, 1}
-        for i in range(10):
-            assert tell(other, f"claim s{i}") in (str(me), str(other.row))
         names = [b"s%d" % i for i in range(10)]
-        theirs = [n for n in names if table.find(n) == other.row]
-        mine = [n for n in names if n not in theirs]
-        assert theirs
+        for name in names:
+            assert tell(other, f"claim {name.decode()}") == "True"
+        assert [table.find(name) for name in names] == [other.row] * 10
         assert table.running() == 10
         assert table.total() == 20
-        with pytest.raises(KeyError):
-            table.claim(theirs[0], me)
+        assert not table.claim(names[0])
         other.send_signal(signal.SIGKILL)
         other.wait()
-        assert table.running() == len(mine)
-        assert table.roomiest(me) is None  # it is not asked, although its row says that it has room
-        # a session that it had may begin again, here; the others are forgotten with it
-        assert table.claim(theirs[0], me) == me
-        assert [n for n in theirs if table.find(n) is not None] == [theirs[0]]
+        assert table.running() == 0
+        assert table.choose(but=(me,)) is None  # it is not asked, although its row says that it has room
+        assert table.claim(names[0])  # what it had may begin again, here
+        assert [table.find(name) for name in names] == [None] * 10
         assert table.total() == 10
     with holder(path, "other") as again:
         assert again.row == other.row

@@ -684,7 +684,7 @@ def test_record_and_replay(run, tmp_path, capsys):
     files = sorted((tmp_path / "rec").glob("*.rec"))
     assert len(files) == 2
     about, steps = read_recording(files[0])
-    assert (about["model"], about["version"], len(steps)) == ("m", last, 42)
+    assert (about.model, about.version, len(steps)) == ("m", last, 42)
     assert json.loads(steps[1].body)["obs"] == some_obs(40)[0].tolist()
     assert main(["replay", *map(str, files), "--against", str(last)]) == 0
     assert "80 of 80 actions are the same" in capsys.readouterr().out

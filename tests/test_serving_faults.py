@@ -21,7 +21,6 @@ import pytest
 from bray.errors import Overloaded
 from bray.serving import http
 from bray.serving.protocol import pack_request
-from bray.serving.table import Table
 from tests.fuzz_serving import fuzz
 from tests.serving_for_tests import Echo, Orders, Plain, Wire, http_request, on_loop, running
 from tests.test_serving_workers import metrics
@@ -889,24 +888,6 @@ def test_large_bodies_pass_between_workers(tmp_path):
             owner = wire.response()[2]
             assert wire.response()[2] == owner + b" 1 x1"
             assert wire.step("start", "g")[0] == 409
-
-
-def test_a_session_that_was_promised_is_free_again_when_its_promiser_dies(tmp_path):
-    """A worker that is killed between taking another's slot and telling it about the session."""
-    table = Table(tmp_path / "t", workers=3, slots=2, create=True)
-    for worker in range(3):
-        table.open(worker, worker == 1)
-    assert table.claim(b"promised", me=0) == 1
-    assert table.claim(b"settled", me=0) == 1
-    assert table.settle(b"settled", 1)
-    assert not table.settle(b"settled", 2)
-    assert table.claim(b"more", me=2) is None
-    assert table.running() == 2
-    assert table.clear(0) == 0
-    assert table.find(b"promised") is None
-    assert table.find(b"settled") == 1
-    assert table.running() == 1
-    assert table.claim(b"more", me=2) == 1
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Several worker processes on one port: who owns a session, and what happens when one dies."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bray.serving import table as table_module
 from bray.serving.table import Table
 from tests.serving_for_tests import Wire, http_request
 
@@ -26,6 +26,9 @@ class Who:
         self.ticks = 0
         return b"%d" % os.getpid()
     async def tick(self, data):
+        if data == b"forever":
+            import time
+            time.sleep(3600)
         if data == b"slow":
             import asyncio
             await asyncio.sleep(0.5)
@@ -231,65 +234,122 @@ def test_without_a_gateway_a_session_belongs_to_its_connection():
 # --- the table -------------------------------------------------------------------------------------------------------------
 
 
+TABLE = """
+import sys
+from pathlib import Path
+from bray.serving.table import Table
+table = Table(Path(sys.argv[1]), workers=3, slots=50)
+assert table.take(int(sys.argv[2]))
+table.open(True)
+for line in sys.stdin:
+    word, *names = line.split()
+    table.beat()
+    print(eval(word)(*[n.encode() for n in names]) if names else eval(word), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def table_of(path, row):
+    """A worker's table in a process of its own: `ask("table.claim", "name")` gives what it returns there."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TABLE, str(path), str(row)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(*words):
+        process.stdin.write(" ".join(words) + "\n")
+        process.stdin.flush()
+        return eval(process.stdout.readline())
+
+    try:
+        assert ask("1") == 1
+        yield process, ask
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_the_table_against_a_dict(tmp_path):
-    """Ten thousand random operations, compared with a dict after each."""
+    """A few thousand random operations of three workers, compared with a dict after each."""
     import random
 
     rng = random.Random(0)
     table = Table(tmp_path / "t", workers=3, slots=50, create=True)
-    second = Table(tmp_path / "t", workers=3, slots=50)
-    for w in range(3):
-        table.open(w, True)
-    owners: dict[bytes, int] = {}
-    names = [b"session %d" % i for i in range(300)]
-    for n in range(10_000):
-        name = rng.choice(names)
-        t = rng.choice([table, second])
-        action = rng.random()
-        if action < 0.5:
-            me = rng.randrange(3)
-            free = [50 - list(owners.values()).count(w) for w in range(3)]
-            try:
-                owner = t.claim(name, me)
-            except KeyError:
-                assert name in owners
-                continue
-            assert name not in owners
-            if owner is None:
-                assert max(free) == 0
-                continue
-            assert free[owner] > 0
-            assert owner == me or free[owner] == max(free)
-            assert free[owner] >= max(free) - 50 // 4
-            assert t.settle(name, owner)
-            owners[name] = owner
-        elif action < 0.95:
-            wrong = rng.random() < 0.1
-            owner = owners.get(name, 0)
-            t.release(name, (owner + 1) % 3 if wrong else owner)
-            if not wrong:
-                owners.pop(name, None)
-        elif n % 50 == 0:
-            dead = rng.randrange(3)
-            assert t.clear(dead) == list(owners.values()).count(dead)
-            owners = {k: v for k, v in owners.items() if v != dead}
-            t.open(dead, True)
-        assert t.find(name) == owners.get(name)
-    assert all(table.find(name) == owners.get(name) for name in names)
+    owners: dict[str, int] = {}
+    names = [f"session{i}" for i in range(100)]
+    with table_of(tmp_path / "t", 0) as a, table_of(tmp_path / "t", 1) as b, table_of(tmp_path / "t", 2) as c:
+        workers = [ask for _, ask in (a, b, c)]
+        for _ in range(3000):
+            name, me = rng.choice(names), rng.randrange(3)
+            if owners.get(name) == me:
+                workers[me]("table.release", name)
+                del owners[name]
+            else:
+                assert workers[me]("table.claim", name) == (name not in owners)
+                owners.setdefault(name, me)
+            assert table.find(name.encode()) == owners.get(name)
+            assert workers[me]("table.find", name) == (None if owners.get(name) == me else owners.get(name))
+        assert table.running() == len(owners)
+        assert all(table.find(name.encode()) == owners.get(name) for name in names)
+        # one that is killed owns nothing any more, and nobody had to tidy up
+        a[0].kill()
+        a[0].wait()
+        assert {table.find(n.encode()) for n in names if owners.get(n) == 0} == {None}
+        assert all(table.find(n.encode()) == owner for n, owner in owners.items() if owner)
+        assert table.clear(0) == list(owners.values()).count(0)
 
 
-def test_a_closed_worker_gets_no_sessions(tmp_path):
-    table = Table(tmp_path / "t", workers=2, slots=10, create=True)
-    table.open(0, True)
-    assert [table.claim(b"%d" % i, me=1) for i in range(11)] == [0] * 10 + [None]
-    table.lend(0, 0)
-    table.release(b"3", 0)
-    table.lend(0, 1)
-    assert table.claim(b"new", me=0) is None
-    assert table.roomiest(1) is None
-    table.lend(0, 0)
-    assert table.roomiest(1) == 0
-    assert json.dumps(table.find(b"3")) == "null"
+def test_the_roomiest_worker_that_is_awake_gets_a_session(tmp_path):
+    table = Table(tmp_path / "t", workers=3, slots=50, create=True)
+    assert table.take(2)
+    assert table.choose() is None
+    with table_of(tmp_path / "t", 0) as (zero, ask_zero), table_of(tmp_path / "t", 1) as (_, ask_one):
+        assert table.choose() in (0, 1)
+        for i in range(13):
+            assert ask_zero("table.claim", f"s{i}")
+        assert table.choose() == 1
+        table.open(True)
+        assert table.choose() == 2  # its own, although another has as much room
+        for i in range(13):
+            assert table.claim(b"t%d" % i)
+        assert table.choose() == 1  # a quarter more
+        assert table.choose({1: 20}) == 2
+        assert table.choose(but=(1,)) == 2
+        assert table.choose(but=(1, 2)) == 0
+        assert table.total() == 150
+        table.lend(37)
+        assert table.choose(but=(1,)) == 0
+        # one that stands still is asked when no other has room
+        zero.send_signal(signal.SIGSTOP)
+        time.sleep(table_module.SILENT_S + 0.1)
+        ask_one("1")
+        assert table.choose(but=(2,)) == 1
+        assert table.choose(but=(1, 2)) == 0
+        assert table.awake() == [1]
+        zero.kill()
+        zero.wait()
+        assert table.choose(but=(1, 2)) is None
+        assert table.total() == 100
+
+
+def test_a_worker_stopped_at_any_moment_holds_up_nobody_at_the_table(tmp_path):
+    """Another process claims and releases as fast as it can, and is stopped again and again; what this one does never waits for it."""
+    loop = "[(table.claim(b'x%d'%i),table.release(b'x%d'%i))for(i)in(range(10**9))]"
+    table = Table(tmp_path / "t", workers=3, slots=50, create=True)
+    with table_of(tmp_path / "t", 0) as (other, _):
+        assert table.take(1)
+        table.open(True)
+        other.stdin.write(loop + "\n")
+        other.stdin.flush()
+        for i in range(200):
+            other.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, other.pid, os.WSTOPPED)
+            name = b"mine %d" % i
+            assert table.claim(name)
+            assert table.choose() in (0, 1)
+            assert table.find(b"x1") in (0, None)
+            table.release(name)
+            other.send_signal(signal.SIGCONT)
+        assert table.running() in (0, 1)
 
 
 def test_two_services_do_not_share_a_port():

@@ -17,8 +17,8 @@ from bray.config import ConfigSource, options as options_of, parse_assignments
 from bray.errors import ConfigError, DataError
 from bray.service import SECTIONS, Service, configure, name_runs, serve as serve_runs
 from bray.serving.config import ServedModelConfig, ServiceConfig
-from bray.serving.protocol import TICK
-from bray.serving.record import read_recording
+from bray.serving.protocol import TICK, Refusal
+from bray.serving.record import About, Step, read_recording
 
 _KEYS = {"sample", *(key for section in SECTIONS.values() for key in options_of(section))}  # sample: `act` in 0.1
 
@@ -88,7 +88,7 @@ def replay(options: Replay) -> int:
         agreed = sum(then == now for then, now in pairs)
         total, same = total + len(pairs), same + agreed
         share = f"{100 * agreed / len(pairs):.1f} %" if pairs else "–"
-        table.add_row(file.name, f"{len(pairs):,}", share, str(about.get("version")), options.against)
+        table.add_row(file.name, f"{len(pairs):,}", share, str(about.version), options.against)
     put(table)
     for name, i, then, now in differences[: options.show]:
         say(f"{name} tick {i}: {then} then, {now} now", "dim")
@@ -104,32 +104,35 @@ Pairs = list[tuple[Any, Any]]
 
 async def _all_again(
     files: Sequence[Path], run: Path | None, config: ServedModelConfig
-) -> list[tuple[Path, dict[str, Any], Pairs]]:
+) -> list[tuple[Path, About, Pairs]]:
     """Every recording against its run (or another one); a run is loaded once."""
     services: dict[Path, Service] = {}
     out = []
     try:
         for file in files:
             about, steps = read_recording(file)
-            path = run or Path(str(about.get("run")))
+            path = run or Path(about.run)
             if path not in services:
-                services[path] = Service({str(about.get("model")): path}, config, torch_engine=_torch_engine)
-            out.append((file, about, await _again(services[path], about, steps)))
+                services[path] = Service({about.model: path}, config, torch_engine=_torch_engine)
+            try:
+                out.append((file, about, await _again(services[path], about, steps)))
+            except (DataError, Refusal) as e:
+                raise DataError(f"{file} cannot be played again: {e}") from None
     finally:
         for service in services.values():
             await service.close()
     return out
 
 
-async def _again(service: Service, about: dict[str, Any], steps: Sequence[Any]) -> Pairs:
+async def _again(service: Service, about: About, steps: Sequence[Step]) -> Pairs:
     actor = service.make_actor()
-    actor.start(str(about.get("session", "")), b"")
+    actor.start(about.session, b"")
     pairs = []
     for step in steps:
         if step.kind == TICK:
             try:
-                then = msgspec.json.decode(step.reply)["action"]
-            except (msgspec.DecodeError, KeyError, TypeError):
-                raise DataError(f"a recorded reply is not an action: {step.reply[:60]!r}") from None
+                then = msgspec.json.decode(step.reply or b"")["action"]
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
+                raise DataError(f"a recorded reply is not an action: {(step.reply or b'')[:60]!r}") from None
             pairs.append((then, msgspec.json.decode(await actor.tick(step.body))["action"]))
     return pairs

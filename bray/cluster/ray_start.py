@@ -52,7 +52,7 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
         kwargs.setdefault("include_dashboard", False)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker would compile all libraries again
-        with _own_process_groups():
+        with _own_process_groups(), _on_loopback("_node_ip_address" not in kwargs):
             ray.init(**kwargs)
     return True, True
 
@@ -71,6 +71,24 @@ def _hold_sigterm() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Within: the Ray that is started belongs to this machine alone, and all its processes listen on 127.0.0.1. Ray has this for systems on
+    which it does not support clusters; `_node_ip_address="127.0.0.1"` it takes for the machine's address in the network."""
+    constants: Any = import_module("ray._private.ray_constants")
+    name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
+    if not wanted or name in os.environ:
+        yield
+        return
+    os.environ[name] = "0"  # for the processes that it starts
+    constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextlib.contextmanager

@@ -19,12 +19,14 @@ from typing import Any
 from bray.errors import ConfigError, WaitError
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
+from bray.serving.limited_log import LimitedLog
 from bray.serving.messages import make_codec
 from bray.serving.state import Crew, State, parse_session, running_agent
 
 __all__ = ["Agent", "AgentActor", "State"]
 
 logger = logging.getLogger("bray.serving")
+_limited = LimitedLog(logger)
 
 MAX_BACKLOG = 2
 """Episodes of an actor that may wait for `on_episode`. With more, a tick's reply waits too: memory stays bounded."""
@@ -345,8 +347,9 @@ class AgentActor(Actor):
                 await asyncio.sleep(0)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(_writer, write_episode, self._directory, session, self.actor, packed, self._keep)
-        except Exception:
-            logger.exception("session %r: an episode could not be saved", session)
+        except Exception as e:
+            cause = (self._directory, type(e), getattr(e, "errno", None))
+            _limited.error(cause, "session %r: an episode could not be saved", session, exc_info=True)
 
 
 class _Reply(asyncio.Future[bytes]):
@@ -391,8 +394,10 @@ async def _learn(name: str, agent: Any, states: list[State], done: bool, session
         running = agent.on_episode(list(states), done)  # a list of its own: what one takes out the others still have
         if hasattr(running, "__await__"):
             await _finish(name, running)
-    except Exception:
-        logger.exception("session %r: on_episode of agent %r failed", session, name)
+    except Exception as e:
+        _limited.error(
+            (name, type(e), str(e)), "session %r: on_episode of agent %r failed", session, name, exc_info=True
+        )
 
 
 async def _finish(agent: str, running: Awaitable[Any]) -> None:

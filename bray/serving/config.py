@@ -87,6 +87,10 @@ class ServiceConfig:
     """When given, a request must carry one of these in its `token`."""
     blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
+    stopped_after_s: Positive = 5.0
+    """One of several workers that is stopped (SIGSTOP) for this long is killed and replaced; its sessions are lost."""
+    busy_after_s: Positive = 60.0
+    """The same for a worker whose event loop stands still for this long in an Actor's code."""
 
 
 @dataclass(frozen=True)

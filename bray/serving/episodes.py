@@ -5,7 +5,8 @@
 JSON values are stored as they are (a tuple comes back as a list), arrays as packed trees (`bray.tree`), protobuf
 messages as their type's name and bytes. What none of these can hold is left out, and named once in the log.
 
-Reading trusts nothing: no pickle, sizes are checked before memory is taken, and whatever is wrong is a DataError.
+Reading trusts nothing: no pickle, the frame's checksum (of zstd) is required, what the values would take in memory is added up before
+they are made, and whatever is wrong is a DataError.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +35,7 @@ logger = logging.getLogger("bray.serving")
 SUFFIX = ".episode"
 _HEAD = b"BRAYEPSD" + struct.pack("<Q", 1)
 _MAX_EPISODE = 1 << 28  # bytes of one episode before compression
+_MAX_MEMORY = 1 << 30  # bytes of the values of one episode
 _ARRAY, _MESSAGE = 1, 2  # MessagePack's extension types
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _NUMBERED = re.compile(r"-(\d+)\.(\d+)" + re.escape(SUFFIX) + r"\Z")
@@ -136,12 +139,25 @@ def read_episode(path: Path | str, messages: Iterable[Any] = ()) -> list[State]:
     """The States of an episode file. Protobuf messages of the classes in `messages` are parsed, others come as
     PackedMessage."""
     try:
-        with open(path, "rb") as f:
-            return unpack_episode(f.read(_MAX_EPISODE), messages)
+        with open(path, "rb", opener=_open_plain) as f:
+            if (size := os.fstat(f.fileno()).st_size) > _MAX_EPISODE:
+                raise DataError(f"{size} bytes, the most is {_MAX_EPISODE}")
+            return unpack_episode(f.read(size), messages)
     except (FileNotFoundError, IsADirectoryError):
         raise DataError(f"there is no episode file {path}") from None
+    except OSError as e:
+        raise DataError(f"{path} cannot be read ({e.strerror or e})") from None
     except DataError as e:
         raise DataError(f"{path}: {e}") from None
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """A device or a pipe may have no end, or never begin."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(mode := os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise IsADirectoryError if stat.S_ISDIR(mode) else DataError("not a plain file")
 
 
 def unpack_episode(data: bytes, messages: Iterable[Any] = ()) -> list[State]:
@@ -162,14 +178,69 @@ def unpack_episode(data: bytes, messages: Iterable[Any] = ()) -> list[State]:
         raise DataError("not an episode file, or one of another version")
     try:
         block = memoryview(data)[len(_HEAD) :]
-        size = zstandard.get_frame_parameters(block).content_size
-        if size > _MAX_EPISODE:  # also when it is not told
-            raise DataError(f"it says that it holds {size} bytes, the most is {_MAX_EPISODE}")
-        content = zstandard.ZstdDecompressor().decompress(block, max_output_size=size, allow_extra_data=False)
+        frame = zstandard.get_frame_parameters(block)
+        if frame.content_size > _MAX_EPISODE:  # also when it is not told
+            raise DataError(f"it says that it holds {frame.content_size} bytes, the most is {_MAX_EPISODE}")
+        if not frame.has_checksum:
+            raise DataError("it has no checksum")
+        content = zstandard.ZstdDecompressor().decompress(
+            block, max_output_size=frame.content_size, allow_extra_data=False
+        )
+        if _memory(content) > _MAX_MEMORY:
+            raise DataError(f"its values would take more than {_MAX_MEMORY >> 20} MiB of memory")
         rows = msgspec.msgpack.decode(content, type=list[dict[str, Any]], ext_hook=unpack_other)
     except (zstandard.ZstdError, DataError, ValueError, TypeError, RecursionError, MemoryError) as e:
         raise DataError(f"a damaged or foreign episode file ({e})") from None
     return [_state(fields) for fields in rows]
+
+
+_LARGEST_COST = 272
+# Runs of values of MessagePack. Of one or a few bytes each: short lists, maps and texts, null, booleans, small numbers.
+_TEXTS = b"|".join(b"%c.{%d}" % (0xA0 + n, n) for n in range(1, 32))
+_SMALL = re.compile(rb"(?:[\x00-\xa0\xc0\xc2\xc3\xe0-\xff]+|" + _TEXTS + b")++", re.DOTALL)
+_CODES = (
+    (bytes(range(256)), 16),
+    (bytes(range(0x80, 0xA0)), _LARGEST_COST),
+    (bytes(range(0xA0, 0xC0)), 96),
+)  # and costs
+# Numbers: their codes, and the bytes behind a code. `++`: without a place to go back to for each repetition.
+_NUMBERS = [
+    (re.compile(b"(?:[%b].{%d})++" % (codes, size), re.DOTALL), size + 1)
+    for codes, size in ((b"\xcb\xcf\xd3", 8), (b"\xca\xce\xd2", 4), (b"\xcd\xd1", 2), (b"\xcc\xd0", 1))
+]
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}  # bytes, extensions, text
+_COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}  # long lists and maps
+
+
+def _memory(content: bytes) -> int:
+    """Bytes of memory that the values would take, estimated without making them; stops when that is too much."""
+    if len(content) * _LARGEST_COST <= _MAX_MEMORY:
+        return 0
+    at = total = 0
+    while at < len(content) and total <= _MAX_MEMORY:
+        before = at
+        if match := _SMALL.match(content, at):
+            at = match.end()
+            total += sum(cost * (len(match[0]) - len(match[0].translate(None, codes))) for codes, cost in _CODES)
+        for pattern, size in _NUMBERS:
+            if match := pattern.match(content, at):
+                total += (match.end() - at) // size * 48
+                at = match.end()
+        if at == before:
+            length, cost = _value_at(content, at)
+            at, total = at + length, total + cost
+    return total
+
+
+def _value_at(content: bytes, at: int) -> tuple[int, int]:
+    """Length and cost of a value that is not one of a run."""
+    code = content[at]
+    if wide := _SIZED.get(code):
+        length = int.from_bytes(content[at + 1 : at + 1 + wide], "big")
+        return 1 + wide + (0xC7 <= code <= 0xC9) + length, 2 * length + 512
+    if 0xD4 <= code <= 0xD8:
+        return 2 + (1 << (code - 0xD4)), 512
+    return 1 + _COUNTED.get(code, 0), _LARGEST_COST
 
 
 def _parse(packed: PackedMessage, classes: dict[str, Any]) -> Any:

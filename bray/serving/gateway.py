@@ -1,7 +1,7 @@
 """Brings a session's requests to the worker that owns it. `Sessions` asks a gateway what it does not know itself.
 
     node   all workers of a machine listen on one port. A request that reaches another worker than its session's owner is forwarded. Owners
-           are in a Table that the workers share: NodeGateway.
+           are in a Table that the workers share: NodeGateway, in `node.py`.
     head   games connect to one server that has no slots of its own, and it forwards to workers on many machines:
 
            games --HTTP, TCP--> Server + HeadGateway <--links-- Server + BehindHead (listens to nobody else), one per worker
@@ -20,15 +20,13 @@ import json
 import logging
 import struct
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from bray.errors import BrayError
-from bray.serving.link import Address, Link, Listener, connect, machine_id
+from bray.serving.link import Link
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
 from bray.serving.sessions import Gateway, Request, Sessions
-from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")
 
@@ -39,8 +37,10 @@ _pack_status, _unpack_status = _STATUS.pack, _STATUS.unpack_from
 _SMALL = 1 << 12  # bytes; such a body is cheaper copied than sent as a piece of its own
 _NUMBERS, _HELLO, _BEGAN, _OVER = range(16, 20)
 """Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end."""
-_NOT_HERE = 999  # a status beside those of the protocol: this worker does not own that session
-_GRACE_S = 5.0  # a worker answers a late tick itself; the head gives it this much longer
+NOT_HERE = 999
+"""A status beside those of the protocol: this worker does not own that session."""
+_GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
+_MAX_LARGE = 64 << 20  # bytes of bodies that one worker has not answered, beside those of less than _SMALL
 
 Numbers = dict[str, float]
 
@@ -65,31 +65,50 @@ class PeerRequest(Request):
 class Peer:
     """Another worker as this one sees it, and the requests that it has not answered."""
 
-    def __init__(self, answered: Callable[[Any, Request, int, bytes], None]):
-        self._answered = answered
+    def __init__(self, answered: Callable[[Any, Request, int, bytes], None], name: str):
+        self._answered, self.name = answered, name
         self.link: Link | None = None
         self.waiting: dict[int, Request] = {}  # by the numbers of the link
         self.unsent: list[Request] = []  # until it is connected
+        self.starts = self.lent = 0  # starts and stateless requests among them
+        self.large = 0  # bytes of their bodies, beside small ones
 
     def connected(self, link: Link) -> None:
         self.link, self.waiting = link, link.asked
         link.replied, link.as_bytes = self._replied, True
         unsent, self.unsent = self.unsent, []
         for request in unsent:
-            self.ask(request)
+            self._put(link, request)
+
+    def is_full(self, most: int) -> bool:
+        """Whether it has so many requests, or so large ones, to answer that it gets no more: one that stands still must not fill our memory."""
+        return len(self.waiting) + len(self.unsent) >= most or self.large >= _MAX_LARGE
 
     def ask(self, request: Request) -> None:
+        if request.kind != TICK or len(request.body) >= _SMALL:
+            self._count(request, +1)
         if self.link is None:
             self.unsent.append(request)
-            return
+        else:
+            self._put(self.link, request)
+
+    def _put(self, link: Link, request: Request) -> None:
         session, key = request.session, request.key
         names = _pack_lengths(len(session), len(key)) + session + key
         if len(request.body) < _SMALL:
-            self.link.ask(request, request.kind, names + request.body)
+            link.ask(request, request.kind, names + request.body)
         else:
-            self.link.ask(request, request.kind, names, request.body)
+            link.ask(request, request.kind, names, request.body)
+
+    def _count(self, request: Request, n: int) -> None:
+        self.starts += n * (request.kind == START)
+        self.lent += n * (request.kind == AUTO)
+        if len(request.body) >= _SMALL:
+            self.large += n * len(request.body)
 
     def _replied(self, request: Request, body: bytes | None) -> None:
+        if request.kind != TICK or len(request.body) >= _SMALL:
+            self._count(request, -1)
         if body is None:
             failed = Refusal(
                 500, "actor_error", "the worker could not read the request; the service's log has the reason"
@@ -100,18 +119,25 @@ class Peer:
 
     def take_all(self) -> list[Request]:
         """What it has not answered, and will not any more."""
-        lost = [*self.waiting.values(), *self.unsent]
-        self.waiting.clear()
-        self.unsent.clear()
-        return lost
+        return self.take_late(float("inf"))
+
+    def take_late(self, before: float) -> list[Request]:
+        """What came before a time and is not answered; an answer that comes after all is thrown away."""
+        late = []
+        while self.waiting and (first := next(iter(self.waiting.items())))[1].arrived <= before:
+            late.append(self.waiting.pop(first[0]))
+        while self.unsent and self.unsent[0].arrived <= before:
+            late.append(self.unsent.pop(0))
+        for request in late:
+            self._count(request, -1)
+        return late
 
 
-class _Forwarding(Gateway):
+class Forwarding(Gateway):
     """What the gateways have in common."""
 
     def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
         self.sessions, self._numbers = sessions, numbers
-        self.forwarded = 0
 
     def handle(self, link: Link, kind: int, number: int, body: memoryview | bytes) -> None:
         """A message from another worker: mostly a request of one of its clients for a session here."""
@@ -131,15 +157,55 @@ class _Forwarding(Gateway):
 
     def _start_here(self, request: PeerRequest) -> None:
         """A session that another worker places here."""
-        if self.sessions.draining:
-            self.release(request.session)
-            self.sessions.handle(request)
-        else:
-            self.sessions.begin_here(request)
+        self.sessions.handle(request)
 
-    def _refuse_lost(self, request: Request) -> None:
+
+class Sending(Forwarding):
+    """A gateway that hands requests on: none for ever, and no more to a worker than that one can hold."""
+
+    def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
+        super().__init__(sessions, numbers)
+        self.forwarded = 0
+        timeout = sessions.config.tick_timeout_s
+        self._limit = timeout + min(_GRACE_S, timeout)
+        self._timer: asyncio.Handle = sessions.loop.call_soon(self._end_late)
+
+    def peers(self) -> Iterable[Peer]:
+        raise NotImplementedError
+
+    def forget(self, request: Request) -> None:
+        """A request has got its answer."""
+        raise NotImplementedError
+
+    def idle(self) -> bool:
+        return not any(peer.waiting or peer.unsent for peer in self.peers())
+
+    def send(self, peer: Peer, request: Request) -> None:
+        if peer.is_full(self.sessions.config.max_pending):
+            self.forget(request)
+            why = f"{len(peer.waiting) + len(peer.unsent)} requests wait for {peer.name}: try again later"
+            self.sessions.refuse(request, Refusal(503, "overloaded", why))
+            return
+        self.forwarded += 1
+        peer.ask(request)
+
+    def _end_late(self) -> None:
+        """Answer what a worker that stands still does not."""
+        self._timer = self.sessions.loop.call_later(max(0.02, min(1.0, self._limit / 10)), self._end_late)
+        before = perf_counter() - self._limit
+        for peer in list(self.peers()):
+            self.refuse_late(peer, before)
+
+    def refuse_late(self, peer: Peer, before: float) -> None:
+        for request in peer.take_late(before):
+            self.forget(request)
+            why = f"{peer.name} has not answered in time"
+            self.sessions.refuse(request, Refusal(504, "tick_timeout", why))
+
+    def refuse_lost(self, request: Request) -> None:
         """Answer a request whose worker is gone."""
         why = "the worker that was to answer has just ended"
+        self.forget(request)
         if request.kind == START:
             refusal = Refusal(503, "overloaded", f"{why}: try again")
         elif request.kind == AUTO:  # it may have run
@@ -148,199 +214,17 @@ class _Forwarding(Gateway):
             refusal = no_session(request.session)
         self.sessions.refuse(request, refusal)
 
-    def _refuse_full(self, request: Request, slots: int) -> None:
+    def refuse_full(self, request: Request, slots: int) -> None:
+        self.forget(request)
         self.sessions.refuse(request, Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken"))
 
 
-async def _ask_numbers(link: Link, timeout: float) -> Numbers | None:
+async def ask_numbers(link: Link, timeout: float) -> Numbers | None:
     """The numbers of a worker; None when it does not answer in time."""
     try:
         return json.loads(bytes(await asyncio.wait_for(link.request(_NUMBERS), timeout)))
     except (BrayError, TimeoutError):
         return None
-
-
-# --- workers of one machine -----------------------------------------------------------------------------------------------
-
-
-class NodeGateway(_Forwarding):
-    """The other workers of this machine, as one worker sees them. Their sockets are in a directory that only this user can read."""
-
-    def __init__(
-        self,
-        sessions: Sessions,
-        table: Table,
-        directory: Path,
-        me: int,
-        numbers: Callable[[], Numbers],
-        forward: bool = True,
-    ):
-        super().__init__(sessions, numbers)
-        self.table, self.directory, self.me = table, directory, me
-        self.owners: dict[bytes, int] = {}  # of sessions elsewhere that were asked for here
-        self._max_owners = max(1024, 4 * table.workers * table.slots)
-        self._peers: dict[int, Peer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._retried: set[Request] = set()  # requests whose owner was not where we thought
-        self._listener = Listener(self.handle, b"")
-        if forward:
-            sessions.gateway = self
-
-    async def start(self) -> None:
-        path = self._path(self.me)
-        path.unlink(missing_ok=True)  # of the worker whose place this one takes
-        await self._listener.start_unix(str(path))
-        self.table.open(self.me, True)
-
-    def _path(self, worker: int) -> Path:
-        return self.directory / f"{worker}.sock"
-
-    async def close(self) -> None:
-        self.table.open(self.me, False)
-        await self._listener.close()
-        for peer in self._peers.values():
-            if peer.link is not None:
-                peer.link.close()
-
-    # --- what Sessions asks -------------------------------------------------------------------------------------------
-
-    def place(self, request: Request) -> bool:
-        try:
-            owner = self.table.claim(request.session, self.me)
-        except KeyError as e:
-            (owner,) = e.args
-            if owner == self.me or isinstance(request, PeerRequest):
-                self.sessions.exists(request)
-            else:  # it knows whether the session is about to end, and nobody answers where it was killed
-                self._send(owner, request)
-            return False
-        if owner is None:
-            self._refuse_full(request, self.table.total())
-            return False
-        if owner == self.me:
-            return True
-        self._remember(request.session, owner)
-        self._send(owner, request)
-        return False
-
-    def forward(self, request: Request) -> bool:
-        if isinstance(request, PeerRequest):
-            request.reply(_NOT_HERE, b"")
-            return True
-        owner = self.owners.get(request.session)
-        if owner is None:
-            owner = self.table.find(request.session)
-            if owner is None or owner == self.me:
-                return False
-            self._remember(request.session, owner)
-        self._send(owner, request)
-        return True
-
-    def spill(self, request: Request) -> bool:
-        owner = None if isinstance(request, PeerRequest) else self.table.roomiest(self.me)
-        if owner is None:
-            return False
-        self._send(owner, request)
-        return True
-
-    def release(self, session: bytes) -> None:
-        self.table.release(session, self.me)
-
-    def lent(self, actors: int) -> None:
-        self.table.lend(self.me, actors)
-
-    def running(self) -> int:
-        return self.table.running()
-
-    def idle(self) -> bool:
-        return not any(peer.waiting or peer.unsent for peer in self._peers.values())
-
-    def _remember(self, session: bytes, owner: int) -> None:
-        if len(self.owners) >= self._max_owners:
-            self.owners.pop(next(iter(self.owners)))
-        self.owners[session] = owner
-
-    # --- requests on their way ----------------------------------------------------------------------------------------
-
-    def _send(self, owner: int, request: Request) -> None:
-        self.forwarded += 1
-        peer = self._peers.get(owner)
-        if peer is None:
-            peer = self._peers[owner] = Peer(self._answered)
-            task = self.sessions.loop.create_task(self._connect(owner, peer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        peer.ask(request)
-
-    async def _connect(self, owner: int, peer: Peer) -> None:
-        try:
-            link = await self._link_to(owner, lost=lambda link: self._lost(owner, peer))
-        except BrayError:
-            self._lost(owner, peer)
-        else:
-            peer.connected(link)
-            if link.closed:  # it died meanwhile
-                self._lost(owner, peer)
-
-    async def _link_to(self, worker: int, lost: Callable[[Link], None] | None = None) -> Link:
-        return await connect(Address(machine_id(), str(self._path(worker)), "", 0), b"", lost=lost)
-
-    def _start_here(self, request: PeerRequest) -> None:
-        if self.table.settle(request.session, self.me):
-            super()._start_here(request)
-        else:  # its place in the table was given back meanwhile
-            self.sessions.handle(request)
-
-    def _answered(self, peer: Peer, request: Request, status: int, body: bytes) -> None:
-        if status == 200 and not self._retried:  # nearly always
-            request.reply(status, body)
-            return
-        if status != _NOT_HERE:
-            if request.kind not in (AUTO, START) and status == 404:
-                self.owners.pop(request.session, None)
-            self._retried.discard(request)
-            request.reply(status, body)
-            return
-        self.owners.pop(request.session, None)
-        owner = None if request in self._retried else self.table.find(request.session)
-        if owner is None:
-            self._retried.discard(request)
-            self._refuse_lost(request)
-        elif owner == self.me:
-            self.sessions.handle(request)
-        else:
-            self._retried.add(request)
-            self._remember(request.session, owner)
-            self._send(owner, request)
-
-    def _lost(self, owner: int, peer: Peer) -> None:
-        """A worker has died: what waits for it is answered here."""
-        if self._peers.get(owner) is peer:
-            del self._peers[owner]
-        for session in [s for s, o in self.owners.items() if o == owner]:
-            del self.owners[session]
-        self.table.clear_if_dead(owner)
-        for request in peer.take_all():
-            self._retried.discard(request)
-            if request.kind == START:
-                self.table.release(request.session, owner)
-            self._refuse_lost(request)
-
-    async def gather(self, timeout: float = 2.0) -> list[Numbers]:
-        """The numbers of all workers that answer in time."""
-
-        async def ask(worker: int) -> Numbers | None:
-            try:
-                link = await self._link_to(worker)
-            except BrayError:
-                return None
-            try:
-                return await _ask_numbers(link, timeout)
-            finally:
-                link.close()
-
-        others = await asyncio.gather(*[ask(worker) for worker in self.table.used() if worker != self.me])
-        return [self._numbers(), *[row for row in others if row is not None]]
 
 
 # --- one head before workers on many machines -----------------------------------------------------------------------------
@@ -352,18 +236,17 @@ class HeadPeer(Peer):
     link: Link
 
     def __init__(self, answered: Callable[[Any, Request, int, bytes], None], link: Link, name: str, slots: int):
-        super().__init__(answered)
+        super().__init__(answered, name)
         self.connected(link)
-        self.name, self.slots = name, slots
+        self.slots = slots
         self.sessions: set[bytes] = set()
-        self.lent = 0  # slots taken by stateless requests
 
     @property
     def free(self) -> int:
         return self.slots - len(self.sessions) - self.lent
 
 
-class HeadGateway(_Forwarding):
+class HeadGateway(Sending):
     """The gateway of a server that has no slots of its own (`actors_per_worker` 0): all its workers, on all machines. `handle` and `lost` are for
     the Listener that the workers connect to."""
 
@@ -372,9 +255,7 @@ class HeadGateway(_Forwarding):
         self.workers: dict[str, HeadPeer] = {}
         self.owners: dict[bytes, HeadPeer] = {}
         self._tried: dict[Request, set[HeadPeer]] = {}  # workers that had no room for it after all
-        self._limit = sessions.config.tick_timeout_s + _GRACE_S
         self._changed = asyncio.Event()  # set whenever a worker comes
-        self._timer = sessions.loop.call_later(1.0, self._end_late)
         sessions.gateway = self
 
     async def close(self) -> None:
@@ -404,14 +285,14 @@ class HeadGateway(_Forwarding):
                 return False
             self._give(request.session, owner)
         # else its owner knows whether the session is about to end
-        self._send(owner, request)
+        self.send(owner, request)
         return False
 
     def forward(self, request: Request) -> bool:
         owner = self.owners.get(request.session)
         if owner is None:
             return False
-        self._send(owner, request)
+        self.send(owner, request)
         return True
 
     def spill(self, request: Request) -> bool:
@@ -419,15 +300,17 @@ class HeadGateway(_Forwarding):
         if owner is None:
             self._no_room(request)
         else:
-            owner.lent += 1
-            self._send(owner, request)
+            self.send(owner, request)
         return True
 
     def running(self) -> int:
         return len(self.owners)
 
-    def idle(self) -> bool:
-        return not any(worker.waiting for worker in self.workers.values())
+    def peers(self) -> Iterable[Peer]:
+        return self.workers.values()
+
+    def forget(self, request: Request) -> None:
+        self._tried.pop(request, None)
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -440,11 +323,11 @@ class HeadGateway(_Forwarding):
         owner.sessions.add(session)
 
     def _no_room(self, request: Request) -> None:
-        self._tried.pop(request, None)
         if self.workers:
-            self._refuse_full(request, sum(w.slots for w in self.workers.values()))
+            self.refuse_full(request, sum(w.slots for w in self.workers.values()))
         else:
             why = "none of the workers is there at the moment: try again later"
+            self.forget(request)
             self.sessions.refuse(request, Refusal(503, "overloaded", why))
 
     def handle(self, link: Link, kind: int, number: int, body: memoryview | bytes) -> None:
@@ -489,21 +372,14 @@ class HeadGateway(_Forwarding):
                 del self.owners[session]
         worker.sessions.clear()
         for request in worker.take_all():
-            self._tried.pop(request, None)
-            self._refuse_lost(request)
+            self.refuse_lost(request)
 
     # --- requests on their way ----------------------------------------------------------------------------------------
-
-    def _send(self, owner: HeadPeer, request: Request) -> None:
-        self.forwarded += 1
-        owner.ask(request)
 
     def _answered(self, worker: HeadPeer, request: Request, status: int, body: bytes) -> None:
         if request.kind == TICK:  # nearly always
             request.reply(status, body)
             return
-        if request.kind == AUTO:
-            worker.lent -= 1
         if status != 429 or request.kind not in (START, AUTO):
             self._tried.pop(request, None)
             request.reply(status, body)
@@ -517,31 +393,11 @@ class HeadGateway(_Forwarding):
             return
         if request.kind == START:
             self._give(request.session, other)
-        else:
-            other.lent += 1
-        self._send(other, request)
-
-    def _end_late(self) -> None:
-        """Answer what a worker that stands still does not."""
-        self._timer = self.sessions.loop.call_later(1.0, self._end_late)
-        before = perf_counter() - self._limit
-        for worker in list(self.workers.values()):
-            late = []
-            for number, request in worker.waiting.items():
-                if request.arrived > before:
-                    break
-                late.append(number)
-            for number in late:
-                request = worker.waiting.pop(number)
-                self._tried.pop(request, None)
-                if request.kind == AUTO:
-                    worker.lent -= 1
-                why = f"{worker.name} has not answered within {self._limit:g} s"
-                self.sessions.refuse(request, Refusal(504, "tick_timeout", why))
+        self.send(other, request)
 
     async def gather(self, timeout: float = 2.0) -> list[Numbers]:
         """The numbers of all workers that answer in time; the head's own are added to those of one of them."""
-        asked = await asyncio.gather(*[_ask_numbers(worker.link, timeout) for worker in self.workers.values()])
+        asked = await asyncio.gather(*[ask_numbers(worker.link, timeout) for worker in self.workers.values()])
         rows = [row for row in asked if row is not None]
         own = self._numbers()
         if not rows:
@@ -550,7 +406,7 @@ class HeadGateway(_Forwarding):
         return rows
 
 
-class BehindHead(_Forwarding):
+class BehindHead(Forwarding):
     """The gateway of a worker whose requests all come from a head. `handle` and `lost` are for its connection."""
 
     def __init__(self, sessions: Sessions, name: str, numbers: Callable[[], Numbers]):
@@ -586,9 +442,12 @@ class BehindHead(_Forwarding):
             self.link.post(kind, body)
 
     def _start_here(self, request: PeerRequest) -> None:
-        if not self.sessions.draining:
+        if self.sessions.draining:
+            self.release(request.session)
+            self.sessions.handle(request)
+        else:
             self.place(request)
-        super()._start_here(request)
+            self.sessions.begin_here(request)
 
     # --- what Sessions asks -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ import msgspec
 
 from bray import errors
 from bray.errors import BrayError, DataError, LinkLost, RemoteError, Unreachable
+from bray.serving.limited_log import LimitedLog
 
 logger = logging.getLogger("bray.link")
 
@@ -39,6 +40,9 @@ _MAX_TOKEN = 1024
 CONNECT_TIMEOUT = 5.0
 GREETING_S = 5.0
 """Seconds for a new connection to send the token."""
+MAX_STRANGERS = 64
+"""Connections of one listener that have not sent the token; one more closes the oldest, since those that know the token send it at once."""
+_limited = LimitedLog(logger)
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 
 Piece = bytes | bytearray | memoryview
@@ -65,10 +69,12 @@ def machine_id() -> str:
 class Link(asyncio.Protocol):
     """One connection, either side of it. All methods belong on its loop."""
 
-    def __init__(self, token: bytes, handle: Handle | None, lost: Callable[[Link], None] | None, greets: bool):
+    def __init__(
+        self, token: bytes, handle: Handle | None, lost: Callable[[Link], None] | None, listener: Listener | None = None
+    ):
         self._token, self._handle, self._lost = token, handle, lost
-        self._greets = greets  # the side that connects sends the token; the other waits for it
-        self._known = greets
+        self._listener = listener  # None: this is the side that connects, which sends the token
+        self._known = listener is None
         self._greeting: asyncio.TimerHandle | None = None  # closes a connection that does not send the token
         self._transport: Any = None
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
@@ -181,10 +187,11 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport = transport
         transport.set_write_buffer_limits(high=_HIGH_WATER)
-        if self._greets:
+        if self._listener is None:
             self._send(0, _HELLO, (self._token,))
         else:
-            self._greeting = self._loop.call_later(GREETING_S, transport.abort)
+            self._greeting = self._loop.call_later(GREETING_S, self.abort)
+            self._listener.connected(self)
 
     def pause_writing(self) -> None:
         self._writable = self._loop.create_future()
@@ -237,10 +244,7 @@ class Link(asyncio.Protocol):
 
     def _answered(self, kind: int, number: int, body: memoryview) -> None:
         if kind == _HELLO:
-            if not hmac.compare_digest(bytes(body), self._token):
-                self._refuse("a wrong token")
-            self._known = True
-            self._stop_greeting()
+            self._greeted(bytes(body))
             return
         future = self._waiting.pop(number, None)
         if future is None:
@@ -253,13 +257,23 @@ class Link(asyncio.Protocol):
         else:
             future.set_exception(_read_error(body))
 
+    def _greeted(self, token: bytes) -> None:
+        if self._listener is None or self._known:
+            self._refuse("a token that nobody asked for")
+        elif not hmac.compare_digest(token, self._token):
+            self._refuse("a wrong token")
+        else:
+            self._known = True
+            self._stop_greeting()
+            self._listener.greeted(self)
+
     def _stop_greeting(self) -> None:
         if self._greeting is not None:
             self._greeting.cancel()
             self._greeting = None
 
     def _refuse(self, why: str) -> None:
-        logger.warning("a connection sent %s and is closed", why)
+        _limited.warning(why, "a connection sent %s and is closed", why)
         self._error = f"the connection was closed because of {why}"
         self.closed = True
         self._transport.abort()
@@ -269,12 +283,14 @@ class Link(asyncio.Protocol):
         self._stop_greeting()
         self.resume_writing()
         self._chunks.clear()
+        if self._listener is not None:
+            self._listener.gone(self)
         waiting, self._waiting = self._waiting, {}
         why = self._error or "the connection ended before the answer came: the other process has died or was stopped"
         for future in waiting.values():
             if not future.done():
                 future.set_exception(LinkLost(why))
-        if self._lost is not None:
+        if self._lost is not None and self._known:
             self._lost(self)
 
 
@@ -297,7 +313,9 @@ class Listener:
     def __init__(self, handle: Handle, token: bytes, lost: Callable[[Link], None] | None = None):
         self._handle, self._token, self._lost = handle, token, lost
         self._servers: list[Any] = []
+        self._strangers: dict[Link, None] = {}  # that have not sent the token, oldest first
         self.links: set[Link] = set()
+        """Those that have sent it."""
         self.address: Address
 
     async def start(self, name: str, host: str = "127.0.0.1") -> Address:
@@ -322,19 +340,32 @@ class Listener:
         self.address = Address(machine_id(), path, "", 0)
 
     def _make(self) -> Link:
-        link = Link(self._token, self._handle, self._gone, greets=False)
-        self.links.add(link)
-        return link
+        return Link(self._token, self._handle, self._lost, self)
 
-    def _gone(self, link: Link) -> None:
+    # called by its links
+
+    def connected(self, link: Link) -> None:
+        self._strangers[link] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.abort()
+            _limited.warning(
+                "strangers", "more than %d connections have not sent the token: the oldest are closed", MAX_STRANGERS
+            )
+
+    def greeted(self, link: Link) -> None:
+        self._strangers.pop(link, None)
+        self.links.add(link)
+
+    def gone(self, link: Link) -> None:
+        self._strangers.pop(link, None)
         self.links.discard(link)
-        if self._lost is not None:
-            self._lost(link)
 
     async def close(self) -> None:
         for server in self._servers:
             server.close()
-        for link in list(self.links):
+        for link in [*self.links, *self._strangers]:
             link.close()
         self._servers.clear()
 
@@ -349,7 +380,7 @@ async def connect(
 ) -> Link:
     """A Link to a Listener, by its unix socket where that is on this machine (and `unix` is not False)."""
     loop = asyncio.get_running_loop()
-    link = Link(token, handle, lost, greets=True)
+    link = Link(token, handle, lost)
     try:
         async with asyncio.timeout(timeout):
             if unix and address.machine == machine_id():

@@ -1,25 +1,37 @@
 """Recordings of live sessions: every request and its reply, byte for byte, so that a game can be played again against another model.
 
-A file is a magic, then frames: four bytes of length and a msgpack array. The first frame is a dict that says what was recorded.
+    BRAYREC2 | frame | frame ...        frame = length u32 | its CRC-32 | the CRC-32 of the data | data        little endian
+
+The data of the first frame is a map that says what was recorded, of the others a `Step`, in MessagePack. A file is called after a hash of its session,
+since a client may call that what it likes; the name itself is in the first frame.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import re
+import os
+import stat
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from zlib import crc32
 
 import msgspec
 
 from bray.errors import DataError
+from bray.serving.limited_log import LimitedLog
 from bray.serving.protocol import END, START, TICK
 
 logger = logging.getLogger("bray.serving")
+_limited = LimitedLog(logger)
 
-MAGIC = b"BRAYREC1"
+MAGIC = b"BRAYREC2"
+_LENGTH = struct.Struct("<I")
+_CHECKS = struct.Struct("<II")
+_HEAD = _LENGTH.size + _CHECKS.size
 _LARGEST = 256 << 20  # bytes of a frame
 _FLUSH = 64 << 10
 
@@ -35,11 +47,27 @@ class Step(msgspec.Struct, array_like=True):
     """None: the Actor raised."""
 
 
+class About(msgspec.Struct, kw_only=True):
+    """What was recorded: the first frame of a file, which may hold more."""
+
+    session: str
+    time: float
+    """When the session began, in seconds since 1970."""
+    run: str
+    """The run directory that was served."""
+    model: str
+    version: int
+
+    def __post_init__(self) -> None:
+        if "\0" in self.run:
+            raise ValueError("a run directory's path has no zero bytes")
+
+
 class Recording:
     """The file of one session, written while it runs. A disk that fails ends the recording, not the session."""
 
     def __init__(self, directory: Path, session: str, about: dict[str, Any]):
-        name = re.sub(r"[^\w.-]+", "-", session)[:80] or "session"
+        name = hashlib.blake2b(session.encode(), digest_size=12).hexdigest()
         self.path = directory / f"{name}-{time.time_ns():x}.rec"
         self._start = time.monotonic()
         self._buffer = bytearray(MAGIC)
@@ -48,7 +76,8 @@ class Recording:
         self._frame(msgspec.msgpack.encode({"session": session, "time": time.time(), **about}))
 
     def _frame(self, data: bytes) -> None:
-        self._buffer += len(data).to_bytes(4, "little") + data
+        length = _LENGTH.pack(len(data))
+        self._buffer += length + _CHECKS.pack(crc32(length), crc32(data)) + data
 
     def add(self, kind: int, body: bytes, reply: bytes | None) -> None:
         if self._over:
@@ -62,11 +91,18 @@ class Recording:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115
-            self._file.write(self._buffer)
+            self._write()
         except OSError as e:
-            logger.error("recording %s ends: %s", self.path.name, e.strerror or e)
+            why = e.strerror or str(e)
+            _limited.error((self.path.parent, why), "recording %s ends: %s", self.path, why)
             self._over = True
         self._buffer.clear()
+
+    def _write(self) -> None:
+        """All of it: a disk that is nearly full takes a part, and says why with the rest."""
+        rest = memoryview(bytes(self._buffer))
+        while rest:
+            rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
         if self._buffer and not self._over:
@@ -75,32 +111,51 @@ class Recording:
             self._file.close()
 
 
-def read_recording(path: str | Path) -> tuple[dict[str, Any], list[Step]]:
+def read_recording(path: str | Path) -> tuple[About, list[Step]]:
     """What was recorded, and its steps. A recording that was cut off is read as far as it goes; anything else is a DataError."""
     try:
-        data = Path(path).read_bytes()
+        with _open(path) as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise DataError(f"it is not a recording of `bray serve --record`: it should start with {MAGIC!r}")
+            frames = _frames(file)
+            first = next(frames, None)
+            if first is None:
+                raise DataError("it is cut off before its first frame")
+            about = msgspec.msgpack.decode(first, type=About)
+            steps = [msgspec.msgpack.decode(frame, type=Step) for frame in frames]
     except OSError as e:
-        raise DataError(f"{path} cannot be read ({e.strerror})") from None
-    if not data.startswith(MAGIC):
-        raise DataError(f"{path} is not a recording of `bray serve --record`: it should start with {MAGIC!r}")
-    frames = list(_frames(memoryview(data)[len(MAGIC) :]))
-    try:
-        if not frames:
-            raise DataError(f"{path} is cut off before its first frame")
-        about = msgspec.msgpack.decode(frames[0], type=dict[str, Any])
-        steps = [msgspec.msgpack.decode(frame, type=Step) for frame in frames[1:]]
-    except (msgspec.DecodeError, RecursionError) as e:
-        raise DataError(f"{path} is not a recording: {e}") from None
+        raise DataError(f"{path} cannot be read ({e.strerror or e})") from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, DataError) as e:
+        raise DataError(f"{path} is not a recording, or a damaged one: {e}") from None
     if any(step.kind not in (START, TICK, END) for step in steps):
         raise DataError(f"{path} is not a recording: it holds requests of an unknown kind")
     return about, steps
 
 
-def _frames(view: memoryview) -> Iterator[memoryview]:
-    at = 0
-    while at + 4 <= len(view):
-        size = int.from_bytes(view[at : at + 4], "little")
-        if size > _LARGEST or at + 4 + size > len(view):
+def _open(path: str | Path) -> BinaryIO:
+    """A plain file: a device or a pipe may have no end, or never begin."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = open(fd, "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        file.close()
+        raise DataError("it is not a plain file")
+    return file
+
+
+def _frames(file: BinaryIO) -> Iterator[bytes]:
+    """Up to where the file ends, be it within a frame."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    number = 0
+    while len(head := file.read(_HEAD)) == _HEAD:
+        (length,) = _LENGTH.unpack_from(head)
+        length_check, data_check = _CHECKS.unpack_from(head, _LENGTH.size)
+        if crc32(head[: _LENGTH.size]) != length_check or length > _LARGEST:
+            raise DataError(f"the length of frame {number} does not fit its checksum")
+        left -= _HEAD + length
+        if left < 0:
             return
-        yield view[at + 4 : at + 4 + size]
-        at += 4 + size
+        data = file.read(length)
+        if crc32(data) != data_check:
+            raise DataError(f"frame {number} does not fit its checksum")
+        yield data
+        number += 1

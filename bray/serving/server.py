@@ -93,13 +93,14 @@ class Server:
         self.front = Front(self.sessions, self.config)
         self._watchdog = LoopWatchdog(self.sessions, self.config.blocked_after_s)
 
-    async def listen(self, shared: bool | None = None) -> None:
-        """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers."""
+    async def listen(self, shared: bool | None = None, admin: socket.socket | None = None) -> None:
+        """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers.
+        `admin`: the admin port's socket, where whichever worker is awake is to answer."""
         shared = self.config.workers > 1 if shared is None else shared
         sock = listening(self.config.host, self.config.port, shared)
         self.port = sock.getsockname()[1]
         try:
-            admin_sock = listening(self.config.admin_host, admin_of(self.config, self.port), shared)
+            admin_sock = admin or listening(self.config.admin_host, admin_of(self.config, self.port), shared)
         except ConfigError:
             sock.close()
             raise

@@ -22,6 +22,7 @@ from typing import Any
 from bray.errors import Overloaded
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
+from bray.serving.limited_log import LimitedLog
 from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
 
 logger = logging.getLogger("bray.serving")
@@ -122,6 +123,7 @@ class Sessions:
         self.started = self.expired = self.actors_made = 0
         self._calling: Session | Request | None = None  # whose Actor is being called, or for whom one is being made
         self._logged = 0
+        self._limited = LimitedLog(logger)
         self._stuck: dict[Session, None] = {}
         self._losing: set[asyncio.Task[None]] = set()
         self._limit = config.max_pending  # 0 once nothing new is taken
@@ -424,11 +426,9 @@ class Sessions:
         for request, session in late:
             self._end_late(request, session, now)
         for session in [s for s in self._stuck if now - (s.cancelled_at or now) > self.config.tick_timeout_s]:
-            logger.error(
-                "session %s: %s ignored its cancellation; the session is given up",
-                show(session.name),
-                type(session.actor).__name__,
-            )
+            kind = type(session.actor).__name__
+            why = "session %s: %s ignored its cancellation; the session is given up"
+            self._limited.error(("ignored", kind), why, show(session.name), kind)
             del self._stuck[session]
             if self.sessions.get(session.name) is session:
                 self._remove(session, reuse=False)
@@ -485,8 +485,10 @@ class Sessions:
     async def _tell(self, session: Session) -> None:
         try:
             await _value(session.actor.lost())
-        except FAILURES:
-            logger.exception("session %s: %s.lost failed", show(session.name), type(session.actor).__name__)
+        except FAILURES as e:
+            kind = type(session.actor).__name__
+            cause = ("lost", kind, type(e))
+            self._limited.error(cause, "session %s: %s.lost failed", show(session.name), kind, exc_info=True)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

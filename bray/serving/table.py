@@ -1,272 +1,204 @@
-"""Who owns a session: a table that all workers of a machine share, in a mapped file under a lock of the kernel.
+"""Who owns a session, on one machine. Nobody ever waits here: a worker that is stopped or killed at any moment stands in no other's way.
 
-A worker that is killed, even while it changes the table, blocks nobody. Workers have a parent that starts them in rows 0, 1, ... and clears the row of
-one that dies (`workers.py`), or they have none, `join` the table and watch each other: each holds a kernel lock on its row for as long as it lives.
+A worker owns a session while it holds a record lock of the kernel on a range of bytes: where the range begins follows from the session's name, how long
+it is says which worker holds it. To take, to ask and to give back are one call each, none of which blocks, and the kernel frees what a process held when it ends.
+
+Beside that each worker has a row in a mapped file, which it alone writes: whether it takes sessions, how much room it has, when its event loop last
+turned. Others read it to choose where a session begins. What they read may be a moment old, so the worker that they ask has the last word.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
-import logging
 import mmap
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from bray.errors import ConfigError
 
-logger = logging.getLogger("bray.serving")
-
-_WORKER = struct.Struct("<4i")  # open for new sessions, slots, sessions owned, slots lent to stateless requests
-_ROW = _WORKER.size + 16  # of a worker: behind that the digest of its name, where it has joined
-_ENTRY = struct.Struct("<16sii8x")  # digest of the session, its owner + 1 (0: nobody), who promised it the session + 1
-_DIGEST = 16
-_ENTRIES = np.dtype([("digest", "V16"), ("owner", "<i4"), ("promised_by", "<i4"), ("unused", "V8")])
+_ROW = np.dtype(
+    [("open", "<i4"), ("slots", "<i4"), ("sessions", "<i4"), ("lent", "<i4"), ("beat", "<f8"), ("name", "V16")]
+)
+"""Of a worker: takes new sessions, slots, sessions that it owns, slots lent to stateless requests, time of its last beat, digest of its name."""
+_FLOCK = struct.Struct("@hhqqi4x")  # of the kernel: type, whence, start, length, process
+_FILES = 64  # the kernel looks through a file's locks one by one
+_RANGE_BITS = 10
+SILENT_S = 1.0
+"""A worker whose loop has not turned for this long gets new sessions only where no other has room."""
 
 
 class Table:
-    """Sessions and their owners: open addressing with linear probing over digests, in a mapped file."""
+    """The workers and sessions of one machine, as one of them (or their parent) sees them. One per process: closing it frees the process's locks."""
 
     def __init__(self, path: Path, workers: int, slots: int, create: bool = False):
-        """`create`: make the file where it is not there; several workers may do so at once."""
+        """`create`: make the files where they are not there; several workers may do so at once."""
+        if workers >= 1 << _RANGE_BITS:
+            raise ConfigError(f"expected fewer than {1 << _RANGE_BITS} workers on one machine, got {workers}")
         self.workers, self.slots = workers, slots
-        self.capacity = 1 << max(10, (2 * workers * slots - 1).bit_length())
-        self._entries = _ROW * workers
-        size = self._entries + self.capacity * _ENTRY.size
-        self._mine: int | None = None  # the row that this process has joined
-        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+        self.me = -1
+        """The row of this process; -1 = it has none."""
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        self._fd = os.open(path, flags, 0o600)
+        size = workers * _ROW.itemsize
         if create:
-            os.ftruncate(self._fd, size)  # sparse: pages that no session falls into are never made
+            os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
+        self._rows = np.frombuffer(self._map, _ROW, workers)
+        self._locks = [os.open(path.with_name(f"{path.name}.{i}"), flags, 0o600) for i in range(_FILES)]
 
     def close(self) -> None:
+        del self._rows
         self._map.close()
-        os.close(self._fd)
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX, 1, 0)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 0)
-
-    # --- workers without a parent -------------------------------------------------------------------------------------
-
-    def join(self, name: str) -> int:
-        """Take a row for as long as this process lives: the one that a worker of this name had before, else any that nobody holds. What
-        the row's last worker owned is forgotten. From now on workers that have died are told from those that live."""
-        digest, unused = _digest(name.encode()), bytes(_DIGEST)
-        with self._locked():
-            names = [self._map[i * _ROW + _WORKER.size : (i + 1) * _ROW] for i in range(self.workers)]
-            for i in sorted(range(self.workers), key=lambda i: (names[i] != digest, names[i] != unused)):
-                if self._hold(i):
-                    lost = self._clear(i)
-                    if lost:
-                        logger.error("%s is here in place of one that died with %d sessions", name, lost)
-                    self._map[i * _ROW + _WORKER.size : (i + 1) * _ROW] = digest
-                    self._mine = i
-                    return i
-        raise ConfigError(f"{name} is one worker too many: {self.workers} of this service are alive on this machine")
-
-    def _hold(self, i: int) -> bool:
-        """Take a row's lock, which the kernel frees when this process ends; False when another process has it."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1 + i)
-        except OSError:
-            return False
-        return True
-
-    def _lives(self, i: int) -> bool:
-        if self._mine is None or i == self._mine:
-            return True  # with a parent, that one clears the rows of the dead
-        if not self._hold(i):
-            return True
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 1 + i)
-        return False
-
-    def leave(self) -> bool:
-        """Give the row back before this process ends; whether nobody is left."""
-        assert self._mine is not None
-        with self._locked():
-            self._clear(self._mine)
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, 1 + self._mine)
-            return not any(self._lives(i) for i in range(self.workers) if i != self._mine)
-
-    def clear_if_dead(self, worker: int) -> None:
-        """Clear a worker's row if it has died."""
-        with self._locked():
-            if not self._lives(worker) and (lost := self._clear(worker)):
-                logger.error("worker %d has died with %d sessions", worker, lost)
+        for fd in (self._fd, *self._locks):
+            os.close(fd)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _worker(self, i: int) -> tuple[int, int, int, int]:
-        return _WORKER.unpack_from(self._map, i * _ROW)
+    def take(self, row: int, name: str = "") -> bool:
+        """Make a row that of this process for as long as it lives; False when another process has it."""
+        if not _lock(self._fd, row, 1):
+            return False
+        self.me = row
+        self._rows[row] = (0, self.slots, 0, 0, time.monotonic(), _digest(name.encode()))
+        return True
 
-    def _set_worker(self, i: int, *values: int) -> None:
-        _WORKER.pack_into(self._map, i * _ROW, *values)
+    def join(self, name: str) -> int:
+        """Take the row that a worker of this name had before, else any that nobody has. For workers without a parent to number them."""
+        digest, unused = _digest(name.encode()), bytes(16)
+        names = [bytes(n) for n in self._rows["name"]]
+        for row in sorted(range(self.workers), key=lambda i: (names[i] != digest, names[i] != unused)):
+            if self.take(row, name):
+                return row
+        raise ConfigError(f"{name} is one worker too many: {self.workers} of this service are alive on this machine")
 
-    def _probe(self, digest: bytes) -> Iterator[tuple[int, bytes, int]]:
-        """(place, digest, owner) of the entries from a digest's first place on, up to and with the first free one."""
-        at = int.from_bytes(digest[:8], "little")
-        for i in range(self.capacity):
-            place = (at + i) & (self.capacity - 1)
-            found, owner, _ = _ENTRY.unpack_from(self._map, self._entries + place * _ENTRY.size)
-            yield place, found, owner - 1
-            if not owner:
-                return
+    def leave(self) -> bool:
+        """Give the row back before this process ends; whether nobody is left."""
+        self.clear(self.me)
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, self.me)
+        return not any(self.lives(row) for row in range(self.workers) if row != self.me)
 
-    def _set(self, place: int, digest: bytes, owner: int, promised_by: int = -1) -> None:
-        _ENTRY.pack_into(self._map, self._entries + place * _ENTRY.size, digest, owner + 1, promised_by + 1)
+    def clear(self, row: int) -> int:
+        """Empty the row of a worker that has died; returns the sessions it had."""
+        lost = int(self._rows["sessions"][row])
+        for field in ("open", "sessions", "lent"):
+            self._rows[field][row] = 0
+        return lost
 
-    def claim(self, session: bytes, me: int) -> int | None:
-        """Choose an owner and write it down: the worker that asks unless another has clearly more room. None: no slot is free
-        anywhere. KeyError, with its owner: the session is running."""
-        digest = _digest(session)
-        with self._locked():
-            while True:
-                free_place = dead = -1
-                for place, found, owner in self._probe(digest):
-                    free_place = place  # the last one of the probe
-                    if owner >= 0 and found == digest:
-                        if self._lives(owner):
-                            raise KeyError(owner)
-                        dead = owner
-                if dead < 0:
-                    best = self._choose(me, keep=self.slots // 4)
-                    if best is None:
-                        return None
-                    if self._lives(best):
-                        break
-                    dead = best
-                self._clear(dead)
-            self._set(free_place, digest, best, -1 if best == me else me)
-            is_open, slots, owned, lent = self._worker(best)
-            self._set_worker(best, is_open, slots, owned + 1, lent)
-            return best
+    def lives(self, row: int) -> bool:
+        return row == self.me or _holder(self._fd, row) is not None
 
-    def _choose(self, me: int, keep: int) -> int | None:
-        """The worker with the most free slots; `me` if the best has at most `keep` more: a session that is played elsewhere than where its
-        connection ends costs half as much again, most of it here."""
-        free = self._free()
-        best = int(free.argmax())
-        if free[best] <= 0:
-            return None
-        return me if free[me] > 0 and free[best] - free[me] <= keep else best
+    def beat(self) -> None:
+        """Say that this worker's event loop turns."""
+        self._rows["beat"][self.me] = time.monotonic()
 
-    def _free(self) -> np.ndarray:
-        """Free slots of each worker; 0 or less where it takes no sessions."""
-        is_open, slots, owned, lent = np.frombuffer(self._map, "<i4", self._entries // 4).reshape(-1, _ROW // 4).T[:4]
-        return (slots - owned - lent) * is_open
+    def last_beat(self, row: int) -> float:
+        return float(self._rows["beat"][row])
 
-    def settle(self, session: bytes, me: int) -> bool:
-        """A session that another worker promised to this one is here; False when this one does not own it."""
-        digest = _digest(session)
-        with self._locked():
-            for place, found, owner in self._probe(digest):
-                if owner == me and found == digest:
-                    self._set(place, digest, me)
-                    return True
-        return False
+    def open(self, is_open: bool) -> None:
+        """Whether this worker takes new sessions."""
+        self._rows["open"][self.me] = is_open
 
-    def find(self, session: bytes) -> int | None:
-        digest = _digest(session)
-        with self._locked():
-            return next((owner for _, found, owner in self._probe(digest) if owner >= 0 and found == digest), None)
+    def lend(self, actors: int) -> None:
+        """So many slots of this worker are taken by stateless requests."""
+        self._rows["lent"][self.me] = actors
 
-    def release(self, session: bytes, owner: int) -> None:
-        """Remove a session, if this worker owns it."""
-        digest = _digest(session)
-        with self._locked():
-            for place, found, who in self._probe(digest):
-                if who == owner and found == digest:
-                    self._remove(place)
-                    is_open, slots, owned, lent = self._worker(owner)
-                    self._set_worker(owner, is_open, slots, max(0, owned - 1), lent)
-                    return
-
-    def _remove(self, place: int) -> None:
-        """Free a place and close the gap: entries behind it move up, so that probes never stop too early."""
-        mask = self.capacity - 1
-        self._set(place, bytes(_DIGEST), -1)
-        hole, at = place, place
-        while True:
-            at = (at + 1) & mask
-            digest, owner, promised_by = _ENTRY.unpack_from(self._map, self._entries + at * _ENTRY.size)
-            if not owner:
-                return
-            home = int.from_bytes(digest[:8], "little") & mask
-            if (at - home) & mask >= (at - hole) & mask:
-                self._set(hole, digest, owner - 1, promised_by - 1)
-                self._set(at, bytes(_DIGEST), -1)
-                hole = at
-
-    def lend(self, me: int, lent: int) -> None:
-        with self._locked():
-            is_open, slots, owned, _ = self._worker(me)
-            self._set_worker(me, is_open, slots, owned, lent)
-
-    def roomiest(self, me: int) -> int | None:
-        """Another worker with a free slot, the one with the most."""
-        with self._locked():
-            while True:
-                free = self._free()
-                free[me] = 0
-                best = int(free.argmax())
-                if free[best] <= 0:
-                    return None
-                if self._lives(best):
-                    return best
-                self._clear(best)
+    def awake(self) -> list[int]:
+        """The other workers that live and whose loops turn."""
+        silent = self._silent()
+        return [row for row in range(self.workers) if row != self.me and not silent[row] and self.lives(row)]
 
     def running(self) -> int:
         """Sessions of all workers that live."""
-        with self._locked():
-            return sum(n for i in range(self.workers) if (n := self._worker(i)[2]) and self._lives(i))
+        return sum(n for row, n in enumerate(self._rows["sessions"].tolist()) if n and self.lives(row))
 
     def total(self) -> int:
         """Slots of all workers that take sessions."""
-        with self._locked():
-            return sum(w[1] for i in range(self.workers) if (w := self._worker(i))[0])
+        return sum(
+            slots
+            for row, (slots, is_open) in enumerate(zip(*self._lists("slots", "open"), strict=True))
+            if is_open and self.lives(row)
+        )
 
-    def used(self) -> list[int]:
-        """The rows that have, or had, a worker."""
-        with self._locked():
-            return [i for i in range(self.workers) if self._worker(i)[1]]
+    def _lists(self, *fields: str) -> list[list[int]]:
+        return [self._rows[field].tolist() for field in fields]
 
-    def open(self, worker: int, is_open: bool) -> None:
-        """Whether a worker takes new sessions."""
-        with self._locked():
-            _, _, owned, lent = self._worker(worker)
-            self._set_worker(worker, int(is_open), self.slots, owned, lent)
+    def _silent(self) -> np.ndarray:
+        silent = self._rows["beat"] < time.monotonic() - SILENT_S
+        if self.me >= 0:
+            silent[self.me] = False  # whoever asks is awake
+        return silent
 
-    def clear(self, dead: int) -> int:
-        """Forget everything a worker owned or had promised to others, and count the others anew (it may have died while it counted);
-        returns the number of sessions that are lost."""
-        with self._locked():
-            return self._clear(dead)
+    def choose(self, starting: Mapping[int, int] | None = None, but: Collection[int] = ()) -> int | None:
+        """The worker for a new session: this one unless another has clearly more room, since a session that is played elsewhere than where its
+        connection ends costs half as much again. None: no slot is free anywhere.
 
-    def _clear(self, dead: int) -> int:
-        """Entry by entry: whoever is killed in here leaves the sessions of the others where they are."""
-        table = np.frombuffer(self._map, _ENTRIES, self.capacity, self._entries)
-        is_lost = table["owner"] == dead + 1
-        lost = int(is_lost.sum())
-        places = np.flatnonzero(is_lost | (table["promised_by"] == dead + 1)).tolist()
-        starts = [self._entries + place * _ENTRY.size for place in places]
-        for digest in [self._map[at : at + _DIGEST] for at in starts]:
-            self._remove(next(place for place, found, owner in self._probe(digest) if owner >= 0 and found == digest))
-        owned = np.bincount(table["owner"], minlength=self.workers + 1)[1:].tolist()
-        for i in range(self.workers):
-            is_open, slots, _, lent = self._worker(i)
-            self._set_worker(i, 0 if i == dead else is_open, slots, owned[i], 0 if i == dead else lent)
-        return lost
+        starting  sessions on their way to a worker, which may be counted there already
+        but       workers that are not asked
+        """
+        rows = self._rows
+        free = (rows["slots"] - rows["sessions"] - rows["lent"]) * rows["open"]
+        free[list(but)] = 0
+        awake = np.where(self._silent(), 0, free)
+        expected = awake.copy()
+        for row, n in (starting or {}).items():
+            expected[row] -= n
+        for room in (expected, awake, free):
+            while room[best := int(room.argmax())] > 0:
+                if self.me >= 0 and room[self.me] > 0 and room[best] - room[self.me] <= self.slots // 4:
+                    return self.me
+                if self.lives(best):
+                    return best
+                room[best] = 0
+        return None
+
+    # --- sessions -----------------------------------------------------------------------------------------------------
+
+    def claim(self, session: bytes) -> bool:
+        """Make this worker the owner of a session; False when another one owns it."""
+        fd, start = self._place(session)
+        if not _lock(fd, start, 1 + self.me):
+            return False
+        self._rows["sessions"][self.me] += 1
+        return True
+
+    def release(self, session: bytes) -> None:
+        """Give back a session that this worker has claimed."""
+        fd, start = self._place(session)
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1 + self.me, start)
+        self._rows["sessions"][self.me] -= 1
+
+    def find(self, session: bytes) -> int | None:
+        """Which other worker owns a session."""
+        length = _holder(*self._place(session))
+        return None if length is None else length - 1
+
+    def _place(self, session: bytes) -> tuple[int, int]:
+        """The file and the first byte of a session's range."""
+        digest = hashlib.blake2b(session, digest_size=8).digest()
+        return self._locks[digest[0] % _FILES], int.from_bytes(digest[1:], "little") >> 3 << _RANGE_BITS
 
 
-def _digest(session: bytes) -> bytes:
-    return hashlib.blake2b(session, digest_size=_DIGEST).digest()
+def _lock(fd: int, start: int, length: int) -> bool:
+    """Lock a range, as far as no other process has; never waits."""
+    with contextlib.suppress(BlockingIOError, PermissionError):
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        return True
+    return False
+
+
+def _holder(fd: int, start: int) -> int | None:
+    """The length of the range that another process has locked here; None when none has."""
+    answer = fcntl.fcntl(fd, fcntl.F_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0))
+    kind, _, _, length, _ = _FLOCK.unpack(answer)
+    return None if kind == fcntl.F_UNLCK else length
+
+
+def _digest(name: bytes) -> bytes:
+    return hashlib.blake2b(name, digest_size=16).digest()

@@ -1,6 +1,7 @@
 """The processes of a game service: one, or several that share a port, with a parent that starts, watches and ends them.
 
-The parent does nothing else: it opens no event loop and starts no thread, so that it can fork a new worker at any time.
+The parent does nothing else: it opens no event loop and starts no thread, so that it can fork a new worker at any time. The event loop of each worker
+writes the time into the workers' table a few times per second; one that no longer does is killed and replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 from bray.errors import BrayError, ConfigError
 from bray.serving.actor import FAILURES
 from bray.serving.config import ServiceConfig
-from bray.serving.gateway import NodeGateway
+from bray.serving.node import NodeGateway
 from bray.serving.server import Server, admin_of, listening
 from bray.serving.table import Table
 
@@ -123,6 +124,8 @@ class _Place:
     directory: Path
     parent: int
     """A pipe that ends with the parent."""
+    admin: socket.socket
+    """All workers take connections from it: one that is stopped leaves them to the others."""
 
 
 def _orphaned(loop: asyncio.AbstractEventLoop, parent: int, ask: Callable[[], None]) -> None:
@@ -159,18 +162,18 @@ async def _work(
     if place is not None:
         loop.add_reader(place.parent, _orphaned, loop, place.parent, ask)
         forward = config.use_gateway is not None
-        gateway = NodeGateway(server.sessions, place.table, place.directory, worker, server.all_numbers, forward)
+        gateway = NodeGateway(server.sessions, place.table, place.directory, server.all_numbers, forward)
         server.gather = gateway.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
         await gateway.start()  # before the first client: its session would be missing in the table
     relax_gc()
-    await server.listen()
+    await server.listen(admin=place.admin if place is not None else None)
     if on_ready is not None:
         on_ready(server.port, server.admin_port)
     await asked.wait()
     logger.info("worker %d: no new sessions; %d are running", worker, len(server.sessions.sessions))
     if gateway is not None:
-        gateway.table.open(worker, False)
+        gateway.table.open(False)
     drain = asyncio.ensure_future(server.drain())
     hurry = asyncio.ensure_future(at_once.wait())
     await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
@@ -195,13 +198,12 @@ class _Parent:
         if threading.active_count() > 1:
             logger.warning("workers are forked from a process with %d threads", threading.active_count())
         self.make_actor, self.on_ready, self.prepare = make_actor, on_ready, prepare
-        # Bound and never listened on: they keep the ports while no worker has them. A shared port can be taken by two services
-        # at once, so each is first asked for alone.
+        # Bound and never listened on: it keeps the port while no worker has it. A shared port can be taken by two services
+        # at once, so it is first asked for alone.
         listening(config.host, config.port, shared=False).close()
         self._port = listening(config.host, config.port, shared=True)
         port = self._port.getsockname()[1]
-        listening(config.admin_host, admin_of(config, port), shared=False).close()
-        self._admin = listening(config.admin_host, admin_of(config, port), shared=True)
+        self._admin = listening(config.admin_host, admin_of(config, port), shared=False)
         self.config = replace(config, port=port, admin_port=self._admin.getsockname()[1])
         self.directory = Path(tempfile.mkdtemp(prefix="bray-"))  # readable by this user alone
         self.table = Table(self.directory / "sessions", config.workers, config.actors_per_worker, create=True)
@@ -209,6 +211,10 @@ class _Parent:
         self.ready: set[int] = set()
         self.deaths = [0] * config.workers  # in a row, before it was ready
         self.due: dict[int, float] = {}  # worker -> when to start it again
+        self.beats = [0.0] * config.workers  # the last of each worker
+        self.silent = [0.0] * config.workers  # seconds since then in which this process was awake itself
+        self.looked = time.monotonic()
+        self.look_every = min(1.0, config.stopped_after_s / 5, config.busy_after_s / 5)
         self.ending = 0  # signals that asked for it
         self.kill_at = float("inf")
         self.code = 0
@@ -227,7 +233,7 @@ class _Parent:
             for worker in range(self.config.workers):
                 self._fork(worker)
             while self.pids or (self.due and not self.ending):
-                next_time = min([*self.due.values(), self.kill_at])
+                next_time = min([*self.due.values(), self.kill_at, self.looked + self.look_every])
                 pause = max(0.0, min(3600.0, next_time - time.monotonic()))
                 readable, _, _ = select.select([wake.fileno(), self._ready_in], [], [], pause)
                 if wake.fileno() in readable:
@@ -241,6 +247,7 @@ class _Parent:
                         if self.on_ready is not None:
                             self.on_ready(self.config.port, self.config.admin_port or 0)
                 self._reap()
+                self._watch()
                 if max(self.deaths) >= _GIVE_UP and not self.ready and not self.ending:
                     self.code = 1
                     logger.error("a worker died %d times before it could answer: the service ends", _GIVE_UP)
@@ -282,6 +289,31 @@ class _Parent:
             with contextlib.suppress(ProcessLookupError):  # it has just been reaped
                 os.kill(pid, number)
 
+    def _watch(self) -> None:
+        """Kill workers that stand still: their sessions end, others take their place."""
+        now = time.monotonic()
+        passed = now - self.looked
+        if passed < self.look_every:
+            return
+        self.looked = now
+        for pid, worker in self.pids.items():
+            beat = self.table.last_beat(worker)
+            # Not by the clock: where all of us were stopped or frozen together, nobody has been silent.
+            self.silent[worker] = (
+                self.silent[worker] + min(passed, 2 * self.look_every) if beat == self.beats[worker] else 0.0
+            )
+            self.beats[worker] = beat
+            silent = self.silent[worker]
+            if silent >= self.config.stopped_after_s and _is_stopped(pid):
+                why = "has been stopped (SIGSTOP)"
+            elif silent >= self.config.busy_after_s and worker in self.ready:  # one that starts may load large models
+                why = "has not come back from an Actor's code"
+            else:
+                continue
+            logger.error("worker %d (pid %d) %s for %.1f s: it is killed", worker, pid, why, silent)
+            self.silent[worker] = 0.0
+            os.kill(pid, signal.SIGKILL)
+
     def _reap(self) -> None:
         while self.pids:
             try:
@@ -314,6 +346,7 @@ class _Parent:
     def _fork(self, worker: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        self.silent[worker] = 0.0
         # A signal waits until the parent knows this worker, and until the worker no longer has the parent's handlers.
         signals = {signal.SIGTERM, signal.SIGINT}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -332,13 +365,14 @@ class _Parent:
                 signal.signal(sig, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             self._port.close()
-            self._admin.close()
             table = Table(self.directory / "sessions", self.config.workers, self.config.actors_per_worker)
+            if not table.take(worker):
+                raise RuntimeError("the process that had this worker's place still lives")
 
             def tell(port: int, admin_port: int) -> None:
                 os.write(self._ready_out, bytes([worker]))
 
-            place = _Place(worker, table, self.directory, self._parent_in)
+            place = _Place(worker, table, self.directory, self._parent_in, self._admin)
             code = run_loop(_work(self.make_actor, self.config, place, tell, self.prepare))
         except BrayError as e:
             code = _MISTAKE
@@ -349,3 +383,11 @@ class _Parent:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; one that a debugger holds is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

@@ -19,8 +19,9 @@ from bray.errors import BrayError, ConfigError
 from bray.remote.actor.policy_agent import stop_waiting
 from bray.serving.agent import AgentActor, number_actors
 from bray.serving.config import ServiceConfig
-from bray.serving.gateway import BehindHead, HeadGateway, NodeGateway
+from bray.serving.gateway import BehindHead, HeadGateway
 from bray.serving.link import Address, machine_id
+from bray.serving.node import NodeGateway
 from bray.serving.server import Server
 from bray.serving.table import Table
 from bray.serving.workers import Prepare, allow_files, relax_gc
@@ -109,9 +110,9 @@ class ActorWorker:
         self._table = Table(
             self._directory / "sessions", _NODES * config.workers, config.actors_per_worker, create=True
         )
-        row = self._table.join(session().member)
+        self._table.join(session().member)
         forwards = config.use_gateway is not None
-        gateway = NodeGateway(server.sessions, self._table, self._directory, row, server.all_numbers, forwards)
+        gateway = NodeGateway(server.sessions, self._table, self._directory, server.all_numbers, forwards)
         server.gather = gateway.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
         await gateway.start()
@@ -155,7 +156,7 @@ class ActorWorker:
         if self._closed:
             return
         if isinstance(self._gateway, NodeGateway):
-            self._gateway.table.open(self._gateway.me, False)
+            self._gateway.table.open(False)
         stop_waiting()
         await self.server.drain(timeout)
         await self.close()
