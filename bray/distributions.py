@@ -153,5 +153,5 @@ def _draw_choices(logits, u, mask):  # pragma: no cover - compiled
                     if left < 0.0:
                         break
         action[b] = best
-        logp[b] = logits[b, best] - top - np.log(total)
+        logp[b] = logits[b, best] - top - np.log(total) if total != 0.0 else 0.0  # nothing is legal: an episode's end
     return action, logp

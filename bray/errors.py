@@ -5,6 +5,8 @@ BrayError
 │   └── UnknownName    a name that nothing answers to; the nearest one is offered
 ├── EnvError           an environment raised, hung, or returned what its spaces forbid
 ├── CheckpointError    a run directory or checkpoint that is missing, truncated or foreign
+│   └── DiskFull       one that could not be written for lack of space; what was there before still is
+├── Diverged           a training whose weights, losses or actions are no longer finite numbers
 ├── DataError          bytes or files that are not what they claim to be
 ├── ExportError        a Model that cannot become an ONNX file, or whose file answers otherwise than the Model
 ├── Overloaded         more work than there is room for; try again later
@@ -52,6 +54,14 @@ class EnvError(BrayError):
 
 class CheckpointError(BrayError):
     """A run directory or checkpoint that cannot be used."""
+
+
+class DiskFull(CheckpointError):
+    """There was no space to write a file. It may be tried again."""
+
+
+class Diverged(BrayError):
+    """A training whose weights, losses or actions are no longer finite numbers."""
 
 
 class DataError(BrayError):

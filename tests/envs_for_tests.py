@@ -81,6 +81,18 @@ class Scripted(gym.Env):
         self.closed = True
 
 
+class RaisesLater(Scripted):
+    """All of them at the same step; and it cannot say where it is."""
+
+    def __init__(self, at: int = 6):
+        super().__init__(terminate_at=None, fault="raise", fault_at=at)
+
+    def get_state(self) -> Any:
+        raise RuntimeError("no state")
+
+    def set_state(self, state: Any) -> None: ...
+
+
 class Hidden(Scripted):
     """Not deterministic: part of its observation comes from outside its seed."""
 

@@ -1,6 +1,8 @@
 """The training loop of a rank over a model and buffers in memory."""
 
+import contextlib
 import copy
+import errno
 import os
 import random
 import re
@@ -19,7 +21,7 @@ from torch import nn
 
 import tests.trainer_for_tests as parts
 from bray.data.experience import EndOfData
-from bray.errors import BrayError, ConfigError, DataError, UnknownName, Unreachable
+from bray.errors import BrayError, ConfigError, DataError, DiskFull, Diverged, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.trainer import drive as drive_module, worker
 from bray.remote.trainer.base import LossLearner, Trainer
@@ -777,3 +779,41 @@ def test_parts_are_what_they_seem():
     """The helpers of these tests: the reference above must be able to fail."""
     assert not same(weights(net(0)), weights(net(1)))
     assert parts.batch_of(1)["x"].shape == (4, 3)
+
+
+# --- what it survives -------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_finite_end_it_and_are_neither_published_nor_saved(tmp_path):
+    class Breaks(Regression):
+        def loss(self, replay, step):
+            return super().loss(replay, step) * (float("nan") if step == 6 else 1.0)
+
+    remote = MemoryModel(net())
+    with pytest.raises(Diverged, match=r"loss/loss is nan.* 50 of 50 weights .* are not finite, since iteration 7"):
+        drive_of(Breaks, remote=remote, path=tmp_path / "t", checkpoint_interval=5, num_steps=20).train()
+    assert remote.published[-1] == 6
+    checkpoint = RunDir.open(tmp_path / "t").load_checkpoint()
+    assert checkpoint.step == 5
+    assert all(np.isfinite(w).all() for w in checkpoint.weights.values())
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_it_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, caplog, frees):
+    steps, real = [], os.replace
+
+    def replace(a, b, **kwargs):
+        if steps and (steps[-1] < 8 or not frees):
+            raise OSError(errno.ENOSPC, "No space left on device", str(b))
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(os, "replace", replace)
+    hook = Hook("before_step", lambda drive: steps.append(drive.steps))
+    drive = drive_of(path=tmp_path / "t", checkpoint_interval=1, num_steps=10, hooks=[hook])
+    with (
+        contextlib.nullcontext() if frees else pytest.raises(DiskFull, match="Free some space and go on with --resume")
+    ):
+        drive.train()
+    assert steps == list(range(10))
+    assert caplog.text.count("Training goes on, and tries to save again") == 1
+    assert RunDir.open(tmp_path / "t").pointer("latest") == (10 if frees else 0)

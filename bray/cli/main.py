@@ -7,6 +7,7 @@ Nothing heavy is imported before a command runs: `bray --help` answers at once. 
 from __future__ import annotations
 
 import difflib
+import errno
 import inspect
 import sys
 import traceback
@@ -110,6 +111,11 @@ def main(argv: list[str] | None = None) -> int:
             f"this command needs {e.name}, which is not installed: pip install 'bray[{_EXTRAS[e.name]}]'", 2
         )
     except Exception as e:
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not debug:
+            return _complain(
+                f"could not write {e.filename or 'the output'} ({e.strerror}): free some space, or choose another place",
+                1,
+            )
         if hasattr(e, "format_message"):  # how Typer says that an option is wrong
             return _usage(e)
         traceback.print_exception(_without_ours(e))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import keyword
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,11 @@ def resolve(sections: Mapping[str, type], sources: Sequence[ConfigSource]) -> Re
     return Resolved(built, {".".join(key): merger.origin(key) for key in keys})
 
 
+def _field_name(key: str) -> str:
+    """A word of Python cannot be the name of a field, which then has an underscore: `lambda` is `lambda_`."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
 class _Merger:
     """Collects {section: {field: value}}, the place of each value, and mistakes.
 
@@ -63,6 +69,7 @@ class _Merger:
 
     def add_top(self, key: str, value: Any, at: Key) -> None:
         """A top-level key: a section, or a field of the one section that has it."""
+        key = _field_name(key)
         owners = self.owners.get(key, [])
         if key in self.sections and (isinstance(value, dict) or not owners):
             if isinstance(value, dict):
@@ -88,7 +95,8 @@ class _Merger:
             self.add_field(cls, into, (*path, head), nest(rest, value), (*at, str(key)))
 
     def add_field(self, cls: type, into: dict[str, Any], path: Key, value: Any, at: Key) -> None:
-        name, where = path[-1], self.source.where(at)
+        name, where = _field_name(path[-1]), self.source.where(at)
+        path = (*path[:-1], name)
         option = options(cls).get(name)
         if option is None:
             self.unknown(path, at)

@@ -111,7 +111,7 @@ class _Checker:
     def _play(self, env: gym.Env, space: Space, layout: ActionLayout, limit: int | None) -> list[Any]:
         """Random play; returns what happened, to be compared with a second run."""
         self._interface(env)
-        write, check, batch = writer(space, strict=True), BatchCheck(space), empty_batch(space, 1)
+        write, check, batch = writer(space, strict=True), BatchCheck(space, layout), empty_batch(space, 1)
         rng = np.random.default_rng(self.seed)
         trace: list[Any] = []
         held: tuple[Any, Any] | None = None
@@ -191,11 +191,8 @@ class _Checker:
                 f"{ACTION_MASK} has {mask.shape[1]} entries, the action space has {layout.num_logits} choices: one entry per "
                 "choice of every discrete part, in the order of the space"
             )
-        at = 0
-        for k, part in enumerate(p for p in layout.parts if p.kind == "categorical"):
-            if not mask[0, at : at + part.n].any():
-                self.stop(f"{where}: {ACTION_MASK} forbids every choice of action part {k}: leave at least one legal")
-            at += part.n
+        if (found := check.first_blocked(batch)) is not None:
+            self.stop(f"{where}: {found[1]}")
 
     def _signals(self, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
         if np.shape(reward) != () or not isinstance(reward, (int, float, np.number)):

@@ -50,7 +50,7 @@ class InProcessVecEnv(VecEnv):
         self.spec = spec or build.spec_of(*made[0])
         observation, action = self.spec.observation, self.spec.action
         self._gather, self._write = gatherer(observation), writer(observation, strict=build.config.check)
-        self._check = BatchCheck(observation) if build.config.check and on_failure is None else None
+        self._check = BatchCheck.of(self.spec) if build.config.check and on_failure is None else None
         self._cast, self._split = caster(action, self.num_envs), splitter(action)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
         self._counts = [0] * self.num_envs
@@ -124,7 +124,7 @@ class InProcessVecEnv(VecEnv):
                 infos = infos or [{} for _ in range(n)]
                 infos[i] = info
         obs, rewards = self._batch(rows), self._rewards(reward)
-        self._check_values(obs, rewards)
+        self._check_values(obs, rewards, dead)
         self._last = obs
         if dead is None:  # the usual case: arrays of lists would cost more than they need
             self._dead, self.dead = [False] * n, np.zeros(n, bool)
@@ -330,7 +330,11 @@ def _own_state(env: Any) -> NestedArray | None:
     """What an environment's own `get_state` gives, when it has one (with `set_state`) and it is a tree of numbers."""
     if not (callable(get := getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))):
         return None
-    state = tree.map(np.asarray, get())
+    try:
+        state = tree.map(np.asarray, get())
+    except Exception as e:  # saving a run does not depend on it
+        log.warning("get_state of %s raised %s (%s): its actions are replayed instead.", env, type(e).__name__, e)
+        return None
     wrong = [path for path, leaf in tree.paths(state) if leaf.dtype.kind not in "biufc"]
     if wrong:
         log.warning("get_state of %s holds more than numbers (%s): its actions are replayed instead.", env, wrong)

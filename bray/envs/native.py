@@ -41,7 +41,7 @@ class NativeVecEnv(VecEnv):
 
     def __init__(self, env: Any, spec: EnvSpec, *, seed: int = 0, check: bool = True):
         self.env, self.spec, self.num_envs = env, spec, env.num_envs
-        self._seed, self._check = seed, BatchCheck(spec.observation) if check else None
+        self._seed, self._check = seed, BatchCheck.of(spec) if check else None
         self.dead = np.zeros(self.num_envs, bool)
         self._obs: NestedArray = None
         self._t = 0
@@ -76,7 +76,7 @@ class NativeVecEnv(VecEnv):
         self._obs = obs = _own(obs)
         if reward.dtype != np.float32:
             reward = reward.astype(np.float32)
-        self._check_values(obs, reward)
+        self._check_values(obs, reward, self.dead)
         return obs, reward, terminated, truncated, None
 
     def _where(self, i: int) -> str:

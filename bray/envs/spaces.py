@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.errors import EnvError
-from bray.spec import Space
+from bray.spec import ACTION_MASK, ActionLayout, EnvSpec, Space
 from bray.tree import NestedArray
 
 
@@ -182,15 +182,21 @@ def splitter(space: Space) -> Callable[[NestedArray], list[Any]]:
 
 
 class BatchCheck:
-    """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array."""
+    """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array. With the `layout` of the actions also
+    masks that forbid every choice."""
 
-    def __init__(self, space: Space):
+    def __init__(self, space: Space, layout: ActionLayout | None = None):
+        self._layout = layout if ACTION_MASK in space.names else None
         bounded = [(leaf, _bounds(leaf.space)) for leaf in leaves(space)]
         self._leaves = [(leaf, *bounds) for leaf, bounds in bounded if bounds is not None]
         if self._leaves:
             from bray.envs._kernels import first_outside
 
             self._kernel = first_outside
+
+    @staticmethod
+    def of(spec: EnvSpec) -> BatchCheck:
+        return BatchCheck(spec.observation, spec.layout if ACTION_MASK in spec.observation.names else None)
 
     def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
         """(environment, what is wrong) of the first value outside its space; None where there is none."""
@@ -203,6 +209,22 @@ class BatchCheck:
                 where = f"{leaf.name}{list(map(int, np.unravel_index(j, shape)))}" if shape else leaf.name
                 outside = f", outside its space [{low[j]}, {high[j]}]" if np.isfinite(value) else ""
                 return i, f"{where} is {value}{outside}, in {_short(array[i])}"
+        return None
+
+    def first_blocked(self, batch: NestedArray, dead: Any = None) -> tuple[int, str] | None:
+        """(environment, what is wrong) of the first whose mask leaves no choice; those that are `dead` need none."""
+        layout = self._layout
+        mask = None if layout is None else layout.mask(batch)
+        if layout is None or mask is None or mask.shape[1] != layout.num_logits:
+            return None
+        choices, at = [p for p in layout.parts if p.kind == "categorical"], 0
+        for k, part in enumerate(choices):
+            free = mask[:, at : at + part.n].any(1)
+            at += part.n
+            blocked = np.flatnonzero(~free if dead is None else ~(free | dead))
+            if blocked.size:
+                which = f"every choice of action part {k}" if len(choices) > 1 else "every choice"
+                return int(blocked[0]), f"{ACTION_MASK} forbids {which}: leave at least one legal, or end the episode"
         return None
 
 

@@ -21,11 +21,12 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from bray.envs.build import Builder, env_spec
 from bray.envs.inprocess import FORM, episodes_state
 from bray.envs.spaces import BatchCheck, caster
 from bray.envs.vector import Infos, StepResult, VecEnv
-from bray.envs.worker import QUIET, STEP, STOP, Share, SharedArrays, run_worker
+from bray.envs.worker import ENDING, QUIET, STEP, STOP, Share, SharedArrays, run_worker
 from bray.errors import ConfigError, EnvError
 from bray.tree import NestedArray
 
@@ -57,7 +58,7 @@ class _Process:
         by_main = threading.current_thread() is threading.main_thread()
         arguments = (theirs, memory, share, self._trace_path, os.getpid(), by_main)
         self.process = context.Process(target=run_worker, args=arguments, daemon=True, name="bray-env")
-        with _main_only_if(b"__main__" in share):
+        with _main_only_if(b"__main__" in share), _signals_held_back():
             self.process.start()
         theirs.close()  # so that the worker's death is seen as the end of the pipe
         self._poll = None
@@ -68,7 +69,7 @@ class _Process:
     def send(self, message: bytes) -> None:
         try:
             self.conn.send_bytes(message)
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError:  # its end of the pipe is gone, or ours is closed because it was killed
             raise _Lost("died") from None
 
     def receive(self, timeout: float | None) -> bytes:
@@ -76,7 +77,7 @@ class _Process:
             if timeout is not None and not self._ready(timeout):
                 raise _Lost(f"did not answer within {timeout:g} s")
             return self.conn.recv_bytes()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             raise _Lost("died") from None
 
     def _ready(self, timeout: float) -> bool:
@@ -150,6 +151,17 @@ def _main_only_if(needed: bool) -> Iterator[None]:
         main.__dict__.update(hidden)
 
 
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A process started inside begins deaf to the signals that end a run: a whole process group gets them, and the workers are needed for saving."""
+    resource_tracker.ensure_running()  # it is started with its own mask, and leaves ours cleared
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class SubprocessVecEnv(VecEnv):
     """See the module."""
 
@@ -171,13 +183,14 @@ class SubprocessVecEnv(VecEnv):
         self._view = shared.view(self._memory)
         self._action_leaves = tree.leaves(self._view["action"])
         self._cast = caster(self.spec.action, self.num_envs)
-        self._check = BatchCheck(self.spec.observation) if config.check else None
+        self._check = BatchCheck.of(self.spec) if config.check else None
         self.dead = self._waiting = np.zeros(self.num_envs, bool)
         self._sent: dict[int, float] = {}  # workers with a step under way, and since when
         self._answers: dict[int, bytes | _Lost] = {}  # what has come of these, until a step returns it
         self._last: NestedArray = None
         self._workers: list[_Process] = []
-        self._finalizer = weakref.finalize(self, _close_all, self._workers)
+        # Not weakref's: at exit this one comes before multiprocessing ends children by SIGTERM, which ours do not hear.
+        self._finalizer = Finalize(self, _close_all, (self._workers,), exitpriority=10)
         try:
             for rows in self._rows:
                 self._workers.append(self._start(rows))
@@ -239,8 +252,8 @@ class SubprocessVecEnv(VecEnv):
             obs = tree.map(self._ready_rows, view["obs"], self._last)
             reward, self.dead = self._ready_rows(view["reward"]), self._ready_rows(view["dead"], self.dead)
             terminated, truncated = self._ready_rows(view["terminated"]), self._ready_rows(view["truncated"])
+        self._check_values(obs, reward, self.dead)
         self._last = obs
-        self._check_values(obs, reward)
         return obs, reward, terminated, truncated, infos
 
     def _ready_rows(self, new: np.ndarray, old: Any = False) -> np.ndarray:
@@ -314,7 +327,10 @@ class SubprocessVecEnv(VecEnv):
 
     def _where(self, i: int) -> str:
         w = next(w for w, rows in enumerate(self._rows) if i < rows.stop)
-        row = self._ask(w, "get_state")["json"]["envs"][i - self._rows[w].start]
+        try:
+            row = self._ask(w, "get_state")["json"]["envs"][i - self._rows[w].start]
+        except (_Lost, EnvError):
+            return f"{self.name}, environment {i}, episode {self._view['episode'][i]}"
         return f"{self.name}, environment {i}, episode {row['episode']}, step {row['steps']}"
 
     def _replace(self, w: int, why: _Lost) -> None:
@@ -350,14 +366,27 @@ class SubprocessVecEnv(VecEnv):
         return self._result(self._workers[w].receive(None))
 
     def _ask_all(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """The same question to every worker. Replays may be long; a reset has a limit where steps have one."""
-        timeout = max(self._timeout, _START_TIMEOUT) if self._timeout is not None and method == "reset" else None
-        try:
-            for worker, some in zip(self._workers, arguments, strict=True):
+        """The same question to every worker; every answer is read before one of them is an error, so that none is taken for that to the next question.
+        Replays may be long; saving has a limit, and a reset has one where steps have."""
+        limit = max(self._timeout or 0.0, _START_TIMEOUT)
+        timeout = limit if method == "get_state" or (method == "reset" and self._timeout is not None) else None
+        lost: _Lost | None = None
+        asked, answers = [], []
+        for worker, some in zip(self._workers, arguments, strict=True):
+            try:
                 worker.send(pickle.dumps((method, *some)))
-            return [self._result(worker.receive(timeout)) for worker in self._workers]
-        except _Lost as e:
-            raise EnvError(f"{self.name}: a worker process {e} in {method}") from None
+                asked.append(worker)
+            except _Lost as e:
+                lost = e
+        for worker in asked:
+            try:
+                answers.append(worker.receive(timeout))
+            except _Lost as e:
+                worker.process.kill()  # what it may answer later would be too late; the next step finds it dead
+                lost = e
+        if lost is not None:
+            raise EnvError(f"{self.name}: a worker process {lost} in {method}")
+        return [self._result(answer) for answer in answers]
 
     def get_state(self) -> dict[str, Any]:
         if self.waits:

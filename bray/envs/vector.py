@@ -108,11 +108,11 @@ class VecEnv(ABC):
             f"{self._where(i)}: {what}. Correct the environment, or set env.check=false to go on regardless."
         )
 
-    def _check_values(self, obs: NestedArray, reward: np.ndarray | None = None) -> None:
-        """Refuse observations and rewards that are not finite or outside their space."""
+    def _check_values(self, obs: NestedArray, reward: np.ndarray | None = None, dead: Any = None) -> None:
+        """Refuse observations and rewards that are not finite or outside their space, and masks without a legal choice but at an episode's end."""
         if self._check is None:
             return
-        found = self._check.first_bad(obs)
+        found = self._check.first_bad(obs) or self._check.first_blocked(obs, dead)
         if found is None and reward is not None and not math.isfinite(reward.dot(reward)):
             bad = np.flatnonzero(~np.isfinite(reward))
             if bad.size:  # else the squares alone overflowed

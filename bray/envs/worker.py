@@ -28,6 +28,8 @@ from bray.errors import ConfigError, EnvError
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
 
+ENDING = {signal.SIGINT, signal.SIGTERM}
+"""Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its workers."""
 STEP, QUIET, STOP = b"s", b"k", b"q"
 """A step, the answer to it where no environment had an info or failed, and the end. All other messages are pickled:
 (method, *arguments) and ("ok", result, failures) or ("error", kind, text)."""
@@ -105,7 +107,9 @@ class Share:
 def run_worker(conn: Connection, memory: Any, share: bytes, trace_path: str, parent: int, by_main_thread: bool) -> None:
     """Serve one share of the environments until told to stop or the parent is gone."""
     _die_with_parent(parent, by_main_thread)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: a game that an environment starts would inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     with open(trace_path, "w") as trace:
         faulthandler.enable(trace)
         if hasattr(faulthandler, "register"):

@@ -7,6 +7,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ from bray.algos import algo_name
 from bray.config import ConfigSource, load_yaml
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
-from bray.errors import CheckpointError, ConfigError
+from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, random_observations
 from bray.experiment.setup import set_up
 from bray.inference.torch_engine import load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
-from bray.rundir import RunDir, default_run_dir
+from bray.rundir import OncePer, RunDir, default_run_dir
 from bray.spec import EnvSpec
 from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy
 from bray.train.offline import ID as FILES, FileTraining
@@ -37,6 +39,7 @@ from bray.train.offline import ID as FILES, FileTraining
 logger = logging.getLogger("bray")
 
 _AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
+_TRY_AGAIN = 60.0  # seconds: a full disk is not asked at every iteration
 
 
 class Experiment:
@@ -87,7 +90,10 @@ class Experiment:
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
-        self._saved_time = time.monotonic()
+        self._saved_time = time.monotonic()  # when the state that was saved was that of the run
+        self._save_seconds = self._try_again = self._looked_at = 0.0
+        self._once = OncePer()
+        self._health = Health()
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -143,6 +149,7 @@ class Experiment:
         stop = check_stop(stop) if stop is not None else run.stop
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
+        self._looked_at = time.monotonic()
         training.start()
         with rundir.logging_to(directory.log), _open_sinks(directory, sinks) as out:
             if training.iteration:
@@ -158,12 +165,19 @@ class Experiment:
                     if on_result is not None:
                         on_result(row)
                     self.last_row = row
-                    out.write(row)
+                    self._unless_full(partial(out.write, row))
+                    self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
                     yield row
+            except Exception as e:
+                self._save_after(e)
+                raise
+            except BaseException:  # the caller has had enough, or Ctrl-C
+                self._save_last()
+                raise
+            else:
+                self._save_last()
             finally:
-                if training.iteration and self._saved_at != training.iteration:
-                    self.save()
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
         if self.last_row is not None and run.show_figure and show:
@@ -183,7 +197,12 @@ class Experiment:
         """One iteration with its evaluation; None where there is nothing more to learn from."""
         training, eval_freq = self.training, self.config["run"].eval_freq
         began = time.perf_counter()
-        row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
+        try:
+            row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
+        except Exception as e:
+            if (cause := self._health.cause(e, training.lost_weights())) is not None:
+                raise cause from e
+            raise
         if row is None:
             return None
         if eval_freq and training.iteration % eval_freq == 0:
@@ -217,14 +236,42 @@ class Experiment:
     def _save_when_due(self, row: Mapping[str, Any]) -> None:
         run, score = self.config["run"], self._score
         score.check_row(row)
+        now = time.monotonic()
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
-        late = run.checkpoint_every_s and time.monotonic() - self._saved_time >= run.checkpoint_every_s
-        if due or late or (score.key.startswith("eval/") and self._is_better(score.of(row))):
+        # By the next look, and by the end of saving then, no more than that may be unsaved.
+        until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
+        late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
+        better = score.key.startswith("eval/") and self._is_better(score.of(row))
+        if (due or late or better) and now >= self._try_again:
+            self._unless_full(self.save)
+
+    def _unless_full(self, write: Callable[[], Any]) -> None:
+        """Write something; where there is no space, say so once a minute and go on. Nothing is lost by that: rows are kept, the last checkpoint is
+        valid, and the next one will hold more. At the end of the run a disk that is still full is an error."""
+        try:
+            write()
+        except DiskFull as e:
+            self._try_again = time.monotonic() + _TRY_AGAIN
+            if self._once.due():
+                logger.warning("%s Training goes on, and tries to write again every minute.", e)
+
+    def _save_last(self) -> None:
+        if self.training.iteration and self._saved_at != self.training.iteration:
             self.save()
+
+    def _save_after(self, error: Exception) -> None:
+        """Keep what was learnt before an error, which is told in any case."""
+        if isinstance(error, Diverged):
+            return
+        try:
+            self._save_last()
+        except BrayError as e:
+            logger.error("what was learnt after iteration %d could not be saved: %s", max(0, self._saved_at), e)
 
     def save(self) -> Path:
         """A checkpoint of everything, and `best` if it is; returns its directory."""
         training, directory, run = self.training, self._run_dir(), self.config["run"]
+        began = time.monotonic()
         row, step = self.last_row or {}, training.learner.steps
         score = self._score.of(row)
         best = self._is_better(score)
@@ -232,15 +279,19 @@ class Experiment:
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay
         keeps_replay = how == "always" or (how == "auto" and training.experience.nbytes <= _AUTO_REPLAY_BYTES)
-        state = training.get_state(replay_dir if keeps_replay else None)
+        with rundir.writing(replay_dir, "the previous checkpoint is kept"):
+            state = training.get_state(replay_dir if keeps_replay else None)
+        if lost := training.lost_weights(state["arrays"]["learner"]):
+            raise self._health.diverged(f"{lost} are not finite")
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        path = directory.save_checkpoint(
-            step, training.weights(), state, self._meta(row), best=best, keep=run.keep_checkpoints
-        )
-        self._best, self._saved_at, self._saved_time = best_score, training.iteration, time.monotonic()
-        training.prune_replay(replay_dir, step, state, directory)
+        meta = self._meta(row) | {"exact": self.exact and state["json"]["exact"]}
+        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, keep=run.keep_checkpoints)
+        self._best, self._saved_at, self._saved_time = best_score, training.iteration, began
+        with rundir.writing(replay_dir, "the new checkpoint is safe"):
+            training.prune_replay(replay_dir, step, state, directory)
+        self._save_seconds = time.monotonic() - began
         return path
 
     def _meta(self, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,17 +311,14 @@ class Experiment:
             "learner_steps_total": training.learner.steps,
             "episode_return_mean": row.get("episode_return_mean"),
             "eval/return_mean": row.get("eval/return_mean"),
-            "exact": self.exact,
         }
 
     # --- curves -------------------------------------------------------------------------------------------------------
 
     def _draw(self, stop: Mapping[str, float]) -> None:
-        out = self._run_dir().folder("figures") / "learning_curve.png"
         try:
+            out = self._run_dir().folder("figures") / "learning_curve.png"
             figures.learning_curve(self.path, out, self._title, stop.get("episode_return_mean"))
-        except CheckpointError:
-            raise
         except Exception as e:  # a picture must not lose a trained agent
             logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
 
@@ -476,9 +524,9 @@ def _run_path(path: str | Path | None, project: str | Path | None, trial: str | 
 
 def _open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
     files: list[Sink] = [
+        TensorBoardSink(directory.tensorboard),  # first: after a kill it has every row that result.jsonl has
         JsonlSink(directory.result_jsonl),
         CsvSink(directory.progress_csv),
-        TensorBoardSink(directory.tensorboard),
     ]
     return Sinks([*files, *more])
 

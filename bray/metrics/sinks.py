@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import json
+import logging
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from bray.errors import CheckpointError, DataError
+from bray.errors import CheckpointError, DataError, DiskFull
 from bray.metrics.rows import ENV_STEPS, ITERATION, Row, flatten_row
-from bray.rundir.files import DISK_FULL, write_atomic
+from bray.rundir.files import DISK_FULL, write_atomic, writing
+
+logger = logging.getLogger("bray")
+
+_MOST_LATE = 100_000  # rows kept in memory while a disk is full, about 100 MB
 
 
 class Sink(Protocol):
@@ -27,27 +34,34 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Rows to several sinks. One that fails (a full disk) does not keep the row from the others; then a clear error is raised."""
+    """Rows to several sinks. One that fails does not keep the row from the others; then a clear error is raised. Where it is DiskFull the rows that
+    are missing are kept, and written with the next one."""
 
     def __init__(self, sinks: Iterable[Sink]):
         self.sinks = list(sinks)
+        self._late: list[deque[Row]] = [deque() for _ in self.sinks]
 
     def write(self, row: Mapping[str, Any]) -> None:
         flat = flatten_row(row)
-        self._each(lambda sink: sink.write(flat), "write a row")
+        for late in self._late:
+            late.append(flat)
+        self._each(_write_late, "write a row")
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
         """Drop what came after the checkpoint of `iteration`, before going on from it."""
-        self._each(lambda sink: sink.truncate_after(iteration, env_steps), "drop rows newer than the checkpoint")
+        self._each(lambda sink, _: sink.truncate_after(iteration, env_steps), "drop rows newer than the checkpoint")
 
     def close(self) -> None:
-        self._each(lambda sink: sink.close(), "close")
+        try:
+            self._each(_write_late, "write the last rows")
+        finally:
+            self._each(lambda sink, _: sink.close(), "close")
 
-    def _each(self, do: Callable[[Sink], None], what: str) -> None:
+    def _each(self, do: Callable[[Sink, deque[Row]], None], what: str) -> None:
         failed: list[tuple[Sink, Exception]] = []
-        for sink in self.sinks:
+        for sink, late in zip(self.sinks, self._late, strict=True):
             try:
-                do(sink)
+                do(sink, late)
             except Exception as e:
                 failed.append((sink, e))
         if failed:
@@ -55,16 +69,36 @@ class Sinks:
             if not isinstance(error, OSError):
                 raise error
             path = getattr(sink, "path", "")
-            full = "the disk is full" if error.errno in DISK_FULL else str(error)
-            raise CheckpointError(
-                f"{type(sink).__name__} could not {what} ({path}): {full}. Rows written before are kept."
+            full = error.errno in DISK_FULL
+            why = "the disk is full. Free some space" if full else str(error)
+            kind = DiskFull if full else CheckpointError
+            raise kind(
+                f"{type(sink).__name__} could not {what} ({path}): {why}. Rows written before are kept."
             ) from error
 
     def __enter__(self) -> Sinks:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as e:
+            if kind is None:
+                raise
+            logger.error("%s", e)  # beside the error that ends the run
+
+
+def _write_late(sink: Sink, late: deque[Row]) -> None:
+    while late:
+        row = late.popleft()
+        try:
+            sink.write(row)
+        except (DiskFull, OSError) as e:
+            if isinstance(e, DiskFull) or e.errno in DISK_FULL:
+                late.appendleft(row)
+            if len(late) > _MOST_LATE:
+                raise CheckpointError(f"{len(late):,} rows could not be written: {e}") from e
+            raise
 
 
 class _LineFile:
@@ -72,10 +106,11 @@ class _LineFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._open()
-        data = self.path.read_bytes()
-        self._truncate(data.rfind(b"\n") + 1)  # a kill can leave half a line at the end
+        with writing(self.path, "nothing was changed"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._open()
+            data = self.path.read_bytes()
+            self._truncate(data.rfind(b"\n") + 1)  # a kill can leave half a line at the end
 
     def _open(self) -> None:
         self._file = open(self.path, "ab")  # noqa: SIM115
@@ -174,13 +209,16 @@ class CsvSink(_LineFile):
 
 
 class TensorBoardSink:
-    """TensorBoard events: tags are the row's keys, x is `env_steps_total`. Written with TensorBoard's own protobufs, without torch."""
+    """TensorBoard events: tags are the row's keys, x is `env_steps_total`. A row is on disk when `write` returns, other summaries a little later.
+    Written with TensorBoard's own protobufs, without torch."""
 
     def __init__(self, dir: str | Path, flush_s: float = 2.0):
         self.path = Path(dir)
         self._flush_s = flush_s
         self._flushed = time.monotonic()
         self._file: Any = None
+        self._size = 0
+        self._events = io.BytesIO()  # not in the file yet
 
     def _event(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -190,9 +228,9 @@ class TensorBoardSink:
             self.path.mkdir(parents=True, exist_ok=True)
             stamp = time.time_ns()  # files are read in the order of their names
             name = f"events.out.tfevents.{stamp // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.{stamp % 10**9:09d}"
-            self._file = RecordWriter(open(self.path / name, "wb"))  # noqa: SIM115
+            self._file, self._size = open(self.path / name, "ab", buffering=0), 0  # noqa: SIM115
             self._event(file_version="brain.Event:2")
-        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        RecordWriter(self._events).write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, row: Row) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -200,6 +238,7 @@ class TensorBoardSink:
         numbers = {k: v for k, v in flatten_row(row).items() if isinstance(v, (int, float))}
         step = int(numbers.get(ENV_STEPS, numbers.get(ITERATION, 0)))
         self.put(step, Summary(value=[Summary.Value(tag=k, simple_value=v) for k, v in numbers.items()]))
+        self.flush()
 
     def put(self, step: int, summary: Any) -> None:
         """A Summary of TensorBoard's own, of any kind."""
@@ -213,9 +252,21 @@ class TensorBoardSink:
         self.flush()
 
     def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        """Everything to the file, or nothing and an error; then another file is begun."""
+        data, self._events = self._events.getvalue(), io.BytesIO()
         self._flushed = time.monotonic()
+        if self._file is None or not data:
+            return
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._size += len(data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self._file.name, self._size)
+            self._file.close()
+            self._file = None
+            raise
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
         """Event files only grow: a START mark tells TensorBoard to forget the steps after it."""
@@ -227,5 +278,6 @@ class TensorBoardSink:
 
     def close(self) -> None:
         if self._file is not None:
+            self.flush()
             self._file.close()
             self._file = None

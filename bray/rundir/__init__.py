@@ -12,14 +12,15 @@ behind the user's back. Nothing is ever unpickled.
 """
 
 from bray.rundir.checkpoints import Checkpoint
-from bray.rundir.files import plain, read_json, write_atomic
-from bray.rundir.log import log_to, logging_to
+from bray.rundir.files import plain, read_json, write_atomic, writing
+from bray.rundir.log import OncePer, log_to, logging_to
 from bray.rundir.run import RunDir, default_run_dir
 from bray.rundir.state import pack_state, unpack_state
 from bray.rundir.weights import match_weights, read_weights
 
 __all__ = [
     "Checkpoint",
+    "OncePer",
     "RunDir",
     "default_run_dir",
     "log_to",
@@ -31,4 +32,5 @@ __all__ = [
     "read_weights",
     "unpack_state",
     "write_atomic",
+    "writing",
 ]

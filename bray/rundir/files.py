@@ -8,11 +8,11 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from bray.errors import CheckpointError, DataError
+from bray.errors import CheckpointError, DataError, DiskFull
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -64,8 +64,21 @@ def sync_dir(path: Path) -> None:
 def write_error(e: OSError, path: Path, kept: str) -> CheckpointError:
     """The error for the user; `kept` says what is still there."""
     if e.errno in DISK_FULL:
-        return CheckpointError(f"disk full while writing {path}: {kept}. Free some space and go on with --resume.")
+        return DiskFull(f"disk full while writing {path}: {kept}. Free some space and go on with --resume.")
+    if isinstance(e, PermissionError) or e.errno == errno.EROFS:
+        return CheckpointError(
+            f"{path} may not be written ({e.strerror or e}): {kept}. Make it writable for this user, or choose another place (--project)."
+        )
     return CheckpointError(f"could not write {path} ({e.strerror or e}): {kept}.")
+
+
+@contextlib.contextmanager
+def writing(path: Path, kept: str) -> Iterator[None]:
+    """Errors of the file system inside become the one for the user."""
+    try:
+        yield
+    except OSError as e:
+        raise write_error(e, path, kept) from e
 
 
 def read_json(path: str | Path) -> Any:

@@ -4,28 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bray.errors import UnknownName
+from bray.rundir.files import writing
 
 logger = logging.getLogger("bray")
 
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARN": 30, "WARNING": 30, "ERROR": 40}
 
 
+class OncePer:
+    """Says whether it is time to say something again: `if once.due(): log.warning(...)`."""
+
+    def __init__(self, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic):
+        self._seconds, self._clock, self._last = seconds, clock, -math.inf
+
+    def due(self) -> bool:
+        now = self._clock()
+        if now - self._last < self._seconds:
+            return False
+        self._last = now
+        return True
+
+
 class _LogFile(logging.FileHandler):
+    _once: OncePer | None = None
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk is one line a minute on stderr, where Python would print two tracebacks for each line of the log."""
+        self._once = self._once or OncePer()
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self._once.due():
+            print(f"{self.baseFilename}: lines of the log are lost ({error.strerror or error})", file=sys.stderr)
+
     def close(self) -> None:
         logger.removeHandler(self)
-        super().close()
+        with contextlib.suppress(OSError):  # what could not be written is told
+            super().close()
 
 
 def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
     """Write the "bray" logger to a file (appending); `handler.close()` ends it."""
     if level.upper() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    handler = _LogFile(path, encoding="utf-8")
+    with writing(Path(path), "nothing was changed"):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     handler.setLevel(_LEVELS[level.upper()])
     logger.addHandler(handler)

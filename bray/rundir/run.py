@@ -13,7 +13,7 @@ from typing import Any
 
 from bray.errors import CheckpointError, UnknownName
 from bray.rundir.checkpoints import META, Checkpoints
-from bray.rundir.files import read_json, to_json, write_atomic, write_error
+from bray.rundir.files import read_json, to_json, write_atomic, writing
 from bray.rundir.log import logger
 
 _SIGNS = ("config.yaml", "result.jsonl", "params.json", "checkpoints", "models")  # any of these makes a directory a run
@@ -58,10 +58,8 @@ class RunDir(Checkpoints):
                 f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial."
             )
         run = cls(path)
-        try:
+        with writing(path, "nothing was changed"):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise write_error(e, path, "nothing was changed") from e
         run.lock()
         return run
 
@@ -85,7 +83,8 @@ class RunDir(Checkpoints):
         path = (self.path / ".lock").resolve()
         if path in _locks:
             return
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with writing(path, "nothing was changed"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -112,7 +111,8 @@ class RunDir(Checkpoints):
         if name not in _FOLDERS:
             raise UnknownName("folder of a run directory", name, _FOLDERS)
         out = self.path / name
-        out.mkdir(parents=True, exist_ok=True)
+        with writing(out, "the rest of the run is kept"):
+            out.mkdir(parents=True, exist_ok=True)
         return out
 
     # --- what was run

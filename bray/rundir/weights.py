@@ -80,4 +80,7 @@ def pack_weights(weights: Mapping[str, np.ndarray]) -> bytes:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
             got = getattr(array, "dtype", type(array).__name__)
             raise DataError(f"weight {name!r}: expected a numpy array of numbers, got {got}")
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            lost = np.count_nonzero(np.isnan(array))
+            raise CheckpointError(f"weight {name!r}: {lost} of {array.size} values are NaN; such weights are not saved")
     return safetensors.numpy.save({k: np.ascontiguousarray(v).reshape(v.shape) for k, v in weights.items()})

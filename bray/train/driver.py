@@ -28,6 +28,7 @@ from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.rundir import RunDir
+from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
 
@@ -393,6 +394,7 @@ class Driver:
             "sources": [state["json"] for state in sources],
             "learner": {k: v for k, v in learner.items() if k != "parts"},
             "experience": experience["json"],
+            "exact": all(state["json"].get("exact", True) for state in sources),
             "iteration": self.iteration,
             "env_steps": self.totals.env_steps,
             "dropped": self.totals.dropped,
@@ -447,6 +449,16 @@ class Driver:
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         load_weights(self.model, weights)
+
+    def lost_weights(self, learner: Mapping[str, Any] | None = None) -> str:
+        """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there already."""
+        constants = {name for name, _ in self.model.named_buffers()}
+        lost = not_finite(self._weights_now(), constants)
+        if not lost:
+            parts = self.learner.state_dict()["parts"] if learner is None else learner
+            inside = dict(tree.paths(parts))
+            lost = not_finite(inside, inside.keys())  # a moment of Adam may overflow without harm
+        return lost
 
     def close(self) -> None:
         for source in self._running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.local import make_side
 from bray.train.source import FileSource
+
+logger = logging.getLogger("bray")
 
 ID = "files"
 """The environment's name of a run that has none."""
@@ -46,6 +49,12 @@ class FileTraining(Driver):
         side.experience = as_dataset(side.experience, run.algorithm, config, data.epochs)
         side.experience.seed(run.seed)
         super().__init__([side], [FileSource(self.reader, self.spec.layout)])
+        if "env_steps_total" in run.stop:
+            logger.warning(
+                "env_steps_total (--steps) counts what is read from files, and all %s steps are read before the first one is learnt from: the run ends "
+                "with its first iteration. Say how much to learn by data.epochs, or by --stop '{\"learner_steps_total\": N}'",
+                f"{self.reader.steps.sum():,}",
+            )
 
     def describe(self) -> str:
         files = len(self.reader.paths)

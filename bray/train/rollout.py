@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
+from bray.train.health import blame_policy
 from bray.train.source import Source
+
+logger = logging.getLogger("bray")
 
 SEPARATE = 0.3
 """Outputs that `act` does not read are computed once per rollout instead of at each step when at least this share of the Model's
@@ -71,6 +75,7 @@ class Rollout:
         self.episodes_left: int | None = None
         """Episodes that still count; those beyond are not told of."""
         self.seconds = {"env": 0.0, "forward": 0.0}
+        self._broken = False  # a step did not come to its end: nobody knows where the environments are
 
     @property
     def full(self) -> bool:
@@ -99,7 +104,12 @@ class Rollout:
         if waits:
             extras = self._under_way = self._taken(extras)
         t1 = time.perf_counter()
-        self.obs, reward, terminated, truncated, _ = env.step(actions)
+        try:
+            self.obs, reward, terminated, truncated, _ = env.step(actions)
+        except BaseException as e:
+            self._broken = True
+            blame_policy(e, actions)
+            raise
         t2 = time.perf_counter()
         self.seconds["forward"] += t1 - t0
         self.seconds["env"] += t2 - t1
@@ -145,8 +155,9 @@ class Rollout:
         return tree.map(choose, extras, self._under_way)
 
     def get_state(self) -> dict[str, Any]:
-        """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}."""
-        env = self.env.get_state()
+        """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}. Where the environments cannot say where
+        they are (one has failed, or does not answer), all the rest; then `exact` is false in it."""
+        env = self._env_state()
         arrays = {
             "env": env["arrays"],
             "obs": self.obs,
@@ -157,7 +168,19 @@ class Rollout:
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
         }
-        return {"arrays": arrays, "json": {"env": env["json"], "rng": self.rng.bit_generator.state}}
+        json = {"env": env["json"], "rng": self.rng.bit_generator.state, "exact": self.env.exact}
+        return {"arrays": arrays, "json": json}
+
+    def _env_state(self) -> dict[str, Any]:
+        if not self._broken:
+            try:
+                return self.env.get_state()
+            except Exception as e:  # what was learnt is saved in any case
+                logger.warning(
+                    "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
+                )
+        self.env.exact = False
+        return {"arrays": {}, "json": None}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `get_state`; where the environment cannot, new episodes start and `env.exact` is False."""
@@ -165,6 +188,10 @@ class Rollout:
         self.rng.bit_generator.state = json["rng"]
         if self.rewards:
             self.rewards.set_state(arrays["rewards"])
+        if json["env"] is None:
+            self.obs = self.env.reset(int(self.rng.integers(1 << 31)))  # other episodes than those that began the run
+            self.env.exact = False
+            return
         self.obs = self.env.set_state({"arrays": arrays["env"], "json": json["env"]})
         same = tree.equal(self.obs, tree.map(np.asarray, arrays["obs"])) and np.array_equal(
             self.env.dead, arrays["dead"]

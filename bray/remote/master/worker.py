@@ -22,7 +22,7 @@ from typing import Any
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
-from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
+from bray.rundir import OncePer, RunDir, pack_state, unpack_state, write_atomic
 
 logger = logging.getLogger("bray.remote")
 
@@ -117,6 +117,7 @@ class Master:
         self._seconds, self._rows, self._since = 0.0, 0, time.monotonic()
         self._dirty = False
         self._pending: list[tuple[bytes, int | None]] = []  # summaries
+        self._once = OncePer()
         self._restore()
         self._board = TensorBoardSink(RunDir(path).tensorboard)
         self._sinks = Sinks([JsonlSink(self._path / "result.jsonl"), CsvSink(self._path / "progress.csv")])
@@ -144,6 +145,9 @@ class Master:
             try:
                 await loop.run_in_executor(None, self._row)
                 await loop.run_in_executor(None, self._save)
+            except (BrayError, OSError) as e:
+                if self._once.due():
+                    logger.warning("the master could not write its numbers and will retry: %s", e)
             except Exception:
                 logger.exception("the master could not write its numbers and will retry")
 
@@ -222,13 +226,15 @@ class Master:
         head: dict[str, Any] = {ITERATION: self._rows, "time_total_s": self._elapsed()}
         if step is not None:
             head["learner_steps_total"] = step
-        if points:
-            self._sinks.write(head | row)
-        for summary, at in pending:
-            self._board.put(self._x() if at is None else at, Summary.FromString(summary))
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
-        self._board.put(self._x(), Summary(value=values))
-        self._board.flush()
+        try:  # first: after a kill TensorBoard has every row that result.jsonl has
+            for summary, at in pending:
+                self._board.put(self._x() if at is None else at, Summary.FromString(summary))
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in points.items()]
+            self._board.put(self._x(), Summary(value=values))
+            self._board.flush()
+        finally:
+            if points:
+                self._sinks.write(head | row)
 
     def _numbers_now(self, now: float) -> tuple[dict[str, Any], dict[str, float]]:
         """(a row, TensorBoard's points by tag), without the episodes. The lock is held."""

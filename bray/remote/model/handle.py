@@ -206,6 +206,11 @@ class RemoteModel:
             raise ConfigError(f"expected a weight for each of the {len(pool)} versions {pool}, got {len(weights)}")
         return random.choices(pool, weights)[0]
 
+    @property
+    def checkpoint_every_s(self) -> float:
+        """Seconds between its saved versions, where they do not go by steps."""
+        return self._known().definition.checkpoint_every_s
+
     def _known(self) -> Client:
         """The client of this process, open or not."""
         if self._client is None or self._client.ended:

@@ -19,20 +19,22 @@ import numpy as np
 import torch
 
 from bray.data.experience import Batch, EndOfData
-from bray.errors import BrayError, CheckpointError, ConfigError, Unreachable
+from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Unreachable
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
+from bray.metrics import ENV_STEPS, ITERATION
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
-from bray.rundir import RunDir, pack_state, unpack_state
+from bray.rundir import OncePer, RunDir, pack_state, unpack_state, writing
 from bray.train.driver import Driver, Hook, Side
+from bray.train.health import Health
 from bray.train.ranks import Ranks
 from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
 
 SAVE_EVERY = 60.0
-"""Seconds between checkpoints where no number of steps is given."""
+"""Seconds between checkpoints where neither a number of steps nor the model's `checkpoint_every_s` is given."""
 _KEEP = 5
 _EVAL_WAIT = 30.0
 _REPORT_EVERY = 60.0
@@ -112,12 +114,16 @@ class RankDriver(Driver):
         """The step of the checkpoint that this process went on from."""
         self._published = self._saved = self._evaluated = self._reuses = 0
         self._saved_at = self._reported_at = time.monotonic()
+        self._save_every: float | None = None
         self._reported = 0
         self._publishing: Promise | None = None
         self._publish_step = 0
         self._run_dir: RunDir | None = None
         self._owns_dir = True
         self._best: float | None = None
+        self._unsaved: DiskFull | None = None  # why the last checkpoint is not there
+        self._once = OncePer()
+        self._health = Health()
         self._since, self._begun = time.monotonic(), 0
         ours = [
             Hook("before_run", RankDriver._resume, 10),
@@ -184,7 +190,7 @@ class RankDriver(Driver):
 
     def wants_to_save(self) -> bool:
         by_time = self.ranks.first and self.settings.checkpoint_interval is None
-        return by_time and time.monotonic() > self._saved_at + SAVE_EVERY
+        return by_time and time.monotonic() > self._saved_at + (self._save_every or SAVE_EVERY)
 
     def _learn_from(self, side: Side, batch: Batch) -> None:
         began = time.monotonic()
@@ -196,6 +202,8 @@ class RankDriver(Driver):
     def _log(self) -> None:
         assert self.update is not None
         metrics = self.update.metrics
+        row = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
+        self._health.check(row | {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}, self.lost_weights)
         for name, value in metrics.items():  # on every rank: the log has their mean
             self._merge(name if "/" in name else f"loss/{name}", value, trainer=self.name)
         now = time.monotonic()
@@ -271,6 +279,8 @@ class RankDriver(Driver):
     def _save_last(self) -> None:
         if self.steps > self._saved:
             self._checkpoint()
+        if self._unsaved is not None:
+            raise self._unsaved
 
     def _checkpoint(self) -> None:
         self.save_now = False
@@ -280,16 +290,28 @@ class RankDriver(Driver):
         self._saved, self._saved_at = self.steps, time.monotonic()
         if not self.ranks.first:
             return
+        try:
+            with writing(self._run_path, "the previous checkpoint is kept"):
+                self._write_checkpoint(states)
+            self._unsaved = None
+        except DiskFull as e:
+            self._unsaved = e
+            if self._once.due():
+                logger.warning("trainer %s: %s Training goes on, and tries to save again.", self.name, e)
+
+    def _write_checkpoint(self, states: list[bytes]) -> None:
         assert self._run_dir is not None
         row = self.totals.episodes.row()
         score = row.get("episode_return_mean")
         best = score is not None and (self._best is None or score > self._best)
-        self._best = score if best else self._best
         replay = self._replay_dir()
         state = self.get_state(replay)
+        if lost := self.lost_weights(state["arrays"]["learner"]):
+            raise self._health.diverged(f"{lost} are not finite")
         recent = self.recent_observations()
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        state["json"] |= {"first": self.first, "rows": self.rows, "best": self._best, "ranks": states}
+        best_score = score if best else self._best
+        state["json"] |= {"first": self.first, "rows": self.rows, "best": best_score, "ranks": states}
         meta = {
             "trainer": self.name,
             "ranks": self.ranks.size,
@@ -301,6 +323,7 @@ class RankDriver(Driver):
         self._run_dir.save_checkpoint(
             self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
         )
+        self._best = best_score
         if replay is not None:
             self.prune_replay(replay, self.steps, state, self._run_dir)
 
@@ -319,6 +342,7 @@ class RankDriver(Driver):
         start: dict[str, Any] = {}
         if self.ranks.first:
             weights, step = self.remote_model.get_weights()
+            self._save_every = getattr(self.remote_model, "checkpoint_every_s", None)
             start = {"weights": dict(weights), "model_step": int(step), "saved": None}
             if self._run_path is not None:
                 self._owns_dir = not (self._run_path / "trainer.json").exists()  # else the session has locked it

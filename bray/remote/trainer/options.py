@@ -45,4 +45,4 @@ class TrainOptions:
     num_steps: Count | None = None
     """Steps to train, those of earlier starts of the trial included; `null` = until the run is stopped."""
     checkpoint_interval: Count | None = None
-    """Steps between checkpoints of the trainer (its optimizer, its counters); `null` = every minute."""
+    """Steps between checkpoints of the trainer (its optimizer, its counters); `null` = as often as the model says by `checkpoint_every_s`."""

@@ -1,0 +1,216 @@
+"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0]: kill trainings at random moments, resume each, and count what is lost.
+
+A training and all its processes are killed (SIGKILL) a random time after they were started, and the same command, or `--resume`, goes on. What is
+lost is training time: that of the newest result row, less that of the checkpoint from which the next process goes on. Exit code 0: every
+one went on, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bray.figures import read_results
+from bray.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+TRAIN = {
+    "ppo": ["--run", "PPO", "--env", "CartPole-v1"],
+    "ppo-subprocess": ["--run", "PPO", "--env", "CartPole-v1", "vector=subprocess", "num_envs=4", "num_processes=2"],
+    "dqn": ["--run", "DQN", "--env", "CartPole-v1", "learning_starts=500"],
+}
+"""By turns. The last one keeps rows of its replay in files beside the checkpoints."""
+LAUNCH = {
+    "__init__.py": "",
+    "code.py": """
+        import itertools, time
+        import numpy as np, torch
+        import bray
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.line = torch.nn.Linear(2, 1)
+
+            def forward(self, obs):
+                return {"value": self.line(obs)[:, 0]}
+
+        class Rows:
+            def __iter__(self):
+                for i in itertools.count():
+                    time.sleep(0.002)
+                    yield {"obs": np.full(2, i % 7, np.float32), "y": np.float32(i % 7)}
+
+        class Trainer(bray.Trainer):
+            def __init__(self, name, config, model):
+                self.model = model
+
+            def loss(self, replay):
+                return ((self.model(replay["obs"])["value"] - replay["y"]) ** 2).mean()
+
+        def build_model(name, config):
+            return Net(), (np.zeros((1, 2), np.float32),)
+
+        def build_source(name, config):
+            return [Rows()]
+    """,
+    "x.yaml": """
+        project: runs
+        trial: launch
+        model1: {kind: model, module: killed.code, local_mode: true, tensorboard_step: true, checkpoint_every_s: EVERY}
+        source1: {kind: source, module: killed.code, epoch: 1000}
+        buffer1: {kind: buffer, sources: [source1], batch_size: 4, size: 8, num_workers: 1}
+        trainer1: {kind: trainer, module: killed.code, class: Trainer, model: model1, buffers: [buffer1], cpus_per_worker: 0.1}
+    """,
+}
+
+
+@dataclass
+class Case:
+    """One run directory, and how it is started and goes on."""
+
+    name: str
+    path: Path
+    first: list[str]
+    again: list[str]
+    kills: int = 0
+    failed: list[str] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    """Seconds of training, by kill."""
+
+    def start(self, folder: Path) -> subprocess.Popen[str]:
+        words = self.again if RunDir(self.path).steps() else self.first
+        command = [sys.executable, "-m", "bray", *words]
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "KILLED": str(folder)}
+        errors = open(folder / f"{self.name}.err", "w")  # noqa: SIM115
+        return subprocess.Popen(
+            command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=errors, process_group=0, text=True
+        )
+
+    def kill_once(self, folder: Path, seconds: float) -> None:
+        """Start, wait, kill; then look at what is there."""
+        new = not RunDir(self.path).steps()
+        process = self.start(folder)
+        until = time.monotonic() + seconds + (60.0 if new else 0.0)
+        while time.monotonic() < until:
+            if process.poll() is not None:
+                self.failed.append(
+                    f"exit code {process.returncode}: {(folder / f'{self.name}.err').read_text()[-600:]}"
+                )
+                return
+            if new and RunDir(self.path).steps():
+                new, until = False, time.monotonic() + seconds  # the first start has something to go on from
+            time.sleep(0.02)
+        end_all(process, folder)
+        self.kills += 1
+        self.lost.append(self.behind())
+
+    def behind(self) -> float:
+        """Seconds of training after the checkpoint that the next process goes on from."""
+        try:
+            checkpoint = RunDir.open(self.path).load_checkpoint()
+        except Exception as e:
+            self.failed.append(f"{type(e).__name__}: {e}")
+            return 0.0
+        rows = read_results(self.path) if (self.path / "result.jsonl").exists() else []
+        if not rows:
+            return 0.0
+        if "time" in checkpoint.state["json"]:
+            return max(0.0, rows[-1]["time_total_s"] - checkpoint.state["json"]["time"])
+        step = checkpoint.meta[
+            "learner_steps_total"
+        ]  # a launched run: rows come every few seconds, and tell how fast it goes
+        moving = [r for r in rows if r.get("learner_steps_total")]
+        if len(moving) < 2:
+            return 0.0
+        newest = max(max(RunDir(self.path).versions("model1"), default=0), moving[-1]["learner_steps_total"])
+        steps = moving[-1]["learner_steps_total"] - moving[0]["learner_steps_total"]
+        rate = steps / max(1e-9, moving[-1]["time_total_s"] - moving[0]["time_total_s"])
+        return max(0.0, (newest - step) / max(rate, 1e-9))
+
+
+def end_all(process: subprocess.Popen[str], folder: Path) -> None:
+    """Kill it and every process that it has started, also in groups of their own."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if f"KILLED={folder}".encode() in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                os.kill(int(entry), signal.SIGKILL)
+
+
+def cases(what: str, folder: Path, every: float) -> list[Case]:
+    if what == "launch":
+        (folder / "killed").mkdir()
+        for name, text in LAUNCH.items():
+            (folder / "killed" / name).write_text(textwrap.dedent(text).replace("EVERY", str(every)))
+        words = ["launch", "--config", "killed/x.yaml", "--cluster", "local"]
+        return [Case("launch", folder / "runs" / "launch", words, words)]
+    common = ["--stop", '{"time_total_s": 100000}', f"checkpoint_every_s={every}", "save_figure=false", "--quiet"]
+    out = []
+    for name, words in TRAIN.items():
+        first = ["train", *words, "--project", "runs", "--trial", name, *common]
+        out.append(Case(name, folder / "runs" / name, first, ["train", "--resume", f"runs/{name}", "--quiet"]))
+    return out
+
+
+def tensorboard_misses(path: Path) -> int:
+    """Rows of result.jsonl that TensorBoard does not have."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(path / "tb"), size_guidance={"scalars": 0})
+    board.Reload()
+    there = {e.step for e in board.Scalars("env_steps_total")}
+    return sum(row["env_steps_total"] not in there for row in read_results(path))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=["train", "launch"])
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--every", type=float, default=3.0, help="checkpoint_every_s")
+    parser.add_argument("--most", type=float, default=10.0, help="seconds until a kill, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng, good = random.Random(args.seed), True
+    for what in args.what:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            chosen = cases(what, folder, args.every)
+            for i in range(args.kills):
+                chosen[i % len(chosen)].kill_once(folder, rng.uniform(0.0, args.most))
+            for case in chosen:
+                said = report(case, what)
+                good = good and not case.failed and max(case.lost, default=0.0) <= args.every and not said["gaps"]
+                print(json.dumps(said), flush=True)
+    return 0 if good else 1
+
+
+def report(case: Case, what: str) -> dict[str, object]:
+    numbers = [row["training_iteration"] for row in read_results(case.path)]
+    return {
+        "what": f"{what} {case.name}",
+        "kills": case.kills,
+        "did_not_go_on": case.failed,
+        "most_lost_s": round(max(case.lost, default=0.0), 2),
+        "mean_lost_s": round(sum(case.lost) / max(1, len(case.lost)), 2),
+        "rows": len(numbers),
+        "gaps": sum(b != a + 1 for a, b in itertools.pairwise(numbers)),
+        "rows_tensorboard_misses": tensorboard_misses(case.path) if what == "train" else None,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

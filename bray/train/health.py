@@ -1,0 +1,123 @@
+"""Whether a training is sound. Numbers that are not finite end it, with what and since when; numbers that say it is lost are told once, in words."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import Diverged
+from bray.metrics import ENV_STEPS, ITERATION, short
+
+logger = logging.getLogger("bray")
+
+HUGE = 1e20
+"""A loss beyond this is no loss any more: the next square of it is infinite."""
+_CERTAIN = 1e-3  # nats of entropy: the policy always does the same
+_PATIENCE = 5  # rows in a row, before it is said
+_ADVICE = "Lower the learning rate (lr), or clip gradients (max_grad_norm) and rewards (clip_rewards)"
+
+
+def not_finite(arrays: Mapping[str, Any], constants: Collection[str] = ()) -> str:
+    """Which weights are not finite, in words; empty where all are. A buffer (`constants`) may hold infinities: a mask does."""
+    bad: list[str] = []
+    lost = total = 0
+    for name, x in arrays.items():
+        x = np.asarray(x)
+        if x.dtype.kind != "f":
+            continue
+        count = np.count_nonzero(np.isnan(x) if name in constants else ~np.isfinite(x))
+        total += x.size
+        if count:
+            lost += count
+            bad.append(name)
+    if not bad:
+        return ""
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    return f"{lost:,} of {total:,} weights ({', '.join(bad[:3])}{more})"
+
+
+def blame_policy(error: BaseException, actions: Any) -> None:
+    """Raise Diverged where environments failed at actions that are not finite: that is not their fault."""
+    if not isinstance(error, Exception):
+        return
+    for _, x in tree.paths(actions):
+        x = np.asarray(x)
+        if x.dtype.kind == "f" and not np.isfinite(x).all():
+            i = int(np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))[0])
+            raise Diverged(f"the action that the policy chose for environment {i} is {x[i]}") from error
+
+
+class Health:
+    """Looks at every result row of a run."""
+
+    def __init__(self) -> None:
+        self._good: Mapping[str, Any] = {}  # the last row whose numbers were finite
+        self._first: float | None = None  # the return at the start
+        self._certain = 0
+        self._told: set[str] = set()
+
+    def check(self, row: Mapping[str, Any], weights: Callable[[], str]) -> None:
+        """Raise Diverged where a loss is not finite, or another number of the learner is not because of its weights; `weights()` says which are not."""
+        bad = {k: v for k, v in row.items() if k.startswith("loss/") and v is not None and not math.isfinite(v)}
+        if bad:
+            lost = weights()
+            if lost or any("loss" in k.removeprefix("loss/") for k in bad):
+                numbers = ", ".join(f"{k} is {v}" for k, v in bad.items())
+                raise self.diverged(f"{numbers}; {lost} are not finite" if lost else numbers, row)
+            return
+        self._good = row
+        self._look(row)
+
+    def cause(self, error: Exception, lost: str) -> Diverged | None:
+        """What to tell in place of an error that came of actions or weights that are not finite: whoever met them first is not to blame."""
+        what = [str(error)] if isinstance(error, Diverged) else []
+        what += [f"{lost} are not finite"] if lost else []
+        return self.diverged("; ".join(what)) if what else None
+
+    def diverged(self, what: str, row: Mapping[str, Any] | None = None) -> Diverged:
+        """The error for the user: what is not finite, since when, what to do."""
+        good, since = self._good, ""
+        if good:
+            since = f"after iteration {good[ITERATION]} ({short(good[ENV_STEPS])} environment steps) all was finite"
+            if row is not None:
+                since = f"since iteration {row[ITERATION]} ({short(row[ENV_STEPS])} environment steps); {since}"
+        elif row is not None:
+            since = f"since the first iteration ({short(row[ENV_STEPS])} environment steps)"
+        return Diverged(
+            f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the latest. {_ADVICE}, and go on from it "
+            "with --resume."
+        )
+
+    def _look(self, row: Mapping[str, Any]) -> None:
+        for key, value in row.items():
+            if key.startswith("loss/") and "loss" in key[5:] and abs(value or 0.0) > HUGE:
+                self._say(
+                    "loss", f"{key} is {value:.3g}: this run is lost, nothing is learnt from such numbers. {_ADVICE}."
+                )
+        self._look_at_entropy(row)
+
+    def _look_at_entropy(self, row: Mapping[str, Any]) -> None:
+        """A policy that always does the same, and is no better than at the start. Entropies of continuous actions have no zero."""
+        entropy, got = row.get("loss/entropy"), row.get("episode_return_mean")
+        if entropy is None or got is None:
+            return
+        if self._first is None:
+            self._first = got
+        better = got > self._first + 0.05 * abs(self._first)
+        self._certain = self._certain + 1 if abs(entropy) < _CERTAIN and not better else 0
+        if self._certain == _PATIENCE:
+            self._say(
+                "entropy",
+                f"the policy always does the same (entropy {entropy:.2g}) and its return of {short(got)} is no better than at the start "
+                f"({short(self._first)}): this run is lost. Begin another one with a lower lr or a higher entropy_coef.",
+            )
+
+    def _say(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s", message)
