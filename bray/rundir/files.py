@@ -68,16 +68,6 @@ def write_error(e: OSError, path: Path, kept: str) -> CheckpointError:
     return CheckpointError(f"could not write {path} ({e.strerror or e}): {kept}.")
 
 
-def read_json(path: str | Path) -> Any:
-    """JSON from a run directory; CheckpointError when it is missing or broken."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: expected JSON, it cannot be read ({e})") from None
-
-
 def plain(value: Any) -> Any:
     """As JSON data: arrays are lists, paths are text, numbers that are not finite are None."""
     if isinstance(value, Mapping):
