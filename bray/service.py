@@ -197,7 +197,7 @@ def open_shared(shared: Path, models: Mapping[str, ServedModel]) -> None:
         for step in desired[name]["steps"].values() if not model.config.follow else ():
             locks.set(model.run, model.weights_name, step)
         if model.config.engine == "onnx":
-            model.graph()
+            model.prepare_graph()
 
 
 def close_shared(shared: Path) -> None:

@@ -38,7 +38,7 @@ ACTION_MASK = "action_mask"
 
 
 _KINDS = ("box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple")
-_MOST_ELEMENTS = 1 << 40
+_MOST_ELEMENTS = 1 << 24  # of a space in a file: numbers, or choices
 _NO_BOUND = (float(np.finfo(np.float32).min), float(np.finfo(np.float32).max))
 
 
@@ -117,7 +117,8 @@ class Space:
             raise ValueError(f"expected a kind of {', '.join(_KINDS)}")
         if min(self.shape, default=0) < 0 or count > _MOST_ELEMENTS:
             raise ValueError("expected a shape of whole numbers")
-        np.dtype(self.dtype)
+        if np.dtype(self.dtype).kind not in "biuf":
+            raise ValueError(f"expected a type of numbers, got {self.dtype[:20]!r}")
         for bound in (self.low, self.high):
             if isinstance(bound, tuple) and len(bound) != count:
                 raise ValueError(f"expected {count} bounds, got {len(bound)}")
@@ -126,8 +127,8 @@ class Space:
             raise ValueError(
                 f"expected {choices} numbers of choices and starts, got {len(self.n)} and {len(self.start)}"
             )
-        if min(self.n, default=1) < 1:
-            raise ValueError("expected numbers of choices > 0")
+        if min(self.n, default=1) < 1 or sum(self.n) > _MOST_ELEMENTS:
+            raise ValueError(f"expected numbers of choices > 0, and no more than {_MOST_ELEMENTS:,} in all")
         if len(self.names) != (len(self.parts) if self.kind == "dict" else 0):
             raise ValueError("expected one name for each part")
         for part in self.parts:

@@ -375,7 +375,7 @@ def edit_meta(**changes):
         ("model.safetensors", flip, "content was changed"),
         ("state.tree", lambda p: p.unlink(), "state.tree is missing"),
         ("meta.json", lambda p: p.unlink(), "meta.json is missing"),
-        ("meta.json", lambda p: p.write_text("[]"), "expected a bray checkpoint, got something else"),
+        ("meta.json", lambda p: p.write_text("[]"), "expected a JSON object, got \\[\\]"),
         ("meta.json", lambda p: p.write_text('{"kind": "zip"}'), "expected a bray checkpoint"),
         ("meta.json", lambda p: p.write_bytes(b"\xff\xfe"), "expected JSON"),
         ("meta.json", edit_meta(format=99), r"expected checkpoint format 1, got 99 \(written by Bray"),

@@ -12,7 +12,7 @@ import numpy as np
 from bray import tree
 from bray.act import GREEDY
 from bray.cli.options import Collect
-from bray.cli.show import facts, how_to_act, log_shown, say, terminal
+from bray.cli.show import facts, how_to_act, log_shown, say, terminal, trusting
 from bray.data.files import Episode, EpisodeWriter, to_pickle
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
@@ -74,7 +74,7 @@ def collect(options: Collect) -> int:
     steps, act = options.steps, how_to_act(options)
     if options.episodes is not None and steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
-    exp = Experiment.load(options.path, options.checkpoint)
+    exp = Experiment.load(options.path, options.checkpoint, trust=trusting(options))
     exp.check_env()
     console = terminal()
     count, seed = options.episodes or 100, EVAL_SEED if options.seed is None else options.seed

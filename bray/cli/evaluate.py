@@ -11,7 +11,7 @@ import numpy as np
 
 from bray.act import GREEDY, SAMPLE
 from bray.cli.options import Eval
-from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say
+from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
 from bray.envs.make import make_env
 from bray.envs.vector import LIFE_LOST, episode_seed
 from bray.errors import BrayError, ConfigError
@@ -32,7 +32,7 @@ def evaluate(options: Eval) -> int:
     path, checkpoint = options.path, options.checkpoint
     if options.episodes is not None and options.steps is not None:
         raise ConfigError("give either --episodes or --steps, not both")
-    exp = Experiment.load(path, checkpoint)
+    exp = Experiment.load(path, checkpoint, trust=trusting(options))
     number = RunDir.open(path).pointer(checkpoint) if checkpoint in ("latest", "best") else checkpoint
     how: dict[str, Any] = {
         "out": path,

@@ -10,7 +10,7 @@ import torch
 from bray import tree
 from bray.act import GREEDY, TRAINED, Tick
 from bray.cli.options import Export
-from bray.cli.show import facts, log_shown, plain_table, put, say, terminal
+from bray.cli.show import facts, log_shown, plain_table, put, say, terminal, trusting
 from bray.config import ConfigSource
 from bray.errors import ConfigError, ExportError
 from bray.experiment import Experiment
@@ -21,7 +21,7 @@ from bray.inference.onnx_engine import OnnxEngine
 from bray.inference.quantize import quantize as to_int8
 from bray.inference.torch_engine import TorchEngine
 from bray.inference.verify import BATCHES, Report, check_close, follow, run, verify
-from bray.rundir import Checkpoint, RunDir, write_atomic
+from bray.rundir import Checkpoint, RunDir, seal, write_atomic
 
 GRAPH, MODEL, INT8, SAMPLES = "graph.onnx", "model.onnx", "model.int8.onnx", "samples.tree"
 _RANDOM_ROWS = 256
@@ -36,14 +36,14 @@ def export(options: Export) -> int:
     run.refuse_old_launch()
     saved = run.load_checkpoint(options.checkpoint)
     cpu = ConfigSource("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
-    exp = Experiment.load(path, saved.step, sources=[cpu])
+    exp = Experiment.load(path, saved.step, sources=[cpu], trust=trusting(options), plays=False)
     torch.set_num_threads(1)
     folder = run.models / saved.name
     console = terminal()
     exporter = _Exporter(exp, saved, quantize)
     with console.status("exporting"):
         for name, data in exporter.float32().items():
-            write_atomic(folder / name, data)
+            write_atomic(folder / name, seal(data))
         reports: dict[str, Report] = exporter.reports()
         int8 = None
         if quantize:
@@ -53,7 +53,7 @@ def export(options: Export) -> int:
     if int8 is None or refused:
         (folder / INT8).unlink(missing_ok=True)  # one of an earlier export has other weights
     else:
-        write_atomic(folder / INT8, int8)
+        write_atomic(folder / INT8, seal(int8))
     sizes = {"onnx": len(exporter.files[MODEL]), "onnx, weights as inputs": len(exporter.files[GRAPH])}
     if int8 is not None:
         sizes["int8"] = len(int8)

@@ -38,13 +38,14 @@ def again(options: Launch, **changes: str) -> str:
     words = ["bray", "launch", "--config", str(options.config)]
     for flag, value in flags.items():
         words += [f"--{flag}", value] if value is not None else []
+    words += ["--trust"] if options.trust else []
     words += ["--cluster", options.cluster] if options.cluster != "ray" else []
     return shlex.join([*words, *(options.keys or ())])
 
 
 def launch(options: Launch) -> int:
     """Check, draw or run; returns the exit code."""
-    graph = load(options.config, options.keys or (), options.mode, options.trial, options.project)
+    graph = load(options.config, options.keys or (), options.mode, options.trial, options.project, options.trust)
     if options.graph is not None:
         _draw(graph, options.graph)
     if options.graph is not None and not options.check:

@@ -86,8 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in argv
-    if "" not in sys.path and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # `--env mygame:Env` means the file beside the user
+    _set_import_path(Path.cwd())
     try:
         _refuse_unknown_command(argv)
         code = make_app(argv)(_optional_value(argv), prog_name="bray", standalone_mode=False)
@@ -120,6 +119,14 @@ def main(argv: list[str] | None = None) -> int:
             return _usage(e)
         traceback.print_exception(_without_ours(e))
         return 1
+
+
+def _set_import_path(here: Path) -> None:
+    """`--env mygame:Env` means the file beside the user. Inside of a run directory it does not: that is data."""
+    if (here / "config.yaml").exists() and (here / "checkpoints").is_dir():
+        sys.path[:] = [p for p in sys.path if p not in ("", str(here))]
+    elif "" not in sys.path and str(here) not in sys.path:
+        sys.path.insert(0, str(here))
 
 
 def _complain(message: str, code: int) -> int:

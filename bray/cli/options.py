@@ -38,7 +38,15 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Acting(Options):
+class Reading(Options):
+    """What reads a run directory that may come from elsewhere."""
+
+    trust: bool = False
+    """Import what the run directory names: an environment, a model or an algorithm that is not part of Bray. See docs/security.md."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acting(Reading):
     """How a trained policy acts."""
 
     act: Literal["greedy", "sample"] | None = None
@@ -48,7 +56,7 @@ class Acting(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Options):
+class Train(Reading):
     """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
 
     Later ones win: preset, file, --config, flags and key=value. `bray schema run` (env, model, live, PPO, ...) lists the keys.
@@ -147,7 +155,7 @@ class Serve(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay(Options):
+class Replay(Reading):
     """Play recorded sessions again, byte for byte, and compare the actions tick by tick."""
 
     files: Annotated[list[Path], Flag(metavar="FILE...", argument=True)]
@@ -179,7 +187,7 @@ class Gateway(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(Options):
+class Export(Reading):
     """Write a checkpoint's Model as ONNX files, check them against torch and time them.
 
     RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint), model.int8.onnx and
@@ -198,7 +206,7 @@ class Export(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch(Options):
+class Launch(Reading):
     """Start the components of a launch file: models, buffers, agents, trainers. Ctrl-C ends it.
 
     `bray schema KIND` lists the keys of a component; see docs/launch.md.

@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from bray.serving.record import About, Step, read_recording
 _KEYS = {"sample", *(key for section in SECTIONS.values() for key in options_of(section))}  # sample: `act` in 0.1
 
 
-def _torch_engine(path: Path, step: int) -> tuple[Any, Any]:
+def _torch_engine(path: Path, step: int, trust: bool = False) -> tuple[Any, Any]:
     from bray.experiment import torch_engine  # only when it is asked for
 
-    return torch_engine(path, step)
+    return torch_engine(path, step, trust)
 
 
 @log_shown("info")
@@ -50,7 +51,7 @@ def serve(options: Serve, flags: ConfigSource) -> int:
             "dim",
         )
 
-    return serve_runs(runs, service, model, _torch_engine, ready)
+    return serve_runs(runs, service, model, partial(_torch_engine, trust=model.trust), ready)
 
 
 def settings(words: Sequence[str], flags: ConfigSource) -> tuple[dict[str, Path], ServiceConfig, ServedModelConfig]:
@@ -80,7 +81,7 @@ def replay(options: Replay) -> int:
     table = plain_table("recording", ">ticks", ">same action", "version then", "version now")
     differences: list[tuple[str, int, Any, Any]] = []
     total = same = 0
-    config = ServedModelConfig(engine=options.engine, versions={options.against: 1.0})
+    config = ServedModelConfig(engine=options.engine, versions={options.against: 1.0}, trust=options.trust)
     for file, about, pairs in asyncio.run(_all_again(options.files, options.run, config)):
         for i, (then, now) in enumerate(pairs):
             if then != now:
@@ -107,13 +108,14 @@ async def _all_again(
 ) -> list[tuple[Path, About, Pairs]]:
     """Every recording against its run (or another one); a run is loaded once."""
     services: dict[Path, Service] = {}
+    engine = partial(_torch_engine, trust=config.trust)
     out = []
     try:
         for file in files:
             about, steps = read_recording(file)
             path = run or Path(about.run)
             if path not in services:
-                services[path] = Service({about.model: path}, config, torch_engine=_torch_engine)
+                services[path] = Service({about.model: path}, config, torch_engine=engine)
             try:
                 out.append((file, about, await _again(services[path], about, steps)))
             except (DataError, Refusal) as e:

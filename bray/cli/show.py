@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bray.cli.options import Acting
+from bray.cli.options import Acting, Reading
 from bray.config.schema import rows
 from bray.errors import BrayError, ConfigError, UnknownName
 
@@ -99,6 +99,19 @@ def log_shown(level: str = "warning") -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+def trusting(options: Reading) -> bool | Callable[[str], bool]:
+    """Whether to import what a run directory names: --trust, else whoever sits at the terminal is asked."""
+    if options.trust or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return options.trust
+
+    def ask(what: str) -> bool:
+        print(what, end=" ", file=sys.stderr)
+        print("Allow it, now and later? [y/N] ", end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+    return ask
 
 
 def renamed_act(act: str | None, old: bool, flag: str) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from bray import figures
 from bray.algos import algo_name
 from bray.cli.options import Train
-from bray.cli.show import facts, log_shown, put, say, terminal
+from bray.cli.show import facts, log_shown, put, say, terminal, trusting
 from bray.config import ConfigSource, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
@@ -166,7 +166,7 @@ def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -
         wrong = [flag for name, flag in _FIXED.items() if getattr(options, name)]
         if wrong:
             raise ConfigError(f"--resume {options.resume} resumes that run: leave out {', '.join(wrong)}")
-        return Experiment.resume(options.resume, sources)
+        return Experiment.resume(options.resume, sources, trust=trusting(options))
     place: dict[str, Any] = {"path": path} if path else {"project": options.project, "trial": options.trial}
     exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:

@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from bray.config.declare import Flag, Option, options
     from bray.config.merge import resolve
     from bray.config.resolved import Resolved, to_plain
-    from bray.config.sources import ConfigSource, load_config, load_yaml, parse_assignments, parse_json, read_yaml
+    from bray.config.sources import (
+        ConfigSource,
+        load_config,
+        load_yaml,
+        parse_assignments,
+        parse_json,
+        parse_yaml,
+        read_yaml,
+    )
 
 __all__ = [
     "ConfigSource",
@@ -35,6 +43,7 @@ __all__ = [
     "options",
     "parse_assignments",
     "parse_json",
+    "parse_yaml",
     "read_yaml",
     "resolve",
     "to_plain",

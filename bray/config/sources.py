@@ -167,8 +167,13 @@ def read_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
 
 def load_yaml(path: str | Path) -> ConfigSource:
     """A YAML file; keys remember their lines."""
-    values, lines = read_yaml(_read_text(path), str(path))
-    return ConfigSource(str(path), _mapping(values, str(path)), lines)
+    return parse_yaml(_read_text(path), str(path))
+
+
+def parse_yaml(text: str, name: str) -> ConfigSource:
+    """The text of a YAML file; keys remember their lines."""
+    values, lines = read_yaml(text, name)
+    return ConfigSource(name, _mapping(values, name), lines)
 
 
 def parse_json(text: str, name: str = "--config") -> ConfigSource:

@@ -18,6 +18,7 @@ import numpy as np
 
 from bray import tree
 from bray.errors import CheckpointError, DataError
+from bray.rundir import open_plain
 from bray.tree import NestedArray
 
 _NAME = re.compile(r"rows-\d{12}-\d{12}-[0-9a-f]{16}\.seg(\.tmp)?")
@@ -44,18 +45,19 @@ def read(directory: Path, entry: list[int]) -> NestedArray:
     """The rows of one segment, as views of the mapped file. Raises CheckpointError if it is not what the state names."""
     path = directory / _name(entry)
     try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size != entry[2]:
-                raise CheckpointError(
-                    f"replay segment {path} has {size} bytes, the checkpoint says {entry[2]}: it was truncated or replaced. "
-                    "Resume from another checkpoint, or start without the replay."
-                )
-            data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
-    except FileNotFoundError:
+        file = open_plain(path.name, directory)
+    except CheckpointError as e:
         raise CheckpointError(
-            f"replay segment {path} is missing. Resume from another checkpoint, or start without the replay."
+            f"replay segment {e}. Resume from another checkpoint, or start without the replay."
         ) from None
+    with file as f:
+        size = os.fstat(f.fileno()).st_size
+        if size != entry[2] or not size:
+            raise CheckpointError(
+                f"replay segment {path} has {size} bytes, the checkpoint says {entry[2]}: it was truncated or replaced. "
+                "Resume from another checkpoint, or start without the replay."
+            )
+        data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     if _digest(data) != entry[3]:
         raise CheckpointError(
             f"replay segment {path} does not hold the rows the checkpoint was made with (digest differs)"

@@ -18,16 +18,19 @@ from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
 from bray.algos import algo_name
-from bray.config import ConfigSource, load_yaml
+from bray.config import ConfigSource
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, random_observations
-from bray.experiment.setup import set_up
+from bray.experiment.saved import fits_state, import_check, made_from, read_config, read_launch
+from bray.experiment.setup import Check, set_up
 from bray.inference.torch_engine import load_weights
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
-from bray.rundir import OncePer, RunDir, default_run_dir
+from bray.rundir import Checkpoint, OncePer, RunDir, default_run_dir
+from bray.rundir.trust import Answer
+from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
 from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
@@ -38,6 +41,7 @@ from bray.train.offline import ID as FILES, FileTraining
 
 logger = logging.getLogger("bray")
 
+_GRAPH_WAIT_S = 30.0  # for an export that is under way when the training ends
 _AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
 _TRY_AGAIN = 60.0  # seconds: a full disk is not asked at every iteration
 
@@ -66,13 +70,14 @@ class Experiment:
         trial: str | None = None,
         live: bool = False,
         data: str | Path | None = None,
+        _check: Check | None = None,
         **overrides: Any,
     ):
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
         of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
         files = {"data": {"files": str(data)}} if data is not None else None
         given = [*sources, *(ConfigSource("python", dict(values)) for values in (config, overrides, files) if values)]
-        setup = set_up(run, env, given, use_preset, live)
+        setup = set_up(run, env, given, use_preset, live, _check)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"])
@@ -97,6 +102,7 @@ class Experiment:
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
+        self._plays = True
         self.exact = self.config["env"].wait_num is None and not self.live
         """Whether another run of this seed, or a resumed one, is the same run."""
 
@@ -105,6 +111,7 @@ class Experiment:
     @property
     def training(self) -> LocalTraining | LiveTraining | FileTraining:
         if self._training is None:
+            self._check_plays()
             c = self.config
             parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
             if self.live:
@@ -149,7 +156,8 @@ class Experiment:
         stop = check_stop(stop) if stop is not None else run.stop
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
-        self._looked_at = time.monotonic()
+        graph = self._graph_export()
+        self._looked_at = began = time.monotonic()
         training.start()
         with rundir.logging_to(directory.log), _open_sinks(directory, sinks) as out:
             if training.iteration:
@@ -168,6 +176,7 @@ class Experiment:
                     self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
+                    graph.tend(time.monotonic() - began)
                     yield row
             except Exception as e:
                 self._save_after(e)
@@ -178,10 +187,16 @@ class Experiment:
             else:
                 self._save_last()
             finally:
+                graph.close(0.0 if self._stop_requested else _GRAPH_WAIT_S)
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
         if self.last_row is not None and run.show_figure and show:
             self.show_figure(stop)
+
+    def _graph_export(self) -> GraphExport:
+        """Writes the run's graph while it trains, unless it is there."""
+        there = (self._run_dir().models / "default" / "graph.onnx").exists()
+        return GraphExport(self.path, None if there else self.config["run"].export_graph_after_s)
 
     def _log_start(self) -> None:
         run = self.config["run"]
@@ -335,50 +350,51 @@ class Experiment:
 
     @classmethod
     def load(
-        cls, path: str | Path, which: str | int = "latest", sources: Sequence[ConfigSource] = (), env: Any = None
+        cls,
+        path: str | Path,
+        which: str | int = "latest",
+        sources: Sequence[ConfigSource] = (),
+        env: Any = None,
+        trust: Answer = False,
+        plays: bool = True,
     ) -> Experiment:
-        """A trained experiment: its policy, its evaluation, or further training in a new run directory."""
+        """A trained experiment: its policy, its evaluation, or further training in a new run directory. A directory that was not made here by
+        this user may name code of its own (environment, model, algorithm): that is imported with `trust=True` only. `plays=False`: its
+        policy alone is wanted, and so what makes its environment needs no trust."""
         directory = RunDir.open(path)
         directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
-        exp = cls(env=env, sources=[load_yaml(directory.path / "config.yaml"), *sources], use_preset=False)
+        check = import_check(directory, trust, env, plays)
+        exp = cls(env=env, sources=[read_config(directory), *sources], use_preset=False, _check=check)
+        exp._plays = plays
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
         exp.loaded = checkpoint.path, checkpoint.step
-        if (directory.path / "launch.json").exists():
-            exp._launched = directory.read_json("launch.json")
+        exp._launched = read_launch(directory, trust)
         return exp
 
     @classmethod
-    def resume(cls, path: str | Path, sources: Sequence[ConfigSource] = (), env: Any = None) -> Experiment:
-        """Go on with a run in its own directory, exactly where its latest checkpoint is."""
+    def resume(
+        cls, path: str | Path, sources: Sequence[ConfigSource] = (), env: Any = None, trust: Answer = False
+    ) -> Experiment:
+        """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`."""
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():
             raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")
-        saved = load_yaml(directory.path / "config.yaml")
+        saved = read_config(directory)
         if "live" not in saved.values and any("live" in source.values for source in sources):
             raise ConfigError(
                 f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can start with its weights "
                 f"(bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
-        exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path)
-        training, state = exp.training, checkpoint.state
-        if EnvSpec.from_json(directory.read_json("spec.json")) != training.spec:
-            raise CheckpointError(
-                f"{path}: the environment has other spaces than at training time; resume needs the same ones"
-            )
-        if "experience" not in state["json"]:
-            raise CheckpointError(
-                f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
-            )
-        exp.exact = training.set_state(state, checkpoint.weights, directory.path / "replay")
-        saved_json = state["json"]
-        exp._time, exp.last_row = saved_json["time"], saved_json["row"] or None
-        if saved_json.get("best_by", exp._score.name) == exp._score.name:
-            exp._best = saved_json["best"]
-        exp._saved_at = training.iteration
-        exp._dir = RunDir.create(path, resume=True)
+        check = import_check(directory, trust, env)
+        exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path, _check=check)
+        try:
+            exp._go_on_from(directory, checkpoint)
+        except BaseException:
+            exp.close()
+            raise
         exp._dir.write_config(exp.config)
         if not exp.exact:
             logger.warning(
@@ -386,6 +402,28 @@ class Experiment:
                 path,
             )
         return exp
+
+    def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> None:
+        """Take over the state of a checkpoint of a run, and its directory."""
+        path, state = directory.path, checkpoint.state
+        with made_from(path):
+            training = self.training
+        if EnvSpec.from_json(directory.read_json("spec.json")) != training.spec:
+            raise CheckpointError(
+                f"{path}: the environment has other spaces than at training time; resume needs the same ones"
+            )
+        with fits_state(path):
+            if "experience" not in state["json"]:
+                raise CheckpointError(
+                    f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
+                )
+            self.exact = training.set_state(state, checkpoint.weights, path / "replay")
+            saved = state["json"]
+            self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
+            if saved.get("best_by", self._score.name) == self._score.name:
+                self._best = None if saved["best"] is None else float(saved["best"])
+        self._saved_at = training.iteration
+        self._dir = RunDir.create(path, resume=True)
 
     def init_from(self, path: str | Path, which: str | int = "latest") -> None:
         """Start from another run's weights, and nothing else of it."""
@@ -412,7 +450,8 @@ class Experiment:
         if self._launched is not None:
             model = launched_model(self._launched)
         else:
-            model = self.algo.make_model(c["algo"], spec, c["model"])
+            with made_from(self.loaded[0] if self.loaded else None):
+                model = self.algo.make_model(c["algo"], spec, c["model"])
         model = model.to(resolve_device(c["run"].device))
         load_weights(model, self._weights)
         return model
@@ -464,11 +503,16 @@ class Experiment:
                 "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
             )
 
+    def _check_plays(self) -> None:
+        if not self._plays:
+            raise ConfigError("this run was loaded with plays=False, for its policy alone: load it without that")
+
     @contextlib.contextmanager
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
         """What `bray.train.evaluate` needs to play with this policy."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
+        self._check_plays()
         self.check_env()
         with make_vec(eval_config(self.config["env"], num_envs), seed=seed) as env:
             if env.spec.observation != served.spec.observation or env.spec.action != served.spec.action:
@@ -543,20 +587,21 @@ def show_figure(paths: Sequence[Path], title: str, threshold: float | None) -> N
         logger.warning("no window shows the learning curve: %s", why)
 
 
-def torch_engine(path: Path, step: int) -> tuple[Any, Any]:
+def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:
     """A run's Model in torch and its Policy, for a service."""
-    served = Experiment.load(path, step).served
+    served = Experiment.load(path, step, trust=trust, plays=False).served
     return served.engine, served.policy
 
 
-def export_graph(path: str | Path) -> Path:
+def export_graph(path: str | Path, trust: Answer = False) -> Path:
     """Write a run's `models/default/graph.onnx`: what a service without torch needs beside the weights."""
     from bray.inference.export import export_onnx
 
     run = RunDir.open(path)
-    served = Experiment.load(path, sources=[ConfigSource("export", {"run": {"device": "cpu"}})]).served
+    cpu = ConfigSource("export", {"run": {"device": "cpu"}})
+    served = Experiment.load(path, sources=[cpu], trust=trust, plays=False).served
     obs = random_observations(served.spec, 2)
     args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
     file = run.models / run.model_name() / "graph.onnx"
-    rundir.write_atomic(file, export_onnx(served.model, args, served.outputs))
+    rundir.write_atomic(file, rundir.seal(export_onnx(served.model, args, served.outputs)))
     return file

@@ -12,6 +12,7 @@ import torch
 from bray import tree
 from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
 from bray.errors import ConfigError, UnknownName
+from bray.rundir.trust import module_of
 from bray.serving.values import Observations
 from bray.spec import EnvSpec
 from bray.train.local import acting_engine, initial_state
@@ -62,8 +63,7 @@ def random_observations(spec: EnvSpec, count: int) -> Any:
 
 def launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
     """The network of a launched run, made by the project's own `build_model(name, config)`."""
-    name, config = launched["model"], launched["config"]
-    module = config[name]["module"]
+    name, config, module = launched["model"], launched["config"], module_of(launched)
     try:
         made = importlib.import_module(module).build_model(name, config)
     except ModuleNotFoundError as e:

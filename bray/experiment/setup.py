@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,8 +29,15 @@ class Setup:
     config: Resolved
 
 
-def set_up(run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, live: bool) -> Setup:
-    """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources."""
+Check = Callable[[Mapping[str, Any]], None]
+"""Raises where a config (plain data by section) names what may not be imported."""
+
+
+def set_up(
+    run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, live: bool, check: Check | None = None
+) -> Setup:
+    """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked before anything is
+    imported: for the algorithm, and for all the rest once it is merged."""
     given = [spread_sections(source) for source in sources]
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
@@ -45,6 +52,8 @@ def set_up(run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool
             "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, --live), or "
             "files (data=, --data)"
         )
+    if check is not None:
+        check({"run": {"algorithm": run}})
     algo, name = get_algo(run), algo_name(run)
     layers = []
     if defaults := getattr(algo, "DEFAULTS", None):  # e.g. another network for this algorithm
@@ -57,7 +66,10 @@ def set_up(run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool
         sections["live"] = LiveConfig
     if from_files:
         sections["data"] = DataConfig
-    return Setup(algo, env, live, _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]))))
+    config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given])))
+    if check is not None:
+        check(config.to_dict())
+    return Setup(algo, env, live, config)
 
 
 def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -> Any:

@@ -18,14 +18,16 @@ an output whose path is an input's name too is `next/state/h`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bray.errors import DataError
 from bray.inference.engine import fit_weights
+from bray.rundir.reader import BLANK
 
 KEY = "bray"
 FORMAT = 1
@@ -106,6 +108,31 @@ def with_constant_weights(graph: bytes, weights: Mapping[str, np.ndarray], step:
     return model.SerializeToString()
 
 
+def refuse_external_data(graph: bytes, where: str | Path) -> None:
+    """Raise for an ONNX file that asks for the content of other files of this machine."""
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.load_model_from_string(graph)
+    except DecodeError as e:
+        raise DataError(f"{where}: expected an ONNX file ({e})") from None
+    for part in _messages(model):
+        if isinstance(part, onnx.TensorProto) and (part.external_data or part.data_location):
+            raise DataError(
+                f"{where}: its tensor {part.name[:60]!r} lies in another file, which is not read: export it as one file"
+            )
+
+
+def _messages(message: Any) -> Iterator[Any]:
+    """A protobuf message and all that is in it."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in [value] if hasattr(value, "ListFields") else value:
+                yield from _messages(part)
+
+
 def _declared(value: Any) -> tuple[np.dtype, tuple[int, ...]]:
     import onnx
 
@@ -119,9 +146,10 @@ def read_signature(model: Any) -> Signature:
 
 
 def write_signature(model: Any, signature: Signature) -> None:
-    """Into an `onnx.ModelProto`, in place of all other metadata."""
+    """Into an `onnx.ModelProto`, in place of all other metadata; and room for the checksum of its file (`rundir.seal`)."""
     del model.metadata_props[:]
     model.metadata_props.add(key=KEY, value=signature.to_json())
+    model.metadata_props.add(key="checksum", value=BLANK)
 
 
 def leaf_names(tree: Any) -> list[str]:

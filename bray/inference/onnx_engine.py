@@ -22,9 +22,9 @@ class OnnxEngine:
     """A graph in ONNX Runtime, on the CPU. With its weights inside it is fastest; with weights as inputs it waits for `set_weights`
     and can take new ones at any time."""
 
-    def __init__(self, model: str | Path | bytes, threads: int = 1):
+    def __init__(self, model: str | Path | bytes, threads: int = 1, where: str = "this ONNX file"):
         self.threads = threads
-        where = "this ONNX file" if isinstance(model, bytes) else str(model)
+        where = where if isinstance(model, bytes) else str(model)
         try:
             data = model if isinstance(model, bytes) else Path(model).read_bytes()
         except OSError as e:

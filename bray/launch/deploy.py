@@ -91,7 +91,7 @@ def _lacks(graph: Graph, c: Component) -> str | None:
     for file in ("spec.json", "policy.json"):
         if not (run.path / file).exists():
             return f"{run.path} has no {file}: nothing was trained there yet, or by an older Bray"
-    policy = run.read_json("policy.json")
+    policy = run.read_policy()
     if policy.get("rule") is None:
         return f"the Policy of {policy.get('algorithm')} acts in a way of its own, which needs its code"
     if not _names_run(c) and run.model_name() != c.name:
@@ -210,6 +210,7 @@ def _model_service(graph: Graph, c: Component, agent: Component, actor: Componen
         act=agent.settings.act,
         follow=s.follow,
         fallback=actor.settings.fallback,
+        trust=graph.settings.trust,
         **given,
     )
 

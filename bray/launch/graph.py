@@ -134,9 +134,10 @@ def load(
     mode: str | None = None,
     trial: str | None = None,
     project: str | None = None,
+    trust: bool = False,
 ) -> Graph:
     """Read and check a launch file. `overrides` are `component.key=value`; all mistakes are in one ConfigError."""
-    flags = {"mode": mode, "trial": trial, "project": project}
+    flags = {"mode": mode, "trial": trial, "project": project, "trust": trust or None}
     given = {k: v for k, v in flags.items() if v is not None}
     typed = ConfigSource("command line", given, texts={(k,): f"--{k} {v}" for k, v in given.items()})
     return _Reader(Path(path), (load_yaml(path), parse_assignments(overrides), typed)).read()

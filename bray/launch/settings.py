@@ -31,6 +31,8 @@ class LaunchSettings:
     """Name of the trial. A trial that is there is continued from its newest checkpoint."""
     mode: Mode = "train"
     """`train`: everything. `deploy`: the game service alone, without trainers and the buffers that they read."""
+    trust: bool = False
+    """In deploy mode: import what a run directory named by `checkpoint` names, where it has no graph.onnx; see docs/security.md."""
     dump_state: bool = False
     """Save the states of episodes, for `bray render`; how many is said by `episode_save_interval` of the actor."""
 

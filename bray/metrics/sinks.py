@@ -155,7 +155,7 @@ class JsonlSink(_LineFile):
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
             try:
                 newer = json.loads(line)[ITERATION] > iteration
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise DataError(f"{self.path}:{number}: expected a row with {ITERATION!r}, got {line[:60]!r}") from None
             if newer:
                 break
@@ -171,8 +171,11 @@ class CsvSink(_LineFile):
         self._header: list[str] = next(iter(self._read()), [])
 
     def _read(self) -> list[list[str]]:
-        with open(self.path, newline="", encoding="utf-8") as f:
-            return list(csv.reader(f))
+        try:
+            with open(self.path, newline="", encoding="utf-8") as f:
+                return list(csv.reader(f))
+        except (csv.Error, UnicodeDecodeError) as e:
+            raise DataError(f"{self.path}: expected the rows of a run, it cannot be read ({e}): put it aside") from None
 
     @staticmethod
     def _line(cells: Iterable[Any]) -> str:

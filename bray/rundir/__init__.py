@@ -8,28 +8,36 @@
 
 A file is written beside its place, synced and renamed; a checkpoint is a directory made the same way. `meta.json` holds the checksums
 of the other files and of itself: a truncated or foreign checkpoint is refused, never half loaded and never replaced by another one
-behind the user's back. Nothing is ever unpickled.
+behind the user's back. Weights and graphs carry their checksum inside. Nothing is ever unpickled, and nothing that a directory names is
+imported unless it is trusted (`trust.py`); all reading goes through `reader.py`.
 """
 
 from bray.rundir.checkpoints import Checkpoint
-from bray.rundir.files import plain, read_json, write_atomic, writing
+from bray.rundir.files import plain, write_atomic, writing
 from bray.rundir.log import OncePer, log_to, logging_to
+from bray.rundir.reader import check_seal, open_plain, read_json, read_plain, seal
 from bray.rundir.run import RunDir, default_run_dir
 from bray.rundir.state import pack_state, unpack_state
+from bray.rundir.trust import UntrustedRun
 from bray.rundir.weights import match_weights, read_weights
 
 __all__ = [
     "Checkpoint",
     "OncePer",
     "RunDir",
+    "UntrustedRun",
+    "check_seal",
     "default_run_dir",
     "log_to",
     "logging_to",
     "match_weights",
+    "open_plain",
     "pack_state",
     "plain",
     "read_json",
+    "read_plain",
     "read_weights",
+    "seal",
     "unpack_state",
     "write_atomic",
     "writing",

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import safetensors.numpy
-from safetensors import SafetensorError
 
 from bray._version import __version__
 from bray.errors import CheckpointError, DataError, UnknownName
 from bray.rundir.files import (
     DISK_FULL,
     link_or_copy,
-    read_json,
     sync_dir,
     to_json,
     write_atomic,
@@ -31,8 +29,9 @@ from bray.rundir.files import (
     write_synced,
 )
 from bray.rundir.log import logger
+from bray.rundir.reader import check_seal, most_bytes, read_dict, read_plain
 from bray.rundir.state import pack_state, unpack_state
-from bray.rundir.weights import pack_weights, read_weights
+from bray.rundir.weights import pack_weights, unpack_weights
 
 FORMAT = 1
 """Version of the checkpoint layout; a newer one is refused."""
@@ -40,6 +39,22 @@ FORMAT = 1
 META = "meta.json"
 _KIND = "bray checkpoint"
 _STATE, _WEIGHTS = "state.tree", "model.safetensors"
+
+
+class _File(msgspec.Struct):
+    """A file of a checkpoint, as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+class _Head(msgspec.Struct):
+    """`meta.json`."""
+
+    step: int
+    name: str
+    files: dict[str, _File]
+    meta: dict[str, Any]
 
 
 @dataclass
@@ -67,7 +82,7 @@ class Checkpoints:
     # --- model versions
 
     def weights_path(self, step: int, name: str = "default") -> Path:
-        return self.models / _safe_name(name) / f"{_step(step)}.safetensors"
+        return self.models / safe_name(name) / f"{_step(step)}.safetensors"
 
     def save_weights(self, step: int, weights: Mapping[str, np.ndarray], name: str = "default") -> Path:
         """Publish a model version without a checkpoint."""
@@ -76,13 +91,28 @@ class Checkpoints:
         return path
 
     def load_weights(self, step: int, name: str = "default") -> dict[str, np.ndarray]:
-        """A published model version."""
-        return read_weights(self.weights_path(step, name))
+        """A published model version: intact, as far as it or its checkpoint carries a checksum, and finite."""
+        path = self.weights_path(step, name)
+        data = self._read_plain(path, most_bytes())
+        if not check_seal(data, path):
+            self._check_by_checkpoint(step, name, data)
+        return unpack_weights(data, path)
+
+    def _check_by_checkpoint(self, step: int, name: str, data: bytes) -> None:
+        """Weights of an older Bray carry no checksum; the checkpoint of their step does, where there is one."""
+        try:
+            head = self._head(step)
+        except CheckpointError:
+            return
+        if head.name == name and head.files[_WEIGHTS] != _checksum(data):
+            raise CheckpointError(
+                f"{self.weights_path(step, name)}: its content was changed after it was written (checksum)"
+            )
 
     def versions(self, name: str = "default") -> list[int]:
         """Published versions of a model, oldest first."""
-        folder = self.models / _safe_name(name)
-        return sorted(int(p.stem) for p in folder.glob("*.safetensors") if p.stem.isdigit())
+        folder = self.models / safe_name(name)
+        return sorted(int(p.stem) for p in folder.glob("*.safetensors") if p.stem.isdecimal())
 
     def protect(self, step: int, name: str = "default", on: bool = True) -> None:
         """Keep a version (cloned, being served) and its checkpoint from retention; `on=False` releases it."""
@@ -113,14 +143,19 @@ class Checkpoints:
         """The step that `latest` or `best` names; None when there is none yet."""
         link = self.checkpoints / which
         try:
-            text = os.readlink(link) if link.is_symlink() else link.read_text().strip()
+            if not os.path.lexists(link):
+                return None
+            text = os.readlink(link) if link.is_symlink() else self._read_plain(link, 64).decode().strip()
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"{link}: expected the name of a checkpoint, it cannot be read ({e})") from None
-        if not text.isdigit():
+        if not re.fullmatch(r"[0-9]{1,18}", text):
             raise CheckpointError(f"{link}: expected the number of a checkpoint, got {text[:40]!r}")
         return int(text)
+
+    def _read_plain(self, path: Path, most: int) -> bytes:
+        return read_plain(path.relative_to(self.path), self.path, most)
 
     def _point(self, which: str, step: int) -> None:
         link = self.checkpoints / which
@@ -165,8 +200,8 @@ class Checkpoints:
             "format": FORMAT,
             "bray": __version__,
             "step": _step(step),
-            "name": _safe_name(name),
-            "files": {_STATE: _checksum(packed), _WEIGHTS: _checksum(model)},
+            "name": safe_name(name),
+            "files": msgspec.to_builtins({_STATE: _checksum(packed), _WEIGHTS: _checksum(model)}),
             "meta": json.loads(to_json(dict(meta or {}))),
         }
         head["sha256"] = _own_checksum(head)
@@ -243,7 +278,7 @@ class Checkpoints:
         safe = {self.pointer("latest"), self.pointer("best")}
         for old in sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)[keep:]:
             try:
-                name = str(self._head(old)["name"])
+                name = self._head(old).name
             except CheckpointError:
                 continue
             if old in safe or self.is_protected(old, name):
@@ -266,11 +301,13 @@ class Checkpoints:
         except CheckpointError as e:
             intact = next((s for s in reversed(self.steps()) if s != step and self.is_intact(s)), None)
             hint = f"The newest intact one is {intact}." if intact is not None else "No other one is intact."
-            raise CheckpointError(f"checkpoint {which!r} of {self.path} is damaged: {e} {hint}") from None
+            raise CheckpointError(
+                f"checkpoint {which!r} of {self.path} cannot be used: {str(e).rstrip('.')}. {hint}"
+            ) from None
 
     def _which(self, which: str | int) -> int:
         known = [str(s) for s in self.steps()]
-        if str(which).isdigit():
+        if str(which).isdecimal():
             if str(int(which)) not in known:
                 raise UnknownName("checkpoint", str(which), known, str(self.path))
             return int(which)
@@ -290,50 +327,60 @@ class Checkpoints:
             return False
         return True
 
-    def _head(self, step: int) -> dict[str, Any]:
+    def _head(self, step: int) -> _Head:
         """`meta.json`, checked."""
         folder = self._find(step)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is missing.")
         path = folder / META
-        head = read_json(path)
-        if not isinstance(head, dict) or head.get("kind") != _KIND:
+        read = read_dict(path.relative_to(self.path), self.path)
+        if read.get("kind") != _KIND:
             raise CheckpointError(f"{path}: expected a {_KIND}, got something else.")
-        if head.get("format") != FORMAT:
+        if read.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path}: expected checkpoint format {FORMAT}, got {head.get('format')!r} (written by Bray {head.get('bray')}; "
+                f"{path}: expected checkpoint format {FORMAT}, got {read.get('format')!r} (written by Bray {read.get('bray')}; "
                 f"this is Bray {__version__})."
             )
-        if head.get("sha256") != _own_checksum(head):
+        if read.get("sha256") != _own_checksum(read):
             raise CheckpointError(f"{path}: it was changed after it was written (checksum).")
-        if head.get("step") != step:
-            raise CheckpointError(f"{path}: expected step {step}, got {head.get('step')!r}: a foreign checkpoint.")
+        try:
+            head = msgspec.convert(read, _Head)
+        except msgspec.ValidationError as e:
+            raise CheckpointError(f"{path}: {e}.") from None
+        safe_name(head.name)
+        if head.step != step:
+            raise CheckpointError(f"{path}: expected step {step}, got {head.step!r}: a foreign checkpoint.")
+        if head.files.keys() != {_STATE, _WEIGHTS}:
+            raise CheckpointError(
+                f"{path}: expected the checksums of {_STATE} and {_WEIGHTS}, got {str(list(head.files))[:80]}."
+            )
         return head
+
+    def load_state(self, step: int) -> Any:
+        """The training state of a checkpoint, without its weights."""
+        return self._read_state(self._head(step), self._find(step))
 
     def _read(self, step: int) -> Checkpoint:
         head, folder = self._head(step), self._find(step)
-        data = {name: _read_checked(folder / name, want) for name, want in head["files"].items()}
+        weights = unpack_weights(self._read_checked(folder / _WEIGHTS, head), folder / _WEIGHTS)
+        return Checkpoint(head.step, weights, self._read_state(head, folder), head.meta, folder, head.name)
+
+    def _read_state(self, head: _Head, folder: Path) -> Any:
+        data = self._read_checked(folder / _STATE, head)
         try:
-            weights = safetensors.numpy.load(data[_WEIGHTS])
-            state = unpack_state(data[_STATE])
-        except (SafetensorError, DataError, KeyError) as e:
+            return unpack_state(data)
+        except DataError as e:
             raise CheckpointError(f"{folder}: {e}.") from None
-        return Checkpoint(int(head["step"]), weights, state, head["meta"], folder, head["name"])
 
-
-def _read_checked(path: Path, want: dict[str, Any]) -> bytes:
-    """The bytes of a file whose size and checksum are as they were when it was written."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing.") from None
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read ({e}).") from None
-    if len(data) != want["bytes"]:
-        raise CheckpointError(f"{path}: expected {want['bytes']} bytes, got {len(data)}: truncated or foreign.")
-    if _checksum(data) != want:
-        raise CheckpointError(f"{path}: its content was changed after it was written (checksum).")
-    return data
+    def _read_checked(self, path: Path, head: _Head) -> bytes:
+        """The bytes of a file of a checkpoint, whose size and checksum are as they were when it was written."""
+        want = head.files[path.name]
+        data = self._read_plain(path, most_bytes())
+        if len(data) != want.bytes:
+            raise CheckpointError(f"{path}: expected {want.bytes} bytes, got {len(data)}: truncated or foreign.")
+        if _checksum(data) != want:
+            raise CheckpointError(f"{path}: its content was changed after it was written (checksum).")
+        return data
 
 
 def _step(step: int) -> int:
@@ -342,15 +389,15 @@ def _step(step: int) -> int:
     return int(step)
 
 
-def _safe_name(name: str) -> str:
+def safe_name(name: str) -> str:
     """A model's name is a directory: no way out of it."""
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise CheckpointError(f"expected a model name of letters, digits, '_', '-', '+' and '.', got {name!r}")
     return name
 
 
-def _checksum(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+def _checksum(data: bytes) -> _File:
+    return _File(len(data), hashlib.sha256(data).hexdigest())
 
 
 def _own_checksum(head: Mapping[str, Any]) -> str:

@@ -81,16 +81,6 @@ def writing(path: Path, kept: str) -> Iterator[None]:
         raise write_error(e, path, kept) from e
 
 
-def read_json(path: str | Path) -> Any:
-    """JSON from a run directory; CheckpointError when it is missing or broken."""
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(f"{path}: expected JSON, it cannot be read ({e})") from None
-
-
 def plain(value: Any) -> Any:
     """As JSON data: arrays are lists, paths are text, numbers that are not finite are None."""
     if isinstance(value, Mapping):

@@ -6,15 +6,20 @@ import errno
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from bray.errors import CheckpointError, UnknownName
-from bray.rundir.checkpoints import META, Checkpoints
-from bray.rundir.files import read_json, to_json, write_atomic, writing
+from bray.rundir.checkpoints import META, Checkpoints, safe_name
+from bray.rundir.files import to_json, write_atomic, writing
 from bray.rundir.log import logger
+from bray.rundir.reader import read_dict, read_text
+from bray.rundir.trust import named, named_by_launch, remember
 
 _SIGNS = ("config.yaml", "result.jsonl", "params.json", "checkpoints", "models")  # any of these makes a directory a run
 _FOLDERS = ("figures", "videos", "trajectories", "episodes", "replay")
@@ -32,6 +37,17 @@ def default_run_dir(env: str, algo: str, now: datetime | None = None, root: str 
     return out
 
 
+class _Policy(msgspec.Struct):
+    """What is read of `policy.json`."""
+
+    model: str = "default"
+    rule: str | None = None
+    settings: dict[str, float] = {}
+    epsilon: float = 0.0
+    recurrent: bool = False
+    algorithm: str | None = None
+
+
 class RunDir(Checkpoints):
     """One run's directory. `create` one to write, `open` one to read."""
 
@@ -47,6 +63,7 @@ class RunDir(Checkpoints):
         path = Path(path)
         if resume:
             run = cls.open(path)
+            run.refuse_links()
             run.lock()
             run.recover()
             return run
@@ -77,6 +94,16 @@ class RunDir(Checkpoints):
                 hint = f" It is a checkpoint of the run {run}: give that, and --checkpoint {path.name}."
             raise CheckpointError(f"{path} is not a run directory: expected config.yaml or checkpoints/ in it.{hint}")
         return cls(path)
+
+    def refuse_links(self) -> None:
+        """Raise for a directory with a link or a pipe among what is written: the next row would land elsewhere, or nowhere."""
+        for folder in (self.path, self.checkpoints, self.models):
+            for path in folder.glob("*"):
+                kind, ours = path.lstat().st_mode, path.name in ("latest", "best") or path.name.startswith(".new-")
+                if not ours and not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                    raise CheckpointError(
+                        f"{path} is a link, a pipe or a device: a run is written to plain files inside of its directory only, put one there"
+                    )
 
     def lock(self, doing: str = "training") -> None:
         """One process writes. The lock goes with the process, however it ends."""
@@ -118,9 +145,16 @@ class RunDir(Checkpoints):
     # --- what was run
 
     def write_config(self, config: Any) -> None:
-        """`config.yaml` and `params.json` of a `config.Resolved`."""
+        """`config.yaml` and `params.json` of a `config.Resolved`. What they name is the user's own, and trusted from now on."""
         write_atomic(self.path / "config.yaml", config.to_yaml())
         self.write_json("params.json", config.to_dict())
+        remember(named(config.to_dict()))
+
+    def write_launch(self, model: str, config: Mapping[str, Any]) -> None:
+        """`launch.json`: the launch file whose project makes the network of a model. It is trusted from now on."""
+        launch = {"model": model, "config": dict(config)}
+        self.write_json("launch.json", launch)
+        remember(named_by_launch(self.read_json("launch.json")))
 
     def write_json(self, name: str, value: Any) -> None:
         """A JSON file in the run directory, sorted and indented: `spec.json`, `policy.json`, ..."""
@@ -134,16 +168,26 @@ class RunDir(Checkpoints):
         """`policy.json`: what turns model outputs into actions when served."""
         self.write_json("policy.json", policy)
 
-    def read_json(self, name: str) -> Any:
-        """A JSON file of the run directory."""
-        return read_json(self.path / name)
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A JSON object of the run directory."""
+        return read_dict(name, self.path)
+
+    def read_text(self, name: str) -> str:
+        """A text file of the run directory."""
+        return read_text(name, self.path)
+
+    def read_policy(self) -> dict[str, Any]:
+        """`policy.json`, with the types that it was written with."""
+        about = self.read_json("policy.json")
+        try:
+            safe_name(msgspec.convert(about, _Policy).model)
+        except (msgspec.ValidationError, CheckpointError) as e:
+            raise CheckpointError(f"{self.path / 'policy.json'}: {e}") from None
+        return about
 
     def model_name(self) -> str:
         """The name under which the run keeps the weights that are served: `default`, or a launched model's."""
-        try:
-            return str(self.read_json("policy.json").get("model", "default"))
-        except CheckpointError:
-            return "default"
+        return self.read_policy().get("model", "default") if (self.path / "policy.json").exists() else "default"
 
     def refuse_old_launch(self) -> None:
         """Raise for a run that `bray launch` made before it left what others need."""

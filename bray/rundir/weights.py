@@ -11,6 +11,9 @@ import safetensors.numpy
 from safetensors import SafetensorError
 
 from bray.errors import CheckpointError, DataError
+from bray.rundir.reader import BLANK, check_seal, most_bytes, read_plain, seal
+
+_MOST_HEADER = 16 << 20
 
 
 @dataclass
@@ -64,23 +67,48 @@ def match_weights(
     return report
 
 
-def read_weights(path: str | Path) -> dict[str, np.ndarray]:
-    """A safetensors file as arrays."""
+def read_weights(path: str | Path, root: str | Path | None = None) -> dict[str, np.ndarray]:
+    """A safetensors file as arrays: intact where it carries a checksum, and finite. `root`: see `open_plain`."""
+    data = read_plain(path, root, most_bytes())
+    where = path if root is None else Path(root) / path
+    check_seal(data, where)
+    return unpack_weights(data, where)
+
+
+def unpack_weights(data: bytes, where: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file; they are finite."""
     try:
-        return safetensors.numpy.load(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, SafetensorError, ValueError, KeyError) as e:
-        raise CheckpointError(f"{path}: expected a safetensors file, it cannot be read ({e})") from None
+        if int.from_bytes(data[:8], "little") > _MOST_HEADER:
+            raise ValueError(f"its header claims more than {_MOST_HEADER:,} bytes")
+        weights = safetensors.numpy.load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as e:
+        raise CheckpointError(f"{where}: expected a safetensors file, it cannot be read ({e})") from None
+    _check_finite(weights, where)
+    return weights
+
+
+def _check_finite(weights: Mapping[str, np.ndarray], where: str | Path) -> None:
+    """Refuse weights that are no numbers any more: what they would do is noise."""
+    for name, array in weights.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all() and not _is_mask(array):
+            bad = int(np.size(array) - np.isfinite(array).sum())
+            raise CheckpointError(
+                f"{where}: {bad:,} of {array.size:,} numbers of the tensor {name!r} are NaN or infinite: the training diverged. Use an older "
+                "checkpoint"
+            )
+
+
+def _is_mask(array: np.ndarray) -> bool:
+    """0 and -inf alone, as what is added to scores to rule some of them out."""
+    return bool(np.isin(array, (0.0, -np.inf)).all() and (array == 0).any())
 
 
 def pack_weights(weights: Mapping[str, np.ndarray]) -> bytes:
-    """The bytes of a safetensors file."""
+    """The bytes of a safetensors file, with their checksum in its metadata."""
     for name, array in weights.items():
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
             got = getattr(array, "dtype", type(array).__name__)
             raise DataError(f"weight {name!r}: expected a numpy array of numbers, got {got}")
-        if array.dtype.kind == "f" and np.isnan(array).any():
-            lost = np.count_nonzero(np.isnan(array))
-            raise CheckpointError(f"weight {name!r}: {lost} of {array.size} values are NaN; such weights are not saved")
-    return safetensors.numpy.save({k: np.ascontiguousarray(v).reshape(v.shape) for k, v in weights.items()})
+    _check_finite(weights, "weights that cannot be saved")
+    arrays = {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in weights.items()}
+    return seal(safetensors.numpy.save(arrays, metadata={"checksum": BLANK}))

@@ -110,6 +110,8 @@ class ServedModelConfig:
     """Positive between two looks at a followed run."""
     fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
     """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
+    trust: Annotated[bool, Flag()] = False
+    """Import what the run directory names (a model or an algorithm that is not part of Bray), where it has no graph.onnx or the engine is torch."""
     record: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory for recordings of every session, for `bray replay`; null = none."""
     max_batch_size: Count = 32

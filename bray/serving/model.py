@@ -11,8 +11,6 @@ import contextlib
 import json
 import logging
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +23,13 @@ from bray import act, tree
 from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError
 from bray.inference.batcher import Batcher
-from bray.rundir import RunDir
+from bray.inference.graph import refuse_external_data
+from bray.rundir import RunDir, check_seal, read_plain
+from bray.rundir.reader import most_bytes
 from bray.serving.config import ServedModelConfig
+from bray.serving.graph import export_graph
 from bray.serving.values import Observations, plain, reader
-from bray.spec import EnvSpec
+from bray.spec import EnvSpec, Space
 
 logger = logging.getLogger("bray.serving")
 
@@ -73,8 +74,8 @@ class ServedModel:
         self.run = RunDir.open(path)
         self.run.refuse_old_launch()
         self.spec = EnvSpec.from_json(self.run.read_json("spec.json"))
-        self.about = self.run.read_json("policy.json")
-        self.weights_name = str(self.about.get("model", "default"))
+        self.about = self.run.read_policy()
+        self.weights_name: str = self.about.get("model", "default")
         """The name under which the run keeps its weights."""
         self.policy = self._make_policy()
         self.recurrent = bool(self.about.get("recurrent"))
@@ -160,10 +161,21 @@ class ServedModel:
             if step not in self.versions:
                 version = self._load(step)
                 if not self.versions:  # what is wrong shows now, not at the first tick
-                    version.call(*tree.map(lambda x: x[None], self.sample()), batch=True)
+                    self._try_out(version)
                 self.versions[step] = version
             self.shares.append(self._use(label, desired["versions"][label], self.versions[step]))
         self.pinned = desired["pinned"]
+
+    def _try_out(self, version: Version) -> None:
+        try:
+            version.call(*tree.map(lambda x: x[None], self.sample()), batch=True)
+        except BrayError:
+            raise
+        except Exception as e:  # ONNX Runtime and numpy have many for a graph that is not that of this policy
+            raise CheckpointError(
+                f"{self.run.path}: its model does not answer an observation of its spec.json ({type(e).__name__}: {str(e)[:200]}): "
+                f"`bray export {self.run.path}` writes its graph again"
+            ) from e
 
     async def change(self, desired: Mapping[str, Any]) -> None:
         """Serve what `desired_versions` made."""
@@ -272,37 +284,35 @@ class ServedModel:
             # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not have
             engine, self.policy = self.torch_engine(run.path, step)
             return engine
-        from bray.inference.onnx_engine import OnnxEngine
-
         if name == "int8":
-            engine = OnnxEngine(run.models / self.weights_name / "model.int8.onnx", self.config.threads)
+            engine = self._read_graph("model.int8.onnx")
             if engine.step != step:
                 raise ConfigError(
                     f"{run.path}: the int8 model is of step {engine.step}, step {step} was asked for: `bray export {run.path} --quantize --checkpoint {step}`"
                 )
             return engine
         if self._graph is None:
-            self._graph = OnnxEngine(self.graph(), self.config.threads)
+            self.prepare_graph()
+            self._graph = self._read_graph("graph.onnx")
         return self._graph.with_weights(run.load_weights(step, self.weights_name), step)
 
-    def graph(self) -> Path:
-        """The run's graph.onnx, exported if it is not there yet."""
-        path = self.run.models / self.weights_name / "graph.onnx"
-        if not path.exists():
-            export_graph(self.run.path)
-        return path
+    def prepare_graph(self) -> None:
+        """Export the run's graph.onnx if it is not there yet."""
+        if not (self.run.models / self.weights_name / "graph.onnx").exists():
+            export_graph(self.run.path, self.config.trust)
 
+    def _read_graph(self, name: str) -> Any:
+        """An ONNX file of the run, as it was written."""
+        from bray.inference.onnx_engine import OnnxEngine
 
-def export_graph(path: Path) -> None:
-    """Write a run's `graph.onnx`. In a process of its own: torch does not come along into a service."""
-    logger.info("%s has no graph.onnx yet: exporting it", path)
-    code = "import sys; from bray.experiment import export_graph; export_graph(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ConfigError(
-            f"{path}: the model could not be exported ({last}): run `bray export {path}`, or serve it with --engine torch"
-        )
+        path = Path("models", self.weights_name, name)
+        where = self.run.path / path
+        if not where.exists():
+            raise CheckpointError(f"{where} is missing: `bray export` writes it")
+        data = read_plain(path, self.run.path, most_bytes())
+        check_seal(data, where)
+        refuse_external_data(data, where)
+        return OnnxEngine(data, self.config.threads, str(where))
 
 
 def _zeros(state: Any, path: Path) -> Any:
@@ -311,9 +321,12 @@ def _zeros(state: Any, path: Path) -> Any:
             f"{path}/policy.json does not say what the model remembers: train with this version of Bray, or load and save it"
         )
     if isinstance(state, dict) and state.keys() == {"shape", "dtype"} and isinstance(state["dtype"], str):
-        return np.zeros(state["shape"], state["dtype"])
+        space = Space.from_json({"kind": "box", **state})  # checks type and size
+        return np.zeros(space.shape, space.dtype)
     if isinstance(state, dict):
         return {k: _zeros(v, path) for k, v in state.items()}
+    if not isinstance(state, (list, tuple)):
+        raise CheckpointError(f"{path}/policy.json: expected the shapes of what the model remembers, got {state!r:.60}")
     return tuple(_zeros(v, path) for v in state)
 
 

@@ -45,6 +45,9 @@ class RunConfig:
     -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
     """Whether checkpoints hold the replay's rows: auto = up to 2 GiB. Without them a resumed run starts with an empty replay."""
+    export_graph_after_s: Amount | None = 10.0
+    """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere needs beside the weights;
+    null = not while training (`bray export` writes it too)."""
     save_figure: bool = True
     """Whether the learning curve is drawn to figures/learning_curve.png at the end."""
     show_figure: bool = False

@@ -428,7 +428,7 @@ class Driver:
         known[step] = state["arrays"]["experience"]
         for other in run.steps():
             if other not in known:  # made before this process
-                known[other] = run.load_checkpoint(other).state["arrays"].get("experience")
+                known[other] = run.load_state(other)["arrays"].get("experience")
         self._saved_experience = {s: known[s] for s in run.steps()}
         self.experience.prune(directory, self._saved_experience.values())
 

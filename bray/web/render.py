@@ -244,6 +244,8 @@ class VideoExports:
             r"[^A-Za-z0-9._-]+", "_", f"{Path(episode).stem if '#' not in episode else episode}-{renderer}{part}"
         )
         path = run / "videos" / f"{stem.lstrip('.')}.{format}"
+        if path.parent.is_symlink() or path.is_symlink():
+            raise ConfigError(f"{path} is a link, or below one: videos are written inside of the run directory only")
         with self._lock:
             if self._exports and self._exports[-1].state in ("running", "writing"):
                 raise ConfigError("another video is being made; wait for it or stop it")

@@ -20,7 +20,8 @@ from typing import Any
 
 from bray import tree
 from bray.data.files import SUFFIX as MANY, EpisodeReader
-from bray.errors import DataError, UnknownName
+from bray.errors import CheckpointError, DataError, UnknownName
+from bray.rundir import open_plain
 from bray.serving.episodes import SUFFIX as ONE, read_episode
 from bray.serving.state import State
 
@@ -95,7 +96,9 @@ class Project:
             for entry in _scan(run / folder):
                 if entry.name.endswith(suffix) and _PLAIN.fullmatch(entry.name):
                     try:
-                        status = entry.stat()
+                        if not entry.is_file(follow_symlinks=False):
+                            continue
+                        status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:  # a training keeps its newest episodes only
                         continue
                     files.append((status.st_mtime, Path(entry.path), status))
@@ -130,11 +133,15 @@ class Project:
         folder = {ONE: _FOLDERS[0], MANY: _FOLDERS[1]}.get(Path(file).suffix)
         if folder is None or not _PLAIN.fullmatch(file) or not (number.isdigit() if number else folder == _FOLDERS[0]):
             raise DataError(f"{name!r} is not the name of an episode")
-        path = self.run(trial) / folder / file
+        run = self.run(trial)
+        path = run / folder / file
+        if not path.exists():
+            raise DataError(f"episode {name} is gone; a training keeps its newest ones only")
         try:
-            status = path.stat()
-        except FileNotFoundError:
-            raise DataError(f"episode {name} is gone; a training keeps its newest ones only") from None
+            with open_plain(Path(folder, file), run) as f:
+                status = os.fstat(f.fileno())
+        except CheckpointError as e:
+            raise DataError(str(e)) from None
         key = (path, *_stamp(status), *([int(number)] if number else []))
         with self._lock:
             if key in self._read:
@@ -201,6 +208,8 @@ def _is_trial(name: str) -> bool:
 
 
 def _scan(folder: Path) -> Iterator[os.DirEntry[str]]:
+    if folder.is_symlink():
+        return  # what it leads to is not of this run
     try:
         with os.scandir(folder) as entries:
             yield from entries

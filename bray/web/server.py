@@ -20,6 +20,7 @@ import contextlib
 import inspect
 import json
 import logging
+import os
 import re
 import socket
 import threading
@@ -28,10 +29,11 @@ from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
-from bray.errors import BrayError, ConfigError, DataError, UnknownName
+from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
+from bray.rundir import open_plain
 from bray.web.describe import describe
 from bray.web.render import LIMIT, Export, Render, RenderCache, RenderError, VideoExports
 from bray.web.runs import Project
@@ -45,6 +47,7 @@ _VIDEO = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(mp4|gif)")
 _VIDEO_TYPES = {".mp4": "video/mp4", ".gif": "image/gif"}
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
 _MAX_BODY = 1 << 16
+_PART = 1 << 18  # bytes of a video that are in memory at once
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -120,11 +123,14 @@ class RenderServer:
                 out["error"] = str(e)
         return out
 
-    def video(self, trial: str, file: str) -> Path:
-        path = self.project.run(trial) / "videos" / file
-        if not _VIDEO.fullmatch(file) or not path.is_file():
-            raise DataError(f"there is no video {file!r}")
-        return path
+    def video(self, trial: str, file: str) -> BinaryIO:
+        run = self.project.run(trial)
+        try:
+            if _VIDEO.fullmatch(file):
+                return open_plain(Path("videos", file), run)
+        except CheckpointError as e:
+            raise DataError(f"there is no video {file!r}: {e}") from None
+        raise DataError(f"there is no video {file!r}")
 
 
 class _Http(ThreadingHTTPServer):
@@ -171,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             file = _STATIC / _FILES[parts.path]
             return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix] + "; charset=utf-8")
         if parts.path == "/video":
-            return self._answer(lambda: self._video(_call(page.video, query), "download" in query))
+            return self._answer(lambda: self._video(_call(page.video, query), query))
         calls: dict[str, Callable[..., Any]] = {
             "/api/start": page.start,
             "/api/episodes": page.episodes,
@@ -228,9 +234,18 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("%s failed", self.path[:200])
             self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(e).__name__}: {e}")
 
-    def _video(self, path: Path, download: bool) -> None:
-        extra = {"Content-Disposition": f'attachment; filename="{path.name}"'} if download else {}
-        self._send(HTTPStatus.OK, path.read_bytes(), _VIDEO_TYPES[path.suffix], extra)
+    def _video(self, video: BinaryIO, query: Mapping[str, str]) -> None:
+        """Piece by piece: one may be larger than memory."""
+        name = query["file"]
+        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if "download" in query else {}
+        with video:
+            left = os.fstat(video.fileno()).st_size
+            self._head(HTTPStatus.OK, left, _VIDEO_TYPES[Path(name).suffix], extra)
+            while self.command != "HEAD" and left and (part := video.read(min(left, _PART))):
+                self.wfile.write(part)
+                left -= len(part)
+        if left and self.command != "HEAD":
+            self.close_connection = True  # it was cut while it was read: less was sent than was said
 
     def _is_trusted(self) -> bool:
         """Whether the request was meant for this page: it names this machine, and no other page sent it."""
@@ -250,12 +265,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps({"error": message}).encode(), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str, extra: Mapping[str, str] | None = None) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Type": kind, "Content-Length": str(len(body)), **_HEADERS, **(extra or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
+        self._head(status, len(body), kind, extra or {})
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _head(self, status: HTTPStatus, size: int, kind: str, extra: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Type": kind, "Content-Length": str(size), **_HEADERS, **extra}.items():
+            self.send_header(key, value)
+        self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)

@@ -26,7 +26,7 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.rundir import RunDir, match_weights, read_json, read_weights, write_atomic
+from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, write_atomic
 
 logger = logging.getLogger("bray.remote")
 
@@ -375,7 +375,7 @@ class Keeper:
                 module = with_kwargs(module)
             ready = None if self.definition.override_model else path
             graph = make_graph(module, self.definition.args, self._weights, ready)
-            write_atomic(path, graph)
+            write_atomic(path, seal(graph))
         except Exception as e:
             logger.warning("model %s is served by torch, not by ONNX: %s", self.name, e)
             return

@@ -25,7 +25,7 @@ from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
 from bray.data.experience import Rollouts
-from bray.errors import BrayError, ConfigError, Unreachable
+from bray.errors import BrayError, ConfigError, DataError, Unreachable
 from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
@@ -204,8 +204,8 @@ def describe_run(setup: AlgoSetup, module: Any, model: str, config: Mapping[str,
     section = config.get(model)
     if isinstance(section, Mapping) and section.get("module"):  # its network is the project's own
         try:
-            run.write_json("launch.json", {"model": model, "config": dict(config)})
-        except TypeError as e:
+            run.write_launch(model, config)
+        except (TypeError, DataError) as e:
             logger.warning("%s: `bray eval` will not find the network of %s: %s", run.path, model, e)
 
 

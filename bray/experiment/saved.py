@@ -1,0 +1,69 @@
+"""What an experiment reads of a run directory beside the checkpoint, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bray.config import ConfigSource, parse_yaml
+from bray.errors import BrayError, CheckpointError
+from bray.experiment.setup import Check
+from bray.rundir import RunDir
+from bray.rundir.trust import Answer, check, named, named_by_launch
+
+
+def read_config(directory: RunDir) -> ConfigSource:
+    """`config.yaml` of a run."""
+    return parse_yaml(directory.read_text("config.yaml"), str(directory.path / "config.yaml"))
+
+
+def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
+    """Raises where the config of a run names what may not be imported. An `env` that is an object is the caller's own; where nobody plays,
+    none is made."""
+    own_env = env is not None and not isinstance(env, str)
+
+    def is_imported(key: str) -> bool:
+        return not (key == "env.id" and own_env) and (plays or not key.startswith("env."))
+
+    def check_config(config: Mapping[str, Any]) -> None:
+        check(directory.path, [item for item in named(config) if is_imported(item[0])], trust)
+
+    return check_config
+
+
+def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
+    """`launch.json` of a run whose network is made by the project's own code, if that may be imported; None where there is none."""
+    if not (directory.path / "launch.json").exists():
+        return None
+    launch = directory.read_json("launch.json")
+    check(directory.path, named_by_launch(launch), trust)
+    return launch
+
+
+@contextmanager
+def made_from(path: Path | None) -> Iterator[None]:
+    """Within: settings of a run that ask for more than this machine has are one message."""
+    try:
+        yield
+    except (MemoryError, OverflowError, RuntimeError) as e:
+        if path is None or isinstance(e, BrayError):
+            raise
+        raise CheckpointError(
+            f"{path}: what its config.yaml describes cannot be made here ({type(e).__name__}: {str(e)[:200]}). `--debug` shows where"
+        ) from e
+
+
+@contextmanager
+def fits_state(path: Path) -> Iterator[None]:
+    """Within: a training state whose parts have other types or shapes than this training wants is one message."""
+    try:
+        yield
+    except BrayError:
+        raise
+    except Exception as e:  # numpy, torch and Python have many for this
+        raise CheckpointError(
+            f"{path}: its training state does not fit its config ({type(e).__name__}: {str(e)[:200]}). Resume another checkpoint, or start from "
+            f"its weights with --init-from {path}. `--debug` shows where"
+        ) from e
