@@ -181,6 +181,7 @@ _HEADERS = {
 _seen: dict[bytes, int] = dict(_HEADERS)  # as clients spell them: a request's ten headers must not cost ten lower()
 _lookup = _seen.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
+_SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
 
 
@@ -268,7 +269,7 @@ class HttpConnection(Connection):
     def feed_part(self, data: bytes, at: int) -> tuple[int, int]:
         in_body = self.receiving_since is not None and not self._in_head and self._length.isdigit()
         if in_body and (left := int(self._length) - self._size) > 0:
-            self.feed(data[at : at + left])
+            self.feed(memoryview(data)[at : at + left])
             return at + left, 0
         end = data.find(b"\r\n\r\n", at, at + SMALL) + 4
         if end < 4:
@@ -276,8 +277,8 @@ class HttpConnection(Connection):
         self.feed(data[at:end])
         return end, 1
 
-    def feed(self, data: bytes) -> None:
-        rest = data
+    def feed(self, data: bytes | memoryview) -> None:
+        rest: Any = data
         while True:
             try:
                 self.parser.feed_data(rest)
@@ -294,7 +295,7 @@ class HttpConnection(Connection):
                     self._refuse(malformed(f"not HTTP: {e.__cause__ or e}"))
             break
         if self._in_head and not self.ended:
-            self._count(data)
+            self._count(bytes(data))
 
     def _without_upgrade(self) -> bytes:
         """HTTP/2 or websockets are offered and not taken. The parser then believes that the body is the other protocol's, so it gets
@@ -370,13 +371,12 @@ class HttpConnection(Connection):
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
         front = self.front
-        if self._size > front.config.max_body:
-            if self._skips:
-                self.transport.abort()
-            elif not self.ended:
-                self._too_large(self._size)
-            return
         if self._skips or self.ended:
+            if self._skips and self._size > _SKIPPED:  # in chunks
+                self.transport.abort()
+            return
+        if self._size > front.config.max_body:
+            self._too_large(self._size)
             return
         if front.held + len(body) > front.config.max_bodies:
             self._skip(front.no_room())
@@ -460,9 +460,10 @@ class HttpConnection(Connection):
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def _skip(self, refusal: Refusal) -> None:
-        """Answer the request that is arriving; its body is read and thrown away."""
-        if self._asks == _EXPECT or not self.parser.should_keep_alive():
-            self._refuse(refusal)  # whether a body follows is not known, or nobody waits for its end
+        """Answer the request that is arriving; its body is read and thrown away, unless that is not worth the connection."""
+        large = self._length.isdigit() and int(self._length) > _SKIPPED
+        if large or self._asks == _EXPECT or not self.parser.should_keep_alive():
+            self._refuse(refusal)
             return
         self.front.unknown += 1
         self._drop_body()

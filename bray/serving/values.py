@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import math
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,7 @@ class TooMuchText(DataError):
 class _Base64(msgspec.Struct, forbid_unknown_fields=True):
     """An array as its bytes, in little-endian order."""
 
-    base64: str
+    base64: bytes  # which is how msgspec writes and reads them: twice as fast as binascii
     dtype: str | msgspec.UnsetType = msgspec.UNSET
     shape: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -257,20 +256,20 @@ def _encoded(value: msgspec.Raw, where: str) -> Any:
 
 def _from_base64(value: dict[str, Any], dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
     text = value.get("base64")
-    if not isinstance(text, str) or not value.keys() <= {"base64", "dtype", "shape"}:
+    if not isinstance(text, (str, bytes)) or not value.keys() <= {"base64", "dtype", "shape"}:
         raise DataError(
             f"{where}: expected a list of numbers or {{base64, dtype, shape}}, got the keys {sorted(map(str, value))}"
         )
     sent = value["dtype"] if "dtype" in value else dtype.name  # noqa: SIM401 - numpy takes a while to name a dtype
     try:
-        raw = binascii.a2b_base64(text, strict_mode=True)
+        raw = text if isinstance(text, bytes) else msgspec.convert(text, bytes)
         if not isinstance(sent, str) or not sent.isalnum():  # numpy reads more into a text than a name
             raise TypeError("no such dtype")
         kind = np.dtype(sent)
         if kind.kind not in "biuf":
             raise TypeError("no numbers")
         return np.frombuffer(raw, kind.newbyteorder("<")).reshape(value.get("shape", shape))
-    except (binascii.Error, ValueError, TypeError) as e:
+    except (ValueError, TypeError) as e:
         raise DataError(f"{where}: expected base64 of {sent} numbers of shape {list(shape)} ({e})") from None
 
 
