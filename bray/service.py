@@ -11,6 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.model import ServedModel, TorchEngine, VersionLocks
 from bray.serving.policy_actor import PolicyActor
 from bray.serving.server import Numbers, Server
+from bray.serving.values import body_limit
 from bray.serving.workers import Ready, serve as serve_workers
 
 logger = logging.getLogger("bray.serving")
@@ -92,6 +94,8 @@ class Service:
 
     async def prepare(self, server: Server) -> None:
         """Join a worker: its admin routes, its numbers, its life."""
+        limit = max(body_limit(model.spec, model.config.max_json) for model in self.models.values())
+        server.config = replace(server.config, max_body=min(limit, server.config.max_body))
         server.routes["models"] = self.admin
         server.numbers.append(lambda: self.numbers(server.worker))
         task = asyncio.get_running_loop().create_task(self._follow())

@@ -267,6 +267,67 @@ def test_base64_is_checked_as_lists_are():
             read(value)
 
 
+# --- what a tick may cost, and hold -----------------------------------------------------------------------------------------
+
+
+def test_text_in_place_of_a_mask_is_refused_at_once(cartpole):
+    with serving({"m": cartpole}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        for mask in (["a" * 20_000] + ["b"] * 10_000, ["1", "0"], "ab", [1, "0"]):
+            with pytest.raises(ClientError, match="action_mask: expected numbers of shape") as e:
+                client.tick({"obs": OBS, "action_mask": mask})
+            assert e.value.status == 400
+        with pytest.raises(ClientError, match="obs: expected numbers of shape"):
+            client.tick({"obs": ["1_0", 0, 0, 0]})
+        assert client.tick({"obs": OBS})["action"] in (0, 1)
+
+
+def test_a_served_policy_takes_bodies_that_its_spaces_could_need(cartpole):
+    with serving({"m": cartpole}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        assert client.tick({"obs": OBS, "comment": "x" * 50_000})["action"] in (0, 1)
+        with pytest.raises(ClientError) as e:
+            client.tick({"obs": OBS, "comment": "x" * 100_000})
+        assert (e.value.status, e.value.code) == (413, "too_large")
+    with serving({"m": cartpole}, max_body=1000) as server, bray.Client(port=server.port) as client:
+        with pytest.raises(ClientError) as e:
+            client.step({"obs": OBS, "comment": "x" * 1000})
+        assert e.value.status == 413
+
+
+def outside_count(server):
+    return server.call(server.service.numbers)['bray_model_outside_total{model="m"}']
+
+
+OUTSIDE = [0.0, 0.0, 3.0, 0.0]  # an angle of CartPole is at most 0.42
+
+
+def test_observations_outside_their_space_are_counted_and_logged_once(cartpole, caplog):
+    with serving({"m": cartpole}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        client.tick({"obs": OBS})
+        assert outside_count(server) == 0
+        for _ in range(20):
+            assert client.tick({"obs": OUTSIDE})["action"] in (0, 1)
+        assert outside_count(server) == 20
+        lines = [r.getMessage() for r in caplog.records if "outside their space" in r.getMessage()]
+        assert len(lines) == 1
+        assert "obs: 3.0 is not from -0.41" in lines[0]
+
+
+def test_observations_outside_their_space_may_be_refused_or_let_through(cartpole):
+    with serving({"m": cartpole}, check_obs="refuse") as server, bray.Client(port=server.port) as client:
+        client.start()
+        with pytest.raises(ClientError, match=r"obs: 3\.0 is not from -0\.41") as e:
+            client.tick({"obs": OUTSIDE})
+        assert (e.value.status, e.value.code) == (400, "malformed")
+        assert client.tick({"obs": OBS})["action"] in (0, 1)
+    with serving({"m": cartpole}, check_obs="off") as server, bray.Client(port=server.port) as client:
+        client.start()
+        assert client.tick({"obs": OUTSIDE})["action"] in (0, 1)
+        assert outside_count(server) == 0
+
+
 # --- other policies ---------------------------------------------------------------------------------------------------------
 
 

@@ -227,6 +227,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         episode_length=s.episode_length,
         episode_save_interval=s.episode_save_interval if saves else None,
         serialize=s.serialize,
+        max_json=s.max_json,
         tick_input_proto=modules.message(c, "tick_input_proto") if s.serialize == "proto" else None,
         tick_output_proto=modules.message(c, "tick_output_proto") if s.serialize == "proto" else None,
         save_dir=str(run.session.writes_to) if saves else None,

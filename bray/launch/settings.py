@@ -142,6 +142,8 @@ class ActorSettings(ActorOptions, ComponentSettings):
     """In deploy mode: directory for recordings of every session, for `bray replay`; `null` = none."""
     serialize: Literal["json", "proto"] | None = None
     """What ticks carry; `null` = bytes, which the agents read themselves."""
+    max_json: Count = 1 << 20
+    """Bytes of a tick, where `serialize` is json; more is refused with 413."""
     tick_input_proto: Message | None = None
     """The message of a tick, where `serialize` is proto."""
     tick_output_proto: Message | None = None

@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import sys
 from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from bray.errors import ConfigError, WaitError
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
 from bray.serving.limited_log import LimitedLog
-from bray.serving.messages import make_codec
+from bray.serving.messages import MAX_JSON, json_too_large, make_codec
 from bray.serving.state import Crew, State, parse_session, running_agent
 
 __all__ = ["Agent", "AgentActor", "State"]
@@ -100,6 +101,7 @@ class AgentActor(Actor):
         save_dir: Path | str | None = None,
         keep: int = 100,
         actor: int | None = None,
+        max_json: int = MAX_JSON,
     ):
         """
         Args:
@@ -112,6 +114,7 @@ class AgentActor(Actor):
             save_dir: the run directory; files go to its `episodes/`.
             keep: how many episode files of this actor are kept, the newest ones.
             actor: the number of this slot; None = the smallest that no other AgentActor of this process has.
+            max_json: bytes of a tick that is JSON; more is refused with 413.
         """
         if not agents:
             raise ConfigError("an AgentActor needs agents: expected {name: AgentClass}, got none")
@@ -132,6 +135,7 @@ class AgentActor(Actor):
         codec = self._codec = make_codec(serialize, tick_input_proto, tick_output_proto)
         late = serialize == "json" and all(getattr(cls, "late_input", False) for cls in agents.values())
         self._decode = codec.decode if late else None
+        self._max_body = max_json if serialize == "json" else sys.maxsize
         self._episode_length, self._save_interval, self._keep = episode_length, episode_save_interval, keep
         self._directory = None if save_dir is None else Path(save_dir) / "episodes"
         self._episodes = 0  # of this actor, in all its sessions
@@ -173,6 +177,8 @@ class AgentActor(Actor):
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
         codec = self._codec
+        if len(data) > self._max_body:
+            raise json_too_large(len(data), self._max_body)
         input = codec.decode(data) if self._decode is None else data
         state = State(self._session, self.actor, self._ticks, input, self._game, self._agent, self._decode)
         output = codec.new_output()
@@ -375,6 +381,7 @@ class _Reply(asyncio.Future[bytes]):
         except FAILURES as e:
             e.add_note(f"raised by agent {self._agent!r}")
             self.set_exception(e)
+            del self  # the error's traceback holds this frame, and we hold the error
             return
         if isinstance(reply, bytes):
             self.set_result(reply)

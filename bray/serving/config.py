@@ -71,8 +71,12 @@ class ServiceConfig:
     """A connection without a request for this long is closed."""
     drain_timeout_s: Amount = 10.0
     """After SIGTERM running sessions may go on for this long; new ones are refused."""
+    first_request_s: Positive = 30.0
+    """A new connection that sends nothing for this long is closed."""
     max_body: Count = 16 << 20
-    """Bytes of a request's body."""
+    """Bytes of a request's body. A served policy takes no more than its spaces could need."""
+    max_bodies: Count = 256 << 20
+    """Bytes of all bodies that one worker holds, arriving or being answered; more are refused with 503."""
     max_header: Count = 16 << 10
     """Bytes of a request's headers."""
     max_connections: Count = 10_000
@@ -118,6 +122,11 @@ class ServedModelConfig:
     """Rows of one forward."""
     max_wait_s: Amount = 0.0
     """Positive that an idle model waits for a fuller batch."""
+    check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
+    """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`) and logged once a
+    minute; refuse = 400; off = nobody looks."""
+    max_json: Count = 1 << 20
+    """Bytes of an array that is written as JSON numbers; more is refused with 413. Arrays in base64 have `max_body` alone."""
     max_queue: Count = 4096
     """Ticks that may wait for a model."""
     threads: Count = 1

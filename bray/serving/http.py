@@ -18,6 +18,7 @@ import httptools
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import KINDS, MAX_NAME, REASONS, Refusal, malformed, show
 from bray.serving.sessions import Request, Sessions
+from bray.serving.turns import MAX_OUTSTANDING, SMALL, TurnReader
 
 logger = logging.getLogger("bray.serving")
 
@@ -25,8 +26,6 @@ HIGH_WATER = 256 << 10
 """Bytes of replies that a client has not read; above that its requests are not read either."""
 LINGER_S = 1.0
 """How long a refused client may go on sending."""
-MAX_OUTSTANDING = 128
-"""Requests of one connection that are not answered; with more, reading waits."""
 BAD_TOKEN = Refusal(401, "bad_token", "this service needs a valid token")
 SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
 
@@ -39,6 +38,8 @@ class Front:
         self.open: dict[Connection, None] = {}
         self.accepted = self.refused = self.bytes_in = self.bytes_out = 0
         self.unknown = 0  # requests refused before they could be told apart: malformed, too large, wrong token
+        self.held = 0
+        """Bytes of bodies that are arriving or being answered."""
         self._tokens = [t.encode() for t in config.tokens]
         self.closing = False
         # Clients must not take the last files: Actors, the other workers and the admin port need some.
@@ -59,9 +60,13 @@ class Front:
             good |= hmac.compare_digest(token, known)
         return good or not self._tokens
 
-    def sweep(self) -> None:
+    def no_room(self) -> Refusal:
+        most = self.config.max_bodies >> 20
+        return Refusal(503, "overloaded", f"this worker holds bodies of {most} MiB already: try again later")
+
+    def sweep(self, now: float | None = None) -> None:
         """Close connections that take too long to send, to read, or to come back."""
-        now = perf_counter()
+        now = perf_counter() if now is None else now
         for connection in list(self.open):
             connection.check(now)
 
@@ -79,28 +84,15 @@ class Front:
                 connection.transport.abort()
 
 
-class Connection(asyncio.Protocol):
-    """One client. `outstanding` counts its requests that are not answered."""
+class Connection(TurnReader):
+    """One client."""
 
-    __slots__ = (
-        "front",
-        "idle_since",
-        "lingers_since",
-        "outstanding",
-        "paused",
-        "receiving_since",
-        "sessions",
-        "stuck_since",
-        "transport",
-    )
+    __slots__ = ("idle_since", "lingers_since", "receiving_since", "sessions")
 
     def __init__(self, front: Front):
-        self.front, self.sessions = front, front.sessions
-        self.transport: Any = None
-        self.outstanding = 0
-        self.paused = False  # whether reading waits
+        super().__init__(front, front.sessions.loop)
+        self.sessions = front.sessions
         self.receiving_since: float | None = None  # a request has begun and is not complete
-        self.stuck_since: float | None = None  # the client does not read its replies
         self.lingers_since: float | None = None  # refused: what still arrives is thrown away
         self.idle_since = perf_counter()
 
@@ -115,32 +107,8 @@ class Connection(asyncio.Protocol):
         self.transport.set_write_buffer_limits(high=HIGH_WATER)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
+        super().connection_lost(exc)
         self.front.open.pop(self, None)
-
-    def pause_writing(self) -> None:
-        self.stuck_since = perf_counter()
-        self.pause()
-
-    def resume_writing(self) -> None:
-        self.stuck_since = None
-        self.resume()
-
-    def pause(self) -> None:
-        if not self.paused and self.transport is not None and not self.transport.is_closing():
-            self.paused = True
-            self.transport.pause_reading()
-
-    def resume(self) -> None:
-        if (
-            self.paused
-            and self.stuck_since is None
-            and self.outstanding < MAX_OUTSTANDING
-            and self.transport is not None
-        ):
-            self.paused = False
-            if not self.transport.is_closing():
-                self.transport.resume_reading()
 
     def answered(self) -> None:
         self.outstanding -= 1
@@ -161,7 +129,7 @@ class Connection(asyncio.Protocol):
         elif self.receiving_since is not None and not self.paused:
             if now - self.receiving_since > config.request_timeout_s:
                 self.too_slow()
-        elif not self.outstanding and now - self.idle_since > config.keep_alive_s:
+        elif not self.outstanding and now - self.idle_since > self._may_be_silent():
             if self.transport.is_closing():  # a client that has not read its last reply in all that time
                 self.transport.abort()
             else:
@@ -176,11 +144,21 @@ class Connection(asyncio.Protocol):
             if self.transport.can_write_eof():
                 self.transport.write_eof()
 
+    def _may_be_silent(self) -> float:
+        config = self.front.config
+        return min(config.keep_alive_s, config.first_request_s) if self.new else config.keep_alive_s
+
+    @property
+    def new(self) -> bool:
+        """Whether no request has come yet."""
+        return True
+
     def too_slow(self) -> None:
         raise NotImplementedError
 
     def shut(self) -> None:
-        """Close when nothing is outstanding (the service ends)."""
+        """Take no more requests; close when nothing is outstanding (the service ends)."""
+        self.ended = True
         if self.transport is not None and not self.outstanding:
             self.transport.close()
 
@@ -203,6 +181,7 @@ _HEADERS = {
 _seen: dict[bytes, int] = dict(_HEADERS)  # as clients spell them: a request's ten headers must not cost ten lower()
 _lookup = _seen.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
+_SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
 
 
@@ -223,6 +202,8 @@ class HttpRequest(Request):
         self.response: tuple[int, bytes] | None = None
 
     def reply(self, status: int, body: bytes) -> None:
+        self.connection.front.held -= len(self.body)
+        self.body = b""  # replies leave in order: this one may wait for those before it
         self.connection.reply(self, status, body)
 
 
@@ -234,8 +215,6 @@ class HttpConnection(Connection):
         "_body",
         "_chunk_at",
         "_chunks",
-        "_closed",
-        "_counting",
         "_fields",
         "_first",
         "_head",
@@ -245,10 +224,12 @@ class HttpConnection(Connection):
         "_last",
         "_length",
         "_max_header",
+        "_number",
         "_old",
         "_queue",
         "_session",
         "_size",
+        "_skips",
         "_token",
         "_url",
         "parser",
@@ -256,55 +237,72 @@ class HttpConnection(Connection):
 
     def __init__(self, front: Front):
         super().__init__(front)
-        self.parser = httptools.HttpRequestParser(self)
+        self.parser: Any = httptools.HttpRequestParser(self)
         self._first: HttpRequest | None = None  # the oldest request whose reply has not left
         self._queue: deque[HttpRequest] | None = None  # those behind it; an empty one is a third of an idle connection
-        self._closed = False  # no more requests are taken from this connection
         self._last: HttpRequest | None = None  # refused before it was complete
         self._old: bool | None = None  # whether this client speaks HTTP/1.0, told from its first request
-        self._in_head = self._counting = False
+        self._in_head = False
         self._max_header = front.config.max_header
-        self._fields: tuple[bytes, bytes, bytes, bytes] | None = None  # of a chunked request, as its head said
         self._begin()
 
     def _begin(self) -> None:
         self._url = self._session = self._kind = self._key = self._token = self._length = b""
         self._body = b""
         self._chunks: bytearray | None = None
+        self._fields: tuple[bytes, bytes] | None = None  # session and key of a chunked request, as its head said
         self._size = self._head = self._asks = 0
+        self._skips = False  # refused by its head: its body is thrown away
+
+    @property
+    def new(self) -> bool:
+        return self._old is None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._drop_body()
+        # The parser holds this connection, and so does every request: nothing of a client that is gone may wait for the garbage collector.
+        self.parser = self._first = self._queue = self._last = None
 
     # --- what the parser tells ----------------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
-        if self._closed:
-            return
-        self.front.bytes_in += len(data)
-        self._counting = len(data) > self._max_header  # a shorter piece cannot hold headers that are too long
-        rest = data
+    def feed_part(self, data: bytes, at: int) -> tuple[int, int]:
+        in_body = self.receiving_since is not None and not self._in_head and self._length.isdigit()
+        if in_body and (left := int(self._length) - self._size) > 0:
+            self.feed(memoryview(data)[at : at + left])
+            return at + left, 0
+        end = data.find(b"\r\n\r\n", at, at + SMALL) + 4
+        if end < 4:
+            end = at + SMALL
+        self.feed(data[at:end])
+        return end, 1
+
+    def feed(self, data: bytes | memoryview) -> None:
+        rest: Any = data
         while True:
             try:
                 self.parser.feed_data(rest)
             except httptools.HttpParserUpgrade as e:
                 rest = self._without_upgrade() + rest[e.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
-                if rest and not self._closed:
+                if rest and not self.ended:
                     continue
             except httptools.HttpParserCallbackError as e:
                 logger.error("a request could not be handled", exc_info=e.__context__ or e)
                 self.transport.abort()
             except httptools.HttpParserError as e:
-                if not self._closed:
+                if not self.ended:
                     self._refuse(malformed(f"not HTTP: {e.__cause__ or e}"))
             break
-        if self._in_head and not self._closed:
-            self._count(data)
+        if self._in_head and not self.ended:
+            self._count(bytes(data))
 
     def _without_upgrade(self) -> bytes:
         """HTTP/2 or websockets are offered and not taken. The parser then believes that the body is the other protocol's, so it gets
         the head once more, without the offer."""
         if self._asks != _AGAIN:
             return b""  # CONNECT, which has been refused
-        self._closed = False
+        self.ended = False
         first = b"%b %b HTTP/%b" % (self.parser.get_method(), self._url, self.parser.get_http_version().encode())
         lines = [first, b"session: " + self._session, b"key: " + self._key, b"token: " + self._token]
         lines.append(b"step_kind: " + self._kind)
@@ -323,7 +321,7 @@ class HttpConnection(Connection):
             self._too_long()
 
     def on_message_begin(self) -> None:
-        if not self._closed:
+        if not self.ended:
             self._begin()
             self._in_head = True
             self.receiving_since = perf_counter()
@@ -336,8 +334,6 @@ class HttpConnection(Connection):
         if not what:
             if what is None:
                 what = _header(name)
-            if self._counting:
-                self._size += len(name) + len(value) + 4
             if not what:
                 return
         if what == _SESSION:
@@ -348,12 +344,7 @@ class HttpConnection(Connection):
             self._key = value
         elif what == _TOKEN:
             self._token = value
-        elif what == _LENGTH:
-            self._length = value
-            # refused before it is sent, not after
-            if value.isdigit() and len(value) <= 20 and int(value) > self.front.config.max_body and not self._closed:
-                self._too_large(int(value))
-        elif what == _CODING:
+        elif what in (_LENGTH, _CODING):
             self._length = value
         elif what == _UPGRADE or value.lower() == b"100-continue":
             self._asks = max(self._asks, what)
@@ -362,32 +353,51 @@ class HttpConnection(Connection):
         self._in_head = False
         if self._old is None:
             self._old = self.parser.get_http_version() == "1.0"
-        if self._size + len(self._url) > self._max_header and not self._closed:
-            self._too_long()
-        self._size = 0
-        if self._asks and not self._closed:
-            if self._asks == _UPGRADE and self.parser.should_upgrade():
-                self._closed, self._asks = True, _AGAIN
-            # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
-            elif self._asks == _EXPECT and self._first is None:
-                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.ended:
+            return
+        if self._asks == _UPGRADE and self.parser.should_upgrade():
+            self.ended, self._asks = True, _AGAIN
+            return
+        # refused before the body is sent, not after; and not a byte of it is kept
+        refusal = self._check_head()
+        if refusal is not None:
+            self._skip(refusal)
+        elif self._length.isdigit() and int(self._length) > self.front.config.max_body:
+            self._too_large(int(self._length))
+        # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
+        elif self._asks == _EXPECT and self._first is None:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
         self._size += len(body)
-        if self._size > self.front.config.max_body:
-            if not self._closed:
-                self._too_large(self._size)
-        elif not self._body:
+        front = self.front
+        if self._skips or self.ended:
+            if self._skips and self._size > _SKIPPED:  # in chunks
+                self.transport.abort()
+            return
+        if self._size > front.config.max_body:
+            self._too_large(self._size)
+            return
+        if front.held + len(body) > front.config.max_bodies:
+            self._skip(front.no_room())
+            return
+        front.held += len(body)
+        if not self._body:
             self._body = body
         elif self._chunks is None:
             self._chunks = bytearray(body)
         else:
             self._chunks += body
 
+    def _drop_body(self) -> None:
+        """Give up what is there of a body that is still arriving."""
+        self.front.held -= len(self._body) + len(self._chunks or b"")
+        self._body, self._chunks = b"", None
+
     def on_chunk_header(self) -> None:
         if self._chunks is None:
             self._chunks = bytearray()
-            self._fields = (self._session, self._kind, self._key, self._token)
+            self._fields = (self._session, self._key)
         # The last chunk has no bytes: what follows it is a trailer, and as long as a client likes.
         self._in_head, self._head, self._chunk_at = True, 0, self._size
 
@@ -397,29 +407,24 @@ class HttpConnection(Connection):
     def _in_pieces(self, chunks: bytearray) -> bytes:
         """The body of a request that came in several pieces. A trailer changes nothing of what its head said."""
         if self._fields is not None:
-            (self._session, self._kind, self._key, self._token), self._fields = self._fields, None
+            self._session, self._key = self._fields
         return self._body + chunks
 
     def on_message_complete(self) -> None:
         self.receiving_since = None
-        if self._closed:
+        if self.ended or self._skips:
             return
-        parser = self.parser
-        keep = parser.should_keep_alive()
+        keep = self.parser.should_keep_alive()
         body = self._body if self._chunks is None else self._in_pieces(self._chunks)
-        request = HttpRequest(KINDS.get(self._kind, -1), self._session, self._key, body, self, not keep)
+        self._body, self._chunks = b"", None  # it is the request's now
+        request = HttpRequest(self._number, self._session, self._key, body, self, not keep)
         if self._first is None:
             self._first = request
         else:
             self._line_up(request)
         self.outstanding += 1
         if not keep:
-            self._closed = True
-        refusal = self._check(request)
-        if refusal is not None:
-            self.front.unknown += 1
-            self.reply(request, refusal.status, b"" if parser.get_method() == b"HEAD" else refusal.body)
-            return
+            self.ended = True
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -431,7 +436,8 @@ class HttpConnection(Connection):
             self._queue = self._queue or deque()
             self._queue.append(request)
 
-    def _check(self, request: HttpRequest) -> Refusal | None:
+    def _check_head(self) -> Refusal | None:
+        """What is wrong with a request, as far as its head tells."""
         url = self._url
         if url != b"/step" and url.split(b"?", 1)[0] != b"/step":
             return Refusal(404, "no_path", f"there is no {show(url)} here: games POST to /step")
@@ -440,29 +446,45 @@ class HttpConnection(Connection):
             return Refusal(405, "bad_method", f"expected POST /step, got {method}")
         if not self.front.allowed(self._token):
             return BAD_TOKEN
-        if request.kind < 0:
-            kind = KINDS.get(self._kind.strip().lower())
-            if kind is None:
-                return Refusal(
-                    400, "bad_kind", f"expected step_kind start, tick, end, stop or auto, got {show(self._kind)}"
-                )
-            request.kind = kind
-        if len(request.session) > MAX_NAME or len(request.key) > MAX_NAME:
+        number = KINDS.get(self._kind, -1)
+        if number < 0:
+            number = KINDS.get(self._kind.strip().lower(), -1)
+            if number < 0:
+                expected = "expected step_kind start, tick, end, stop or auto"
+                return Refusal(400, "bad_kind", f"{expected}, got {show(self._kind)}")
+        self._number = number
+        if len(self._session) > MAX_NAME or len(self._key) > MAX_NAME:
             return malformed(f"a session and a key have at most {MAX_NAME} bytes")
         return None
 
-    # --- refusals that end the connection -----------------------------------------------------------------------------
+    # --- refusals -----------------------------------------------------------------------------------------------------
+
+    def _skip(self, refusal: Refusal) -> None:
+        """Answer the request that is arriving; its body is read and thrown away, unless that is not worth the connection."""
+        large = self._length.isdigit() and int(self._length) > _SKIPPED
+        if large or self._asks == _EXPECT or not self.parser.should_keep_alive():
+            self._refuse(refusal)
+            return
+        self.front.unknown += 1
+        self._drop_body()
+        self._skips = True
+        self.outstanding += 1
+        request = HttpRequest(0, b"", b"", b"", self, False)
+        self._line_up(request)
+        self.reply(request, refusal.status, b"" if self.parser.get_method() == b"HEAD" else refusal.body)
 
     def _refuse(self, refusal: Refusal) -> None:
         """Answer the request that is arriving and take no more: where it ends is not known."""
         self.front.unknown += 1
-        self._closed = True
+        self._drop_body()
+        self.ended = True
         self._in_head = False
         self.receiving_since = None
         self._last = HttpRequest(0, b"", b"", b"", self, True)
         self._line_up(self._last)
         self.outstanding += 1
-        self.reply(self._last, refusal.status, refusal.body)
+        head = self.parser is not None and self.parser.get_method() == b"HEAD"
+        self.reply(self._last, refusal.status, b"" if head else refusal.body)
 
     def _too_large(self, size: int) -> None:
         self._refuse(
@@ -473,15 +495,16 @@ class HttpConnection(Connection):
         self._refuse(Refusal(431, "header_too_large", f"headers have at most {self.front.config.max_header} bytes"))
 
     def too_slow(self) -> None:
-        self._refuse(SLOW)
-
-    def shut(self) -> None:
-        self._closed = True
-        super().shut()
+        if self._skips:  # it has its answer
+            self.transport.abort()
+        else:
+            self._refuse(SLOW)
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def reply(self, request: HttpRequest, status: int, body: bytes) -> None:
+        if self.transport is None:
+            return  # the client is gone
         if request is self._first and not self._queue:
             self._first = None
             self._write(request, status, body)
@@ -495,7 +518,7 @@ class HttpConnection(Connection):
         transport = self.transport
         self.answered()
         if transport is None:
-            return  # the client is gone
+            return  # it went while the replies before this one were written
         close = request.close or (self.front.closing and not self.outstanding)
         if status == 200 and not close and not self._old and len(body) < _LARGE:
             data = _OK % (len(body), body)

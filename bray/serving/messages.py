@@ -23,6 +23,14 @@ import numpy as np
 from bray.errors import ConfigError, UnknownName
 from bray.serving.protocol import Refusal
 
+MAX_JSON = 1 << 20
+"""Bytes of JSON that a tick may have where nobody asks for more: decoded it is up to thirty times as large."""
+
+
+def json_too_large(size: int, most: int) -> Refusal:
+    way = "send arrays as base64, or messages as protobuf or bytes (serialize), or raise max_json"
+    return Refusal(413, "too_large", f"a tick has at most {most} bytes of JSON, this one {size}: {way}")
+
 
 class BadMessage(Refusal):
     """The client sent what cannot be read. It is answered with 400 malformed and this message; the session goes on."""

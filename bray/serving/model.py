@@ -26,6 +26,8 @@ from bray.inference.batcher import Batcher
 from bray.inference.graph import refuse_external_data
 from bray.rundir import RunDir, check_seal, read_plain
 from bray.rundir.reader import most_bytes
+from bray.serving import numbers
+from bray.serving.bounds import Bounds, OutsideCount
 from bray.serving.config import ServedModelConfig
 from bray.serving.graph import export_graph
 from bray.serving.values import Observations, plain, reader
@@ -42,9 +44,15 @@ _MOVING = ("latest", "best")  # labels whose step changes while a training runs
 class Version(Batcher):
     """A version in memory: an engine behind a batcher."""
 
-    def __init__(self, engine: ActingEngine, step: int, **options: Any):
-        super().__init__(engine.forward, step=partial(int, step), **options)
+    def __init__(self, engine: ActingEngine, step: int, outside: OutsideCount | None = None, **options: Any):
+        forward = engine.forward if outside is None else partial(_counted, outside, engine.forward)
+        super().__init__(forward, step=partial(int, step), **options)
         self.engine, self.step = engine, step
+
+
+def _counted(outside: OutsideCount, forward: Callable[..., Any], obs: Any, *more: Any) -> Any:
+    outside.count(obs)
+    return forward(obs, *more)
 
 
 @dataclass
@@ -80,7 +88,9 @@ class ServedModel:
         self.policy = self._make_policy()
         self.recurrent = bool(self.about.get("recurrent"))
         self.initial_state = _zeros(self.about.get("state"), self.run.path) if self.recurrent else None
-        self.observations = Observations(self.spec)
+        bounds = Bounds(self.spec.observation) if config.check_obs != "off" else None
+        self.observations = Observations(self.spec, config.max_json, bounds if config.check_obs == "refuse" else None)
+        self._outside = OutsideCount(name, bounds) if config.check_obs == "count" and bounds else None
         self.masked = self.observations.masked
         self.versions: dict[int, Version] = {}
         """In memory, by step."""
@@ -156,6 +166,7 @@ class ServedModel:
 
     def open(self, desired: Mapping[str, Any] | None = None) -> None:
         """Load the first versions; fails with what is wrong with the run."""
+        numbers.load()
         desired = desired or self.desired_versions({"pin": None})
         for label, step in self._steps(desired).items():
             if step not in self.versions:
@@ -205,6 +216,7 @@ class ServedModel:
         return Version(
             ActingEngine(engine, self.policy, c.act, self.masked, self.recurrent, self.with_outputs),
             step,
+            outside=self._outside,
             max_batch_size=c.max_batch_size,
             max_wait=c.max_wait_s,
             max_queue=c.max_queue,
@@ -245,6 +257,7 @@ class ServedModel:
             "versions": len(stats),
             "batches_total": self._dropped["batches"] + sum(s["batches"] for s in stats),
             "samples_total": self._dropped["samples"] + sum(s["samples"] for s in stats),
+            "outside_total": 0 if self._outside is None else self._outside.total,
             "queue": sum(s["queue"] for s in stats),
             "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
         }

@@ -16,18 +16,19 @@ from bray.errors import DataError, UnknownName
 from bray.serving.actor import Actor
 from bray.serving.config import ServedModelConfig
 from bray.serving.model import ServedModel, Version
-from bray.serving.protocol import END, START, TICK, malformed
+from bray.serving.protocol import END, START, TICK, Refusal, malformed
 from bray.serving.record import Recording
-from bray.serving.values import plain
+from bray.serving.values import TooMuchText, plain
 
 
 class TickMessage(msgspec.Struct):
     """What a game sends each tick."""
 
-    obs: Any
-    action_mask: Any = None
-    terminated: Any = False
-    truncated: Any = False
+    obs: msgspec.Raw
+    """As it is written: it is read by the model's space."""
+    action_mask: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    terminated: bool | int | None = False
+    truncated: bool | int | None = False
     """The observation is its episode's last; the next tick starts another."""
 
 
@@ -98,6 +99,8 @@ class PolicyActor(Actor):
             asked = self._read(message)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
             raise malformed(f'expected a JSON object {{"obs": ...}}, got {_short(data)} ({e})') from None
+        except TooMuchText as e:
+            raise Refusal(413, "too_large", str(e)) from None
         except DataError as e:
             raise malformed(str(e)) from None
         version = self._version()

@@ -150,6 +150,7 @@ class Server:
             "bray_connections_accepted_total": f.accepted,
             "bray_connections_refused_total": f.refused,
             "bray_refused_unread_total": f.unknown,
+            "bray_body_bytes": f.held,
             "bray_bytes_received_total": f.bytes_in,
             "bray_bytes_sent_total": f.bytes_out,
             "bray_loop_blocked_total": self._watchdog.blocked,

@@ -312,8 +312,8 @@ class Sessions:
 
     def _refusal(self, session: Session, request: Request, error: BaseException) -> Refusal:
         """The client learns that it failed; the traceback is for the log."""
-        if isinstance(error, Refusal):
-            return error
+        if isinstance(error, Refusal):  # without its traceback, whose frames hold the body
+            return Refusal(error.status, error.code, error.message)
         if isinstance(error, Overloaded):
             return Refusal(503, "overloaded", str(error))
         self._log_error(f"{type(session.actor).__name__}.{KIND_NAMES[request.kind]} failed", request, error)

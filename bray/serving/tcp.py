@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.http import BAD_TOKEN, MAX_OUTSTANDING, SLOW, Connection, Front, HttpConnection
+from bray.serving.http import BAD_TOKEN, SLOW, Connection, Front, HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
 from bray.serving.sessions import Request
+from bray.serving.turns import MAX_OUTSTANDING
 
 _HEAD = REQUEST_HEAD.size
 
@@ -18,108 +19,164 @@ class TcpRequest(Request):
         self.kind, self.session, self.key, self.body = kind, session, key, body
         self.arrived = perf_counter()
         self.connection, self.time = connection, time
+        connection.front.held += len(body)
 
     def reply(self, status: int, body: bytes) -> None:
+        self.connection.front.held -= len(self.body)
         self.connection.reply(self.session, self.time, status, body)
 
 
 class TcpConnection(Connection):
     """One client. A session's replies come in the order of its requests, those of different sessions as they are ready."""
 
-    __slots__ = ("_broken", "_parts", "_size", "_wanted")
+    __slots__ = ("_frame", "_skips", "_wanted")
 
     def __init__(self, front: Front):
         super().__init__(front)
-        self._parts: list[bytes] = []  # of a frame that is not complete
-        self._size = 0
-        self._wanted = _HEAD
-        self._broken = False
+        self._frame = bytearray()  # one that is not complete
+        self._wanted = _HEAD  # bytes of it after which to look again: its head, its names, all of it
+        self._skips = 0  # bytes of a refused frame that are thrown away
 
-    def data_received(self, data: bytes) -> None:
-        if self._broken:
-            return
-        self.front.bytes_in += len(data)
-        if self._parts:
-            self._parts.append(data)
-            self._size += len(data)
-            if self._size < self._wanted:
-                return
-            data = b"".join(self._parts)
-            self._parts.clear()
-        at = self._frames(data)
-        if at < len(data) and not self._broken:
-            rest = data[at:] if at else data
-            self._parts, self._size = [rest], len(rest)
-            if self.receiving_since is None or at:
-                self.receiving_since = perf_counter()
+    @property
+    def new(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._drop_frame()
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def feed(self, data: bytes) -> None:
+        at = 0
+        while at < len(data) and not self.ended:
+            at, _ = self.feed_part(data, at)
+
+    def feed_part(self, data: bytes, at: int) -> tuple[int, int]:
+        if self._skips:
+            taken = min(self._skips, len(data) - at)
+            self._skips -= taken
+            if not self._skips:
+                self.receiving_since = None
+            return at + taken, 0
+        if not self._frame:
+            used = self._look(data, at)
+            if used:
+                return at + used, 1
+        taken = min(self._wanted - len(self._frame), len(data) - at)
+        at += taken
+        if not self._keep(data[at - taken : at]):
+            self._skips -= taken
+        elif len(self._frame) == self._wanted and self._look(bytes(self._frame), 0):
+            self._drop_frame()
+            return at, 1
+        return at, 0
+
+    def _look(self, data: bytes, at: int) -> int:
+        """Handle the frame that begins there; returns how many bytes it took, or 0 when more must be there first (`_wanted`). One that is
+        refused is answered as soon as its names are there; the rest of it is thrown away."""
+        size = len(data) - at
+        if size < _HEAD:
+            self._wanted = _HEAD
+            return 0
+        session, kind, key, token, body, time = REQUEST_HEAD.unpack_from(data, at)
+        broken = self._broken(session, kind, key, token, body)
+        if broken is not None:
+            self._break(time, broken)
+            return size
+        a = at + _HEAD
+        b = a + session
+        c = b + kind
+        d = c + key
+        e = d + token
+        if size < e - at:
+            self._wanted = e - at
+            return 0
+        self._wanted = e - at + body
+        if size < self._wanted:
+            refusal = self._refusal(data[b:c], data[d:e], 0)
+            if refusal is None:
+                return 0
+            self._skips = self._wanted - size
+            self.receiving_since = self.receiving_since or perf_counter()
         else:
+            refusal = self._refusal(data[b:c], data[d:e], body)
+        if refusal is not None:
+            self._refuse(data[a:b], time, refusal)
+            return min(size, self._wanted)
+        end = e + body
+        self._request(TcpRequest(KINDS[data[b:c]], data[a:b], data[c:d], data[e:end], self, time))
+        return end - at
+
+    def _broken(self, session: int, kind: int, key: int, token: int, body: int) -> Refusal | None:
+        """Why a head with these lengths cannot be one."""
+        if not (0 <= session <= MAX_NAME and 0 <= kind <= MAX_NAME and 0 <= key <= MAX_NAME and 0 <= token <= MAX_NAME):
+            names = "lengths of session, step_kind, key and token"
+            return malformed(f"{names} are 0 to {MAX_NAME}, got {(session, kind, key, token)}")
+        limit = self.front.config.max_body
+        if not 0 <= body <= limit:
+            return Refusal(413, "too_large", f"a body has 0 to {limit} bytes, this one says {body}")
+        return None
+
+    def _refusal(self, kind: bytes, token: bytes, body: int) -> Refusal | None:
+        front = self.front
+        if not front.allowed(token):
+            return BAD_TOKEN
+        if kind not in KINDS:
+            expected = "expected step_kind start, tick, end, stop or auto"
+            return Refusal(400, "bad_kind", f"{expected}, got {show(kind)}")
+        if front.held - len(self._frame) + body > front.config.max_bodies:
+            return front.no_room()
+        return None
+
+    def _request(self, request: TcpRequest) -> None:
+        self.outstanding += 1
+        self.sessions.handle(request)
+        if self.outstanding >= MAX_OUTSTANDING:
+            self.pause()
+
+    # --- a frame that is not complete ---------------------------------------------------------------------------------
+
+    def _keep(self, data: bytes) -> bool:
+        """Add to the frame; False when there is no room for it, and the frame was refused."""
+        front = self.front
+        if front.held + len(data) > front.config.max_bodies and len(self._frame) >= _HEAD:
+            session, *_, time = REQUEST_HEAD.unpack_from(self._frame)
+            self._skips = self._wanted - len(self._frame)
+            self._refuse(bytes(self._frame[_HEAD : _HEAD + session]), time, front.no_room())
+            self._drop_frame()
+            return False
+        self.receiving_since = self.receiving_since or perf_counter()
+        self._frame += data
+        front.held += len(data)
+        return True
+
+    def _drop_frame(self) -> None:
+        self.front.held -= len(self._frame)
+        self._frame = bytearray()
+        if not self._skips:
             self.receiving_since = None
 
-    def _frames(self, data: bytes) -> int:
-        """Handle the complete frames in these bytes; returns where the rest begins."""
-        at, end = 0, len(data)
-        while end - at >= _HEAD and not self._broken:
-            session, kind, key, token, body, time = REQUEST_HEAD.unpack_from(data, at)
-            if not (
-                0 <= session <= MAX_NAME and 0 <= kind <= MAX_NAME and 0 <= key <= MAX_NAME and 0 <= token <= MAX_NAME
-            ):
-                self._break(
-                    time,
-                    malformed(
-                        f"lengths of session, step_kind, key and token are 0 to {MAX_NAME}, got {(session, kind, key, token)}"
-                    ),
-                )
-                return end
-            if not 0 <= body <= self.front.config.max_body:
-                limit = self.front.config.max_body
-                self._break(time, Refusal(413, "too_large", f"a body has 0 to {limit} bytes, this one says {body}"))
-                return end
-            whole = _HEAD + session + kind + key + token + body
-            if end - at < whole:
-                self._wanted = whole
-                return at
-            a = at + _HEAD
-            b = a + session
-            c = b + kind
-            d = c + key
-            e = d + token
-            at += whole
-            self._request(data[b:c], data[a:b], data[c:d], data[d:e], data[e:at], time)
-        self._wanted = _HEAD
-        return at
+    # --- refusals -----------------------------------------------------------------------------------------------------
 
-    def _request(self, kind: bytes, session: bytes, key: bytes, token: bytes, body: bytes, time: int) -> None:
-        number = KINDS.get(kind, -1)
-        request = TcpRequest(number, session, key, body, self, time)
+    def _refuse(self, session: bytes, time: int, refusal: Refusal) -> None:
+        self.front.unknown += 1
         self.outstanding += 1
-        if not self.front.allowed(token):
-            self.front.unknown += 1
-            request.reply(BAD_TOKEN.status, BAD_TOKEN.body)
-        elif number < 0:
-            self.front.unknown += 1
-            request.reply(
-                400,
-                Refusal(400, "bad_kind", f"expected step_kind start, tick, end, stop or auto, got {show(kind)}").body,
-            )
-        else:
-            self.sessions.handle(request)
-            if self.outstanding >= MAX_OUTSTANDING:
-                self.pause()
+        self.reply(session, time, refusal.status, refusal.body)
 
     def _break(self, time: int, refusal: Refusal) -> None:
         """A frame that cannot be one: where the next begins is not known, so the connection ends."""
-        self.front.unknown += 1
-        self._broken = True
-        self.receiving_since = None
-        self.outstanding += 1
-        self.reply(b"", time, refusal.status, refusal.body)
+        self.ended = True
+        self._drop_frame()
+        self._refuse(b"", time, refusal)
 
     def too_slow(self) -> None:
-        self._break(0, SLOW)
+        if self._skips:  # it has its answer
+            self.transport.abort()
+        else:
+            self._break(0, SLOW)
 
-    def shut(self) -> None:
-        self._broken = True
-        super().shut()
+    # --- replies ------------------------------------------------------------------------------------------------------
 
     def reply(self, session: bytes, time: int, status: int, body: bytes) -> None:
         self.answered()
@@ -133,7 +190,7 @@ class TcpConnection(Connection):
         if not self.outstanding:
             if self.front.closing:
                 self.transport.close()
-            elif self._broken:
+            elif self.ended:
                 self.linger()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,26 +11,62 @@ import numpy as np
 
 from bray import tree
 from bray.errors import ConfigError, DataError
-from bray.serving.numbers import read_numbers
+from bray.serving.bounds import Bounds
+from bray.serving.messages import MAX_JSON
+from bray.serving.numbers import is_array, read_numbers
 from bray.spec import ACTION_MASK, EnvSpec, Space
 
 Reader = Callable[[Any], Any]
+_SHOWN = (
+    1 << 12
+)  # bytes; what does not fit is decoded for the message only up to this size: decoded it may be thirty times as large
+_SMALL = 512  # bytes of text below which an array's numbers are decoded into lists
+_PIECE = 1 << 16  # bytes of an array's text that are decoded at once
+_NUMBER, _BASE64, _BESIDE = 26, 11, 1 << 16
+"""The most bytes of a number in text and in base64 (a double), and of all that is sent beside the arrays."""
 _decode_any = msgspec.json.Decoder().decode
-_decode_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-def reader(space: Space, where: str = "obs") -> Reader:
+class TooMuchText(DataError):
+    """An array that is written out in more bytes than are taken."""
+
+
+class _Base64(msgspec.Struct, forbid_unknown_fields=True):
+    """An array as its bytes, in little-endian order."""
+
+    base64: bytes  # which is how msgspec writes and reads them: twice as fast as binascii
+    dtype: str | msgspec.UnsetType = msgspec.UNSET
+    shape: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_base64 = msgspec.json.Decoder(_Base64).decode
+
+
+def body_limit(spec: EnvSpec, max_json: int = MAX_JSON) -> int:
+    """Bytes that a tick of this spec could need, in any form that is taken."""
+    leaves = [*_leaf_sizes(spec.observation), spec.layout.num_logits]
+    return _BESIDE + sum(max(min(_NUMBER * n, max_json), _BASE64 * n) for n in leaves)
+
+
+def _leaf_sizes(space: Space) -> list[int]:
+    if space.composite:
+        return [n for part in space.parts for n in _leaf_sizes(part)]
+    return [math.prod(space.shape)]
+
+
+def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> Reader:
     """A function from decoded JSON (or numpy) to one observation: arrays of the space's shape and type. An array may also be sent as
     `{"base64": "...", "dtype": "float32"}`, its raw bytes in little-endian order. What does not fit raises DataError.
 
-    JSON that is not decoded yet (`msgspec.Raw`) is read several times faster: its numbers go straight into the array."""
+    JSON that is not decoded yet (`msgspec.Raw`) is read by the space: its numbers go straight into the array, and what cannot be a member is
+    refused before it is decoded."""
     if space.kind == "dict":
-        parts = {name: reader(part, f"{where}.{name}") for name, part in space.items}
+        parts = {name: reader(part, f"{where}.{name}", max_json) for name, part in space.items}
+        split = splitter(space.names)
 
         def read_dict(value: Any) -> dict[str, Any]:
             if type(value) is msgspec.Raw:
-                value = _parts(value, _decode_object, where)
+                value = _split(value, split, where, f"an object with the keys {sorted(parts)}")
             if not isinstance(value, dict) or value.keys() != parts.keys():
                 got = sorted(map(str, value)) if isinstance(value, dict) else _kind(value)
                 raise DataError(f"{where}: expected an object with the keys {sorted(parts)}, got {got}")
@@ -40,35 +74,58 @@ def reader(space: Space, where: str = "obs") -> Reader:
 
         return read_dict
     if space.kind == "tuple":
-        items = [reader(part, f"{where}[{i}]") for i, part in enumerate(space.parts)]
+        items = [reader(part, f"{where}[{i}]", max_json) for i, part in enumerate(space.parts)]
+        split_tuple = msgspec.json.Decoder(tuple[(msgspec.Raw,) * len(items)]).decode  # type: ignore[misc]
 
         def read_tuple(value: Any) -> tuple[Any, ...]:
             if type(value) is msgspec.Raw:
-                value = _parts(value, _decode_list, where)
+                value = _split(value, split_tuple, where, f"a list of {len(items)} parts")
             if not isinstance(value, (list, tuple)) or len(value) != len(items):
                 got = f"{len(value)}" if isinstance(value, (list, tuple)) else _kind(value)
                 raise DataError(f"{where}: expected a list of {len(items)} parts, got {got}")
             return tuple(read(x) for read, x in zip(items, value, strict=True))
 
         return read_tuple
-    return _array_reader(space, where)
+    return _array_reader(space, where, max_json)
 
 
-def _parts(value: msgspec.Raw, decode: Callable[[msgspec.Raw], Any], where: str) -> Any:
+def splitter(names: tuple[str, ...], others: bool = False) -> Callable[[Any], dict[str, msgspec.Raw]]:
+    """A function from the text of an object to the texts of its members; those of other names raise ValueError, or are left out."""
+    fields = [(f"f{i}", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for i in range(len(names))]
+    rename = {f"f{i}": name for i, name in enumerate(names)}
+    members = msgspec.defstruct("Members", fields, rename=rename, forbid_unknown_fields=not others)
+    decode = msgspec.json.Decoder(members).decode
+
+    def split(text: Any) -> dict[str, msgspec.Raw]:
+        found = msgspec.structs.astuple(decode(text))
+        return {name: x for name, x in zip(names, found, strict=True) if x is not msgspec.UNSET}
+
+    return split
+
+
+def _split(value: msgspec.Raw, split: Callable[[Any], Any], where: str, expected: str) -> Any:
     try:
-        return decode(value)
+        return split(value)
     except (ValueError, RecursionError):  # something else: the reader says what it expected
-        return _decode(value, where)
+        return _shown(value, where, expected)
 
 
-def _decode(value: msgspec.Raw, where: str) -> Any:
+def _shown(value: msgspec.Raw, where: str, expected: str) -> Any:
+    """What does not fit, decoded for the message, where it is small."""
+    size = memoryview(value).nbytes
+    if size > _SHOWN:
+        raise DataError(f"{where}: expected {expected}, got {size} bytes of JSON that are something else")
+    return _decode(value, where)
+
+
+def _decode(value: Any, where: str) -> Any:
     try:
         return _decode_any(value)
     except (ValueError, RecursionError) as e:
-        raise DataError(f"{where}: {e}") from None
+        raise DataError(f"{where}: {e}; expected JSON that fits the space") from None
 
 
-def _array_reader(space: Space, where: str) -> Reader:
+def _array_reader(space: Space, where: str, max_json: int) -> Reader:
     whole = space.kind in ("discrete", "multi_discrete")
     dtype = np.dtype(np.int64 if whole else space.dtype)
     shape = tuple(space.shape)
@@ -78,43 +135,71 @@ def _array_reader(space: Space, where: str) -> Reader:
     limits = None if floats or whole or dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
     sizes, size = np.array(shape, np.int64), math.prod(shape)
     least, most = (-math.inf, math.inf) if floats else limits or _INT64
+    has_text = dtype in _WRITTEN
+    decode_small = _small_decoder(len(shape))
 
-    def read_text(value: msgspec.Raw) -> np.ndarray | None:
-        """The array that is written there, if it is plainly that: None for anything out of the ordinary."""
+    def read_plain(text: np.ndarray) -> np.ndarray | None:
         flat = np.empty(size, np.float64 if floats else np.int64)
-        if not read_numbers(np.frombuffer(value, np.uint8), sizes, not floats, least, most, flat):
+        if not read_numbers(text, sizes, not floats, least, most, flat):
             return None
         x = flat.astype(dtype).reshape(shape)
         return x if high is None or ((low <= x) & (x < high)).all() else None
 
-    has_text = size > 0 and dtype in _WRITTEN
+    def read_text(value: msgspec.Raw) -> np.ndarray | None:
+        """The array that is written there; None where there is none of this shape."""
+        text = np.frombuffer(value, np.uint8)
+        if text.size > max_json:
+            raise TooMuchText(
+                f"{where}: expected at most {max_json} bytes of JSON (max_json), got {text.size}: "
+                'send {"base64": ..., "dtype": ...} instead'
+            )
+        x = read_plain(text) if has_text else None
+        if x is not None or not is_array(text, sizes):
+            return x
+        return checked(np.concatenate(_pieces(value, dtype if floats else None, where)).reshape(shape))
 
     def read(value: Any) -> np.ndarray:
         if type(value) is msgspec.Raw:
-            x = read_text(value) if has_text and memoryview(value)[0] != _BRACE else None
-            if x is not None:
-                return x
-            value = _decode(value, where)
+            small = decode_small(value)
+            if small is not None:
+                return fitted(small)
+            if memoryview(value)[0] == _BRACE:
+                value = _encoded(value, where)
+            else:
+                x = read_text(value) if size else None
+                if x is not None:
+                    return x
+                value = _shown(value, where, f"numbers of shape {list(shape)}")
         if type(value) is dict:
             value = _from_base64(value, dtype, shape, where)
+        if _has_text(value):
+            raise DataError(f"{where}: expected numbers of shape {list(shape)}, got {_kind(value)}")
+        return fitted(value)
+
+    def fitted(value: Any) -> np.ndarray:
+        """Numbers in lists, or an array of them."""
         try:
             x = np.array(value, dtype if floats else None)
         except (ValueError, TypeError, OverflowError):
             raise DataError(f"{where}: expected numbers of shape {list(shape)}, got {_kind(value)}") from None
         if x.shape != shape:
             raise DataError(f"{where}: expected shape {list(shape)}, got {list(x.shape)}")
+        return checked(x)
+
+    def checked(x: np.ndarray) -> np.ndarray:
+        """Numbers of the right shape as members of the space."""
         if floats:
             if not np.isfinite(x).all():
                 raise DataError(f"{where}: expected finite numbers, got {x.ravel()[~np.isfinite(x.ravel())][0]}")
             return x
         if x.dtype != dtype:
             if x.dtype.kind not in "biu" and not (x.dtype.kind == "f" and np.array_equal(x, np.rint(x))):
-                raise DataError(f"{where}: expected whole numbers, got {_kind(value)}")
+                raise DataError(f"{where}: expected whole numbers, got {_numbers(x)}")
             if limits is not None and x.size and not (limits[0] <= x.min() and x.max() <= limits[1]):
                 raise DataError(f"{where}: expected {dtype} ({limits[0]} to {limits[1]}), got {x.min()} to {x.max()}")
             x = x.astype(dtype)
         if high is not None and not ((low <= x) & (x < high)).all():
-            raise DataError(f"{where}: expected {_range(low, high)}, got {x.tolist()}")
+            raise DataError(f"{where}: expected {_range(low, high)}, got {_numbers(x)}")
         return x
 
     return read
@@ -126,23 +211,78 @@ _WRITTEN = [np.dtype(x) for x in ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2"
 """Whose numbers are read from text; those of other types are few."""
 
 
+def _small_decoder(depth: int) -> Callable[[msgspec.Raw], Any]:
+    """A function from the text of a small array to its lists: that is quicker where there are few numbers. None for anything else."""
+    kind: Any = float | int | bool
+    for _ in range(depth):
+        kind = list[kind]
+    decode = msgspec.json.Decoder(kind).decode
+
+    def decode_small(value: msgspec.Raw) -> Any:
+        if memoryview(value).nbytes > _SMALL:
+            return None
+        try:
+            return decode(value)
+        except (ValueError, RecursionError):
+            return None
+
+    return decode_small
+
+
+def _pieces(value: msgspec.Raw, dtype: np.dtype | None, where: str) -> list[np.ndarray]:
+    """The numbers of an array's text, in order. They are decoded piece by piece: as objects they are many times as large as their text."""
+    flat = bytes(value).translate(None, b"[] \t\r\n")
+    out, at = [], 0
+    while at < len(flat):
+        end = flat.find(b",", at + _PIECE)
+        end = len(flat) if end < 0 else end
+        try:
+            out.append(np.array(_decode(b"[%b]" % flat[at:end], where), dtype))
+        except OverflowError as e:
+            raise DataError(f"{where}: expected numbers ({e})") from None
+        at = end + 1
+    return out
+
+
+def _encoded(value: msgspec.Raw, where: str) -> Any:
+    """An array in base64 as a dict; anything else that stands in braces, decoded for the message."""
+    try:
+        sent = _decode_base64(value)
+    except (ValueError, RecursionError):
+        return _shown(value, where, "{base64, dtype, shape}")
+    found = {"base64": sent.base64, "dtype": sent.dtype, "shape": sent.shape}
+    return {k: v for k, v in found.items() if v is not msgspec.UNSET}
+
+
 def _from_base64(value: dict[str, Any], dtype: np.dtype, shape: tuple[int, ...], where: str) -> np.ndarray:
     text = value.get("base64")
-    if not isinstance(text, str) or not value.keys() <= {"base64", "dtype", "shape"}:
+    if not isinstance(text, (str, bytes)) or not value.keys() <= {"base64", "dtype", "shape"}:
         raise DataError(
             f"{where}: expected a list of numbers or {{base64, dtype, shape}}, got the keys {sorted(map(str, value))}"
         )
     sent = value["dtype"] if "dtype" in value else dtype.name  # noqa: SIM401 - numpy takes a while to name a dtype
     try:
-        raw = base64.b64decode(text, validate=True)
+        raw = text if isinstance(text, bytes) else msgspec.convert(text, bytes)
         if not isinstance(sent, str) or not sent.isalnum():  # numpy reads more into a text than a name
             raise TypeError("no such dtype")
         kind = np.dtype(sent)
         if kind.kind not in "biuf":
             raise TypeError("no numbers")
         return np.frombuffer(raw, kind.newbyteorder("<")).reshape(value.get("shape", shape))
-    except (binascii.Error, ValueError, TypeError) as e:
+    except (ValueError, TypeError) as e:
         raise DataError(f"{where}: expected base64 of {sent} numbers of shape {list(shape)} ({e})") from None
+
+
+def _has_text(value: Any) -> bool:
+    """Whether a text stands where a number belongs: numpy would read it, or make an array of texts, each as wide as the widest."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_text, value))
+    return isinstance(value, (str, bytes))
+
+
+def _numbers(x: np.ndarray) -> str:
+    """Numbers fit for a message."""
+    return str(x.tolist()) if x.size <= 16 else f"{x.ravel()[:16].tolist()} ..."
 
 
 def _range(low: np.ndarray, high: np.ndarray) -> str:
@@ -194,8 +334,10 @@ def masked_spec(id: str, observation: Space, action: Space) -> EnvSpec:
 class Observations:
     """Reads ticks: `read(obs, action_mask) -> (observation, mask or None)`. JSON that is not decoded yet (`msgspec.Raw`) is read fastest."""
 
-    def __init__(self, spec: EnvSpec):
+    def __init__(self, spec: EnvSpec, max_json: int = MAX_JSON, bounds: Bounds | None = None):
+        """bounds: refuse what is outside of them"""
         self.spec, self.layout = spec, spec.layout
+        self.bounds = bounds or None
         space = spec.observation
         self.all_legal = np.ones(self.layout.num_logits, np.bool_)
         self.masked = bool(len(self.all_legal))
@@ -204,8 +346,9 @@ class Observations:
         """Whether the mask is a part of the observation."""
         self._beside = self.in_obs and set(space.names) == {OBS, ACTION_MASK}
         self._ones = np.ones(self.layout.num_logits, np.int8)
-        self._read_obs = reader(space)
-        self._read_part = reader(space.parts[space.names.index(OBS)]) if self._beside else None
+        self._split = splitter(space.names) if space.kind == "dict" else None
+        self._read_obs = reader(space, OBS, max_json)
+        self._read_part = reader(space.parts[space.names.index(OBS)], OBS, max_json) if self._beside else None
         self._read_flat = reader(Space("multi_binary", self.all_legal.shape, "int8"), ACTION_MASK)
         parts = _choices(spec.action)
         self._read_parts = None if parts is None or parts.kind == "multi_binary" else reader(parts, ACTION_MASK)
@@ -213,8 +356,14 @@ class Observations:
         self._choices = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]  # of each part, in a mask
 
     def read(self, obs: Any, mask: Any = None) -> tuple[Any, np.ndarray | None]:
-        if type(mask) is msgspec.Raw:
-            mask = msgspec.json.decode(mask)
+        found = self._read(obs, mask)
+        if self.bounds is not None and (outside := self.bounds.outside(found[0])) is not None:
+            raise DataError(f"expected an observation of its space, got {outside}")
+        return found
+
+    def _read(self, obs: Any, mask: Any) -> tuple[Any, np.ndarray | None]:
+        if mask is msgspec.UNSET or (type(mask) is msgspec.Raw and mask == _NULL):
+            mask = None
         if not self.in_obs:
             x = self._read_obs(obs)
             return x, None if mask is None or not self.masked else self._mask(mask)
@@ -231,8 +380,13 @@ class Observations:
         """One object with the mask in it, also where that came beside the observation or not at all."""
         if mask is None and not self._beside:
             return obs
-        parts = _object(obs)
-        if parts is None:
+        parts = obs
+        if type(obs) is msgspec.Raw:
+            try:
+                parts = self._split(obs) if self._split is not None else None
+            except (ValueError, RecursionError):
+                parts = None
+        if not isinstance(parts, dict):
             return obs  # the reader says what it expected
         if mask is not None:
             return {**parts, ACTION_MASK: self._mask(mask).astype(np.int8)}
@@ -240,10 +394,7 @@ class Observations:
 
     def _mask(self, value: Any) -> np.ndarray:
         """A mask as it was sent (flat, or in the parts of a composite action) -> one bool per choice."""
-        parts = isinstance(value, dict) and "base64" not in value
-        if isinstance(value, list) and value and self._read_parts is not None:
-            parts = isinstance(value[0], (list, dict))
-        if parts and self._read_parts is not None:
+        if self._read_parts is not None and _in_parts(value):
             leaves = tree.leaves(self._read_parts(value))
             return self._legal(np.concatenate([leaf.ravel() for leaf in leaves]) > 0)
         return self._legal(self._read_flat(value) > 0)
@@ -254,20 +405,36 @@ class Observations:
         return mask
 
 
-def _object(value: Any) -> dict[str, Any] | None:
-    """The parts of an object, also of one that is not decoded yet; None for anything else."""
-    if type(value) is msgspec.Raw:
-        try:
-            return _decode_object(value)
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
+_NULL = msgspec.Raw(b"null")
+_whole = splitter((OBS, ACTION_MASK), others=True)
 
 
 def _has_obs(value: Any) -> bool:
     """Whether it is a whole observation of `masked_spec`, and not the part of that name."""
-    parts = _object(value)
-    return parts is not None and OBS in parts
+    if type(value) is not msgspec.Raw:
+        return isinstance(value, dict) and OBS in value
+    if memoryview(value)[0] != _BRACE:
+        return False
+    try:
+        return OBS in _whole(value)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _in_parts(mask: Any) -> bool:
+    """Whether a mask was sent in the parts of a composite action: an object that is not base64, or a list of lists or objects."""
+    if type(mask) is not msgspec.Raw:
+        if isinstance(mask, list):
+            return bool(mask) and isinstance(mask[0], (list, dict))
+        return isinstance(mask, dict) and "base64" not in mask
+    text = memoryview(mask)
+    if text[0] == _BRACE:
+        try:
+            _decode_base64(mask)
+        except (ValueError, RecursionError):
+            return True
+        return False
+    return bytes(text[:64]).strip(b" \t\r\n")[1:].lstrip(b" \t\r\n")[:1] in (b"[", b"{")
 
 
 def _choices(action: Space) -> Space | None:

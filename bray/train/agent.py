@@ -34,12 +34,14 @@ from bray.data.piece import Piece
 from bray.errors import DataError, did_you_mean
 from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
+from bray.serving import numbers
 from bray.serving.actor import FAILURES
 from bray.serving.agent import Agent, State
 from bray.serving.protocol import malformed
 from bray.serving.values import Observations, plain
 from bray.spec import ACTION_MASK, EnvSpec
 
+_SHOWN = 1 << 12  # bytes of a tick that is decoded only to say what is wrong with it
 _ENOUGH = 32  # ticks; a row of a larger forward is hardly cheaper
 
 
@@ -50,7 +52,7 @@ class _Message(msgspec.Struct):
     reward: Any = msgspec.UNSET
     terminated: Any = False
     truncated: Any = False
-    action_mask: msgspec.Raw | None = None
+    action_mask: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class _StrictMessage(_Message, forbid_unknown_fields=True):
@@ -132,6 +134,7 @@ class Player:
         sample = self.spec.observation.sample(np.random.default_rng(0))
         if self.observations.in_obs:
             sample[ACTION_MASK] = tree.map(np.ones_like, sample[ACTION_MASK])
+        numbers.load()
         obs, mask = self.observations.read(msgspec.Raw(json.dumps(plain(sample)).encode()))
         state = SimpleNamespace(obs=obs, mask=mask, first=True, memory=self.initial_state)
         for rows in (1, 2, 4, 8, 16, 32):
@@ -217,8 +220,9 @@ class PolicyAgent(Agent):
         if data is not None:
             try:
                 tick = _decode_strictly(data) if self.player.strict else _decode_tick(data)
-            except (ValueError, RecursionError):
-                pass  # told below
+            except (ValueError, RecursionError) as e:
+                if len(data) > _SHOWN:  # else it is told below; decoded, it may be thirty times as large
+                    raise DataError(f'expected {{"obs": ...}}, got {len(data)} bytes that are not: {e}') from None
             else:
                 reward = None if tick.reward is msgspec.UNSET else tick.reward
                 ends = _flag("terminated", tick.terminated), _flag("truncated", tick.truncated)

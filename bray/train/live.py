@@ -33,7 +33,7 @@ from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
 from bray.serving.server import Server
-from bray.serving.values import masked_spec
+from bray.serving.values import MAX_JSON, body_limit, masked_spec
 from bray.spec import EnvSpec, parse_space
 from bray.train.agent import Player, PolicyAgent
 from bray.train.config import LiveConfig, RunConfig
@@ -138,8 +138,11 @@ class LiveSource(Source):
             tokens=() if self.live.token is None else (self.live.token,),
         )
 
+        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
+
         def make_actor() -> AgentActor:
-            return AgentActor({"policy": PolicyAgent}, config, episode_length=length, serialize="json")
+            agents = {"policy": PolicyAgent}
+            return AgentActor(agents, config, episode_length=length, serialize="json", max_json=max_json)
 
         def prepare(server: Server) -> None:
             server.routes["training"] = self._page
