@@ -395,7 +395,7 @@ class Experiment:
         except BaseException:
             exp.close()
             raise
-        exp._dir.write_config(exp.config)
+        directory.write_config(exp.config)
         if not exp.exact:
             logger.warning(
                 "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
