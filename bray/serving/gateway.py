@@ -45,6 +45,11 @@ _MAX_LARGE = 64 << 20  # bytes of bodies that one worker has not answered, besid
 Numbers = dict[str, float]
 
 
+def has_no_room(request: Request, status: int, body: bytes) -> bool:
+    """Whether a worker could not begin what it was asked to, so that another may; other limits hold everywhere."""
+    return status == 429 and request.kind in (START, AUTO) and json.loads(body)["error"] == "no_free_slot"
+
+
 class PeerRequest(Request):
     """A request that another worker received."""
 
@@ -379,7 +384,7 @@ class HeadGateway(Sending):
         if request.kind == TICK:  # nearly always
             request.reply(status, body)
             return
-        if status != 429 or request.kind not in (START, AUTO):
+        if not has_no_room(request, status, body):
             self._tried.pop(request, None)
             request.reply(status, body)
             return

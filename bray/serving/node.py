@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bray.errors import BrayError
-from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers
+from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers, has_no_room
 from bray.serving.link import Address, Link, Listener, connect, machine_id
 from bray.serving.protocol import AUTO, START, Refusal
 from bray.serving.sessions import Request, Sessions
@@ -169,7 +169,7 @@ class NodeGateway(Sending):
     def _answered(self, peer: NodePeer, request: Request, status: int, body: bytes) -> None:
         if status == 200 and not self._tried:  # nearly always
             request.reply(status, body)
-        elif status == NOT_HERE or (status == 429 and request.kind in (START, AUTO)):
+        elif status == NOT_HERE or has_no_room(request, status, body):
             self._elsewhere(request, peer.worker)
         else:
             if status == 404:
