@@ -29,11 +29,11 @@ def recorded(directory, session="game", ticks=20):
     return recording.path
 
 
-def frame(value):
+def recording_of(frames):
     """As somebody would write it who knows the format, and means harm."""
-    data = msgspec.msgpack.encode(value)
-    length = struct.pack("<I", len(data))
-    return length + struct.pack("<II", crc32(length), crc32(data)) + data
+    lengths = [struct.pack("<I", len(f)) for f in frames]
+    heads = [n + struct.pack("<II", crc32(n), crc32(f)) for n, f in zip(lengths, frames, strict=True)]
+    return record.MAGIC + b"".join(h + f for h, f in zip(heads, frames, strict=True))
 
 
 @pytest.mark.parametrize("session", ["game", "語" * 80, "../../etc/passwd", "a/b\0c", "." * 300, "x" * 4000])
@@ -91,7 +91,7 @@ GOOD = {"session": "s", "time": 0.0, **ABOUT}
 )
 def test_what_is_no_recording_is_one_message(tmp_path, frames):
     path = tmp_path / "x.rec"
-    path.write_bytes(record.MAGIC + b"".join(map(frame, frames)))
+    path.write_bytes(recording_of([msgspec.msgpack.encode(f) for f in frames]))
     with pytest.raises(DataError, match="is not a recording") as e:
         read_recording(path)
     assert str(path) in str(e.value)
@@ -107,7 +107,8 @@ def test_only_plain_files_are_read(tmp_path):
 def test_a_length_that_is_a_lie_takes_no_memory(tmp_path):
     path = tmp_path / "x.rec"
     length = struct.pack("<I", 255 << 20)
-    path.write_bytes(record.MAGIC + frame(GOOD) + length + struct.pack("<II", crc32(length), 0) + b"short")
+    lie = length + struct.pack("<II", crc32(length), 0) + b"short"
+    path.write_bytes(recording_of([msgspec.msgpack.encode(GOOD)]) + lie)
     assert read_recording(path)[1] == []  # a frame that was cut off
 
 
@@ -121,10 +122,7 @@ def test_mutated_recordings_end_in_one_message(tmp_path):
     read, messages = 0, []
     for i in range(400):
         if i % 2:
-            frames = [mutated(f, rng) if rng.random() < 0.1 else f for f in plain]
-            lengths = [struct.pack("<I", len(f)) for f in frames]
-            heads = [n + struct.pack("<II", crc32(n), crc32(f)) for n, f in zip(lengths, frames, strict=True)]
-            path.write_bytes(record.MAGIC + b"".join(h + f for h, f in zip(heads, frames, strict=True)))
+            path.write_bytes(recording_of([mutated(f, rng) if rng.random() < 0.1 else f for f in plain]))
         else:
             path.write_bytes(mutated(data, rng))
         try:

@@ -5,6 +5,7 @@ import base64
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -13,8 +14,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -28,8 +31,10 @@ from bray.experiment import Experiment, export_graph
 from bray.service import PolicyActor, Service, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServedModelConfig, ServiceConfig
+from bray.serving.protocol import START, TICK
 from bray.serving.record import read_recording
 from bray.spec import EnvSpec, Space
+from tests.test_recordings import mutated, recording_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -763,6 +768,22 @@ def test_record_and_replay(run, tmp_path, capsys):
     assert "is not a recording" in capsys.readouterr().err
     broken.write_bytes(files[0].read_bytes()[:-3])  # cut off by a crash: read as far as it goes
     assert len(read_recording(broken)[1]) == 41  # all but the end
+
+
+def test_a_recording_that_was_tampered_with_ends_in_one_message(cartpole, tmp_path, capsys):
+    """What its frames hold was changed, and their checksums with it."""
+    rng = random.Random(0)
+    about = {"session": "s", "time": 0.0, "run": str(cartpole), "model": "m", "version": 1}
+    steps = [(START, 0.0, b"", b"{}"), *[(TICK, 0.1, json.dumps({"obs": OBS}).encode(), b'{"action":1}')] * 3]
+    frames = [msgspec.msgpack.encode(frame) for frame in (about, *steps)]
+    path = tmp_path / "x.rec"
+    codes = Counter()
+    for _ in range(60):
+        bad = [mutated(f, rng) if rng.random() < 0.3 else f for f in frames]
+        path.write_bytes(recording_of(bad))
+        codes[main(["replay", str(path)])] += 1
+        assert "Traceback" not in capsys.readouterr().err
+    assert set(codes) == {0, 2}
 
 
 # --- files, errors ----------------------------------------------------------------------------------------------------------

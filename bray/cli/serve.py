@@ -114,11 +114,11 @@ async def _all_again(
         for file in files:
             about, steps = read_recording(file)
             path = run or Path(about.run)
-            if path not in services:
-                services[path] = Service({about.model: path}, config, torch_engine=engine)
             try:
+                if path not in services:
+                    services[path] = Service({about.model: path}, config, torch_engine=engine)
                 out.append((file, about, await _again(services[path], about, steps)))
-            except (DataError, Refusal) as e:
+            except (DataError, Refusal, OSError) as e:
                 raise DataError(f"{file} cannot be played again: {e}") from None
     finally:
         for service in services.values():

@@ -250,7 +250,8 @@ class AgentActor(Actor):
         if errors:
             for error in errors[1:]:
                 if not (isinstance(error, WaitError) and error.__cause__ is errors[0]):
-                    logger.error("session %r: another agent failed too", state.session, exc_info=error)
+                    cause = ("another", type(error), str(error))
+                    _limited.error(cause, "session %r: another agent failed too", state.session, exc_info=error)
             raise errors[0]
         reply = self._answer(state)
         return reply if isinstance(reply, bytes) else await reply

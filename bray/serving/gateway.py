@@ -45,6 +45,11 @@ _MAX_LARGE = 64 << 20  # bytes of bodies that one worker has not answered, besid
 Numbers = dict[str, float]
 
 
+def has_no_room(request: Request, status: int, body: bytes) -> bool:
+    """Whether a worker could not begin what it was asked to, so that another may; other limits hold everywhere."""
+    return status == 429 and request.kind in (START, AUTO) and json.loads(body)["error"] == "no_free_slot"
+
+
 class PeerRequest(Request):
     """A request that another worker received."""
 
@@ -180,14 +185,16 @@ class Sending(Forwarding):
     def idle(self) -> bool:
         return not any(peer.waiting or peer.unsent for peer in self.peers())
 
-    def send(self, peer: Peer, request: Request) -> None:
+    def send(self, peer: Peer, request: Request) -> bool:
+        """Hand a request on; False when it was refused instead."""
         if peer.is_full(self.sessions.config.max_pending):
             self.forget(request)
             why = f"{len(peer.waiting) + len(peer.unsent)} requests wait for {peer.name}: try again later"
             self.sessions.refuse(request, Refusal(503, "overloaded", why))
-            return
+            return False
         self.forwarded += 1
         peer.ask(request)
+        return True
 
     def _end_late(self) -> None:
         """Answer what a worker that stands still does not."""
@@ -277,15 +284,12 @@ class HeadGateway(Sending):
     # --- what Sessions asks -------------------------------------------------------------------------------------------
 
     def place(self, request: Request) -> bool:
-        owner = self.owners.get(request.session)
+        # An owner knows whether the session is about to end.
+        owner = self.owners.get(request.session) or self._roomiest()
         if owner is None:
-            owner = self._roomiest()
-            if owner is None:
-                self._no_room(request)
-                return False
+            self._no_room(request)
+        elif self.send(owner, request):
             self._give(request.session, owner)
-        # else its owner knows whether the session is about to end
-        self.send(owner, request)
         return False
 
     def forward(self, request: Request) -> bool:
@@ -380,7 +384,7 @@ class HeadGateway(Sending):
         if request.kind == TICK:  # nearly always
             request.reply(status, body)
             return
-        if status != 429 or request.kind not in (START, AUTO):
+        if not has_no_room(request, status, body):
             self._tried.pop(request, None)
             request.reply(status, body)
             return
@@ -391,9 +395,8 @@ class HeadGateway(Sending):
         if other is None:
             self._no_room(request)
             return
-        if request.kind == START:
+        if self.send(other, request) and request.kind == START:
             self._give(request.session, other)
-        self.send(other, request)
 
     async def gather(self, timeout: float = 2.0) -> list[Numbers]:
         """The numbers of all workers that answer in time; the head's own are added to those of one of them."""

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bray.errors import BrayError
-from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers
+from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers, has_no_room
 from bray.serving.link import Address, Link, Listener, connect, machine_id
-from bray.serving.protocol import AUTO, END, START, TICK, Refusal
+from bray.serving.protocol import AUTO, START, Refusal
 from bray.serving.sessions import Request, Sessions
 from bray.serving.table import Table
 
@@ -169,7 +169,7 @@ class NodeGateway(Sending):
     def _answered(self, peer: NodePeer, request: Request, status: int, body: bytes) -> None:
         if status == 200 and not self._tried:  # nearly always
             request.reply(status, body)
-        elif status == NOT_HERE or (status == 429 and request.kind in (START, AUTO)):
+        elif status == NOT_HERE or has_no_room(request, status, body):
             self._elsewhere(request, peer.worker)
         else:
             if status == 404:
@@ -182,19 +182,20 @@ class NodeGateway(Sending):
         tried = self._tried.setdefault(request, set())
         tried.add(worker)
         self.owners.pop(request.session, None)
-        if request.session in self.sessions.sessions and request.kind != AUTO:
+        if request.kind == AUTO:
+            self._begin_elsewhere(request, tried)
+        elif request.session in self.sessions.sessions:
             self.forget(request)
             self.sessions.handle(request)
-            return
-        owner = None if request.kind == AUTO else self.table.find(request.session)
-        if request.kind in (TICK, END):
-            if owner is None or owner in tried:
-                self.refuse_lost(request)
-            else:
-                self._forward(owner, request)
-            return
-        if owner is None or owner in tried:
-            owner = self.table.choose(but=tried)
+        elif (owner := self.table.find(request.session)) is not None and owner not in tried:
+            self._forward(owner, request)
+        elif request.kind == START:
+            self._begin_elsewhere(request, tried)
+        else:
+            self.refuse_lost(request)
+
+    def _begin_elsewhere(self, request: Request, tried: set[int]) -> None:
+        owner = self.table.choose(but=tried)
         if owner is None:
             self.refuse_full(request, self.table.total())
         elif owner == self.table.me:

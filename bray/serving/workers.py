@@ -365,6 +365,7 @@ class _Parent:
                 signal.signal(sig, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             self._port.close()
+            self.table.close()  # before the worker has locks: closing any descriptor of a file gives up those of the process
             table = Table(self.directory / "sessions", self.config.workers, self.config.actors_per_worker)
             if not table.take(worker):
                 raise RuntimeError("the process that had this worker's place still lives")
