@@ -1,8 +1,8 @@
 """python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0]: kill trainings at random moments, resume each, and count what is lost.
 
-A training and all its processes are killed (SIGKILL) a random time after they were started, and the same command, or `--resume`, goes on. What is
-lost is training time: that of the newest result row, less that of the checkpoint from which the next process goes on. Exit code 0: every
-one went on, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
+A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after its start; the same command, or
+`--resume`, goes on. What is lost is training time: that of the newest result row, less that of the checkpoint from which the next process goes on.
+Exit code 0: every one went on, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 TRAIN = {
     "ppo": ["--run", "PPO", "--env", "CartPole-v1"],
     "ppo-subprocess": ["--run", "PPO", "--env", "CartPole-v1", "vector=subprocess", "num_envs=4", "num_processes=2"],
-    "dqn": ["--run", "DQN", "--env", "CartPole-v1", "learning_starts=500"],
+    "dqn": ["--run", "DQN", "--env", "CartPole-v1", "learning_starts=500", "train_every=16"],
 }
 """By turns. The last one keeps rows of its replay in files beside the checkpoints."""
 LAUNCH = {
@@ -99,21 +99,26 @@ class Case:
             command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=errors, process_group=0, text=True
         )
 
-    def kill_once(self, folder: Path, seconds: float) -> None:
-        """Start, wait, kill; then look at what is there."""
-        new = not RunDir(self.path).steps()
+    def kill_once(self, folder: Path, seconds: float, starting: bool) -> None:
+        """Start, wait, kill; then look at what is there. `seconds` count from its first result row, or from its start."""
         process = self.start(folder)
-        until = time.monotonic() + seconds + (60.0 if new else 0.0)
-        while time.monotonic() < until:
+        rows = self.path / "result.jsonl"
+        since = None if not starting or not RunDir(self.path).steps() else time.monotonic()
+        least = size_of(rows)
+        until = time.monotonic() + 120.0
+        while time.monotonic() < (until if since is None else since + seconds):
             if process.poll() is not None:
                 self.failed.append(
                     f"exit code {process.returncode}: {(folder / f'{self.name}.err').read_text()[-600:]}"
                 )
                 return
-            if new and RunDir(self.path).steps():
-                new, until = False, time.monotonic() + seconds  # the first start has something to go on from
+            size, least = size_of(rows), min(least, size_of(rows))
+            if since is None and size > least:  # it first drops rows that are newer than its checkpoint
+                since = time.monotonic()
             time.sleep(0.02)
         end_all(process, folder)
+        if since is None:
+            self.failed.append("no result row within 120 s")
         self.kills += 1
         self.lost.append(self.behind())
 
@@ -139,6 +144,10 @@ class Case:
         steps = moving[-1]["learner_steps_total"] - moving[0]["learner_steps_total"]
         rate = steps / max(1e-9, moving[-1]["time_total_s"] - moving[0]["time_total_s"])
         return max(0.0, (newest - step) / max(rate, 1e-9))
+
+
+def size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def end_all(process: subprocess.Popen[str], folder: Path) -> None:
@@ -170,6 +179,8 @@ def tensorboard_misses(path: Path) -> int:
     """Rows of result.jsonl that TensorBoard does not have."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    if not (path / "tb").exists():
+        return len(read_results(path))
     board = EventAccumulator(str(path / "tb"), size_guidance={"scalars": 0})
     board.Reload()
     there = {e.step for e in board.Scalars("env_steps_total")}
@@ -179,18 +190,19 @@ def tensorboard_misses(path: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["train", "launch"])
+    parser.add_argument("--only", help="one of " + ", ".join([*TRAIN, "launch"]))
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--every", type=float, default=3.0, help="checkpoint_every_s")
-    parser.add_argument("--most", type=float, default=10.0, help="seconds until a kill, at most")
+    parser.add_argument("--most", type=float, default=8.0, help="seconds to the kill, at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, good = random.Random(args.seed), True
     for what in args.what:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            chosen = cases(what, folder, args.every)
+            chosen = [case for case in cases(what, folder, args.every) if args.only in (None, case.name)]
             for i in range(args.kills):
-                chosen[i % len(chosen)].kill_once(folder, rng.uniform(0.0, args.most))
+                chosen[i % len(chosen)].kill_once(folder, rng.uniform(0.0, args.most), starting=i % 5 == 4)
             for case in chosen:
                 said = report(case, what)
                 good = good and not case.failed and max(case.lost, default=0.0) <= args.every and not said["gaps"]

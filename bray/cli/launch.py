@@ -19,7 +19,7 @@ from rich.text import Text
 
 from bray.cli.options import Launch
 from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
-from bray.errors import BrayError, ConfigError, ResourceError
+from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.modules import check_modules
 
@@ -226,6 +226,10 @@ def _wait(run: Run, options: Launch) -> int:
         show_failure(e)
         print(f"run directory: {run.session.path}", file=sys.stderr)
         return 1
+    for end in run.ends.values():
+        if end.done() and isinstance(error := end.exception(), CheckpointError):  # what it had learnt is not saved
+            show_failure(error)
+            return 1
     _say_next(run.graph, options, done)
     return 0
 

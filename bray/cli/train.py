@@ -186,7 +186,8 @@ def _closing(exp: Experiment) -> Iterator[None]:
     except BaseException:
         with contextlib.suppress(BrayError):
             if exp.saved:
-                print(f"what was learned so far is saved in {exp.path}", file=sys.stderr)
+                done = "so far" if exp.all_saved else "up to then"
+                print(f"what was learned {done} is saved in {exp.path}", file=sys.stderr)
         raise
     finally:
         exp.close()

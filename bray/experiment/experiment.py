@@ -237,6 +237,11 @@ class Experiment:
         """Whether this experiment's own run directory holds a checkpoint."""
         return self._dir is not None and bool(self._dir.steps())
 
+    @property
+    def all_saved(self) -> bool:
+        """Whether the newest checkpoint holds all iterations."""
+        return self._training is not None and self._saved_at == self._training.iteration
+
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
         self._stop_requested = True

@@ -30,7 +30,7 @@ def not_finite(arrays: Mapping[str, Any], constants: Collection[str] = ()) -> st
         x = np.asarray(x)
         if x.dtype.kind != "f":
             continue
-        count = np.count_nonzero(np.isnan(x) if name in constants else ~np.isfinite(x))
+        count = int(np.count_nonzero(np.isnan(x) if name in constants else ~np.isfinite(x)))
         total += x.size
         if count:
             lost += count

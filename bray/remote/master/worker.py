@@ -133,10 +133,11 @@ class Master:
     def _close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
-        self._row()
-        self._save()
-        self._board.close()
-        self._sinks.close()
+        for end in (self._row, self._save, self._board.close, self._sinks.close):
+            try:
+                end()
+            except (BrayError, OSError) as e:
+                logger.error("the master could not write its last numbers: %s", e)
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, write_atomic
+from bray.rundir import OncePer, RunDir, match_weights, read_json, read_weights, seal, write_atomic
 
 logger = logging.getLogger("bray.remote")
 
@@ -93,6 +93,7 @@ class Keeper:
         self._env_steps = 0
         self._lock = threading.RLock()
         self._save_lock = threading.Lock()
+        self._once = OncePer()
         self._waiting: set[asyncio.Future[None]] = set()
         self._tasks: list[Any] = []
         self._old: dict[int, Any] = {}  # step -> reference, of versions somebody asked for
@@ -344,7 +345,8 @@ class Keeper:
                     self._forgive(step)
                 self._retain()
             except BrayError as e:
-                logger.error("model %s could not be saved at step %d: %s", self.name, step, e)
+                if self._once.due():
+                    logger.error("model %s could not be saved at step %d: %s", self.name, step, e)
 
     def _forgive(self, step: int) -> None:
         """A version that `checkpoint=` had discarded has been trained again."""
