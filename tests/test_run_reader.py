@@ -257,6 +257,14 @@ def test_a_graph_that_asks_for_other_files_is_refused(run):
         serve(run)
 
 
+def test_a_seed_that_no_generator_takes_is_refused(run):
+    text = re.sub(r" +#.*", "", (run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(text.replace("  seed: 0\n", f"  seed: {10**30}\n"))
+    for read in (load, resume):
+        with pytest.raises(BrayError, match="seed"):
+            read(run)
+
+
 def test_spaces_of_a_file_are_of_a_size_that_can_be():
     for space in (
         {"kind": "box", "shape": [1 << 20, 1 << 20]},
