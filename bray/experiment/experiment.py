@@ -41,7 +41,7 @@ from bray.train.offline import ID as FILES, FileTraining
 
 logger = logging.getLogger("bray")
 
-_GRAPH_WAIT_S = 30.0  # for an export that is under way when the training ends
+_GRAPH_WAIT_S = 120.0  # for an export that is under way when the training ends
 _AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
 _TRY_AGAIN = 60.0  # seconds: a full disk is not asked at every iteration
 
@@ -400,7 +400,6 @@ class Experiment:
         except BaseException:
             exp.close()
             raise
-        directory.write_config(exp.config)
         if not exp.exact:
             logger.warning(
                 "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
@@ -429,6 +428,7 @@ class Experiment:
                 self._best = None if saved["best"] is None else float(saved["best"])
         self._saved_at = training.iteration
         self._dir = RunDir.create(path, resume=True)
+        self._dir.write_config(self.config)
 
     def init_from(self, path: str | Path, which: str | int = "latest") -> None:
         """Start from another run's weights, and nothing else of it."""

@@ -80,7 +80,9 @@ def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -
 
 
 def _with_checked_stop(config: Resolved) -> Resolved:
-    """Stop conditions under their own names, without those that mean no limit."""
+    """Stop conditions under their own names, without those that mean no limit; and a seed that generators take."""
+    if not -(2**63) <= config["run"].seed < 2**63:
+        raise ConfigError(f"run.seed: expected a whole number of 64 bits, got {config['run'].seed}")
     run = replace(config["run"], stop=check_stop(config["run"].stop))
     names = {f"run.stop.{alias}": f"run.stop.{name}" for alias, name in STOP_ALIASES.items()}
     return Resolved(
