@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bray.serving.numbers import mark_outside
 from bray.spec import Space
 
 logger = logging.getLogger("bray.serving")
@@ -30,17 +31,22 @@ class Bounds:
         """What of an observation, or of a batch of them, is outside: the first such value; None = nothing."""
         for keys, low, high in self._leaves:
             x = _part(obs, keys)
-            if np.count_nonzero((x < low) | (x > high)):
-                return _first(x, keys, low, high)
+            flat = x.reshape(-1, low.size)
+            if np.count_nonzero((flat < low) | (flat > high)):
+                return _first(flat, keys, low, high)
         return None
 
     def rows_outside(self, batch: Any) -> int:
         """How many observations of a batch are outside."""
-        rows: Any = False
+        rows, count = None, 0
         for keys, low, high in self._leaves:
             x = _part(batch, keys)
-            rows = rows | ((x < low) | (x > high)).reshape(len(x), -1).any(axis=1)
-        return int(np.count_nonzero(rows))
+            if x.dtype != low.dtype:
+                x = x.astype(low.dtype)
+            if rows is None:
+                rows = np.zeros(len(x), np.bool_)
+            count += mark_outside(x.reshape(len(x), -1), low, high, rows)
+        return count
 
 
 class OutsideCount:
@@ -53,20 +59,21 @@ class OutsideCount:
         self._logged = 0  # how many the log has told of
 
     def count(self, batch: Any) -> None:
-        first = self._bounds.outside(batch)
-        if first is None:
-            return
-        self.total += self._bounds.rows_outside(batch)
-        now = time.monotonic()
-        if now - self._logged_at >= _LOG_EVERY_S:
-            more = self.total - self._logged
-            self._logged_at, self._logged = now, self.total
-            logger.warning(
-                "model %s: %d observations outside their space, now %s. They are answered; check_obs=refuse refuses them",
-                self._model,
-                more,
-                first,
-            )
+        rows = self._bounds.rows_outside(batch)
+        if rows:
+            self.total += rows
+            now = time.monotonic()
+            if now - self._logged_at >= _LOG_EVERY_S:
+                self._log(self._bounds.outside(batch), now)
+
+    def _log(self, first: str | None, now: float) -> None:
+        logger.warning(
+            "model %s: %d observations outside their space, now %s. They are answered; check_obs=refuse refuses them",
+            self._model,
+            self.total - self._logged,
+            first,
+        )
+        self._logged_at, self._logged = now, self.total
 
 
 def _bounded(space: Space, keys: tuple[Any, ...]) -> Any:
@@ -75,23 +82,24 @@ def _bounded(space: Space, keys: tuple[Any, ...]) -> Any:
         for key, part in zip(space.keys, space.parts, strict=True):
             yield from _bounded(part, (*keys, key))
     elif space.kind == "multi_binary":
-        yield keys, np.int8(0), np.int8(1)
-    elif space.kind == "box" and np.dtype(space.dtype).kind in "iuf" and math.prod(space.shape):
+        n = math.prod(space.shape)
+        yield keys, np.zeros(n, np.int8), np.ones(n, np.int8)
+    elif space.kind == "box" and np.dtype(space.dtype).kind in "iuf" and math.prod(space.shape) > 0:
         low, high = _limits(space)
-        info: Any = np.finfo(space.dtype) if low.dtype.kind == "f" else np.iinfo(space.dtype)
+        info: Any = np.finfo(low.dtype) if low.dtype.kind == "f" else np.iinfo(low.dtype)
         if (low > info.min).any() or (high < info.max).any():
             yield keys, low, high
 
 
 def _limits(space: Space) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds in the space's own type; one that is the same everywhere as a single number."""
-    dtype = np.dtype(space.dtype)
+    """Bounds in the space's own type, flat."""
+    dtype = np.dtype("float32" if space.dtype == "float16" else space.dtype)  # compiled code has no float16
     info: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     out = []
     for bound, none in zip(space.bounds(), (info.min, info.max), strict=True):
         # in whole numbers: float64 cannot hold the ends of 64-bit integers
         values = [none if not info.min < x < info.max else dtype.type(x) for x in np.ravel(bound).tolist()]
-        out.append(np.array(values, dtype).reshape(space.shape) if len(set(values)) > 1 else dtype.type(values[0]))
+        out.append(np.array(values, dtype))
     return out[0], out[1]
 
 
@@ -101,7 +109,6 @@ def _part(obs: Any, keys: tuple[Any, ...]) -> Any:
     return obs
 
 
-def _first(x: np.ndarray, keys: tuple[Any, ...], low: Any, high: Any) -> str:
-    at = np.unravel_index(int(np.argmax((x < low) | (x > high))), x.shape)
-    low, high = (np.broadcast_to(bound, x.shape)[at] for bound in (low, high))
-    return f"{'.'.join(map(str, ('obs', *keys)))}: {x[at]} is not from {low} to {high}"
+def _first(x: np.ndarray, keys: tuple[Any, ...], low: np.ndarray, high: np.ndarray) -> str:
+    i, j = divmod(int(np.argmax((x < low) | (x > high))), low.size)
+    return f"{'.'.join(map(str, ('obs', *keys)))}: {x[i, j]} is not from {low[j]} to {high[j]}"

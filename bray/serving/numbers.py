@@ -151,6 +151,19 @@ def _in_value(c):  # pragma: no cover - compiled
     return _ZERO <= c <= _ZERO + 9 or _A <= c <= _Z or c in (_DOT, _MINUS, _PLUS, _BIG_E)
 
 
+@numba.njit(cache=True, nogil=True)
+def mark_outside(x, low, high, rows):  # pragma: no cover - compiled
+    """Set `rows` for each row of `x` with a value below `low` or above `high`; how many were not set before."""
+    new = 0
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            if x[i, j] < low[j] or x[i, j] > high[j]:
+                new += not rows[i]
+                rows[i] = True
+                break
+    return new
+
+
 def load() -> None:
     """Compile what is here, or load it, so that no game waits for it."""
     text, shape = np.frombuffer(b"[1]", np.uint8), np.array([1])
