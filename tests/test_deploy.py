@@ -68,6 +68,22 @@ def project(trained, tmp_path):
     return tmp_path / "project"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def admin_token():
+    """Changes at the admin port need one; services read it from the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRAY_ADMIN_TOKEN", "for-tests")
+        yield
+
+
+def admin(port, path="/models", wish=None):
+    data = None if wish is None else json.dumps(wish).encode()
+    headers = {"Authorization": "Bearer for-tests"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.loads(reply.read())
+
+
 class Deployed:
     """A deployment in this process."""
 
@@ -76,9 +92,7 @@ class Deployed:
         self.port, self.admin_port = self.actor.port, self.actor.admin_port
 
     def admin(self, path="/models", wish=None):
-        data = None if wish is None else json.dumps(wish).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", data, timeout=10) as reply:
-            return json.loads(reply.read())
+        return admin(self.admin_port, path, wish)
 
     @property
     def service(self):
@@ -599,8 +613,7 @@ def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path,
         assert (pid == process.pid) is (cluster == "local")
         replies = answers(process.port, some_obs())
         assert [r["action"] for r in replies] == [int(exp[last].policy(x)) for x in some_obs()]
-        body = json.dumps({"pin": first}).encode()
-        urllib.request.urlopen(f"http://127.0.0.1:{process.admin_port}/models", body, timeout=10).close()
+        admin(process.admin_port, wish={"pin": first})
         clients = [bray.Client(port=process.port) for _ in range(6)]  # on both workers
         for client in clients:
             client.start()

@@ -6,7 +6,6 @@ Everything between the parser and the session table is here.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import resource
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 import httptools
 
 from bray.serving.config import ServiceConfig
-from bray.serving.protocol import KINDS, MAX_NAME, REASONS, Refusal, malformed, show
+from bray.serving.protocol import KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
 from bray.serving.sessions import Request, Sessions
 
 logger = logging.getLogger("bray.serving")
@@ -27,7 +26,6 @@ LINGER_S = 1.0
 """How long a refused client may go on sending."""
 MAX_OUTSTANDING = 128
 """Requests of one connection that are not answered; with more, reading waits."""
-BAD_TOKEN = Refusal(401, "bad_token", "this service needs a valid token")
 SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
 
 
@@ -39,7 +37,7 @@ class Front:
         self.open: dict[Connection, None] = {}
         self.accepted = self.refused = self.bytes_in = self.bytes_out = 0
         self.unknown = 0  # requests refused before they could be told apart: malformed, too large, wrong token
-        self._tokens = [t.encode() for t in config.tokens]
+        self.access = sessions.access
         self.closing = False
         # Clients must not take the last files: Actors, the other workers and the admin port need some.
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -51,13 +49,6 @@ class Front:
                 self.max_open,
                 config.max_connections,
             )
-
-    def allowed(self, token: bytes) -> bool:
-        """Whether a token is one of ours, in a time that says nothing of how near it is."""
-        good = False
-        for known in self._tokens:
-            good |= hmac.compare_digest(token, known)
-        return good or not self._tokens
 
     def sweep(self) -> None:
         """Close connections that take too long to send, to read, or to come back."""
@@ -83,6 +74,7 @@ class Connection(asyncio.Protocol):
     """One client. `outstanding` counts its requests that are not answered."""
 
     __slots__ = (
+        "address",
         "front",
         "idle_since",
         "lingers_since",
@@ -97,6 +89,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, front: Front):
         self.front, self.sessions = front, front.sessions
         self.transport: Any = None
+        self.address = ""  # what the client is counted by; nothing where it was turned away
         self.outstanding = 0
         self.paused = False  # whether reading waits
         self.receiving_since: float | None = None  # a request has begun and is not complete
@@ -110,13 +103,25 @@ class Connection(asyncio.Protocol):
             self.front.refused += 1
             self.transport.abort()
             return
-        self.front.accepted += 1
+        address = self.front.access.client(transport)
+        refusal = self.front.access.admit(address)
         self.front.open[self] = None
         self.transport.set_write_buffer_limits(high=HIGH_WATER)
+        if refusal is None:
+            self.front.accepted += 1
+            self.address = address
+        else:
+            self.front.refused += 1
+            self.turn_away(refusal)
+
+    def turn_away(self, refusal: Refusal) -> None:
+        """A client that has too many connections."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self.front.open.pop(self, None)
+        self.front.access.leave(self.address)
 
     def pause_writing(self) -> None:
         self.stuck_since = perf_counter()
@@ -187,7 +192,7 @@ class Connection(asyncio.Protocol):
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------------
 
-_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN = range(10)
+_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN, _SECRET, _FORWARDED = range(12)
 _HEADERS = {
     b"session": _SESSION,
     b"game_id": _SESSION,  # older clients
@@ -195,6 +200,9 @@ _HEADERS = {
     b"step-kind": _KIND,  # what is left of step_kind behind proxies that drop underscores
     b"key": _KEY,
     b"token": _TOKEN,
+    b"session_secret": _SECRET,
+    b"session-secret": _SECRET,
+    b"x-forwarded-for": _FORWARDED,
     b"content-length": _LENGTH,
     b"transfer-encoding": _CODING,
     b"expect": _EXPECT,
@@ -238,6 +246,7 @@ class HttpConnection(Connection):
         "_counting",
         "_fields",
         "_first",
+        "_forwarded",
         "_head",
         "_in_head",
         "_key",
@@ -247,6 +256,7 @@ class HttpConnection(Connection):
         "_max_header",
         "_old",
         "_queue",
+        "_secret",
         "_session",
         "_size",
         "_token",
@@ -269,7 +279,7 @@ class HttpConnection(Connection):
 
     def _begin(self) -> None:
         self._url = self._session = self._kind = self._key = self._token = self._length = b""
-        self._body = b""
+        self._body = self._secret = self._forwarded = b""
         self._chunks: bytearray | None = None
         self._size = self._head = self._asks = 0
 
@@ -307,7 +317,11 @@ class HttpConnection(Connection):
         self._closed = False
         first = b"%b %b HTTP/%b" % (self.parser.get_method(), self._url, self.parser.get_http_version().encode())
         lines = [first, b"session: " + self._session, b"key: " + self._key, b"token: " + self._token]
-        lines.append(b"step_kind: " + self._kind)
+        lines += [
+            b"step_kind: " + self._kind,
+            b"session_secret: " + self._secret,
+            b"x-forwarded-for: " + self._forwarded,
+        ]
         if self._length:
             lines.append((b"content-length: " if self._length.isdigit() else b"transfer-encoding: ") + self._length)
         return b"\r\n".join([*lines, b"", b""])
@@ -355,6 +369,10 @@ class HttpConnection(Connection):
                 self._too_large(int(value))
         elif what == _CODING:
             self._length = value
+        elif what == _SECRET:
+            self._secret = value
+        elif what == _FORWARDED and self._chunks is None:  # a trailer is the client's own, whoever passes it on
+            self._forwarded = value
         elif what == _UPGRADE or value.lower() == b"100-continue":
             self._asks = max(self._asks, what)
 
@@ -420,9 +438,15 @@ class HttpConnection(Connection):
             self.front.unknown += 1
             self.reply(request, refusal.status, b"" if parser.get_method() == b"HEAD" else refusal.body)
             return
+        if self.front.access.marks:
+            self.front.access.mark(request, self._secret, self._client())
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
+
+    def _client(self) -> str:
+        """What this request is counted by."""
+        return self.front.access.proxies.client(self.address, self._forwarded) if self._forwarded else self.address
 
     def _line_up(self, request: HttpRequest) -> None:
         if self._first is None:
@@ -438,8 +462,9 @@ class HttpConnection(Connection):
         if self.parser.get_method() != b"POST":
             method = self.parser.get_method().decode("ascii", "replace")
             return Refusal(405, "bad_method", f"expected POST /step, got {method}")
-        if not self.front.allowed(self._token):
-            return BAD_TOKEN
+        refusal = self.front.access.refusal(self._token, self._client())
+        if refusal is not None:
+            return refusal
         if request.kind < 0:
             kind = KINDS.get(self._kind.strip().lower())
             if kind is None:
@@ -475,6 +500,9 @@ class HttpConnection(Connection):
     def too_slow(self) -> None:
         self._refuse(SLOW)
 
+    def turn_away(self, refusal: Refusal) -> None:
+        self._refuse(refusal)
+
     def shut(self) -> None:
         self._closed = True
         super().shut()
@@ -497,7 +525,8 @@ class HttpConnection(Connection):
         if transport is None:
             return  # the client is gone
         close = request.close or (self.front.closing and not self.outstanding)
-        if status == 200 and not close and not self._old and len(body) < _LARGE:
+        secret = b"" if status != 200 or request.kind != START else getattr(request, "secret", b"")
+        if status == 200 and not close and not self._old and not secret and len(body) < _LARGE:
             data = _OK % (len(body), body)
             self.front.bytes_out += len(data)
             transport.write(data)
@@ -508,8 +537,10 @@ class HttpConnection(Connection):
             f"Content-Type: {kind}",
             f"Content-Length: {len(body)}",
         ]
-        if status == 503:
+        if status in (429, 503):
             lines.append("Retry-After: 1")
+        if secret:
+            lines.append(f"session_secret: {secret.decode()}")
         if close:
             lines.append("Connection: close")
         elif self._old:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.http import BAD_TOKEN, MAX_OUTSTANDING, SLOW, Connection, Front, HttpConnection
+from bray.serving.http import MAX_OUTSTANDING, SLOW, Connection, Front, HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
 from bray.serving.sessions import Request
 
@@ -92,9 +92,10 @@ class TcpConnection(Connection):
         number = KINDS.get(kind, -1)
         request = TcpRequest(number, session, key, body, self, time)
         self.outstanding += 1
-        if not self.front.allowed(token):
+        refusal = self.front.access.refusal(token, self.address)
+        if refusal is not None:
             self.front.unknown += 1
-            request.reply(BAD_TOKEN.status, BAD_TOKEN.body)
+            request.reply(refusal.status, refusal.body)
         elif number < 0:
             self.front.unknown += 1
             request.reply(
@@ -102,6 +103,8 @@ class TcpConnection(Connection):
                 Refusal(400, "bad_kind", f"expected step_kind start, tick, end, stop or auto, got {show(kind)}").body,
             )
         else:
+            if self.front.access.marks:
+                self.front.access.mark(request, b"", self.address)
             self.sessions.handle(request)
             if self.outstanding >= MAX_OUTSTANDING:
                 self.pause()
@@ -145,6 +148,7 @@ class FirstByte(Connection):
     def data_received(self, data: bytes) -> None:
         del self.front.open[self]
         self.front.accepted -= 1
+        self.front.access.leave(self.address)  # the next line but two takes it again
         protocol = HttpConnection(self.front) if data[:1].isalpha() or data[0] in b"\r\n" else TcpConnection(self.front)
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)
