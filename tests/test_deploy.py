@@ -558,6 +558,37 @@ open(os.path.join(os.path.dirname(__file__), f"blocked-{os.getpid()}"), "w").clo
 """
 
 
+def test_a_deployment_on_an_open_port_has_every_protection(project, tmp_path, monkeypatch):
+    """The launch keys of docs/security.md."""
+    tls = Path(__file__).parent / "data" / "tls"
+    (tmp_path / "tokens").write_text("token-1\n")
+    monkeypatch.chdir(tmp_path)
+    keys = {
+        "tls_cert": tls / "service.pem",
+        "tls_key": tls / "service.key",
+        "token_file": "tokens",
+        "session_secrets": "true",
+    }
+    keys |= {f"max_{what}_per_address": n for what, n in (("connections", 20), ("sessions", 2), ("requests", 600))}
+    x = some_obs(1)[0]
+    with deployed(project, *(f"actor1.{key}={value}" for key, value in keys.items())) as here:
+
+        def client(token="token-1"):
+            return bray.Client(port=here.port, tls=str(tls / "service.pem"), token=token, session="g", retries=0)
+
+        with client() as mine, client() as thief, client("token-2") as stranger:
+            mine.start()
+            assert "action" in mine.tick(tick(x))
+            for other, code in ((thief, "bad_secret"), (stranger, "bad_token")):
+                with pytest.raises(bray.client.ClientError, match=code):
+                    other.tick(tick(x))
+            thief.start("h")
+            with pytest.raises(bray.client.ClientError, match="too_many_sessions"):
+                client().start("i")
+            thief.end()
+            mine.end()
+
+
 @contextlib.contextmanager
 def launched(folder, *words):
     """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch and gymnasium."""

@@ -34,14 +34,20 @@ BAD_SECRET = Refusal(
     "this session needs the session_secret that the reply to its start had, as a header of every tick and end",
 )
 _A_MINUTE = 60.0
+_FILES = ("tls_cert", "tls_key", "token_file", "admin_token_file")
 
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:
-    """The config with the tokens of the environment: read where a service is started, since its workers may be on other machines."""
+    """The config with the tokens of the environment, and its files as seen from here: read where a service is started, since its workers may have
+    neither the environment nor the current directory."""
     tokens, admin_tokens = (tuple(os.environ.get(name, "").split()) for name in (TOKEN, ADMIN_TOKEN))
-    if not tokens and not admin_tokens:
-        return config
-    return replace(config, tokens=(*config.tokens, *tokens), admin_tokens=(*config.admin_tokens, *admin_tokens))
+    files = {name: path for name in _FILES if (path := getattr(config, name)) is not None}
+    return replace(
+        config,
+        tokens=(*config.tokens, *tokens),
+        admin_tokens=(*config.admin_tokens, *admin_tokens),
+        **{name: os.path.abspath(path) for name, path in files.items()},
+    )
 
 
 class WatchedFile:
