@@ -23,9 +23,15 @@ from benchmarks.serving.__main__ import ROOT
 from bray.fake.gamecore import FakeGamecore, Load
 
 FILES = ROOT / "tests" / "data" / "tls"
-CERT = str(FILES / "service.pem")
-TLS = (f"tls_cert={CERT}", f"tls_key={FILES / 'service.key'}")
-CASES = {"plain": (), "tls": TLS, "secrets": ("session_secrets=true",), "tls, 2 workers": (*TLS, "workers=2")}
+RSA, EC = str(FILES / "service.pem"), str(FILES / "other.pem")
+"""Certificates with an RSA key of 2048 bits, and with one on P-256."""
+CASES: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "plain": (None, ()),
+    "secrets": (None, ("session_secrets=true",)),
+    "tls, rsa": (RSA, ()),
+    "tls, ec": (EC, ()),
+    "tls, ec, 2 workers": (EC, ("workers=2",)),
+}
 
 
 @contextlib.contextmanager
@@ -79,11 +85,11 @@ def main() -> None:
     options = parser.parse_args()
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for _ in range(options.repeat):
-        for name, keys in CASES.items():
-            with echo(*keys) as (port, admin):
-                tls = CERT if name.startswith("tls") else False
+        for name, (cert, keys) in CASES.items():
+            files = () if cert is None else (f"tls_cert={cert}", f"tls_key={cert.removesuffix('pem')}key")
+            with echo(*files, *keys) as (port, admin):
                 for measure in (kept, anew):
-                    rows.setdefault((name, measure.__name__), []).append(measure(port, admin, tls, options.seconds))
+                    rows.setdefault((name, measure.__name__), []).append(measure(port, admin, cert, options.seconds))
     for (name, connections), found in rows.items():
         medians = {key: statistics.median(row[key] for row in found) for key in found[0]}
         print(json.dumps({"case": name, "connections": connections, **medians}), flush=True)
