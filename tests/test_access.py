@@ -348,6 +348,22 @@ def test_one_client_cannot_take_all_connections():
                 assert again.step("auto", None, b"x") == (200, b"x")
 
 
+def test_a_flood_of_connections_leaves_room_for_others():
+    with running(max_connections_per_address=1, max_connections=4) as server, Wire(server.port) as first:
+        assert first.step("auto", None)[0] == 200
+        flood = connections(server.port, 12)
+        until_refused(server, 12)
+        with from_address(server.port, "127.0.0.2") as other:
+            assert other.step("auto", None, b"x") == (200, b"x")
+        for wire in flood:
+            wire.sock.close()
+
+
+def until_refused(server, n):
+    while on_loop(server, lambda: server.front.refused) < n:
+        pass
+
+
 def until_free(server):
     """Until the service has seen that a client is gone."""
     while on_loop(server, lambda: len(server.front.open)) > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import bray
+from bray.cli.main import main
 from bray.errors import ConfigError
 from bray.serving.config import ServiceConfig
 from tests.serving_for_tests import on_loop, running
@@ -140,6 +141,25 @@ def test_a_certificate_that_cannot_be_used_is_one_message(wrong):
 def test_a_key_without_a_certificate_is_refused():
     with pytest.raises(ConfigError, match="tls_key without tls_cert"):
         ServiceConfig(tls_key=KEY)
+
+
+def test_the_fake_games_play_with_every_protection_on(tmp_path, capsys):
+    (tmp_path / "tokens").write_text("one\n")
+    with running(
+        token_file=str(tmp_path / "tokens"), session_secrets=True, max_sessions_per_address=8, **TLS
+    ) as server:
+        where = [
+            "--port",
+            str(server.port),
+            "--admin-port",
+            str(server.admin_port),
+            "--seconds",
+            "0.2",
+            "--sessions",
+            "8",
+        ]
+        assert main(["fake", "gamecore", *where, "--token-file", str(tmp_path / "tokens"), "--tls", CERT]) == 0
+    assert "no errors" in capsys.readouterr().out
 
 
 def test_curl_speaks_to_it():

@@ -112,7 +112,10 @@ class Connection(asyncio.Protocol):
             self.address = address
         else:
             self.front.refused += 1
-            self.turn_away(refusal)
+            if len(self.front.open) <= self.front.max_open // 2:
+                self.turn_away(refusal)
+            else:  # the word that it gets keeps it open for a moment: a flood must not fill the places of others
+                self.transport.abort()
 
     def turn_away(self, refusal: Refusal) -> None:
         """A client that has too many connections."""
