@@ -19,6 +19,7 @@ from bray.act import GREEDY, SAMPLE
 from bray.config import ConfigSource, resolve
 from bray.errors import BrayError, ConfigError, UnknownName
 from bray.rundir import write_atomic
+from bray.serving.access import with_environment
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.model import ServedModel, TorchEngine, VersionLocks
 from bray.serving.policy_actor import PolicyActor
@@ -34,7 +35,7 @@ SECTIONS = {"service": ServiceConfig, "model": ServedModelConfig}
 def configure(sources: Sequence[ConfigSource]) -> tuple[ServiceConfig, ServedModelConfig]:
     """The settings of a service and of its models; unknown keys get the nearest one."""
     config = resolve(SECTIONS, [_renamed(source) for source in sources])
-    return config["service"], config["model"]
+    return with_environment(config["service"]), config["model"]
 
 
 def _renamed(source: ConfigSource) -> ConfigSource:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.client_servers import SERVERS
+from tests.client_servers import SERVERS, BrayServer
 from tests.server_for_tests import Server
 
 CLIENTS = Path(__file__).parent.parent / "clients"
@@ -24,7 +24,8 @@ def build_cpp(folder, sanitize=False):
     flags = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all" if sanitize else "-O2"
     if sanitize and not _compiles(folder, flags):
         pytest.skip("this compiler has no sanitizers")
-    run("cmake", "-S", CLIENTS / "cpp", "-B", folder, f"-DCMAKE_CXX_FLAGS={flags}")
+    tls = "ON" if sanitize and _has_openssl(folder) else "OFF"
+    run("cmake", "-S", CLIENTS / "cpp", "-B", folder, f"-DCMAKE_CXX_FLAGS={flags}", f"-DBRAY_TLS={tls}")
     run("cmake", "--build", folder, *["--target", "driver"] * sanitize)
     return [folder / "driver"]
 
@@ -33,6 +34,15 @@ def _compiles(folder, flags):
     (folder / "empty.cpp").write_text("int main() {}\n")
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     command = [compiler, *flags.split(), folder / "empty.cpp", "-o", folder / "empty"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def _has_openssl(folder):
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    (folder / "tls.cpp").write_text(
+        "#include <openssl/ssl.h>\nint main() { return SSL_CTX_new(TLS_client_method()) == 0; }\n"
+    )
+    command = [compiler, folder / "tls.cpp", "-o", folder / "tls", "-lssl", "-lcrypto"]
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -91,8 +101,8 @@ class Driver:
             [str(c) for c in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def new(self, server, protocol, timeout=10, retries=5, session="-", token="-", key="-"):
-        self._order(f"new 127.0.0.1 {server.port} {protocol} {timeout} {retries} {session} {token} {key}")
+    def new(self, server, protocol, timeout=10, retries=5, session="-", token="-", key="-", ca=""):
+        self._order(f"new 127.0.0.1 {server.port} {protocol} {timeout} {retries} {session} {token} {key} {ca}".strip())
         return self
 
     def start(self, game="", agent="", data=b""):
@@ -206,6 +216,46 @@ def test_token_and_key(driver, protocol):
         c.start()
         c.tick(b"x")
         assert server.keys == [b"k1", b"k1"]
+
+
+CERT, KEY, OTHER = (
+    Path(__file__).parent / "data" / "tls" / name for name in ("service.pem", "service.key", "other.pem")
+)
+
+
+@BOTH
+def test_a_game_over_tls(driver, protocol):
+    with BrayServer(tls_cert=str(CERT), tls_key=str(KEY)) as server:
+        try:
+            c = driver.new(server, protocol, ca=CERT)
+        except ClientFailed as e:
+            if "built without BRAY_TLS" not in e.message:
+                raise
+            pytest.skip("this client was built without TLS")
+        c.start("match")
+        for body in (b"", b"x", b"y" * 300_000):
+            assert c.tick(body) == body
+        server.running.call(lambda: [connection.transport.abort() for connection in list(server.server.front.open)])
+        while server.running.call(lambda: len(server.server.front.open)):
+            pass
+        assert c.tick(b"again") == b"again"  # over a new connection
+        assert c.end() == b"ended"
+        with pytest.raises(ClientFailed) as e:
+            driver.new(server, protocol, ca=OTHER).start()
+        assert (e.value.kind, e.value.code) == ("ConnectFailed", "bad_certificate")
+
+
+def test_the_secret_of_a_session_is_sent_by_itself(driver):
+    with BrayServer(session_secrets=True, use_tcp=False) as server:
+        c = driver.new(server, "http")
+        for game in ("a", "b"):
+            c.start(game)
+            assert c.tick(b"x") == b"x"
+        assert c.step(b"y") == b"y"
+        assert c.end() == b"ended"
+        with pytest.raises(ClientFailed) as e:
+            driver.new(server, "http", session="a").tick(b"x")
+        assert (e.value.status, e.value.code) == (403, "bad_secret")
 
 
 @BOTH

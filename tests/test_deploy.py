@@ -68,6 +68,22 @@ def project(trained, tmp_path):
     return tmp_path / "project"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def admin_token():
+    """Changes at the admin port need one; services read it from the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRAY_ADMIN_TOKEN", "for-tests")
+        yield
+
+
+def admin(port, path="/models", wish=None):
+    data = None if wish is None else json.dumps(wish).encode()
+    headers = {"Authorization": "Bearer for-tests"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.loads(reply.read())
+
+
 class Deployed:
     """A deployment in this process."""
 
@@ -76,9 +92,7 @@ class Deployed:
         self.port, self.admin_port = self.actor.port, self.actor.admin_port
 
     def admin(self, path="/models", wish=None):
-        data = None if wish is None else json.dumps(wish).encode()
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", data, timeout=10) as reply:
-            return json.loads(reply.read())
+        return admin(self.admin_port, path, wish)
 
     @property
     def service(self):
@@ -544,6 +558,37 @@ open(os.path.join(os.path.dirname(__file__), f"blocked-{os.getpid()}"), "w").clo
 """
 
 
+def test_a_deployment_on_an_open_port_has_every_protection(project, tmp_path, monkeypatch):
+    """The launch keys of docs/security.md."""
+    tls = Path(__file__).parent / "data" / "tls"
+    (tmp_path / "tokens").write_text("token-1\n")
+    monkeypatch.chdir(tmp_path)
+    keys = {
+        "tls_cert": tls / "service.pem",
+        "tls_key": tls / "service.key",
+        "token_file": "tokens",
+        "session_secrets": "true",
+    }
+    keys |= {f"max_{what}_per_address": n for what, n in (("connections", 20), ("sessions", 2), ("requests", 600))}
+    x = some_obs(1)[0]
+    with deployed(project, *(f"actor1.{key}={value}" for key, value in keys.items())) as here:
+
+        def client(token="token-1"):
+            return bray.Client(port=here.port, tls=str(tls / "service.pem"), token=token, session="g", retries=0)
+
+        with client() as mine, client() as thief, client("token-2") as stranger:
+            mine.start()
+            assert "action" in mine.tick(tick(x))
+            for other, code in ((thief, "bad_secret"), (stranger, "bad_token")):
+                with pytest.raises(bray.client.ClientError, match=code):
+                    other.tick(tick(x))
+            thief.start("h")
+            with pytest.raises(bray.client.ClientError, match="too_many_sessions"):
+                client().start("i")
+            thief.end()
+            mine.end()
+
+
 @contextlib.contextmanager
 def launched(folder, *words):
     """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch and gymnasium."""
@@ -599,8 +644,7 @@ def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path,
         assert (pid == process.pid) is (cluster == "local")
         replies = answers(process.port, some_obs())
         assert [r["action"] for r in replies] == [int(exp[last].policy(x)) for x in some_obs()]
-        body = json.dumps({"pin": first}).encode()
-        urllib.request.urlopen(f"http://127.0.0.1:{process.admin_port}/models", body, timeout=10).close()
+        admin(process.admin_port, wish={"pin": first})
         clients = [bray.Client(port=process.port) for _ in range(6)]  # on both workers
         for client in clients:
             client.start()

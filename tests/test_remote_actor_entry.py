@@ -126,6 +126,17 @@ class Cluster:
         return {s.decode(): name for name, server in self.workers.items() for s in server.sessions.sessions}
 
 
+def test_secrets_hold_behind_an_entry():
+    with Cluster(2, session_secrets=True, use_tcp=False) as c, Wire(c.port) as stranger:
+        clients = [Client("127.0.0.1", c.port, retries=0) for _ in range(6)]
+        assert {client.start() for client in clients} == {b"w0", b"w1"}
+        for client in clients:
+            assert stranger.step("tick", client.session, b"x")[0] == 403
+            assert stranger.step("end", client.session, session_secret="0" * 32)[0] == 403
+            assert client.tick(b"x") == b"1:x"
+            assert client.end() == b"bye"
+
+
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_games_play_through_the_entry(tcp):
     with Cluster(3, tcp) as c:

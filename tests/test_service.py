@@ -76,9 +76,19 @@ def serving(runs, **settings):
         yield server
 
 
+@pytest.fixture(scope="module", autouse=True)
+def admin_token():
+    """Changes at the admin port need one; services read it from the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRAY_ADMIN_TOKEN", "for-tests")
+        yield
+
+
 def admin(server, path, wish=None):
     data = None if wish is None else json.dumps(wish).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.admin_port}{path}", data, timeout=10) as reply:
+    headers = {"Authorization": "Bearer for-tests"}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.admin_port}{path}", data, headers)
+    with urllib.request.urlopen(request, timeout=10) as reply:
         return json.loads(reply.read())
 
 

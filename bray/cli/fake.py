@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from bray.errors import ConfigError
 from bray.fake.actor import FakeActor, Replies
 from bray.fake.gamecore import FakeGamecore, Load
 from bray.rundir import RunDir
+from bray.serving.access import TOKEN, Tokens
 from bray.serving.config import ServiceConfig
 from bray.serving.values import plain
 from bray.serving.workers import serve
@@ -46,8 +48,9 @@ def actor(options: FakeActorOptions) -> int:
 def gamecore(options: GamecoreOptions) -> int:
     """Play, then the table; 0 when every session could be started and every tick was answered."""
     o = options
+    tls = True if o.tls == "system" else o.tls or False
     load = Load(
-        o.host, o.port, o.tcp, o.sessions, o.rate, o.seconds, o.connections, bodies(o.body, o.run, o.size), o.token, o.admin_port
+        o.host, o.port, o.tcp, o.sessions, o.rate, o.seconds, o.connections, bodies(o.body, o.run, o.size), token(o), tls, o.admin_port
     )  # fmt: skip
     result = FakeGamecore(load).play()
     numbers = result.to_json()
@@ -75,6 +78,13 @@ def gamecore(options: GamecoreOptions) -> int:
     else:
         say(f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
     return 0 if result.requests and not result.errors else 1
+
+
+def token(options: GamecoreOptions) -> str:
+    """What the games send: the first of a token file, of --token, of the environment."""
+    file = None if options.token_file is None else str(options.token_file)
+    given = Tokens([], file, "--token-file").valid
+    return given[0].decode() if given else options.token or next(iter(os.environ.get(TOKEN, "").split()), "")
 
 
 def _short(x: Any) -> str:

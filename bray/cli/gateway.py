@@ -19,6 +19,8 @@ defaults
     timeout server {timeout}s
     timeout http-keep-alive {timeout}s
     option http-keep-alive
+    # the service's limits per client address: serve with trusted_proxies=ADDRESS_OF_THIS_PROXY
+    option forwardfor
     option redispatch 0
 frontend games
     bind {bind}

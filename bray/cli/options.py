@@ -380,7 +380,12 @@ class FakeGamecore(Options):
     port: Port = 8000
     admin_port: Port | None = None
     """Admin port of the service, for its CPU and memory [--port + 1]."""
-    token: Annotated[str, Flag(metavar="T")] = ""
+    token_file: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Its first line is the token [BRAY_TOKEN]."""
+    token: Annotated[str, Flag(metavar="T", hidden=True)] = ""
+    """The old way: other users of this machine see it."""
+    tls: Annotated[str | None, Flag(metavar="system|CA_FILE")] = None
+    """Connect with TLS; trust what the system trusts, or this certificate."""
     json: bool = False
     """For a machine."""
 

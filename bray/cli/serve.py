@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,11 @@ def serve(options: Serve, flags: ConfigSource) -> int:
         models = flags.values.setdefault("model", {})
         models["act"] = renamed_act(models.get("act"), True, "--sample")
     runs, service, model = settings(options.words, flags)
+    if "tokens" in flags.values.get("service", {}) or any(word.startswith("tokens=") for word in options.words):
+        print(
+            "warning: --token can be seen by every user of this machine (ps) and goes with the next release: use --token-file FILE or BRAY_TOKEN",
+            file=sys.stderr,
+        )
     logging.captureWarnings(True)
 
     def ready(port: int, admin_port: int) -> None:
@@ -44,10 +50,12 @@ def serve(options: Serve, flags: ConfigSource) -> int:
         facts([*rows, ("admin", f"http://{service.admin_host}:{admin_port}/metrics  /models  /healthz  /readyz")])
         kinds = "HTTP and TCP" if service.use_tcp else "HTTP"
         slots = service.workers * service.actors_per_worker
-        token = " --token TOKEN" if service.tokens else ""  # not the secret itself: this goes into logs
+        more = " --token-file FILE" if service.tokens or service.token_file else ""  # no secret: this goes into logs
+        if service.tls_cert is not None:
+            kinds, more = f"{kinds} over TLS", f"{more} --tls {service.tls_cert}"
         say(f"serving {kinds} on {service.host}:{port}, {slots} sessions at once; Ctrl-C ends it", "bold")
         say(
-            f"try: bray fake gamecore --port {port} --run {next(iter(runs.values()))} --sessions 8 --seconds 5{token}",
+            f"try: bray fake gamecore --port {port} --run {next(iter(runs.values()))} --sessions 8 --seconds 5{more}",
             "dim",
         )
 

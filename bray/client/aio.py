@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from .errors import ClientError, ConnectionLost
-from .session import GameSession, Ticket, Where, lost, readable, remaining
+from .session import GameSession, Ticket, Where, lost, readable, remaining, tls_context
 from .wire import Reply, reply_error, reply_parser
 
 
@@ -29,7 +29,7 @@ class AsyncClient(GameSession):
     """Whether others use the same connection."""
 
     def _connect(self) -> None:
-        self._transport, self._turn = _Route(self.host, self.port, self.tcp), asyncio.Lock()
+        self._transport, self._turn = _Route(self.host, self.port, self.tcp, self._tls), asyncio.Lock()
 
     def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
         return call
@@ -57,9 +57,11 @@ class AsyncConnection:
     ```
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 8000, timeout: float = 60, *, retries: int = 5):
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 8000, timeout: float = 60, *, tls: Any = False, retries: int = 5
+    ):
         self.host, self.port, self.timeout, self.retries = host, port, timeout, retries
-        self._route = _Route(host, port, tcp=True)
+        self._route = _Route(host, port, tcp=True, tls=tls_context(tls))
 
     def session(
         self, session: str | None = None, *, token: str | bytes | None = None, key: str | bytes | None = None
@@ -85,8 +87,8 @@ class AsyncConnection:
 class _Route:
     """An asyncio connection, perhaps of several clients."""
 
-    def __init__(self, host: str, port: int, tcp: bool):
-        self.host, self.port, self.tcp = host, port, tcp
+    def __init__(self, host: str, port: int, tcp: bool, tls: Any = None):
+        self.host, self.port, self.tcp, self._tls = host, port, tcp, tls
         self._link: _Link | None = None
         self._opening = asyncio.Lock()
         self._time = 0
@@ -123,10 +125,14 @@ class _Route:
 
     async def _open(self, deadline: float) -> _Link:
         async with self._opening:
+            if self._tls is not None:
+                await asyncio.sleep(0)  # the loop reads what has come: the end of the connection, or TLS' own messages
             if self._link is not None and self._link.usable():
                 return self._link
             self.close()
-            opening = asyncio.get_running_loop().create_connection(lambda: _Link(self.tcp), self.host, self.port)
+            opening = asyncio.get_running_loop().create_connection(
+                lambda: _Link(self.tcp, self._tls is not None), self.host, self.port, ssl=self._tls
+            )
             transport, link = await asyncio.wait_for(opening, remaining(deadline))
             sock: socket.socket = transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,7 +143,8 @@ class _Route:
 class _Link(asyncio.Protocol):
     """One open connection and the requests that wait for its replies."""
 
-    def __init__(self, tcp: bool):
+    def __init__(self, tcp: bool, tls: bool):
+        self._tls = tls
         self.waiting: dict[Ticket, asyncio.Future[Reply]] = {}
         self._replies = reply_parser(tcp)
 
@@ -164,7 +171,7 @@ class _Link(asyncio.Protocol):
         """Whether a request may be sent: the server has not closed the idle connection."""
         if self.transport.is_closing():
             return False
-        return bool(self.waiting) or not readable(self.transport.get_extra_info("socket"))
+        return bool(self.waiting) or self._tls or not readable(self.transport.get_extra_info("socket"))
 
     def fail(self, error: ClientError) -> None:
         """Give up the connection; all who wait get the error."""

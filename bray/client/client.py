@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
-from .session import GameSession, Ticket, Where, lost, readable, remaining
+from .session import GameSession, Ticket, Where, ended, lost, remaining
 from .wire import Reply, bad_reply, reply_parser
 
 
@@ -31,13 +31,15 @@ class Client(GameSession):
     sent but not answered is repeated only where the call says `idempotent=True`; else it raises ConnectionLost.
 
     `session` fixes the session's name; without it every `start` makes a new one. `token` is checked by services that
-    have one; `key` reaches the Actor unread. `tcp=True` speaks the framed protocol instead of HTTP.
+    have one; `key` reaches the Actor unread. `tcp=True` speaks the framed protocol instead of HTTP. `tls=True` connects with
+    TLS and checks the certificate against those that the system trusts; `tls="ca.pem"` trusts that file instead, and an
+    `ssl.SSLContext` is used as it is. A session secret, of services that give one at `start`, is sent by itself.
 
     A client belongs to one thread at a time. It connects when first used, and again when the connection is gone.
     """
 
     def _connect(self) -> None:
-        self._transport, self._turn = _Socket(self.host, self.port, self.tcp), nullcontext()
+        self._transport, self._turn = _Socket(self.host, self.port, self.tcp, self._tls), nullcontext()
 
     def _run(self, call: Coroutine[Any, Any, Any]) -> Any:
         try:
@@ -57,8 +59,8 @@ class Client(GameSession):
 class _Socket:
     """A blocking connection. Its coroutines never suspend."""
 
-    def __init__(self, host: str, port: int, tcp: bool):
-        self.host, self.port, self.tcp = host, port, tcp
+    def __init__(self, host: str, port: int, tcp: bool, tls: Any = None):
+        self.host, self.port, self.tcp, self._tls = host, port, tcp, tls
         self._sock: socket.socket | None = None
         self._replies = reply_parser(tcp)
         self._time = 0
@@ -82,7 +84,9 @@ class _Socket:
             try:
                 sock.sendall(message)
                 sent = True
-            except ConnectionError:
+            except TimeoutError:
+                raise
+            except OSError:  # a ConnectionError, or what TLS makes of it
                 # A server that refuses a large body answers and closes before all of it was sent.
                 deadline = min(deadline, time.monotonic() + 1.0)
                 sock.settimeout(remaining(deadline))
@@ -102,11 +106,13 @@ class _Socket:
                 self.close()
 
     def _connection(self, deadline: float) -> socket.socket:
-        if self._sock is not None and readable(self._sock):
+        if self._sock is not None and ended(self._sock):
             self.close()  # the server closed it while it was idle, or sent what nobody asked for
         if self._sock is None:
             self._sock = socket.create_connection((self.host, self.port), remaining(deadline))
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                self._sock = self._tls.wrap_socket(self._sock, server_hostname=self.host)
             self._replies = reply_parser(self.tcp)
         self._sock.settimeout(remaining(deadline))
         return self._sock

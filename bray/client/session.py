@@ -56,6 +56,7 @@ class GameSession:
         token: str | bytes | None = None,
         key: str | bytes | None = None,
         tcp: bool = False,
+        tls: Any = False,
         retries: int = 5,
     ):
         if not timeout > 0:
@@ -68,6 +69,8 @@ class GameSession:
         self._session = _field("session", session)
         self._host = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode()
         self._started = False
+        self._secret = b""
+        self._tls = tls_context(tls)
         self._connect()
 
     def _connect(self) -> None:
@@ -109,7 +112,7 @@ class GameSession:
         if game or agent or not name:
             game = game or str(uuid.uuid4())
             name = f"{game}-agent-{agent}" if agent else game
-        self._session, self.session = _field("session", name), name
+        self._session, self.session, self._secret = _field("session", name), name, b""
         answer = await self._request(START, data)
         self._started = True
         return answer
@@ -154,10 +157,13 @@ class GameSession:
             ticket = (session, self._transport.next_time())
             message = tcp_request(session, kind, self._key, self._token, body, ticket[1])
         else:
-            message = http_request(self._host, session, kind, self._key, self._token, body)
+            secret = b"" if kind is AUTO else self._secret
+            message = http_request(self._host, session, kind, self._key, self._token, body, secret)
         reply = await self._transport.ask(message, ticket, deadline, self._where)
         if reply.failed:
             raise reply_error(reply, self._where())
+        if kind is START:
+            self._secret = reply.secret
         return reply.body
 
     def _where(self) -> str:
@@ -191,7 +197,9 @@ class _Attempts:
 
     def _harmless(self, error: ClientError) -> bool:
         """Whether sending again cannot execute the request twice (or may)."""
-        if isinstance(error, ConnectFailed) or error.status == 503:
+        if isinstance(error, ConnectFailed):
+            return error.code != "bad_certificate"
+        if error.status == 503:
             return True
         if error.status == 429:
             return self._kind in (START, AUTO)
@@ -199,6 +207,18 @@ class _Attempts:
 
 
 # --- for transports
+
+
+def tls_context(tls: Any) -> Any:
+    """What connections are wrapped in, or None: `tls` is False, True (certificates that the system trusts), the path of a certificate to trust
+    instead, or an ssl.SSLContext."""
+    if not tls:
+        return None
+    import ssl
+
+    if isinstance(tls, ssl.SSLContext):
+        return tls
+    return ssl.create_default_context(cafile=None if tls is True else str(tls))
 
 
 def remaining(deadline: float) -> float:
@@ -215,6 +235,24 @@ def readable(sock: socket.socket) -> bool:
     return bool(select.select([sock], [], [], 0)[0])
 
 
+def ended(sock: socket.socket) -> bool:
+    """Whether an idle connection has ended, or has bytes that nobody asked for."""
+    if not hasattr(sock, "pending"):
+        return readable(sock)
+    import ssl
+
+    if not sock.pending() and not readable(sock):
+        return False
+    sock.settimeout(0)  # TLS 1.3 has messages of its own, which only reading tells from the end
+    try:
+        sock.recv(1)
+    except ssl.SSLWantReadError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
 def lost(sent: bool, error: BaseException | None, where: str) -> ClientError:
     """The error for a connection that failed, by how far the request got."""
     timed_out = isinstance(error, TimeoutError)
@@ -222,5 +260,8 @@ def lost(sent: bool, error: BaseException | None, where: str) -> ClientError:
     if sent:
         code = "timeout" if timed_out else "connection_lost"
         return ConnectionLost(0, code, f"{reason} ({where}). The request was sent; it may have been executed")
+    if type(error).__name__ == "SSLCertVerificationError":
+        why = f"the service's certificate is not trusted: {reason} ({where}). tls= may name a certificate to trust"
+        return ConnectFailed(0, "bad_certificate", why)
     code = "timeout" if timed_out else "connect_failed"
     return ConnectFailed(0, code, f"{reason} ({where}). Nothing was executed. Is the service running there?")

@@ -20,6 +20,7 @@ STATUS = {
     "malformed": 400,
     "bad_kind": 400,
     "bad_token": 401,
+    "bad_secret": 403,
     "no_session": 404,
     "no_path": 404,
     "bad_method": 405,
@@ -27,6 +28,9 @@ STATUS = {
     "session_exists": 409,
     "too_large": 413,
     "no_free_slot": 429,
+    "too_many_connections": 429,
+    "too_many_requests": 429,
+    "too_many_sessions": 429,
     "header_too_large": 431,
     "actor_error": 500,
     "overloaded": 503,
@@ -51,6 +55,8 @@ class Reply(NamedTuple):
     keep: bool = True
     session: bytes = b""
     time: int = 0
+    secret: bytes = b""
+    """What further requests of a session must carry; the reply to a `start` has it, of services that want one."""
 
     @property
     def failed(self) -> bool:
@@ -60,7 +66,9 @@ class Reply(NamedTuple):
         return self.body.startswith(ERROR_MARK)
 
 
-def http_request(host: bytes, session: bytes, kind: bytes, key: bytes, token: bytes, body: bytes) -> bytes:
+def http_request(
+    host: bytes, session: bytes, kind: bytes, key: bytes, token: bytes, body: bytes, secret: bytes = b""
+) -> bytes:
     """The bytes of one `POST /step`."""
     parts = [b"POST /step HTTP/1.1\r\nHost: ", host, b"\r\nstep_kind: ", kind]
     if session:
@@ -69,6 +77,8 @@ def http_request(host: bytes, session: bytes, kind: bytes, key: bytes, token: by
         parts += [b"\r\nkey: ", key]
     if token:
         parts += [b"\r\ntoken: ", token]
+    if secret:
+        parts += [b"\r\nsession_secret: ", secret]
     parts += [b"\r\nContent-Length: %d\r\n\r\n" % len(body), body]
     return b"".join(parts)
 
@@ -166,7 +176,7 @@ class HttpReplies:
         status = int(rest[:3])
         if 100 <= status < 200:
             return
-        self._length, self._chunks, keep, retry_after = None, None, version != b"http/1.0", None
+        self._length, self._chunks, keep, retry_after, secret = None, None, version != b"http/1.0", None, b""
         for line in lines:
             name, _, value = line.partition(b":")
             value = value.strip()
@@ -180,13 +190,15 @@ class HttpReplies:
                 keep = value == b"keep-alive" or (keep and value != b"close")
             elif name == b"retry-after" and value.isdigit():
                 retry_after = float(value)
+            elif name in (b"session_secret", b"session-secret"):
+                secret = value
         if self._chunks is not None:
             self._length = None
         elif status in (204, 304):
             self._length = 0
         elif self._length is None:
             keep = False
-        self._head = Reply(b"", status, retry_after, keep)
+        self._head = Reply(b"", status, retry_after, keep, secret=secret)
 
     def _read_body(self) -> bytes | None:
         if self._chunks is not None:

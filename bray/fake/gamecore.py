@@ -15,6 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from bray.client import ClientError
+from bray.client.session import tls_context
 from bray.client.wire import Reply, http_request, reply_error, reply_parser, tcp_request
 from bray.errors import BrayError
 
@@ -37,6 +38,8 @@ class Load:
     bodies: tuple[bytes, ...] = (b"x" * 1024,)
     """Bodies of the ticks, one after the other."""
     token: str = ""
+    tls: Any = False
+    """As of `bray.Client`."""
     admin_port: int | None = None
     """Where the service's CPU time and memory are asked; None = the port after the games'."""
 
@@ -89,6 +92,7 @@ class _Connection(asyncio.Protocol):
         self.lost = False
         self._replies = reply_parser(load.tcp)
         self._time = 0
+        self._secrets: dict[bytes, bytes] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -113,11 +117,16 @@ class _Connection(asyncio.Protocol):
         load, token = self.load, self.load.token.encode()
         if load.tcp:
             self._time += 1
-            return await self._send((session, self._time), tcp_request(session, kind, b"", token, body, self._time))
+            await self._send((session, self._time), tcp_request(session, kind, b"", token, body, self._time))
+            return
+        secret = self._secrets.get(session, b"")
         async with self.busy:
-            await self._send((b"", 0), http_request(load.host.encode(), session, kind, b"", token, body))
+            message = http_request(load.host.encode(), session, kind, b"", token, body, secret)
+            reply = await self._send((b"", 0), message)
+        if reply.secret:
+            self._secrets[session] = reply.secret
 
-    async def _send(self, ticket: tuple[bytes, int], message: bytes) -> None:
+    async def _send(self, ticket: tuple[bytes, int], message: bytes) -> Reply:
         if self.lost:
             raise ConnectionError("connection lost")
         self.waiting[ticket] = future = asyncio.get_running_loop().create_future()
@@ -129,6 +138,7 @@ class _Connection(asyncio.Protocol):
         if reply.failed:
             error = reply_error(reply, "")
             raise ServiceSaid(error.code if self.load.tcp else f"{error.status} {error.code}")
+        return reply
 
 
 class ServiceSaid(Exception):
@@ -149,9 +159,10 @@ class FakeGamecore:
         load = self.load
         loop = asyncio.get_running_loop()
         connections = []
+        tls = tls_context(load.tls)
         try:
             for _ in range(max(1, min(load.connections, load.sessions))):
-                _, c = await loop.create_connection(lambda: _Connection(load), load.host, load.port)
+                _, c = await loop.create_connection(lambda: _Connection(load), load.host, load.port, ssl=tls)
                 connections.append(c)
         except OSError as e:
             raise BrayError(

@@ -1,4 +1,4 @@
-"""What a game service can be told: where it listens (`service`), and what answers (`model`)."""
+"""What a game service can be told: where it listens (`service`), who may reach it, and what answers (`model`)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,37 @@ _VERSION = Flag(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class AccessConfig:
+    """Who may reach a game service, and how much of it one client may take. See docs/security.md."""
+
+    tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Certificate with its chain (PEM): games connect with TLS, and only with TLS. A renewed file is used without a restart."""
+    tls_key: Annotated[str | None, Flag(metavar="FILE")] = None
+    """Private key of `tls_cert` (PEM); null = it is in the same file."""
+    token_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    """File with tokens, one per line; a request must carry one of them. It is read again when it changes, so that tokens can be rotated."""
+    session_secrets: Annotated[bool, Flag()] = False
+    """The reply to a `start` has a `session_secret` header, and every tick and end of that session must carry it. HTTP only."""
+    max_connections_per_address: Count | None = None
+    """Connections of one client address; more are answered with 429. null = no limit."""
+    max_sessions_per_address: Count | None = None
+    """Sessions of one client address at once; more are refused with 429. null = no limit."""
+    max_requests_per_address: Positive | None = None
+    """Requests per second of one client address at one worker, after a burst of as many; more are refused with 429. null = no limit."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks (10.0.0.0/8) of proxies: their X-Forwarded-For says who the client is. Nobody else's is read."""
+    admin_host: str = "127.0.0.1"
+    """Address of the admin port: this machine alone unless told otherwise. Other machines may read probes and metrics; the rest needs the admin token."""
+    admin_names: tuple[str, ...] = ()
+    """Host names by which the admin port is called, beside localhost, addresses and this machine's name; other names are refused."""
+    admin_token_file: Annotated[str | None, Flag(metavar="FILE")] = None
+    """File with admin tokens, one per line: a change at the admin port must carry one. Without an admin token nothing can be changed there."""
+
+
 @dataclass(frozen=True)
-class ServiceConfig:
-    """Where a game service listens, and its limits."""
+class ServiceConfig(AccessConfig):
+    """Where a game service listens, who may reach it, and its limits."""
 
     host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = every network of this machine."""
@@ -50,8 +78,6 @@ class ServiceConfig:
     """Port of the games; 0 = any free one."""
     admin_port: Annotated[Port | None, Flag()] = None
     """Port of /healthz, /readyz, /metrics and /version; null = the port after the games', 0 = any free one."""
-    admin_host: str = "127.0.0.1"
-    """Address of the admin port: this machine alone unless told otherwise."""
     use_tcp: Annotated[bool, Flag("--tcp")] = False
     """Answer framed TCP too, on the same port. The first byte of a connection tells the two apart."""
     workers: Annotated[Count, Flag()] = 1
@@ -86,15 +112,26 @@ class ServiceConfig:
     max_pending_per_session: Count = 64
     """Requests of one session that wait for their turn; more are refused with 503."""
     tokens: Annotated[
-        tuple[str, ...], Flag("--token", "T", help="Required of clients; several times: any of them.")
+        tuple[str, ...],
+        Flag("--token", "T", help="The old way to say --token-file: other users of this machine see it."),
     ] = ()
-    """When given, a request must carry one of these in its `token`."""
+    """When given, a request must carry one of these in its `token`. On a command line other users can see them: use `token_file` or BRAY_TOKEN."""
+    admin_tokens: tuple[str, ...] = ()
+    """As `admin_token_file`, for Python; on a command line use the file or BRAY_ADMIN_TOKEN."""
     blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
     stopped_after_s: Positive = 5.0
     """One of several workers that is stopped (SIGSTOP) for this long is killed and replaced; its sessions are lost."""
     busy_after_s: Positive = 60.0
     """The same for a worker whose event loop stands still for this long in an Actor's code."""
+
+    def __post_init__(self) -> None:
+        if self.session_secrets and self.use_tcp:
+            raise ConfigError(
+                "session_secrets are HTTP headers, and framed TCP has no place for them: leave out use_tcp (--tcp) or session_secrets"
+            )
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ConfigError("tls_key without tls_cert: give the certificate too (--tls-cert FILE)")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@
            has and which sessions run there, so that a head that was killed and came back knows everything again. Later it tells which
            sessions begin and end. The head alone chooses owners, by free slots.
 
-Workers talk over `serving/link.py`. A request is (kind, lengths of session and key, session, key, body), its reply a status and a body.
+Workers talk over `serving/link.py`. A request is (kind, lengths of session, key and client, session, key, client, body), its reply a status and a body.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bray.serving.sessions import Gateway, Request, Sessions
 
 logger = logging.getLogger("bray.serving")
 
-_LENGTHS = struct.Struct("<HH")  # of session and key
+_LENGTHS = struct.Struct("<HHH")  # of session, key and client
 _STATUS = struct.Struct("<H")
 _pack_lengths, _unpack_lengths = _LENGTHS.pack, _LENGTHS.unpack_from
 _pack_status, _unpack_status = _STATUS.pack, _STATUS.unpack_from
@@ -98,8 +98,8 @@ class Peer:
             self._put(self.link, request)
 
     def _put(self, link: Link, request: Request) -> None:
-        session, key = request.session, request.key
-        names = _pack_lengths(len(session), len(key)) + session + key
+        session, key, client = request.session, request.key, request.client
+        names = _pack_lengths(len(session), len(key), len(client)) + session + key + client
         if len(request.body) < _SMALL:
             link.ask(request, request.kind, names + request.body)
         else:
@@ -151,10 +151,12 @@ class Forwarding(Gateway):
             return
         if type(body) is not bytes:
             link.as_bytes, body = True, bytes(body)
-        session, key = _unpack_lengths(body)
+        session, key, client = _unpack_lengths(body)
         a = _LENGTHS.size + session
         b = a + key
-        request = PeerRequest(kind, body[_LENGTHS.size : a], body[a:b], body[b:], link, number)
+        c = b + client
+        request = PeerRequest(kind, body[_LENGTHS.size : a], body[a:b], body[c:], link, number)
+        request.client = body[b:c]
         if kind == START and request.session not in self.sessions.sessions:
             self._start_here(request)
         else:

@@ -6,7 +6,6 @@ Everything between the parser and the session table is here.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import resource
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 import httptools
 
 from bray.serving.config import ServiceConfig
-from bray.serving.protocol import KINDS, MAX_NAME, REASONS, Refusal, malformed, show
+from bray.serving.protocol import KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
 from bray.serving.sessions import Request, Sessions
 from bray.serving.turns import MAX_OUTSTANDING, SMALL, TurnReader
 
@@ -26,7 +25,6 @@ HIGH_WATER = 256 << 10
 """Bytes of replies that a client has not read; above that its requests are not read either."""
 LINGER_S = 1.0
 """How long a refused client may go on sending."""
-BAD_TOKEN = Refusal(401, "bad_token", "this service needs a valid token")
 SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
 
 
@@ -40,7 +38,7 @@ class Front:
         self.unknown = 0  # requests refused before they could be told apart: malformed, too large, wrong token
         self.held = 0
         """Bytes of bodies that are arriving or being answered."""
-        self._tokens = [t.encode() for t in config.tokens]
+        self.access = sessions.access
         self.closing = False
         # Clients must not take the last files: Actors, the other workers and the admin port need some.
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -52,13 +50,6 @@ class Front:
                 self.max_open,
                 config.max_connections,
             )
-
-    def allowed(self, token: bytes) -> bool:
-        """Whether a token is one of ours, in a time that says nothing of how near it is."""
-        good = False
-        for known in self._tokens:
-            good |= hmac.compare_digest(token, known)
-        return good or not self._tokens
 
     def no_room(self) -> Refusal:
         most = self.config.max_bodies >> 20
@@ -87,11 +78,12 @@ class Front:
 class Connection(TurnReader):
     """One client."""
 
-    __slots__ = ("idle_since", "lingers_since", "receiving_since", "sessions")
+    __slots__ = ("address", "idle_since", "lingers_since", "receiving_since", "sessions")
 
     def __init__(self, front: Front):
         super().__init__(front, front.sessions.loop)
         self.sessions = front.sessions
+        self.address = ""  # what the client is counted by; nothing where it was turned away
         self.receiving_since: float | None = None  # a request has begun and is not complete
         self.lingers_since: float | None = None  # refused: what still arrives is thrown away
         self.idle_since = perf_counter()
@@ -102,13 +94,28 @@ class Connection(TurnReader):
             self.front.refused += 1
             self.transport.abort()
             return
-        self.front.accepted += 1
+        address = self.front.access.client(transport)
+        refusal = self.front.access.admit(address)
         self.front.open[self] = None
         self.transport.set_write_buffer_limits(high=HIGH_WATER)
+        if refusal is None:
+            self.front.accepted += 1
+            self.address = address
+        else:
+            self.front.refused += 1
+            if len(self.front.open) <= self.front.max_open // 2:
+                self.turn_away(refusal)
+            else:  # the word that it gets keeps it open for a moment: a flood must not fill the places of others
+                self.transport.abort()
+
+    def turn_away(self, refusal: Refusal) -> None:
+        """A client that has too many connections."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.front.open.pop(self, None)
+        self.front.access.leave(self.address)
 
     def answered(self) -> None:
         self.outstanding -= 1
@@ -165,7 +172,7 @@ class Connection(TurnReader):
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------------
 
-_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN = range(10)
+_OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN, _SECRET, _FORWARDED = range(12)
 _HEADERS = {
     b"session": _SESSION,
     b"game_id": _SESSION,  # older clients
@@ -173,6 +180,9 @@ _HEADERS = {
     b"step-kind": _KIND,  # what is left of step_kind behind proxies that drop underscores
     b"key": _KEY,
     b"token": _TOKEN,
+    b"session_secret": _SECRET,
+    b"session-secret": _SECRET,
+    b"x-forwarded-for": _FORWARDED,
     b"content-length": _LENGTH,
     b"transfer-encoding": _CODING,
     b"expect": _EXPECT,
@@ -217,6 +227,7 @@ class HttpConnection(Connection):
         "_chunks",
         "_fields",
         "_first",
+        "_forwarded",
         "_head",
         "_in_head",
         "_key",
@@ -227,6 +238,7 @@ class HttpConnection(Connection):
         "_number",
         "_old",
         "_queue",
+        "_secret",
         "_session",
         "_size",
         "_skips",
@@ -248,7 +260,7 @@ class HttpConnection(Connection):
 
     def _begin(self) -> None:
         self._url = self._session = self._kind = self._key = self._token = self._length = b""
-        self._body = b""
+        self._body = self._secret = self._forwarded = b""
         self._chunks: bytearray | None = None
         self._fields: tuple[bytes, bytes] | None = None  # session and key of a chunked request, as its head said
         self._size = self._head = self._asks = 0
@@ -305,7 +317,11 @@ class HttpConnection(Connection):
         self.ended = False
         first = b"%b %b HTTP/%b" % (self.parser.get_method(), self._url, self.parser.get_http_version().encode())
         lines = [first, b"session: " + self._session, b"key: " + self._key, b"token: " + self._token]
-        lines.append(b"step_kind: " + self._kind)
+        lines += [
+            b"step_kind: " + self._kind,
+            b"session_secret: " + self._secret,
+            b"x-forwarded-for: " + self._forwarded,
+        ]
         if self._length:
             lines.append((b"content-length: " if self._length.isdigit() else b"transfer-encoding: ") + self._length)
         return b"\r\n".join([*lines, b"", b""])
@@ -346,6 +362,10 @@ class HttpConnection(Connection):
             self._token = value
         elif what in (_LENGTH, _CODING):
             self._length = value
+        elif what == _SECRET:
+            self._secret = value
+        elif what == _FORWARDED and self._chunks is None:  # a trailer is the client's own, whoever passes it on
+            self._forwarded = value
         elif what == _UPGRADE or value.lower() == b"100-continue":
             self._asks = max(self._asks, what)
 
@@ -425,9 +445,15 @@ class HttpConnection(Connection):
         self.outstanding += 1
         if not keep:
             self.ended = True
+        if self.front.access.marks:
+            self.front.access.mark(request, self._secret, self._client())
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
+
+    def _client(self) -> str:
+        """What this request is counted by."""
+        return self.front.access.proxies.client(self.address, self._forwarded) if self._forwarded else self.address
 
     def _line_up(self, request: HttpRequest) -> None:
         if self._first is None:
@@ -444,8 +470,9 @@ class HttpConnection(Connection):
         if self.parser.get_method() != b"POST":
             method = self.parser.get_method().decode("ascii", "replace")
             return Refusal(405, "bad_method", f"expected POST /step, got {method}")
-        if not self.front.allowed(self._token):
-            return BAD_TOKEN
+        refusal = self.front.access.refusal(self._token, self._client())
+        if refusal is not None:
+            return refusal
         number = KINDS.get(self._kind, -1)
         if number < 0:
             number = KINDS.get(self._kind.strip().lower(), -1)
@@ -500,6 +527,9 @@ class HttpConnection(Connection):
         else:
             self._refuse(SLOW)
 
+    def turn_away(self, refusal: Refusal) -> None:
+        self._refuse(refusal)
+
     # --- replies ------------------------------------------------------------------------------------------------------
 
     def reply(self, request: HttpRequest, status: int, body: bytes) -> None:
@@ -520,7 +550,8 @@ class HttpConnection(Connection):
         if transport is None:
             return  # it went while the replies before this one were written
         close = request.close or (self.front.closing and not self.outstanding)
-        if status == 200 and not close and not self._old and len(body) < _LARGE:
+        secret = b"" if status != 200 or request.kind != START else getattr(request, "secret", b"")
+        if status == 200 and not close and not self._old and not secret and len(body) < _LARGE:
             data = _OK % (len(body), body)
             self.front.bytes_out += len(data)
             transport.write(data)
@@ -531,8 +562,10 @@ class HttpConnection(Connection):
             f"Content-Type: {kind}",
             f"Content-Length: {len(body)}",
         ]
-        if status == 503:
+        if status in (429, 503):
             lines.append("Retry-After: 1")
+        if secret:
+            lines.append(f"session_secret: {secret.decode()}")
         if close:
             lines.append("Connection: close")
         elif self._old:

@@ -17,11 +17,13 @@ from typing import Any
 
 from bray._version import __version__
 from bray.errors import ConfigError
+from bray.serving.admin import AdminGuard
 from bray.serving.config import ServiceConfig
 from bray.serving.http import Front, HttpConnection
-from bray.serving.protocol import KIND_NAMES
+from bray.serving.protocol import KIND_NAMES, REASONS
 from bray.serving.sessions import LATENCY_BOUNDS, Sessions
 from bray.serving.tcp import FirstByte
+from bray.serving.tls import HANDSHAKE_S, ServerTls
 
 logger = logging.getLogger("bray.serving")
 
@@ -90,7 +92,10 @@ class Server:
         """Make the table of sessions: from now on requests may come, as yet from a gateway only."""
         assert self.make_actor is not None
         self.sessions = Sessions(self.make_actor, self.config)
+        self.access = self.sessions.access
         self.front = Front(self.sessions, self.config)
+        self._guard = AdminGuard(self.config, self.access.audit)
+        self._tls = None if self.config.tls_cert is None else ServerTls(self.config.tls_cert, self.config.tls_key)
         self._watchdog = LoopWatchdog(self.sessions, self.config.blocked_after_s)
 
     async def listen(self, shared: bool | None = None, admin: socket.socket | None = None) -> None:
@@ -106,8 +111,11 @@ class Server:
             raise
         self.admin_port = admin_sock.getsockname()[1]
         make: Any = FirstByte if self.config.use_tcp else HttpConnection
+        tls: Any = {}
+        if self._tls is not None:
+            tls = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
         loop = self.sessions.loop
-        self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024)
+        self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024, **tls)
         self._admin = await asyncio.start_server(self._serve_admin, sock=admin_sock)
         self._sweeper = asyncio.create_task(self._sweep())
 
@@ -115,6 +123,14 @@ class Server:
         while True:
             await asyncio.sleep(max(0.05, min(1.0, self.config.request_timeout_s / 4)))
             self.front.sweep()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take up token files and certificates that have changed; done about every second."""
+        self.access.refresh()
+        self._guard.tokens.refresh()
+        if self._tls is not None:
+            self._tls.refresh()
 
     async def drain(self, timeout: float | None = None) -> None:
         """Refuse new sessions and wait for the running ones, at most `timeout` seconds; then for the requests under way."""
@@ -158,6 +174,8 @@ class Server:
             "bray_process_resident_bytes": _resident(),
             "bray_draining": float(s.draining),
         }
+        for code, n in self.access.audit.counts.items():
+            out[f'bray_access_refused_total{{code="{code}"}}'] = n
         for kind, statuses in zip(KIND_NAMES, s.counts, strict=True):
             for status, n in statuses.items():
                 out[f'bray_requests_total{{kind="{kind}",status="{status}"}}'] = n
@@ -203,25 +221,30 @@ class Server:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 first, *lines = head.split("\r\n")
                 method, path, *_ = [*first.split(" "), "", ""]
-                fields = (line.partition(":") for line in lines)
-                length = next((int(v) for k, _, v in fields if k.lower() == "content-length"), 0)
-                if not 0 <= length <= 1 << 20:
-                    raise ValueError("a body that is too large")
+                headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+                length = int(headers.get("content-length", "0"))
+                if not 0 <= length <= 1 << 20 or not method.isalpha():
+                    raise ValueError("a body that is too large, or no request")
                 body = await reader.readexactly(length)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError, ConnectionError):
             await self._answer_admin(writer, 400, "text/plain", b"not a request\n")
+            return
+        peer = str((writer.get_extra_info("peername") or ("",))[0])
+        refusal = self._guard.refusal(method, path.split("?", 1)[0], headers, peer)
+        if refusal is not None:
+            await self._answer_admin(writer, refusal.status, "application/json", refusal.body)
             return
         try:
             answer = await self.admin(method, path, body)
         except Exception:
             logger.exception("admin request failed")
             answer = (500, "text/plain", b"failed; the log has it\n")
+        if method not in ("GET", "HEAD"):
+            self.access.audit.changed(peer, f"{method} {path[:100]!r} {body[:200]!r} was answered with {answer[0]}")
         await self._answer_admin(writer, *answer)
 
     async def _answer_admin(self, writer: asyncio.StreamWriter, status: int, kind: str, body: bytes) -> None:
-        head = (
-            f"HTTP/1.1 {status} -\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
+        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         try:
             writer.write(head.encode() + body)
             await asyncio.wait_for(writer.drain(), 10.0)

@@ -20,6 +20,7 @@ from types import CoroutineType
 from typing import Any
 
 from bray.errors import Overloaded
+from bray.serving.access import BAD_SECRET, Access
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
 from bray.serving.limited_log import LimitedLog
@@ -33,9 +34,11 @@ _LOGGED_PER_MINUTE = 20  # tracebacks; an Actor that fails at every tick must no
 
 
 class Request:
-    """One request, from whatever transport."""
+    """One request, from whatever transport. `secret` and `address` are of its client, and set only where something depends on them."""
 
-    __slots__ = ("arrived", "body", "key", "kind", "session")
+    __slots__ = ("address", "arrived", "body", "key", "kind", "secret", "session")
+    address: str
+    secret: bytes
 
     def __init__(self, kind: int, session: bytes, key: bytes, body: bytes):
         self.kind, self.session, self.key, self.body = kind, session, key, body
@@ -43,6 +46,18 @@ class Request:
 
     def reply(self, status: int, body: bytes) -> None:
         raise NotImplementedError
+
+    @property
+    def client(self) -> bytes:
+        """Its secret and address as bytes, for another worker."""
+        secret, address = getattr(self, "secret", b""), getattr(self, "address", "")
+        return secret + b" " + address.encode() if secret or address else b""
+
+    @client.setter
+    def client(self, data: bytes) -> None:
+        if data:
+            self.secret, _, address = data.partition(b" ")
+            self.address = address.decode()
 
 
 class Gateway:
@@ -78,12 +93,14 @@ class Gateway:
 class Session:
     __slots__ = (
         "actor",
+        "address",
         "cancelled_at",
         "finish",
         "keyed",
         "last",
         "name",
         "request",
+        "secret",
         "start",
         "task",
         "tick",
@@ -102,6 +119,8 @@ class Session:
         )
         self.last = 0.0
         self.keyed = False
+        self.address = ""  # whose slot it takes
+        self.secret: bytes | None = None  # what its requests must carry
         self.cancelled_at: float | None = None
 
 
@@ -110,6 +129,7 @@ class Sessions:
 
     def __init__(self, make_actor: Callable[[], Any], config: ServiceConfig):
         self.make_actor, self.config = make_actor, config
+        self.access = Access(config)
         self.loop = asyncio.get_running_loop()
         self.gateway: Gateway | None = None
         self.sessions: dict[bytes, Session] = {}
@@ -150,6 +170,8 @@ class Sessions:
                 self.refuse(request, no_session(request.session))
         elif kind == START and not self._ending(session):
             self.exists(request)
+        elif session.secret is not None and kind != START and not self.access.knows(session.secret, request):
+            self.refuse(request, BAD_SECRET)
         elif session.request is None and not session.waiting:
             self.running[request] = session
             self._run(session, request)
@@ -211,6 +233,8 @@ class Sessions:
         """Start a session in this worker; its place in the table of all workers is taken already."""
         session = self._new_session(request)
         if session is not None:
+            if self.access.secrets:
+                session.secret = request.secret
             self.sessions[request.session] = session
             self.started += 1
             self.running[request] = session
@@ -227,13 +251,21 @@ class Sessions:
             slots = self.config.actors_per_worker * self.config.workers
             self.refuse(request, Refusal(429, "no_free_slot", f"all {slots} slots of this service are taken"))
             return None
+        address = getattr(request, "address", "")
+        refusal = self.access.slot_refusal(address)
+        if refusal is not None:
+            self.refuse(request, refusal)
+            return None
         self._calling = request
         try:
             if not self.pool:
                 self.pool.append(self.make_actor())
                 self.actors_made += 1
-            return Session(request.session, self.pool.pop())
+            session = Session(request.session, self.pool.pop())
+            session.address = address
+            return session
         except FAILURES as e:
+            self.access.free_slot(address)
             self._log_error("making an Actor failed", request, e)
             self.refuse(
                 request, Refusal(500, "actor_error", "the Actor could not be made; the service's log has the reason")
@@ -351,6 +383,7 @@ class Sessions:
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
+        self.access.free_slot(session.address)
         if self.gateway is not None:
             self.gateway.release(session.name)
         if reuse:
@@ -395,6 +428,7 @@ class Sessions:
                 status, body = refusal.status, refusal.body
         if session.request is not None:  # else it was given up
             self._lend(-1)
+            self.access.free_slot(session.address)
         if reuse:
             self.pool.append(session.actor)
         if self.running.pop(request, None) is not None:
@@ -435,6 +469,7 @@ class Sessions:
             else:  # a stateless request
                 session.request = None
                 self._lend(-1)
+                self.access.free_slot(session.address)
 
     def _end_late(self, request: Request, session: Session, now: float) -> None:
         if self.running.pop(request, None) is None:

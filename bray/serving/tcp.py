@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.http import BAD_TOKEN, SLOW, Connection, Front, HttpConnection
+from bray.serving.http import SLOW, Connection, Front, HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
 from bray.serving.sessions import Request
 from bray.serving.turns import MAX_OUTSTANDING
@@ -29,13 +29,14 @@ class TcpRequest(Request):
 class TcpConnection(Connection):
     """One client. A session's replies come in the order of its requests, those of different sessions as they are ready."""
 
-    __slots__ = ("_frame", "_skips", "_wanted")
+    __slots__ = ("_checked", "_frame", "_skips", "_wanted")
 
     def __init__(self, front: Front):
         super().__init__(front)
         self._frame = bytearray()  # one that is not complete
         self._wanted = _HEAD  # bytes of it after which to look again: its head, its names, all of it
         self._skips = 0  # bytes of a refused frame that are thrown away
+        self._checked = False  # whether the token of the frame that is not complete is known to be good
 
     @property
     def new(self) -> bool:
@@ -96,6 +97,7 @@ class TcpConnection(Connection):
         if size < self._wanted:
             refusal = self._refusal(data[b:c], data[d:e], 0)
             if refusal is None:
+                self._checked = True
                 return 0
             self._skips = self._wanted - size
             self.receiving_since = self.receiving_since or perf_counter()
@@ -120,8 +122,10 @@ class TcpConnection(Connection):
 
     def _refusal(self, kind: bytes, token: bytes, body: int) -> Refusal | None:
         front = self.front
-        if not front.allowed(token):
-            return BAD_TOKEN
+        if not self._checked:
+            refusal = front.access.refusal(token, self.address)
+            if refusal is not None:
+                return refusal
         if kind not in KINDS:
             expected = "expected step_kind start, tick, end, stop or auto"
             return Refusal(400, "bad_kind", f"{expected}, got {show(kind)}")
@@ -131,6 +135,9 @@ class TcpConnection(Connection):
 
     def _request(self, request: TcpRequest) -> None:
         self.outstanding += 1
+        self._checked = False
+        if self.front.access.marks:
+            self.front.access.mark(request, b"", self.address)
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -154,6 +161,7 @@ class TcpConnection(Connection):
     def _drop_frame(self) -> None:
         self.front.held -= len(self._frame)
         self._frame = bytearray()
+        self._checked = False
         if not self._skips:
             self.receiving_since = None
 
@@ -202,6 +210,7 @@ class FirstByte(Connection):
     def data_received(self, data: bytes) -> None:
         del self.front.open[self]
         self.front.accepted -= 1
+        self.front.access.leave(self.address)  # the next line but two takes it again
         protocol = HttpConnection(self.front) if data[:1].isalpha() or data[0] in b"\r\n" else TcpConnection(self.front)
         self.transport.set_protocol(protocol)
         protocol.connection_made(self.transport)

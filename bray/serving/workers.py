@@ -164,6 +164,7 @@ async def _work(
         forward = config.use_gateway is not None
         gateway = NodeGateway(server.sessions, place.table, place.directory, server.all_numbers, forward)
         server.gather = gateway.gather
+        server.access.share(place.directory, worker, config.workers)
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
         await gateway.start()  # before the first client: its session would be missing in the table
     relax_gc()

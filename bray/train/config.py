@@ -65,7 +65,9 @@ class LiveConfig:
     use_tcp: bool = False
     """Answer framed TCP too, on the same port."""
     token: str | None = None
-    """When given, every request must carry it."""
+    """When given, every request must carry it. On a command line other users can see it: use `token_file` or BRAY_TOKEN."""
+    token_file: str | None = None
+    """File with tokens, one per line; every request must carry one of them. It is read again when it changes."""
     max_games: Count = 1000
     """Sessions at once."""
     idle_timeout_s: Positive = 600.0

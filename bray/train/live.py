@@ -29,6 +29,7 @@ from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine, is_recurrent
+from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServiceConfig
@@ -128,7 +129,7 @@ class LiveSource(Source):
         self.player.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
         config = {"policy": {"player": self.player}}
-        service = ServiceConfig(
+        asked = ServiceConfig(
             host=self.live.host,
             port=self.live.port,
             admin_port=0 if self.live.port == 0 else None,
@@ -136,7 +137,9 @@ class LiveSource(Source):
             actors_per_worker=self.live.max_games,
             idle_timeout_s=self.live.idle_timeout_s,
             tokens=() if self.live.token is None else (self.live.token,),
+            token_file=self.live.token_file,
         )
+        service = with_environment(asked)
 
         max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
 

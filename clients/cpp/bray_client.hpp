@@ -1,4 +1,5 @@
 // Bray game client for C++17: one header, no dependencies, HTTP and framed TCP. The protocol: docs/protocol.md.
+// For TLS define BRAY_TLS and link OpenSSL 1.1 or later (ssl, crypto); then set Options::tls.
 //
 //     bray::Client client("127.0.0.1", 8000);
 //     client.start();
@@ -54,6 +55,12 @@
 #include <unistd.h>
 #endif
 
+#ifdef BRAY_TLS
+#include <openssl/err.h>
+#include <openssl/ssl.h>
+#include <openssl/x509v3.h>
+#endif
+
 namespace bray {
 
 // Status is 0 where no server answered; code is then connect_failed, connection_lost, timeout, bad_reply or
@@ -90,6 +97,8 @@ struct Options {
     std::string session;  // a fixed name; empty: every start() makes a new one
     std::string token;    // checked by services that have one
     std::string key;      // reaches the Actor unread
+    bool tls = false;     // needs BRAY_TLS
+    std::string tls_ca;   // a certificate (PEM file) to trust; empty: those that the system trusts
     int retries = 5;
 };
 
@@ -270,6 +279,7 @@ inline std::string json_string(const std::string& json, const std::string& key) 
 inline int status_of(const std::string& code) {
     static const std::pair<const char*, int> table[] = {
         {"malformed", 400},    {"bad_kind", 400},   {"bad_token", 401},        {"no_session", 404},
+        {"bad_secret", 403},   {"too_many_connections", 429}, {"too_many_requests", 429}, {"too_many_sessions", 429},
         {"no_path", 404},      {"bad_method", 405}, {"slow_request", 408},     {"session_exists", 409},
         {"too_large", 413},    {"no_free_slot", 429}, {"header_too_large", 431}, {"actor_error", 500},
         {"overloaded", 503},   {"draining", 503},   {"tick_timeout", 504},
@@ -296,7 +306,47 @@ struct Reply {
     bool keep = true;
     std::string session;  // what TCP echoes
     std::uint64_t time = 0;
+    std::string secret;  // what further requests of the session must carry
 };
+
+#ifdef BRAY_TLS
+// OpenSSL's own socket BIO ends the program with SIGPIPE where the server has closed; this one sends as we do.
+inline int bio_write(BIO* bio, const char* data, int size) {
+    BIO_clear_retry_flags(bio);
+    auto n = ::send(*static_cast<Socket*>(BIO_get_data(bio)), data, static_cast<Size>(size), send_flags);
+    if (n < 0 && would_block(last_error())) BIO_set_retry_write(bio);
+    return static_cast<int>(n);
+}
+
+inline int bio_read(BIO* bio, char* data, int size) {
+    BIO_clear_retry_flags(bio);
+    auto n = ::recv(*static_cast<Socket*>(BIO_get_data(bio)), data, static_cast<Size>(size), 0);
+    if (n < 0 && would_block(last_error())) BIO_set_retry_read(bio);
+    return static_cast<int>(n);
+}
+
+inline long bio_control(BIO*, int what, long, void*) { return what == BIO_CTRL_FLUSH ? 1 : 0; }
+
+inline BIO* socket_bio(Socket* socket) {
+    static BIO_METHOD* method = [] {
+        BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "bray socket");
+        BIO_meth_set_write(made, bio_write);
+        BIO_meth_set_read(made, bio_read);
+        BIO_meth_set_ctrl(made, bio_control);
+        return made;
+    }();
+    BIO* bio = BIO_new(method);
+    BIO_set_data(bio, socket);
+    BIO_set_init(bio, 1);
+    return bio;
+}
+
+inline std::string tls_error() {
+    char text[256] = "the TLS handshake failed";
+    if (unsigned long code = ::ERR_get_error()) ::ERR_error_string_n(code, text, sizeof text);
+    return text;
+}
+#endif
 
 }  // namespace detail
 
@@ -309,16 +359,33 @@ public:
         check("session", options_.session);
         check("token", options_.token);
         check("key", options_.key);
+#ifdef BRAY_TLS
+        if (options_.tls) make_context();
+#else
+        if (options_.tls) throw std::invalid_argument("tls: this program was built without BRAY_TLS");
+#endif
     }
 
     Client(const std::string& host, std::uint16_t port, bool tcp = false) : Client(make_options(host, port, tcp)) {}
 
-    ~Client() { close(); }
+    ~Client() {
+        close();
+#ifdef BRAY_TLS
+        ::SSL_CTX_free(context_);
+#endif
+    }
     Client(const Client&) = delete;
     Client& operator=(const Client&) = delete;
     Client(Client&& other) noexcept
-        : options_(std::move(other.options_)), session_(std::move(other.session_)), buffer_(std::move(other.buffer_)),
-          socket_(std::exchange(other.socket_, detail::no_socket)), time_(other.time_) {}
+        : options_(std::move(other.options_)), session_(std::move(other.session_)), secret_(std::move(other.secret_)),
+          buffer_(std::move(other.buffer_)), socket_(std::exchange(other.socket_, detail::no_socket)),
+          time_(other.time_) {
+#ifdef BRAY_TLS
+        context_ = std::exchange(other.context_, nullptr);
+        ssl_ = std::exchange(other.ssl_, nullptr);
+        if (ssl_) BIO_set_data(SSL_get_rbio(ssl_), &socket_);
+#endif
+    }
     Client& operator=(Client&&) = delete;
 
     // The name of the session; empty before the first start().
@@ -333,6 +400,7 @@ public:
         }
         check("session", name);
         session_ = std::move(name);
+        secret_.clear();
         return request("start", data, false);
     }
 
@@ -355,6 +423,10 @@ public:
 
     // Close the connection. The session lives on until it is ended or expires.
     void close() {
+#ifdef BRAY_TLS
+        ::SSL_free(ssl_);
+        ssl_ = nullptr;
+#endif
         if (socket_ != detail::no_socket) detail::close_socket(socket_);
         socket_ = detail::no_socket;
         buffer_.clear();
@@ -409,6 +481,7 @@ private:
 
     // Whether sending again cannot execute the request twice (or may).
     static bool harmless(const ClientError& error, const std::string& kind, bool idempotent) {
+        if (error.code == "bad_certificate") return false;
         if (error.status == 503 || dynamic_cast<const ConnectFailed*>(&error)) return true;
         if (error.status == 429) return kind == "start" || kind == "auto";
         return idempotent && dynamic_cast<const ConnectionLost*>(&error);
@@ -453,6 +526,7 @@ private:
         }
         if (!reply.keep) close();
         if (failed) raise_error(reply);
+        if (kind == "start") secret_ = reply.secret;
         return std::move(reply.body);
     }
 
@@ -474,6 +548,7 @@ private:
         if (!session.empty()) out += "\r\nsession: " + session;
         if (!options_.key.empty()) out += "\r\nkey: " + options_.key;
         if (!options_.token.empty()) out += "\r\ntoken: " + options_.token;
+        if (!secret_.empty() && kind != "auto") out += "\r\nsession_secret: " + secret_;
         out += "\r\nContent-Length: " + std::to_string(data.size()) + "\r\n\r\n";
         return out += data;
     }
@@ -509,8 +584,7 @@ private:
     // --- the connection --------------------------------------------------------------------------------------------
 
     void connect(Deadline deadline) {
-        // Readable while nothing is asked for: the server closed it while it was idle.
-        if (socket_ != detail::no_socket && detail::wait_for(socket_, false, Clock::now())) close();
+        if (socket_ != detail::no_socket && ended()) close();
         if (socket_ != detail::no_socket) return;
         addrinfo hints{};
         hints.ai_socktype = SOCK_STREAM;
@@ -540,18 +614,86 @@ private:
                     ::getsockopt(socket_, SOL_SOCKET, SO_ERROR, reinterpret_cast<char*>(&error), &size);
                 }
             }
-            if (error == 0) return;
+            if (error == 0) return handshake(deadline);
             reason = detail::error_text(error);
             close();
         }
         throw_lost(false, reason, false);
     }
 
+    // Readable while nothing is asked for: the server closed it while it was idle.
+    bool ended() {
+        if (!detail::wait_for(socket_, false, Clock::now())) return false;
+#ifdef BRAY_TLS
+        char byte;  // TLS 1.3 has messages of its own, which only reading tells from the end
+        if (ssl_) return SSL_get_error(ssl_, ::SSL_peek(ssl_, &byte, 1)) != SSL_ERROR_WANT_READ;
+#endif
+        return true;
+    }
+
+#ifdef BRAY_TLS
+    void make_context() {
+        context_ = ::SSL_CTX_new(TLS_client_method());
+        SSL_CTX_set_min_proto_version(context_, TLS1_2_VERSION);
+        SSL_CTX_set_mode(context_, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+        SSL_CTX_set_verify(context_, SSL_VERIFY_PEER, nullptr);
+        const char* file = options_.tls_ca.c_str();
+        if (options_.tls_ca.empty() ? !SSL_CTX_set_default_verify_paths(context_)
+                                    : !SSL_CTX_load_verify_locations(context_, file, nullptr))
+            throw std::invalid_argument("tls_ca: no certificate can be read from '" + options_.tls_ca + "'");
+    }
+
+    void handshake(Deadline deadline) {
+        if (!options_.tls) return;
+        ssl_ = ::SSL_new(context_);
+        BIO* bio = detail::socket_bio(&socket_);
+        ::SSL_set_bio(ssl_, bio, bio);
+        const char* host = options_.host.c_str();
+        if (!X509_VERIFY_PARAM_set1_ip_asc(::SSL_get0_param(ssl_), host)) {  // it is a name
+            ::SSL_set1_host(ssl_, host);
+            SSL_set_tlsext_host_name(ssl_, host);
+        }
+        if (tls_call([this] { return ::SSL_connect(ssl_); }, deadline)) return;
+        std::string reason = detail::tls_error();
+        long verified = ::SSL_get_verify_result(ssl_);
+        close();
+        if (verified == X509_V_OK) throw_lost(false, reason, false);
+        throw ConnectFailed(0, "bad_certificate",
+                            std::string("the service's certificate is not trusted: ") +
+                                ::X509_verify_cert_error_string(verified) + " (" + where() +
+                                "). Options::tls_ca may name a certificate to trust");
+    }
+
+    // What a call returned when it was done; 0 where the connection has ended.
+    template <class Call>
+    int tls_call(Call call, Deadline deadline) {
+        for (;;) {
+            ::ERR_clear_error();
+            int n = call();
+            if (n > 0) return n;
+            int error = ::SSL_get_error(ssl_, n);
+            if (error != SSL_ERROR_WANT_READ && error != SSL_ERROR_WANT_WRITE) return 0;
+            if (!detail::wait_for(socket_, error == SSL_ERROR_WANT_WRITE, deadline)) throw TimedOut{};
+        }
+    }
+#else
+    void handshake(Deadline) {}
+#endif
+
     // False when the server closed before all was sent; then it cannot have executed the request.
     bool send_all(const std::string& data, Deadline deadline) {
         std::size_t at = 0;
         while (at < data.size()) {
             auto size = static_cast<detail::Size>(std::min<std::size_t>(data.size() - at, 1 << 20));
+#ifdef BRAY_TLS
+            if (ssl_) {
+                const char* from = data.data() + at;
+                int n = tls_call([&] { return ::SSL_write(ssl_, from, static_cast<int>(size)); }, deadline);
+                if (!n) return false;
+                at += static_cast<std::size_t>(n);
+                continue;
+            }
+#endif
             auto n = ::send(socket_, data.data() + at, size, detail::send_flags);
             if (n > 0) {
                 at += static_cast<std::size_t>(n);
@@ -567,6 +709,13 @@ private:
     // More bytes into the buffer; false at the end of the connection.
     bool receive(Deadline deadline) {
         char piece[65536];
+#ifdef BRAY_TLS
+        if (ssl_) {
+            int n = tls_call([&] { return ::SSL_read(ssl_, piece, sizeof piece); }, deadline);
+            buffer_.append(piece, static_cast<std::size_t>(n));
+            return n > 0;
+        }
+#endif
         for (;;) {
             auto n = ::recv(socket_, piece, sizeof piece, 0);
             if (n > 0) {
@@ -659,6 +808,8 @@ private:
                 reply.keep = value == "keep-alive" || (reply.keep && value != "close");
             } else if (name == "retry-after" && detail::digits(value, 6)) {
                 reply.retry_after = std::atoi(value.c_str());
+            } else if (name == "session_secret" || name == "session-secret") {
+                reply.secret = value;
             }
         }
     }
@@ -694,9 +845,14 @@ private:
 
     Options options_;
     std::string session_;
+    std::string secret_;  // of the session, where the service gives one
     std::string buffer_;  // bytes received and not used yet
     detail::Socket socket_ = detail::no_socket;
     std::uint64_t time_ = 0;  // numbers the requests; TCP echoes it
+#ifdef BRAY_TLS
+    SSL_CTX* context_ = nullptr;
+    SSL* ssl_ = nullptr;
+#endif
 };
 
 }  // namespace bray

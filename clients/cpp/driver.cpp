@@ -1,7 +1,7 @@
 // A client that is told what to do, line by line on its standard input; the tests play it against servers that
 // misbehave. Bytes are hex, `-` is nothing, `x*N` is the letter N times.
 //
-//     new HOST PORT http|tcp TIMEOUT RETRIES SESSION TOKEN KEY
+//     new HOST PORT http|tcp TIMEOUT RETRIES SESSION TOKEN KEY [CA_FILE]      with a CA_FILE over TLS
 //     start GAME AGENT DATA | tick DATA [idempotent] | end DATA | step DATA [idempotent] | session | bench N DATA
 //
 // Each line is answered by `ok HEX` or `error CLASS STATUS CODE MESSAGE`.
@@ -41,13 +41,15 @@ std::string obey(std::unique_ptr<bray::Client>& client, const std::string& line)
     words >> what;
     if (what == "new") {
         bray::Options options;
-        std::string protocol, session, token, key;
+        std::string protocol, session, token, key, ca;
         words >> options.host >> options.port >> protocol >> options.timeout >> options.retries;
-        words >> session >> token >> key;
+        words >> session >> token >> key >> ca;
         options.tcp = protocol == "tcp";
         options.session = text(session);
         options.token = text(token);
         options.key = text(key);
+        options.tls = !ca.empty();
+        options.tls_ca = ca;
         client = std::make_unique<bray::Client>(std::move(options));
         return "";
     }

@@ -25,7 +25,9 @@ using System;
 using System.Collections.Generic;
 using System.Globalization;
 using System.IO;
+using System.Net.Security;
 using System.Net.Sockets;
+using System.Security.Authentication;
 using System.Text;
 using System.Threading;
 using System.Threading.Tasks;
@@ -79,12 +81,15 @@ namespace Bray
         readonly string host, token, key, fixedSession;
         readonly int port, retries;
         readonly double timeout;
-        readonly bool tcp;
+        readonly bool tcp, tls;
+        readonly RemoteCertificateValidationCallback trust;
         readonly Random random = new Random();
         readonly SemaphoreSlim turn = new SemaphoreSlim(1, 1);
         readonly byte[] piece = new byte[65536];
         TcpClient connection;
+        Stream stream; // of the connection, with TLS around it where that is wanted
         ReplyReader reader;
+        string secret = ""; // of the session, where the service gives one
         long time;
 
         /// <param name="timeout">seconds for each call, waiting and retries included</param>
@@ -92,8 +97,11 @@ namespace Bray
         /// <param name="session">a fixed name; without it every Start makes a new one</param>
         /// <param name="token">checked by services that have one</param>
         /// <param name="key">reaches the Actor unread</param>
+        /// <param name="tls">connect with TLS</param>
+        /// <param name="trust">decides about the service's certificate; without it the system does</param>
         public Client(string host = "127.0.0.1", int port = 8000, double timeout = 60, bool tcp = false,
-            string session = null, string token = null, string key = null, int retries = 5)
+            string session = null, string token = null, string key = null, int retries = 5, bool tls = false,
+            RemoteCertificateValidationCallback trust = null)
         {
             if (!(timeout > 0)) throw new ArgumentException("timeout: expected seconds > 0");
             if (retries < 0) throw new ArgumentException("retries: expected 0 or more");
@@ -101,6 +109,8 @@ namespace Bray
             this.port = port;
             this.timeout = timeout;
             this.tcp = tcp;
+            this.tls = tls;
+            this.trust = trust;
             this.retries = retries;
             fixedSession = Checked("session", session);
             this.token = Checked("token", token);
@@ -165,12 +175,15 @@ namespace Bray
         /// <summary>Close the connection. The session lives on until it is ended or expires.</summary>
         public void Dispose()
         {
+            if (stream != null) stream.Dispose();
             if (connection != null) connection.Close();
             connection = null;
+            stream = null;
         }
 
         void Name(string game, string agent)
         {
+            secret = "";
             if (string.IsNullOrEmpty(game) && string.IsNullOrEmpty(agent) && fixedSession != "")
             {
                 Session = fixedSession;
@@ -243,6 +256,7 @@ namespace Bray
         // Whether sending again cannot execute the request twice (or may).
         static bool Harmless(ClientException error, string kind, bool idempotent)
         {
+            if (error.Code == "bad_certificate") return false;
             if (error.Status == 503 || error is ConnectFailedException) return true;
             if (error.Status == 429) return kind == "start" || kind == "auto";
             return idempotent && error is ConnectionLostException;
@@ -266,7 +280,7 @@ namespace Bray
                 TcpClient mine = connection;
                 if (!blocking) alarm.Token.Register(mine.Close);
                 Limit(mine, alarm, Left(deadline));
-                NetworkStream stream = mine.GetStream();
+                Stream stream = this.stream;
                 try
                 {
                     if (blocking) stream.Write(message, 0, message.Length);
@@ -311,6 +325,7 @@ namespace Bray
                     "expected the reply to request " + time + ", got another's");
             }
             if (refusal != null) throw refusal;
+            if (kind == "start") secret = reply.Secret;
             return reply.Body;
         }
 
@@ -352,13 +367,37 @@ namespace Bray
             if (connecting.IsCompleted && !failed)
             {
                 connection = opened;
+                stream = opened.GetStream();
                 reader = tcp ? (ReplyReader)new TcpReader() : new HttpReader();
+                if (tls) await Handshake(deadline, blocking).ConfigureAwait(false);
                 return;
             }
             opened.Close();
             if (failed) throw Lost(false, connecting.Exception.GetBaseException().Message, false);
             Forget(connecting);
             throw Lost(false, "", true);
+        }
+
+        async Task Handshake(DateTime deadline, bool blocking)
+        {
+            var secured = trust == null ? new SslStream(stream, false) : new SslStream(stream, false, trust);
+            stream = secured;
+            connection.ReceiveTimeout = connection.SendTimeout = Left(deadline);
+            TcpClient mine = connection;
+            using (var alarm = new CancellationTokenSource(Left(deadline)))
+            {
+                alarm.Token.Register(mine.Close);
+                try
+                {
+                    if (blocking) secured.AuthenticateAsClient(host);
+                    else await secured.AuthenticateAsClientAsync(host).ConfigureAwait(false);
+                }
+                catch (AuthenticationException error)
+                {
+                    throw new ConnectFailedException("bad_certificate",
+                        "the service's certificate is not trusted: " + error.Message + " (" + Where + ")");
+                }
+            }
         }
 
         // Its error is nobody's business now, but an error that nobody looks at may end the program.
@@ -385,6 +424,7 @@ namespace Bray
             if (session != "") head.Append("\r\nsession: ").Append(session);
             if (key != "") head.Append("\r\nkey: ").Append(key);
             if (token != "") head.Append("\r\ntoken: ").Append(token);
+            if (secret != "" && kind != "auto") head.Append("\r\nsession_secret: ").Append(secret);
             head.Append("\r\nContent-Length: ").Append(data.Length).Append("\r\n\r\n");
             return Joined(Encoding.UTF8.GetBytes(head.ToString()), data);
         }
@@ -435,6 +475,8 @@ namespace Bray
         static readonly Dictionary<string, int> Statuses = new Dictionary<string, int>
         {
             { "malformed", 400 }, { "bad_kind", 400 }, { "bad_token", 401 }, { "no_session", 404 }, { "no_path", 404 },
+            { "bad_secret", 403 }, { "too_many_connections", 429 }, { "too_many_requests", 429 },
+            { "too_many_sessions", 429 },
             { "bad_method", 405 }, { "slow_request", 408 }, { "session_exists", 409 }, { "too_large", 413 },
             { "no_free_slot", 429 }, { "header_too_large", 431 }, { "actor_error", 500 }, { "overloaded", 503 },
             { "draining", 503 }, { "tick_timeout", 504 },
@@ -445,6 +487,7 @@ namespace Bray
         public double RetryAfter = -1;
         public bool Keep = true;
         public string Session = ""; // what TCP echoes
+        public string Secret = ""; // what further requests of the session must carry
         public long Time;
 
         /// The error that a reply carries, or null.
@@ -659,6 +702,10 @@ namespace Bray
                 {
                     int seconds;
                     if (int.TryParse(value, out seconds)) reply.RetryAfter = seconds;
+                }
+                else if (name == "session_secret" || name == "session-secret")
+                {
+                    reply.Secret = value;
                 }
             }
             if (length < 0 && !chunked) reply.Keep = false;

@@ -2,6 +2,9 @@
 // misbehave. The orders are those of clients/cpp/driver.cpp; `async` before an order uses the awaited form of the call.
 
 using System;
+using System.Linq;
+using System.Net.Security;
+using System.Security.Cryptography.X509Certificates;
 using System.Text;
 using System.Threading.Tasks;
 
@@ -29,6 +32,13 @@ static class Driver
         return text.Length == 0 ? "-" : text.ToString();
     }
 
+    // Trusts one certificate (DER or PEM) and nothing else.
+    static RemoteCertificateValidationCallback Trust(string file)
+    {
+        byte[] known = new X509Certificate2(file).GetCertHash();
+        return (sender, certificate, chain, errors) => certificate != null && certificate.GetCertHash().SequenceEqual(known);
+    }
+
     static byte[] Obey(string line)
     {
         string[] w = line.Split(' ');
@@ -39,8 +49,9 @@ static class Driver
             case "new":
                 if (client != null) client.Dispose();
                 double timeout = double.Parse(w[4], System.Globalization.CultureInfo.InvariantCulture);
+                bool tls = w.Length > 9;
                 client = new Bray.Client(w[1], int.Parse(w[2]), timeout, w[3] == "tcp", Text(w[6]), Text(w[7]), Text(w[8]),
-                    int.Parse(w[5]));
+                    int.Parse(w[5]), tls, tls ? Trust(w[9]) : null);
                 return new byte[0];
             case "start": return client.Start(Text(w[1]), Text(w[2]), Bytes(w[3]));
             case "tick": return client.Tick(Bytes(w[1]), again);

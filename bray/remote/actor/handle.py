@@ -20,6 +20,7 @@ from bray.config import ConfigSource, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.remote.actor.worker import ActorWorker, HeadWorker, Service
+from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
@@ -79,7 +80,7 @@ class RemoteActor:
         if self._host is not None:
             given["host"] = self._host
         source = ConfigSource(f"RemoteActor {name!r}", {"actor": given})
-        self._asked: ServiceConfig = resolve({"actor": ServiceConfig}, [source])["actor"]
+        self._asked: ServiceConfig = with_environment(resolve({"actor": ServiceConfig}, [source])["actor"])
         self._config = self._asked  # with the ports and the host that were found
         self._cpus, self._memory = cpus_per_worker, memory_per_worker
         self._ports = (self._asked.port, admin_of(self._asked, self._asked.port))

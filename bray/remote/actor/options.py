@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bray.config.declare import Amount, Count, Port, Positive, Whole
+from bray.serving.config import AccessConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorOptions:
+class ActorOptions(AccessConfig):
     """What a RemoteActor can be told, in Python and in launch files."""
 
     port: Port = 8000

@@ -112,6 +112,7 @@ class ActorWorker:
         )
         self._table.join(session().member)
         forwards = config.use_gateway is not None
+        server.access.share(self._directory, self._table.me, _NODES * config.workers)
         gateway = NodeGateway(server.sessions, self._table, self._directory, server.all_numbers, forwards)
         server.gather = gateway.gather
         server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
