@@ -135,7 +135,7 @@ def test_refusals_are_logged_once_a_minute_and_counted(caplog):
     audit.refused("bad_token", "1.2.3.5", "a wrong token")
     assert [r.getMessage() for r in caplog.records] == [
         "refused bad_token from 1.2.3.4: a wrong token",
-        "refused bad_token from 1.2.3.5: a wrong token (999 more like it since the last such line)",
+        "refused bad_token from 1.2.3.5: a wrong token (and 999 more like this since the last such line)",
     ]
     assert audit.counts["bad_token"] == 1001
 

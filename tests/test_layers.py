@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
-    {"_version", "errors", "tree", "spec", "schedules"},
+    {"_version", "errors", "limited_log", "tree", "spec", "schedules"},
     {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from bray.errors import DataError
+from bray.limited_log import LimitedLog
 from bray.serving import record
-from bray.serving.limited_log import LimitedLog
 from bray.serving.protocol import END, START, TICK
 from bray.serving.record import Recording, read_recording
 

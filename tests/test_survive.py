@@ -20,7 +20,8 @@ from bray.envs import EnvConfig, make_vec
 from bray.errors import CheckpointError, Diverged, EnvError
 from bray.experiment import Experiment
 from bray.figures import read_results
-from bray.rundir import OncePer, RunDir, log_to
+from bray.limited_log import OncePer
+from bray.rundir import RunDir, log_to
 from bray.train.health import Health
 
 HERE = Path(__file__).parent

@@ -27,8 +27,9 @@ from bray.experiment.policy import ServedPolicy, check_mode, launched_model, ran
 from bray.experiment.saved import fits_state, import_check, made_from, read_config, read_launch
 from bray.experiment.setup import Check, set_up
 from bray.inference.torch_engine import load_weights
+from bray.limited_log import OncePer
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
-from bray.rundir import Checkpoint, OncePer, RunDir, default_run_dir
+from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec

@@ -14,7 +14,7 @@ imported unless it is trusted (`trust.py`); all reading goes through `reader.py`
 
 from bray.rundir.checkpoints import Checkpoint
 from bray.rundir.files import plain, write_atomic, writing
-from bray.rundir.log import OncePer, log_to, logging_to
+from bray.rundir.log import log_to, logging_to
 from bray.rundir.reader import check_seal, open_plain, read_json, read_plain, seal
 from bray.rundir.run import RunDir, default_run_dir
 from bray.rundir.state import pack_state, unpack_state
@@ -23,7 +23,6 @@ from bray.rundir.weights import match_weights, read_weights
 
 __all__ = [
     "Checkpoint",
-    "OncePer",
     "RunDir",
     "UntrustedRun",
     "check_seal",

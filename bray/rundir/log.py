@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from bray.errors import UnknownName
+from bray.limited_log import OncePer
 from bray.rundir.files import writing
 
 logger = logging.getLogger("bray")
 
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARN": 30, "WARNING": 30, "ERROR": 40}
-
-
-class OncePer:
-    """Says whether it is time to say something again: `if once.due(): log.warning(...)`."""
-
-    def __init__(self, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic):
-        self._seconds, self._clock, self._last = seconds, clock, -math.inf
-
-    def due(self) -> bool:
-        now = self._clock()
-        if now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
 
 
 class _LogFile(logging.FileHandler):

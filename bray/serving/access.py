@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import ConfigError
+from bray.limited_log import LimitedLog
 from bray.serving.addresses import AddressCounts, Proxies, Rates, client_key
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import MAX_NAME, START, Refusal
@@ -33,7 +34,6 @@ BAD_SECRET = Refusal(
     "bad_secret",
     "this session needs the session_secret that the reply to its start had, as a header of every tick and end",
 )
-_A_MINUTE = 60.0
 _FILES = ("tls_cert", "tls_key", "token_file", "admin_token_file")
 
 
@@ -115,8 +115,7 @@ class Audit:
     """One line for every change; for every class of refusals one line at once, then one a minute that says how many there were."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
-        self._lines: dict[str, tuple[float, int]] = {}  # code -> when it was logged, how many were not since
+        self._log = LimitedLog(audit_logger, clock)
         self.counts: Counter[str] = Counter()
 
     def changed(self, who: str, what: str) -> None:
@@ -124,14 +123,7 @@ class Audit:
 
     def refused(self, code: str, who: str, why: str) -> None:
         self.counts[code] += 1
-        now = self._clock()
-        at, more = self._lines.get(code, (-_A_MINUTE, 0))
-        if now - at < _A_MINUTE:
-            self._lines[code] = (at, more + 1)
-            return
-        since = f" ({more} more like it since the last such line)" if more else ""
-        audit_logger.warning("refused %s from %s: %s%s", code, who, why, since)
-        self._lines[code] = (now, 0)
+        self._log.warning(code, "refused %s from %s: %s", code, who, why)
 
 
 class Access:

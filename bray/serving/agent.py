@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import ConfigError, WaitError
+from bray.limited_log import LimitedLog
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.episodes import pack_state, write_episode
-from bray.serving.limited_log import LimitedLog
 from bray.serving.messages import MAX_JSON, json_too_large, make_codec
 from bray.serving.state import Crew, State, parse_session, running_agent
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from typing import Any
 
 import numpy as np
 
+from bray.limited_log import OncePer
 from bray.serving.numbers import mark_outside
 from bray.spec import Space
 
 logger = logging.getLogger("bray.serving")
-
-_LOG_EVERY_S = 60.0
 
 
 class Bounds:
@@ -55,25 +53,24 @@ class OutsideCount:
     def __init__(self, model: str, bounds: Bounds):
         self.total = 0
         self._model, self._bounds = model, bounds
-        self._logged_at = -float("inf")
+        self._once = OncePer()
         self._logged = 0  # how many the log has told of
 
     def count(self, batch: Any) -> None:
         rows = self._bounds.rows_outside(batch)
         if rows:
             self.total += rows
-            now = time.monotonic()
-            if now - self._logged_at >= _LOG_EVERY_S:
-                self._log(self._bounds.outside(batch), now)
+            if self._once.due():
+                self._log(self._bounds.outside(batch))
 
-    def _log(self, first: str | None, now: float) -> None:
+    def _log(self, first: str | None) -> None:
         logger.warning(
             "model %s: %d observations outside their space, now %s. They are answered; check_obs=refuse refuses them",
             self._model,
             self.total - self._logged,
             first,
         )
-        self._logged_at, self._logged = now, self.total
+        self._logged = self.total
 
 
 def _bounded(space: Space, keys: tuple[Any, ...]) -> Any:

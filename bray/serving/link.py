@@ -26,7 +26,7 @@ import msgspec
 
 from bray import errors
 from bray.errors import BrayError, DataError, LinkLost, RemoteError, Unreachable
-from bray.serving.limited_log import LimitedLog
+from bray.limited_log import LimitedLog
 
 logger = logging.getLogger("bray.link")
 

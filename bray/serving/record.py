@@ -22,7 +22,7 @@ from zlib import crc32
 import msgspec
 
 from bray.errors import DataError
-from bray.serving.limited_log import LimitedLog
+from bray.limited_log import LimitedLog
 from bray.serving.protocol import END, START, TICK
 
 logger = logging.getLogger("bray.serving")

@@ -20,10 +20,10 @@ from types import CoroutineType
 from typing import Any
 
 from bray.errors import Overloaded
+from bray.limited_log import LimitedLog
 from bray.serving.access import BAD_SECRET, Access
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
-from bray.serving.limited_log import LimitedLog
 from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
 
 logger = logging.getLogger("bray.serving")

@@ -21,8 +21,9 @@ from typing import Any
 
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
+from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
-from bray.rundir import OncePer, RunDir, pack_state, unpack_state, write_atomic
+from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
 
 logger = logging.getLogger("bray.remote")
 

@@ -25,8 +25,9 @@ from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
+from bray.limited_log import OncePer
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.rundir import OncePer, RunDir, match_weights, read_json, read_weights, seal, write_atomic
+from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, write_atomic
 
 logger = logging.getLogger("bray.remote")
 

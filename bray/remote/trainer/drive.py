@@ -22,10 +22,11 @@ from bray.data.experience import Batch, EndOfData
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Unreachable
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
+from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
-from bray.rundir import OncePer, RunDir, pack_state, unpack_state, writing
+from bray.rundir import RunDir, pack_state, unpack_state, writing
 from bray.train.driver import Driver, Hook, Side
 from bray.train.health import Health
 from bray.train.ranks import Ranks
