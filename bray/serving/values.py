@@ -189,7 +189,7 @@ def _array_reader(space: Space, where: str, max_json: int) -> Reader:
     def checked(x: np.ndarray) -> np.ndarray:
         """Numbers of the right shape as members of the space."""
         if floats:
-            if not np.isfinite(x).all():
+            if np.count_nonzero(np.isfinite(x)) != size:  # twice as fast as `all`
                 raise DataError(f"{where}: expected finite numbers, got {x.ravel()[~np.isfinite(x.ravel())][0]}")
             return x
         if x.dtype != dtype:
@@ -338,6 +338,8 @@ class Observations:
         """bounds: refuse what is outside of them"""
         self.spec, self.layout = spec, spec.layout
         self.bounds = bounds or None
+        if self.bounds is None:
+            self.read = self._read  # type: ignore[method-assign]
         space = spec.observation
         self.all_legal = np.ones(self.layout.num_logits, np.bool_)
         self.masked = bool(len(self.all_legal))
@@ -361,7 +363,7 @@ class Observations:
             raise DataError(f"expected an observation of its space, got {outside}")
         return found
 
-    def _read(self, obs: Any, mask: Any) -> tuple[Any, np.ndarray | None]:
+    def _read(self, obs: Any, mask: Any = None) -> tuple[Any, np.ndarray | None]:
         if mask is msgspec.UNSET or (type(mask) is msgspec.Raw and mask == _NULL):
             mask = None
         if not self.in_obs:
