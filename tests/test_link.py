@@ -170,17 +170,17 @@ def links_in_memory():
 
 def test_silent_strangers_are_few_and_leave_nothing_behind(listener, caplog):
     before = links_in_memory()
-    silent = strangers(listener, 300)
-    for sock in silent[:100]:
+    silent = strangers(listener, 100)
+    for sock in silent[:30]:
         sock.send(b"\0" * 10)  # half a frame
-    assert all(ended(sock) for sock in silent[: 300 - link_module.MAX_STRANGERS])
+    assert all(ended(sock) for sock in silent[: 100 - link_module.MAX_STRANGERS])
     assert talk(listener, False, lambda link: link.request(ECHO, b"fine")) == b"fine"
     assert not listener.links
     for sock in silent:
         sock.close()
     deadline = time.monotonic() + 10
     while links_in_memory() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
+        time.sleep(0.1)
     assert links_in_memory() <= before
     assert len([r for r in caplog.records if "have not sent the token" in r.getMessage()]) <= 1
 

@@ -120,7 +120,7 @@ def test_mutated_recordings_end_in_one_message(tmp_path):
     _, steps = read_recording(path)
     plain = [msgspec.msgpack.encode(GOOD), *map(msgspec.msgpack.encode, steps)]
     read, messages = 0, []
-    for i in range(400):
+    for i in range(300):
         if i % 2:
             path.write_bytes(recording_of([mutated(f, rng) if rng.random() < 0.1 else f for f in plain]))
         else:
@@ -130,8 +130,8 @@ def test_mutated_recordings_end_in_one_message(tmp_path):
             read += 1
         except DataError as e:
             messages.append(str(e))
-    assert read > 20
-    assert len(messages) > 200
+    assert read > 15
+    assert len(messages) > 150
     assert not any("\n" in message for message in messages)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving_for_tests import Wire, http_request
-from tests.test_serving_workers import ask_again, service
+from tests.test_serving_workers import ask_again, metrics, service
 
 
 def healthy(admin):
@@ -28,6 +28,14 @@ def games(port, n=16):
         rows = [(wire, f"g{i}", int(wire.step("start", f"g{i}")[1])) for i, wire in enumerate(wires)]
         assert len({pid for *_, pid in rows}) == 2
         yield rows
+
+
+def until(condition, seconds=30.0):
+    """Wait for something that must come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
 
 
 def split(rows):
@@ -62,13 +70,15 @@ def test_a_stopped_worker_is_replaced_and_its_sessions_are_gone():
 
 
 def test_a_forwarded_tick_has_the_deadline_of_a_tick():
-    with service(actors_per_worker=100, stopped_after_s=600, tick_timeout_s=0.3) as s, games(s.port) as rows:
+    with service(actors_per_worker=100, stopped_after_s=600, tick_timeout_s=1.0) as s, games(s.port) as rows:
         pid, lost, kept = split(rows)
-        wire = kept[0][0]
+        wire, other = kept[0][0], kept[1][0]
         os.kill(pid, signal.SIGSTOP)
-        status, reply = wire.step("tick", lost[0][1])
+        wire.send(http_request("tick", lost[0][1]))
+        other.send(http_request("start", lost[1][1]))  # only its owner knows whether that session is about to end
+        status, _, reply = wire.response()
         assert (status, json.loads(reply)["error"]) == (504, "tick_timeout")
-        assert wire.step("start", lost[1][1])[0] == 504  # only its owner knows whether that session is about to end
+        assert other.response()[0] == 504
         assert wire.step("tick", kept[0][1])[0] == 200
         os.kill(pid, signal.SIGCONT)
         assert wire.step("tick", lost[2][1]) == (200, b"%d 1" % pid)
@@ -85,20 +95,21 @@ def test_requests_for_a_stopped_worker_do_not_pile_up():
         large = 12 << 20
         for wire in wires[:6]:
             wire.send(http_request("tick", lost[0][1], b"x" * large))
-        time.sleep(0.5)  # until the last of them is there; one more is then too many
+        until(lambda: metrics(s.admin)["bray_requests_forwarded_total"] == "6")
         status, reply = wires[6].step("tick", lost[0][1], b"x" * large)
         assert (status, json.loads(reply)["error"]) == (503, "overloaded")
         os.kill(pid, signal.SIGCONT)
         assert [wire.response()[0] for wire in wires[:6]] == [200] * 6
         os.kill(pid, signal.SIGSTOP)
         wires[0].send(http_request("tick", lost[0][1]) * 60)
+        until(lambda: metrics(s.admin)['bray_requests_total{kind="tick",status="503"}'] == "21")
         assert wires[1].step("tick", kept[1][1])[0] == 200
         os.kill(pid, signal.SIGCONT)
         assert [wires[0].response()[0] for _ in range(60)] == [200] * 40 + [503] * 20
 
 
 def test_a_worker_that_does_not_come_back_from_an_actor_is_replaced():
-    with service(actors_per_worker=100, busy_after_s=1.0) as s, games(s.port) as rows:
+    with service(actors_per_worker=100, busy_after_s=1.5) as s, games(s.port) as rows:
         pid, lost, kept = split(rows)
         lost[0][0].send(http_request("tick", lost[0][1], b"forever"))
         assert kept[0][0].step("tick", lost[1][1])[0] == 404
@@ -111,11 +122,11 @@ def test_a_worker_that_does_not_come_back_from_an_actor_is_replaced():
 
 def test_workers_that_were_stopped_together_with_their_parent_live_on():
     """As when a container is paused: nobody was silent while the parent could not look."""
-    with service(actors_per_worker=100, stopped_after_s=0.5, busy_after_s=0.5) as s, games(s.port) as rows:
+    with service(actors_per_worker=100, stopped_after_s=0.5, busy_after_s=1.5) as s, games(s.port) as rows:
         pids = {pid for *_, pid in rows}
         for pid in (s.pid, *pids):
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)
+        time.sleep(1.7)
         for pid in (*pids, s.pid):
             os.kill(pid, signal.SIGCONT)
         assert [wire.step("tick", name)[0] for wire, name, _ in rows] == [200] * len(rows)

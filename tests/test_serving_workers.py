@@ -269,7 +269,7 @@ def table_of(path, row):
 
 
 def test_the_table_against_a_dict(tmp_path):
-    """A few thousand random operations of three workers, compared with a dict after each."""
+    """A thousand random operations of three workers, compared with a dict after each."""
     import random
 
     rng = random.Random(0)
@@ -278,7 +278,7 @@ def test_the_table_against_a_dict(tmp_path):
     names = [f"session{i}" for i in range(100)]
     with table_of(tmp_path / "t", 0) as a, table_of(tmp_path / "t", 1) as b, table_of(tmp_path / "t", 2) as c:
         workers = [ask for _, ask in (a, b, c)]
-        for _ in range(3000):
+        for _ in range(1000):
             name, me = rng.choice(names), rng.randrange(3)
             if owners.get(name) == me:
                 workers[me]("table.release", name)
@@ -340,7 +340,7 @@ def test_a_worker_stopped_at_any_moment_holds_up_nobody_at_the_table(tmp_path):
         table.open(True)
         other.stdin.write(loop + "\n")
         other.stdin.flush()
-        for i in range(200):
+        for i in range(100):
             other.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, other.pid, os.WSTOPPED)
             name = b"mine %d" % i
