@@ -14,7 +14,7 @@ from bray.errors import ConfigError
 from bray.experiment import Experiment, export_graph
 from bray.nn.catalog import register_model
 from bray.nn.heads import ActorCritic
-from bray.rundir import UntrustedRun
+from bray.rundir import RunDir, UntrustedRun
 
 PLACES = {
     "env.id": ("  id: CartPole-v1", "  id: {name}"),
@@ -105,6 +105,11 @@ def test_a_network_of_a_launched_run_is_not_imported(run, evil, tmp_path):
     with pytest.raises(UntrustedRun, match=evil):
         Experiment.load(run)
     assert not (tmp_path / "imported").exists()
+
+
+def test_a_network_of_ones_own_launch_is_trusted(run, evil):
+    RunDir(run).write_launch("m", {"m": {"module": evil, "sizes": (8, 8)}})
+    Experiment.load(run)
 
 
 def test_trust_imports_it_and_is_remembered(run, evil, tmp_path):
