@@ -373,6 +373,7 @@ class HeadGateway(_Forwarding):
         super().__init__(sessions, numbers)
         self.workers: dict[str, HeadPeer] = {}
         self.owners: dict[bytes, HeadPeer] = {}
+        self._addresses: dict[bytes, str] = {}  # session -> the client address whose slot it takes
         self._tried: dict[Request, set[HeadPeer]] = {}  # workers that had no room for it after all
         self._limit = sessions.config.tick_timeout_s + _GRACE_S
         self._changed = asyncio.Event()  # set whenever a worker comes
@@ -404,6 +405,11 @@ class HeadGateway(_Forwarding):
             if owner is None:
                 self._no_room(request)
                 return False
+            refusal = self.sessions.access.slot_refusal(getattr(request, "address", ""))
+            if refusal is not None:
+                self.sessions.refuse(request, refusal)
+                return False
+            self._addresses[request.session] = getattr(request, "address", "")
             self._give(request.session, owner)
         # else its owner knows whether the session is about to end
         self._send(owner, request)
@@ -441,6 +447,12 @@ class HeadGateway(_Forwarding):
         self.owners[session] = owner
         owner.sessions.add(session)
 
+    def _forget(self, session: bytes, owner: HeadPeer) -> None:
+        if self.owners.get(session) is owner:
+            del self.owners[session]
+            if session in self._addresses:
+                self.sessions.access.free_slot(self._addresses.pop(session))
+
     def _no_room(self, request: Request) -> None:
         self._tried.pop(request, None)
         if self.workers:
@@ -459,8 +471,7 @@ class HeadGateway(_Forwarding):
             self._give(session, worker)
         elif kind == _OVER:
             worker.sessions.discard(session)
-            if self.owners.get(session) is worker:
-                del self.owners[session]
+            self._forget(session, worker)
 
     def _came(self, link: Link, about: dict[str, Any]) -> None:
         worker = link.data = HeadPeer(self._answered, link, about["name"], about["slots"])
@@ -487,8 +498,7 @@ class HeadGateway(_Forwarding):
             level = logging.INFO if self.sessions.draining else logging.ERROR
             logger.log(level, "%s is gone with %d sessions", worker.name, len(worker.sessions))
         for session in worker.sessions:
-            if self.owners.get(session) is worker:
-                del self.owners[session]
+            self._forget(session, worker)
         worker.sessions.clear()
         for request in worker.take_all():
             self._tried.pop(request, None)
@@ -562,6 +572,7 @@ class BehindHead(_Forwarding):
         self.gone = asyncio.Event()
         """Set when there is no connection: make one and call `connected`."""
         self.gone.set()
+        sessions.access.sessions = None  # the head counts the sessions of an address
         sessions.gateway = self
 
     def connected(self, link: Link) -> None:
