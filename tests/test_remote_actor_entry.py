@@ -26,6 +26,7 @@ from bray.serving.link import Listener, connect
 from bray.serving.server import Server
 from bray.serving.table import Table
 from bray.serving.workers import serve
+from tests.remote_actor_for_tests import eventually
 from tests.serving_for_tests import Orders, Wire, http_request
 
 SECRET = b"0123456789abcdef"
@@ -135,6 +136,20 @@ def test_secrets_hold_behind_an_entry():
             assert stranger.step("end", client.session, session_secret="0" * 32)[0] == 403
             assert client.tick(b"x") == b"1:x"
             assert client.end() == b"bye"
+
+
+def test_an_entry_counts_the_sessions_of_an_address_at_all_workers():
+    with Cluster(3, max_sessions_per_address=4) as c, Wire(c.port) as wire:
+        statuses = [wire.step("start", f"s{i}")[0] for i in range(9)]
+        assert statuses == [200] * 4 + [429] * 5
+        assert wire.step("end", "s1")[0] == 200
+        eventually(lambda: wire.step("start", "again")[0] == 200)
+        owner = c.call(c.owners())["s0"]
+        lost = [session for session, worker in c.call(c.owners()).items() if worker == owner]
+        c.call(c._kill_worker(owner))
+        eventually(lambda: wire.step("tick", "s0")[0] == 404)
+        statuses = [wire.step("start", f"t{i}")[0] for i in range(9)]
+        assert statuses.count(200) == len(lost)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])

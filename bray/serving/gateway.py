@@ -263,6 +263,7 @@ class HeadGateway(Sending):
         super().__init__(sessions, numbers)
         self.workers: dict[str, HeadPeer] = {}
         self.owners: dict[bytes, HeadPeer] = {}
+        self._addresses: dict[bytes, str] = {}  # session -> the client address whose slot it takes
         self._tried: dict[Request, set[HeadPeer]] = {}  # workers that had no room for it after all
         self._changed = asyncio.Event()  # set whenever a worker comes
         sessions.gateway = self
@@ -286,12 +287,21 @@ class HeadGateway(Sending):
     # --- what Sessions asks -------------------------------------------------------------------------------------------
 
     def place(self, request: Request) -> bool:
-        # An owner knows whether the session is about to end.
-        owner = self.owners.get(request.session) or self._roomiest()
+        owner = self.owners.get(request.session)
+        if owner is not None:  # it knows whether the session is about to end
+            self.send(owner, request)
+            return False
+        owner, access = self._roomiest(), self.sessions.access
+        address = getattr(request, "address", "")
         if owner is None:
             self._no_room(request)
+        elif (refusal := access.slot_refusal(address)) is not None:
+            self.sessions.refuse(request, refusal)
         elif self.send(owner, request):
+            self._addresses[request.session] = address
             self._give(request.session, owner)
+        else:
+            access.free_slot(address)
         return False
 
     def forward(self, request: Request) -> bool:
@@ -328,6 +338,12 @@ class HeadGateway(Sending):
         self.owners[session] = owner
         owner.sessions.add(session)
 
+    def _forget(self, session: bytes, owner: HeadPeer) -> None:
+        if self.owners.get(session) is owner:
+            del self.owners[session]
+            if session in self._addresses:
+                self.sessions.access.free_slot(self._addresses.pop(session))
+
     def _no_room(self, request: Request) -> None:
         if self.workers:
             self.refuse_full(request, sum(w.slots for w in self.workers.values()))
@@ -346,8 +362,7 @@ class HeadGateway(Sending):
             self._give(session, worker)
         elif kind == _OVER:
             worker.sessions.discard(session)
-            if self.owners.get(session) is worker:
-                del self.owners[session]
+            self._forget(session, worker)
 
     def _came(self, link: Link, about: dict[str, Any]) -> None:
         worker = link.data = HeadPeer(self._answered, link, about["name"], about["slots"])
@@ -374,8 +389,7 @@ class HeadGateway(Sending):
             level = logging.INFO if self.sessions.draining else logging.ERROR
             logger.log(level, "%s is gone with %d sessions", worker.name, len(worker.sessions))
         for session in worker.sessions:
-            if self.owners.get(session) is worker:
-                del self.owners[session]
+            self._forget(session, worker)
         worker.sessions.clear()
         for request in worker.take_all():
             self.refuse_lost(request)
@@ -421,6 +435,7 @@ class BehindHead(Forwarding):
         self.gone = asyncio.Event()
         """Set when there is no connection: make one and call `connected`."""
         self.gone.set()
+        sessions.access.sessions = None  # the head counts the sessions of an address
         sessions.gateway = self
 
     def connected(self, link: Link) -> None:
