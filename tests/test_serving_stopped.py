@@ -136,7 +136,7 @@ def test_workers_that_were_stopped_together_with_their_parent_live_on():
 def test_sixty_stops_at_random_moments():
     """While games begin and end all the time; each second stop lasts until the worker is replaced. Nobody else stands still."""
     rng = random.Random(0)
-    hung = unhealthy = stops = replaced = began = 0
+    hung = unhealthy = stops = replaced = began = watched = 0
     with service(actors_per_worker=500, stopped_after_s=0.5, tick_timeout_s=1.0) as s:
         while stops < 60:
             with contextlib.suppress(AssertionError, ValueError, EOFError, ConnectionError), games(s.port, 12) as rows:
@@ -161,9 +161,13 @@ def test_sixty_stops_at_random_moments():
                     time.sleep(0.05)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+                watched += 1  # to its end: nothing in here was cut short
                 replaced += not Path(f"/proc/{pid}").exists()
             for i in range(12):
                 ask_again(s.port, "end", f"g{i}")
-        print(f"{stops} stops, {replaced} replaced, {began * 40} sessions begun, {hung} hung, {unhealthy} unhealthy")
+        print(
+            f"{stops} stops, {watched} watched, {replaced} replaced, {began * 40} sessions begun, {hung} hung, {unhealthy} unhealthy"
+        )
     assert (hung, unhealthy) == (0, 0)
+    assert watched == stops
     assert replaced >= 25
