@@ -101,6 +101,7 @@ class Case:
 
     def kill_once(self, folder: Path, seconds: float, starting: bool) -> None:
         """Start, wait, kill; then look at what is there. `seconds` count from its first result row, or from its start."""
+        started = time.time()
         process = self.start(folder)
         rows = self.path / "result.jsonl"
         since = None if not starting or not RunDir(self.path).steps() else time.monotonic()
@@ -116,13 +117,14 @@ class Case:
             if since is None and size > least:  # it first drops rows that are newer than its checkpoint
                 since = time.monotonic()
             time.sleep(0.02)
+        killed = time.time()
         end_all(process, folder)
         if since is None:
             self.failed.append("no result row within 120 s")
         self.kills += 1
-        self.lost.append(self.behind())
+        self.lost.append(self.behind(started, killed))
 
-    def behind(self) -> float:
+    def behind(self, started: float, killed: float) -> float:
         """Seconds of training after the checkpoint that the next process goes on from."""
         try:
             checkpoint = RunDir.open(self.path).load_checkpoint()
@@ -134,16 +136,9 @@ class Case:
             return 0.0
         if "time" in checkpoint.state["json"]:
             return max(0.0, rows[-1]["time_total_s"] - checkpoint.state["json"]["time"])
-        step = checkpoint.meta[
-            "learner_steps_total"
-        ]  # a launched run: rows come every few seconds, and tell how fast it goes
-        moving = [r for r in rows if r.get("learner_steps_total")]
-        if len(moving) < 2:
-            return 0.0
-        newest = max(max(RunDir(self.path).versions("model1"), default=0), moving[-1]["learner_steps_total"])
-        steps = moving[-1]["learner_steps_total"] - moving[0]["learner_steps_total"]
-        rate = steps / max(1e-9, moving[-1]["time_total_s"] - moving[0]["time_total_s"])
-        return max(0.0, (newest - step) / max(rate, 1e-9))
+        # A launched run does not tell how long its checkpoint has trained. After its first row it has saved in this process, so the clock does.
+        written = (checkpoint.path / "meta.json").stat().st_mtime
+        return max(0.0, killed - written) if written > started else 0.0
 
 
 def size_of(file: Path) -> int:

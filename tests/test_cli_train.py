@@ -554,3 +554,8 @@ def test_results_are_json_rows(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "t" / "result.jsonl").read_text().splitlines()]
     assert [r["env_steps_total"] for r in rows] == sorted(r["env_steps_total"] for r in rows)
     assert rows[-1]["env_steps_total"] <= 2 * 2 * 16
+
+
+def test_lambda_may_be_written_as_in_papers(capsys):
+    assert main([*CARTPOLE, "--print-config", "lambda=0.5"]) == 0
+    assert table(capsys.readouterr().out)["algo.lambda_"][0] == "0.5"
