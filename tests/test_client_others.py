@@ -21,7 +21,7 @@ BOTH = pytest.mark.parametrize("protocol", ["http", "tcp"])
 def build_cpp(folder, sanitize=False):
     if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"))):
         pytest.skip("no C++ compiler or no cmake")
-    flags = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all" if sanitize else "-O2"
+    flags = "-g -O0 -fsanitize=address,undefined -fno-sanitize-recover=all" if sanitize else "-O0"
     if sanitize and not _compiles(folder, flags):
         pytest.skip("this compiler has no sanitizers")
     tls = "ON" if sanitize and _has_openssl(folder) else "OFF"

@@ -74,7 +74,7 @@ def test_every_key_of_a_launch_file_has_its_value():
     assert graph.components["trainer1"].settings.eval == EvalSettings(buffer="eval_buffer", interval=1000, steps=10)
     message = Message(message="TickInput", module="template.tick_pb2")
     assert graph.components["actor1"].settings.tick_input_proto == message
-    assert graph.config == plain
+    assert graph.config == {**plain, "trust": False}
     assert graph.absent == {}
     assert graph.notes == ()
 

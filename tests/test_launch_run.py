@@ -36,7 +36,8 @@ def file(tmp_path, monkeypatch):
 
 def built(file, *keys, **kwargs):
     return building.build(
-        load(file, keys, **kwargs), SimpleNamespace(path=Path("somewhere/t"), writes_to=Path("somewhere/t"), stops=[])
+        load(file, keys, **kwargs),
+        SimpleNamespace(path=Path("somewhere/t"), writes_to=Path("somewhere/t"), stop_hooks=[]),
     )
 
 

@@ -83,11 +83,11 @@ def unpack_weights(data: bytes, where: str | Path) -> dict[str, np.ndarray]:
         weights = safetensors.numpy.load(data)
     except (SafetensorError, ValueError, KeyError, TypeError, OverflowError, MemoryError) as e:
         raise CheckpointError(f"{where}: expected a safetensors file, it cannot be read ({e})") from None
-    _check_finite(weights, where)
+    check_finite(weights, where)
     return weights
 
 
-def _check_finite(weights: Mapping[str, np.ndarray], where: str | Path) -> None:
+def check_finite(weights: Mapping[str, np.ndarray], where: str | Path) -> None:
     """Refuse weights that are no numbers any more: what they would do is noise."""
     for name, array in weights.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all() and not _is_mask(array):
@@ -109,6 +109,6 @@ def pack_weights(weights: Mapping[str, np.ndarray]) -> bytes:
         if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
             got = getattr(array, "dtype", type(array).__name__)
             raise DataError(f"weight {name!r}: expected a numpy array of numbers, got {got}")
-    _check_finite(weights, "weights that cannot be saved")
+    check_finite(weights, "weights that cannot be saved")
     arrays = {k: np.ascontiguousarray(v).reshape(v.shape) for k, v in weights.items()}
     return seal(safetensors.numpy.save(arrays, metadata={"checksum": BLANK}))
