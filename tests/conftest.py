@@ -5,6 +5,8 @@ import os
 import shutil
 import tempfile
 
+import pytest
+
 os.environ["COLUMNS"] = "160"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no Ray but those that tests start
@@ -12,3 +14,44 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no Ray but those that t
 if "BRAY_TESTS_STATE" not in os.environ:  # the processes that tests start inherit it
     os.environ["XDG_STATE_HOME"] = os.environ["BRAY_TESTS_STATE"] = tempfile.mkdtemp(prefix="bray-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+SLOW = [
+    "test_benchmarks_remote.py::test_rows_that_nobody_played_are_noticed",
+    "test_deploy.py::test_a_memory_belongs_to_its_session_and_its_episode",
+    "test_envs_waiting.py::test_on_policy_algorithms_learn_with_it[A2C]",
+    "test_every_way.py::test_by_a_launch_file_in_one_process[a2c]",
+    "test_every_way.py::test_by_a_launch_file_in_one_process[memory]",
+    "test_every_way.py::test_by_a_launch_file_in_one_process[prioritized]",
+    "test_every_way.py::test_by_a_launch_file_in_one_process[sac]",
+    "test_every_way.py::test_from_live_games[sac]",
+    "test_every_way.py::test_in_the_loop[sac]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-limits]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-native]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-subprocess]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[sac-limits]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[sac-subprocess]",
+    "test_exact.py::test_saving_changes_nothing[sac-inprocess]",
+    "test_inference_cli.py::test_memory_and_nested_observations",
+    "test_inference_export.py::test_graph_answers_like_the_model[a2c-tuple]",
+    "test_inference_export.py::test_graph_answers_like_the_model[dqn-dueling-nature]",
+    "test_inference_export.py::test_graph_answers_like_the_model[ppo-layers]",
+    "test_inference_export.py::test_graph_answers_like_the_model[ppo-lstm-picture]",
+    "test_inference_export.py::test_graph_answers_like_the_model[ppo-resized]",
+    "test_inference_export.py::test_graph_answers_like_the_model[ppo-same-padding]",
+    "test_launch_end.py::test_sigterm_while_games_wait_for_the_trainer",
+    "test_remote_actor.py::test_a_killed_worker_takes_only_its_own_sessions_with_it[head]",
+    "test_remote_actor.py::test_workers_that_do_not_come_back_are_started_anew",
+    "test_remote_buffer_ray.py::test_a_killed_reader_goes_on_where_it_was",
+    "test_remote_trainer.py::test_no_kill_point_leaves_a_broken_checkpoint",
+    "test_serving_stopped.py::test_requests_for_a_stopped_worker_do_not_pile_up",
+    "test_serving_workers.py::test_one_worker_that_cannot_come_back_does_not_end_the_others",
+    "test_template.py::test_a_copy_of_the_template_passes_its_own_test",
+    "test_template.py::test_the_gamecore_plays_with_a_policy_agent[atari-shape1-6]",
+]
+"""Long tests beside which a shorter one, or another case, checks the same in `make test`: they are for `make test-slow`."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in SLOW:
+            item.add_marker(pytest.mark.slow)
