@@ -24,6 +24,7 @@ from pathlib import Path
 
 from bray.figures import read_results
 from bray.rundir import RunDir
+from tests.launch_end_for_tests import FILES
 
 ROOT = Path(__file__).parent.parent
 TRAIN = {
@@ -33,39 +34,7 @@ TRAIN = {
 }
 """By turns. The last one keeps rows of its replay in files beside the checkpoints."""
 LAUNCH = {
-    "__init__.py": "",
-    "code.py": """
-        import itertools, time
-        import numpy as np, torch
-        import bray
-
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.line = torch.nn.Linear(2, 1)
-
-            def forward(self, obs):
-                return {"value": self.line(obs)[:, 0]}
-
-        class Rows:
-            def __iter__(self):
-                for i in itertools.count():
-                    time.sleep(0.002)
-                    yield {"obs": np.full(2, i % 7, np.float32), "y": np.float32(i % 7)}
-
-        class Trainer(bray.Trainer):
-            def __init__(self, name, config, model):
-                self.model = model
-
-            def loss(self, replay):
-                return ((self.model(replay["obs"])["value"] - replay["y"]) ** 2).mean()
-
-        def build_model(name, config):
-            return Net(), (np.zeros((1, 2), np.float32),)
-
-        def build_source(name, config):
-            return [Rows()]
-    """,
+    **FILES,
     "x.yaml": """
         project: runs
         trial: launch

@@ -415,7 +415,7 @@ def test_a_file_without_a_checksum_is_refused(tmp_path):
 def test_only_plain_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.episode")
     for path in (tmp_path / "pipe.episode", "/dev/zero"):
-        with pytest.raises(DataError, match="not a plain file"):
+        with pytest.raises(DataError, match="expected a plain file"):
             read_episode(path)
 
 
@@ -428,9 +428,9 @@ def test_a_message_that_is_none_is_refused(tmp_path, messages):  # noqa: F811
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(DataError, match="there is no episode file"):
+    with pytest.raises(DataError, match=r"none\.episode is missing"):
         read_episode(tmp_path / "none.episode")
-    with pytest.raises(DataError, match="there is no episode file"):
+    with pytest.raises(DataError, match="expected a plain file, it is a directory"):
         read_episode(tmp_path)
 
 

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +25,8 @@ import numpy as np
 import zstandard
 
 from bray import tree
-from bray.errors import DataError
+from bray.errors import CheckpointError, DataError
+from bray.rundir.reader import read_plain
 from bray.serving.protocol import Refusal
 from bray.serving.state import State
 
@@ -139,25 +139,11 @@ def read_episode(path: Path | str, messages: Iterable[Any] = ()) -> list[State]:
     """The States of an episode file. Protobuf messages of the classes in `messages` are parsed, others come as
     PackedMessage."""
     try:
-        with open(path, "rb", opener=_open_plain) as f:
-            if (size := os.fstat(f.fileno()).st_size) > _MAX_EPISODE:
-                raise DataError(f"{size} bytes, the most is {_MAX_EPISODE}")
-            return unpack_episode(f.read(size), messages)
-    except (FileNotFoundError, IsADirectoryError):
-        raise DataError(f"there is no episode file {path}") from None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read ({e.strerror or e})") from None
+        return unpack_episode(read_plain(path, most=_MAX_EPISODE), messages)
+    except CheckpointError as e:
+        raise DataError(str(e)) from None
     except DataError as e:
         raise DataError(f"{path}: {e}") from None
-
-
-def _open_plain(path: str, flags: int) -> int:
-    """A device or a pipe may have no end, or never begin."""
-    fd = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(mode := os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise IsADirectoryError if stat.S_ISDIR(mode) else DataError("not a plain file")
 
 
 def unpack_episode(data: bytes, messages: Iterable[Any] = ()) -> list[State]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -21,8 +20,9 @@ from zlib import crc32
 
 import msgspec
 
-from bray.errors import DataError
+from bray.errors import CheckpointError, DataError
 from bray.limited_log import LimitedLog
+from bray.rundir.reader import open_plain
 from bray.serving.protocol import END, START, TICK
 
 logger = logging.getLogger("bray.serving")
@@ -114,7 +114,7 @@ class Recording:
 def read_recording(path: str | Path) -> tuple[About, list[Step]]:
     """What was recorded, and its steps. A recording that was cut off is read as far as it goes; anything else is a DataError."""
     try:
-        with _open(path) as file:
+        with open_plain(path) as file:
             if file.read(len(MAGIC)) != MAGIC:
                 raise DataError(f"it is not a recording of `bray serve --record`: it should start with {MAGIC!r}")
             frames = _frames(file)
@@ -123,6 +123,8 @@ def read_recording(path: str | Path) -> tuple[About, list[Step]]:
                 raise DataError("it is cut off before its first frame")
             about = msgspec.msgpack.decode(first, type=About)
             steps = [msgspec.msgpack.decode(frame, type=Step) for frame in frames]
+    except CheckpointError as e:
+        raise DataError(str(e)) from None
     except OSError as e:
         raise DataError(f"{path} cannot be read ({e.strerror or e})") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, DataError) as e:
@@ -130,16 +132,6 @@ def read_recording(path: str | Path) -> tuple[About, list[Step]]:
     if any(step.kind not in (START, TICK, END) for step in steps):
         raise DataError(f"{path} is not a recording: it holds requests of an unknown kind")
     return about, steps
-
-
-def _open(path: str | Path) -> BinaryIO:
-    """A plain file: a device or a pipe may have no end, or never begin."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    file = open(fd, "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        file.close()
-        raise DataError("it is not a plain file")
-    return file
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:
