@@ -36,7 +36,7 @@ demo: setup
 	@$(BIN)/python examples/demo.py
 
 test: setup system lint types
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 1

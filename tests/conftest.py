@@ -1,4 +1,4 @@
-"""One width for all printed tables, one thread per test process (two processes share two cores), and a place of its own for what is trusted."""
+"""One width for all printed tables, one thread per test process (three processes share two cores: many tests wait for others), and a place of its own for what is trusted."""
 
 import atexit
 import os
