@@ -1,8 +1,8 @@
 """python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0]: kill trainings at random moments, resume each, and count what is lost.
 
 A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after its start; the same command, or
-`--resume`, goes on. What is lost is training time: that of the newest result row, less that of the checkpoint from which the next process goes on.
-Exit code 0: every one went on, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
+`--resume`, continues it. Lost training time is the time of the newest result row minus that of the newest checkpoint.
+Exit code 0: all were resumed, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAUNCH = {
 
 @dataclass
 class Case:
-    """One run directory, and how it is started and goes on."""
+    """One run directory, and the commands that start and resume it."""
 
     name: str
     path: Path
@@ -94,7 +94,7 @@ class Case:
         self.lost.append(self.behind(started, killed))
 
     def behind(self, started: float, killed: float) -> float:
-        """Seconds of training after the checkpoint that the next process goes on from."""
+        """Seconds of training after the newest checkpoint: what a resumed process has to repeat."""
         try:
             checkpoint = RunDir.open(self.path).load_checkpoint()
         except Exception as e:

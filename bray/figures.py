@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ import numpy as np
 from bray.errors import ConfigError, DataError
 from bray.metrics.rows import ENV_STEPS
 from bray.rundir import write_atomic
+
+logger = logging.getLogger("bray")
 
 TRAIN = "episode_return_mean"
 EVAL = "eval/return_mean"
@@ -100,6 +103,18 @@ def show_learning_curve(
     """The same picture in a window; returns when it is closed. Ask `no_window` first."""
     with _figure(None, title or "Learning curve", threshold) as axes:
         plot_learning_curve(axes, run_dirs)
+
+
+def show_figure(paths: Sequence[Path], title: str, threshold: float | None) -> None:
+    """The learning curve of runs in a window; a warning where that is not possible."""
+    why = no_window()
+    try:
+        if why is None:
+            show_learning_curve(paths, title, threshold)
+    except Exception as e:  # a picture must not lose a trained agent
+        why = f"{type(e).__name__}: {e}"
+    if why is not None:
+        logger.warning("no window shows the learning curve: %s", why)
 
 
 def no_window() -> str | None:

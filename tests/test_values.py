@@ -172,7 +172,7 @@ def test_the_bounds_of_a_space():
     }
     assert bounds.outside(good) is None
     for key, bad, said in [
-        ("angles", np.float32([0, -2.5]), "obs.angles: -2.5 is not from -2.0 to 1.0"),
+        ("angles", np.float32([0, -2.5]), "obs.angles: -2.5 is not from -2 to 1"),
         ("flags", np.int8([0, 2]), "obs.flags: 2 is not from 0 to 1"),
         ("pair", (np.int16(-4), np.zeros(0, np.float32)), "obs.pair.0: -4 is not from -3 to 3"),
     ]:

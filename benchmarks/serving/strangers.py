@@ -165,7 +165,7 @@ class Reply:
         self.status, self.body, self.secret = status, body, secret
 
     def fault(self) -> str | None:
-        """What is wrong with it, whoever asked."""
+        """Why no request may be answered like this; None = it may."""
         if self.status == 200:
             return None
         if self.status not in DOCUMENTED:
@@ -400,7 +400,7 @@ class Game:
 
     async def _session(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reply = await self._ask(reader, writer, "start")
-        if reply.status == 409:  # its worker lives, its connection was lost: with its secret it goes on
+        if reply.status == 409:  # its session still runs: only its connection was lost
             pass
         elif reply.status != 200:
             self._lost(f"start was answered with {reply.status} {reply.body[:100]!r}")

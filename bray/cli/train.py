@@ -21,7 +21,8 @@ from bray.cli.show import facts, log_shown, put, say, terminal, trusting
 from bray.config import ConfigSource, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
 from bray.errors import BrayError, ConfigError
-from bray.experiment import Experiment, show_figure
+from bray.experiment import Experiment
+from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
 from bray.train.live import LiveTraining
 
@@ -186,8 +187,8 @@ def _closing(exp: Experiment) -> Iterator[None]:
     except BaseException:
         with contextlib.suppress(BrayError):
             if exp.saved:
-                done = "so far" if exp.all_saved else "up to then"
-                print(f"what was learned {done} is saved in {exp.path}", file=sys.stderr)
+                what = "what was learned so far" if exp.all_saved else "the last good checkpoint"
+                print(f"{what} is saved in {exp.path}", file=sys.stderr)
         raise
     finally:
         exp.close()

@@ -5,7 +5,7 @@ saved.py        what is read of a run directory, and what it may import
 experiment.py   train, save, load, resume, evaluate, serve               policy.py    a trained policy without its environment
 """
 
-from bray.experiment.experiment import Experiment, export_graph, show_figure, torch_engine
+from bray.experiment.experiment import Experiment, export_graph, torch_engine
 from bray.experiment.goals import OWN_KEYS, ROW_KEYS, VOLATILE
 from bray.experiment.policy import ServedPolicy
 
@@ -16,6 +16,5 @@ __all__ = [
     "Experiment",
     "ServedPolicy",
     "export_graph",
-    "show_figure",
     "torch_engine",
 ]

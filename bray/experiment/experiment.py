@@ -25,7 +25,7 @@ from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diver
 from bray.experiment.goals import Score, check_stop, reached
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, random_observations
 from bray.experiment.saved import fits_state, import_check, made_from, read_config, read_launch
-from bray.experiment.setup import Check, set_up
+from bray.experiment.setup import Check, run_path, set_up
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
@@ -82,7 +82,7 @@ class Experiment:
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"])
-        self._path = _run_path(path, project, trial, self.config["run"].algorithm)
+        self._path = run_path(path, project, trial, self.config["run"].algorithm)
         self._dir: RunDir | None = None
         self._training: LocalTraining | LiveTraining | FileTraining | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
@@ -350,7 +350,7 @@ class Experiment:
     def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
         """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
         threshold = (self.config["run"].stop if stop is None else stop).get("episode_return_mean")
-        show_figure([self.path], self._title, threshold)
+        figures.show_figure([self.path], self._title, threshold)
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
@@ -561,17 +561,6 @@ class Experiment:
             self._dir.close()
 
 
-def _run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:
-    """The run directory that was asked for; None: a new one under runs/."""
-    if path is None and not project and not trial:
-        return None
-    if path is not None and (project or trial):
-        raise ConfigError("give either a path or project and trial, not both")
-    if path is not None:
-        return Path(path)
-    return Path(project or "runs") / (trial or f"{algo}-{time.strftime('%Y%m%d-%H%M%S')}")
-
-
 def _open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
     files: list[Sink] = [
         TensorBoardSink(directory.tensorboard),  # first: after a kill it has every row that result.jsonl has
@@ -579,18 +568,6 @@ def _open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
         CsvSink(directory.progress_csv),
     ]
     return Sinks([*files, *more])
-
-
-def show_figure(paths: Sequence[Path], title: str, threshold: float | None) -> None:
-    """The learning curve of runs in a window; a warning where that is not possible."""
-    why = figures.no_window()
-    try:
-        if why is None:
-            figures.show_learning_curve(paths, title, threshold)
-    except Exception as e:  # a picture must not lose a trained agent
-        why = f"{type(e).__name__}: {e}"
-    if why is not None:
-        logger.warning("no window shows the learning curve: %s", why)
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

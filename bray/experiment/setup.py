@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bray.algos import algo_name, get_algo
@@ -105,3 +107,14 @@ def _with_last_stop(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
                 replaced = replaced or whole
         out.insert(0, replace(source, values=values))
     return out
+
+
+def run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:
+    """The run directory that was asked for; None: a new one under runs/."""
+    if path is None and not project and not trial:
+        return None
+    if path is not None and (project or trial):
+        raise ConfigError("give either a path or project and trial, not both")
+    if path is not None:
+        return Path(path)
+    return Path(project or "runs") / (trial or f"{algo}-{time.strftime('%Y%m%d-%H%M%S')}")

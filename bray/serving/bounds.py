@@ -65,7 +65,7 @@ class OutsideCount:
 
     def _log(self, first: str | None) -> None:
         logger.warning(
-            "model %s: %d observations outside their space, now %s. They are answered; check_obs=refuse refuses them",
+            "model %s: observations outside their space: %d since the last such line, now %s. They are answered; check_obs=refuse refuses them",
             self._model,
             self.total - self._logged,
             first,
@@ -108,4 +108,4 @@ def _part(obs: Any, keys: tuple[Any, ...]) -> Any:
 
 def _first(x: np.ndarray, keys: tuple[Any, ...], low: np.ndarray, high: np.ndarray) -> str:
     i, j = divmod(int(np.argmax((x < low) | (x > high))), low.size)
-    return f"{'.'.join(map(str, ('obs', *keys)))}: {x[i, j]} is not from {low[j]} to {high[j]}"
+    return f"{'.'.join(map(str, ('obs', *keys)))}: {x[i, j]:g} is not from {low[j]:g} to {high[j]:g}"
