@@ -160,6 +160,11 @@ def main() -> int:
     parser.add_argument("--most", type=float, default=8.0, help="seconds to the kill, at most")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    for what in args.what:
+        if what not in ("train", "launch"):
+            parser.error(f"expected train or launch, got {what!r}")
+    if args.only not in (None, *TRAIN, "launch"):
+        parser.error(f"--only: expected one of {', '.join([*TRAIN, 'launch'])}, got {args.only!r}")
     rng, good = random.Random(args.seed), True
     for what in args.what:
         with tempfile.TemporaryDirectory() as temporary:
