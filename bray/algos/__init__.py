@@ -15,6 +15,11 @@ ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
     "A2C": "bray.algos.a2c",
     "DQN": "bray.algos.dqn",
+    "C51": "bray.algos.c51",
+    "QR-DQN": "bray.algos.qrdqn",
+    "IQN": "bray.algos.iqn",
+    "Rainbow": "bray.algos.rainbow",
+    "PQN": "bray.algos.pqn",
     "SAC": "bray.algos.sac",
 }
 NAMES = ("Config", "make_model", "Policy", "Learner")

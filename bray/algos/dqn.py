@@ -41,6 +41,8 @@ class Config:
     """Choose the next action with the online network, value it with the target network."""
     dueling: bool = False
     """Q = V + A - mean(A)."""
+    noisy: bool = False
+    """Explore by learned noise on the weights of the last layers (Fortunato et al. 2018); epsilon may then be 0."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
     priority_alpha: Annotated[float, Field(ge=0)] = 0.6
@@ -77,10 +79,11 @@ class Config:
 METRICS = ("loss", "q", "td_error", "grad_norm")
 
 
-def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+def make_model(config: Config, spec: EnvSpec, model: ModelConfig, **head: Any) -> nn.Module:
+    """head: what else the Q network of a relative of DQN is made of."""
     if model.use_lstm:
         raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use PPO")
-    return catalog.make_model("q", spec, model, dueling=config.dueling)
+    return catalog.make_model("q", spec, model, dueling=config.dueling, noisy=config.noisy, **head)
 
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
@@ -110,30 +113,42 @@ class Learner(base.Learner):
         for module in (self.model, self.target.module):  # both see the same scale
             update_normalizers(module, batch["obs"], batch["weight"])
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
-        mask = self.layout.mask(batch["next_obs"])
-        if mask is not None:
-            columns["next_mask"] = mask
-        values, td_error = self._step(to_torch(columns, self.device), *self.draw(3))
+        values, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
             self.target.copy()
-        return Update(METRICS, values, td_error.abs().cpu().numpy() if self.config.prioritized else None)
+        return Update(METRICS, values, error.cpu().numpy() if self.config.prioritized else None)
+
+    def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """What `gradient_step` reads of a batch."""
+        columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
+        mask = self.layout.mask(batch["next_obs"])
+        return columns if mask is None else columns | {"next_mask": mask}
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:
-        """METRICS, and the TD errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
+        """METRICS, and the size of the errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
         online, target, choose = (drawn(self.model, [x[i] for x in draws]) for i in range(3))
-        q = losses.select(self.model(batch["obs"], *online)["q"], batch["action"])
-        with torch.no_grad():
-            q_target = self.target(batch["next_obs"], *target)["q"]
-            chooser = self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target
-            if "next_mask" in batch:
-                chooser = chooser.masked_fill(~batch["next_mask"], -torch.inf)
-            q_next = losses.select(q_target, chooser.argmax(-1))
-        td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
-        loss = torch.mean(batch["weight"] * losses.huber(td_error, self.config.huber))
+        sample_loss, error, q = self.errors(batch, online, target, choose)
+        loss = torch.mean(batch["weight"] * sample_loss)
         grad_norm = self.optimizer.step(loss)
         if self.config.tau is not None:
             self.target.follow()
-        td_error = td_error.detach()
-        return torch.stack([loss.detach(), q.detach().mean(), td_error.abs().mean(), grad_norm]), td_error
+        error = error.detach().abs()
+        return torch.stack([loss.detach(), q.detach().mean(), error.mean(), grad_norm]), error
+
+    def errors(self, batch: dict[str, Any], online: Any, target: Any, choose: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Per transition: its loss, the error that its priority comes from, and Q of the action taken. The last three are the draws of
+        noise for the three forwards."""
+        q = losses.select(self.model(batch["obs"], *online)["q"], batch["action"])
+        with torch.no_grad():
+            q_target = self.target(batch["next_obs"], *target)["q"]
+            q_next = losses.select(q_target, self.best_next(batch, q_target, choose))
+        td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
+        return losses.huber(td_error, self.config.huber), td_error, q
+
+    def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
+        """The legal action of the next observation that is best by the online network, or by the target if not `double`."""
+        q = self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target
+        if "next_mask" in batch:
+            q = q.masked_fill(~batch["next_mask"], -torch.inf)
+        return q.argmax(-1)

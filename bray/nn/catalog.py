@@ -10,7 +10,7 @@ from torch import nn
 from bray.errors import ConfigError, UnknownName
 from bray.nn.config import ModelConfig as ModelConfig
 from bray.nn.encoders import find_class, register
-from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
+from bray.nn.heads import ActorCritic, ContinuousQ, ImplicitQuantiles, QNetwork, SquashedGaussianActor
 from bray.spec import EnvSpec, Space
 
 
@@ -27,6 +27,7 @@ def register_preprocessor(name: str, cls: type, replace: bool = False) -> None:
 _KINDS: dict[str, Any] = {
     "actor_critic": ActorCritic,
     "q": QNetwork,
+    "implicit_quantiles": ImplicitQuantiles,
     "squashed_gaussian": SquashedGaussianActor,
     "continuous_q": ContinuousQ,
 }
@@ -34,7 +35,7 @@ _KINDS: dict[str, Any] = {
 
 def make_model(kind: str, spec: EnvSpec, config: ModelConfig, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
-    reads). Kinds: actor_critic, q, squashed_gaussian, continuous_q; `options` go to the class of that kind."""
+    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, continuous_q; `options` go to the class of that kind."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
     if config.custom_model is None or kind == "continuous_q":  # critics of SAC are private to its Learner

@@ -1,6 +1,6 @@
 """Models: an encoder and the heads that PPO, A2C, DQN and SAC read.
 
-All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} when distributional),
+All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}), `ImplicitQuantiles` {"q"},
 `SquashedGaussianActor` {"dist"}. With `use_lstm` the first two take and return a state. With noisy layers they take draws
 (`bray.nn.noise`) after the observation and the state. Action masks are not applied
 here but beside the environment and in losses, so that an exported model is the same for both.
@@ -8,6 +8,7 @@ here but beside the environment and in losses, so that an exported model is the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from bray.errors import ConfigError
 from bray.nn.config import ModelConfig
 from bray.nn.encoders import Encoder, Features, make_encoder, sees_image
 from bray.nn.layers import HIDDEN_GAIN, Towers, activation, joint_linear, linear
-from bray.nn.noise import Draws, Shapes, noise_shapes, with_noise
+from bray.nn.noise import Draws, NoisyLinear, Shapes, noise_shapes, with_noise
 from bray.nn.recurrent import Recurrent, State
+from bray.rl.transforms import distort
 from bray.spec import EnvSpec
 
+FRACTIONS = "fractions"
 POLICY_GAIN, VALUE_GAIN = 0.01, 1.0
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
@@ -160,9 +163,10 @@ class ActorCritic(Headed):
 
 
 class QNetwork(Headed):
-    """obs -> {"q": [B, N]}; with `num_atoms` > 1 also {"logits": [B, N, atoms]}, and q is the mean over `support`.
+    """obs -> {"q": [B, N]}. With `num_atoms` > 1 a distribution of returns per action, and q is its mean: {"logits": [B, N, K]} over the
+    atoms of `support`, or without a support {"quantiles": [B, N, K]}.
 
-    `dueling`: one hidden layer per stream, as wide as the features; then Q = V + A - mean of A.
+    `dueling`: one hidden layer per stream, as wide as the features; then Q = V + A - mean of A. `noisy`: these layers have noisy weights.
     """
 
     support: Tensor
@@ -176,24 +180,30 @@ class QNetwork(Headed):
         spec: EnvSpec,
         config: ModelConfig,
         dueling: bool = False,
+        noisy: bool = False,
         num_atoms: int = 1,
-        support: tuple[float, float] = (-10.0, 10.0),
+        support: tuple[float, float] | None = None,
     ):
-        if num_atoms < 1 or not support[0] < support[1]:
+        if num_atoms < 1 or (support is not None and not support[0] < support[1]):
             raise ConfigError(
                 f"num_atoms should be at least 1 and support grow, got num_atoms={num_atoms}, support={support}"
             )
         super().__init__(_core(spec, config))
         self.n, self.atoms, self.dueling = spec.num_actions, num_atoms, dueling
-        features, init = int(self.core.out_features), config.init  # type: ignore[arg-type]
+        features = int(self.core.out_features)  # type: ignore[arg-type]
+
+        def dense(n_in: int, n_out: int, gain: float) -> nn.Module:
+            return NoisyLinear(n_in, n_out) if noisy else linear(n_in, n_out, gain, config.init)
+
         if dueling:
-            self.streams = linear(features, 2 * features, HIDDEN_GAIN, init)
+            self.streams = dense(features, 2 * features, HIDDEN_GAIN)
             self.act = activation(config.conv_activation if _only_image(self.core) else config.fcnet_activation)
-            self.advantage = linear(features, self.n * num_atoms, VALUE_GAIN, init)
-            self.value = linear(features, num_atoms, VALUE_GAIN, init)
+            self.advantage = dense(features, self.n * num_atoms, VALUE_GAIN)
+            self.value = dense(features, num_atoms, VALUE_GAIN)
         else:
-            self.head = linear(features, self.n * num_atoms, VALUE_GAIN, init)
-        if num_atoms > 1:
+            self.head = dense(features, self.n * num_atoms, VALUE_GAIN)
+        self.categorical = support is not None
+        if support is not None:
             self.register_buffer("support", torch.linspace(*support, num_atoms))
 
     def heads(self, x: Tensor) -> dict[str, Tensor]:
@@ -209,7 +219,63 @@ class QNetwork(Headed):
                 out = out.unflatten(1, (self.n, self.atoms))
         if self.atoms == 1:
             return {"q": out}
+        if not self.categorical:
+            return {"q": out.mean(-1), "quantiles": out}
         return {"q": out.softmax(-1) @ self.support, "logits": out}
+
+
+class ImplicitQuantiles(Headed):
+    """obs -> {"q": [B, N]}: the mean of the return's quantiles at `num_fractions` fractions, one in each of as many equal intervals (IQN,
+    Dabney et al. 2018). Where in its interval each lies is drawn (`draws`); without draws in the middle.
+
+    Features of the observation times an embedding of the fraction, relu(sum_i cos(pi i tau) w_i + b), go through the last layer.
+    `risk`, `eta`: how fractions are distorted when it acts (`bray.rl.transforms.distort`).
+    """
+
+    frequencies: Tensor
+    lows: Tensor
+
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"q": (batch, spec.num_actions)}
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        config: ModelConfig,
+        noisy: bool = False,
+        num_fractions: int = 32,
+        num_cosines: int = 64,
+        risk: str = "neutral",
+        eta: float = 0.71,
+    ):
+        super().__init__(_core(spec, config))
+        features = int(self.core.out_features)  # type: ignore[arg-type]
+        self.num_fractions, self.risk, self.eta = num_fractions, risk, eta
+        self.embed = linear(num_cosines, features, HIDDEN_GAIN, config.init)
+        if noisy:
+            self.head: nn.Module = NoisyLinear(features, spec.num_actions)
+        else:
+            self.head = linear(features, spec.num_actions, VALUE_GAIN, config.init)
+        self.register_buffer("frequencies", math.pi * torch.arange(1, num_cosines + 1), persistent=False)
+        self.register_buffer("lows", torch.arange(num_fractions) / num_fractions, persistent=False)
+
+    @property
+    def draws(self) -> Shapes:
+        return noise_shapes(self) | {FRACTIONS: (self.num_fractions,)}
+
+    def forward(self, obs: Any, draws: Draws | None = None) -> dict[str, Tensor]:  # type: ignore[override]
+        places = torch.special.ndtr(draws[FRACTIONS]) if draws else torch.full_like(self.lows, 0.5)
+        tau = distort(self.lows + places / self.num_fractions, self.risk, self.eta)
+        return {"q": self.quantiles(obs, tau.unsqueeze(0), draws).mean(-1)}
+
+    def quantiles(self, obs: Any, tau: Tensor, draws: Draws | None = None) -> Tensor:
+        """`tau [B, K]`, or `[1, K]` for all rows -> quantiles of the return of each action `[B, N, K]`."""
+        with with_noise(self, draws):
+            x = self.core(obs)
+            cosines = torch.cos(tau.unsqueeze(-1) * self.frequencies)
+            embedding = torch.relu(self.embed(cosines))
+            return self.head(x.unsqueeze(1) * embedding).transpose(1, 2)
 
 
 def _only_image(core: nn.Module) -> bool:

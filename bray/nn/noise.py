@@ -69,10 +69,10 @@ def noise_shapes(model: nn.Module) -> Shapes:
 @contextmanager
 def with_noise(model: nn.Module, draws: Draws | None) -> Iterator[None]:
     """Inside, the noisy layers of a Model use these draws (none: zero noise). Of this thread only, and nothing is left in the Model."""
-    if not draws:
+    layers = _sizes(model) if draws else {}
+    if not draws or (not layers and NOISE not in draws):  # other draws may be for the Model itself
         yield
         return
-    layers = _sizes(model)
     noise, n = draws.get(NOISE), sum(map(sum, layers.values()))
     if noise is None or noise.shape != (n,):
         got = sorted(draws) if noise is None else list(noise.shape)

@@ -1,0 +1,130 @@
+"""PQN: Q(lambda) on many environments, without replay and without a target network (Gallici et al. 2024).   T steps, B environments, N = T * B rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from bray import act, tree
+from bray.act import Clock
+from bray.algos import base, rows
+from bray.algos.base import Update, drawn, to_torch
+from bray.data.experience import Rollouts
+from bray.data.piece import Piece
+from bray.errors import ConfigError
+from bray.nn import catalog
+from bray.nn.catalog import ModelConfig
+from bray.nn.normalize import update_normalizers
+from bray.optim import Optimizer
+from bray.rl import losses, returns
+from bray.schedules import Schedule
+from bray.spec import EnvSpec
+
+DEFAULTS = {
+    "env": {"num_envs": 32},
+    "model": {"layer_norm": True, "fcnet_activation": "relu", "fcnet_hiddens": [128, 128]},
+}
+"""Many environments stand in for the replay, layer norm for the target network."""
+
+
+def _epsilon() -> dict[str, Any]:
+    return {"kind": "linear", "start": 1.0, "end": 0.05, "steps": 50_000}
+
+
+@dataclass(frozen=True)
+class Config:
+    rollout_length: Annotated[int, Field(gt=0)] = 32
+    """Steps T that each environment takes between two updates."""
+    epochs: Annotated[int, Field(gt=0)] = 4
+    """Passes over a rollout."""
+    minibatches: Annotated[int, Field(gt=0)] = 4
+    """Pieces into which each pass is cut; one gradient step per piece."""
+    lr: Schedule = 5e-4
+    """Learning rate of Adam; a number or a schedule over env steps."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    """Discount per step."""
+    lambda_: Annotated[float, Field(ge=0, le=1)] = 0.65
+    """Q(lambda): 0 trusts the action values, 1 the observed return."""
+    epsilon: Schedule = field(default_factory=_epsilon)
+    """Probability of a random action; a number or a schedule over env steps."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
+    """Gradients are scaled down to this norm; null = off."""
+
+
+METRICS = ("loss", "q", "td_error", "grad_norm")
+
+
+def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+    if model.use_lstm:
+        raise ConfigError("PQN without memory is what is here: set use_lstm=false, or use PPO")
+    return catalog.make_model("q", spec, model)
+
+
+def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
+    return rows.rollouts(config, model)
+
+
+class Policy(act.Policy):
+    """Beside the environment: epsilon-greedy over the Model's action values, which the targets are made of."""
+
+    keeps = ("q",)
+
+    def __init__(self, config: Config, spec: EnvSpec):
+        self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
+        super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon}))
+
+
+class Learner(base.Learner):
+    """In the trainer: rollouts in, better weights out."""
+
+    config: Config
+
+    def build(self) -> dict[str, Any]:
+        c = self.config
+        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
+        return {"optimizer": self.optimizer}
+
+    def prepare(self, data: Piece) -> dict[str, Any]:
+        """Rows with Peng's Q(lambda) targets: V = max_a Q over the legal actions, as the acting weights saw it."""
+        c, q, steps = self.config, data.outputs["q"], data.length
+        mask = self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data.obs))
+        if mask is not None:
+            q = np.where(mask.reshape(q.shape), q, -np.inf)
+        flags = (data.terminated, data.truncated, data.valid)
+        target = returns.lambda_returns(q.max(-1), data.reward, *flags, c.gamma, c.lambda_)
+        columns = {
+            "obs": tree.map(lambda x: x[:steps], data.obs),
+            "action": data.action,
+            "target": target,
+            "weight": data.valid.astype(np.float32),
+        }
+        return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns)
+
+    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+        c = self.config
+        update_normalizers(self.model, batch["obs"], batch["weight"])
+        self.optimizer.set_lr(self.lr(clock.env_steps))
+        step = self._step.bind(to_torch(batch, self.device))
+        results = []
+        for _ in range(c.epochs):
+            for index in rows.minibatches(self.rng, len(batch["weight"]), c.minibatches):
+                results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
+                self.steps += 1
+        return Update(METRICS, torch.stack(results).mean(0).cpu())
+
+    def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
+        """One minibatch; METRICS."""
+        minibatch = tree.map(lambda x: x.index_select(0, index), batch)
+        weight = minibatch["weight"] / minibatch["weight"].sum().clamp(min=1.0)
+        outputs = self.model(minibatch["obs"], *drawn(self.model, draws))
+        q = losses.select(outputs["q"], minibatch["action"])
+        error = q - minibatch["target"]
+        loss = torch.dot(weight, 0.5 * error.square())
+        grad_norm = self.optimizer.step(loss)
+        means = torch.mv(torch.stack([q, error.abs()]).detach(), weight)
+        return torch.cat([loss.detach().unsqueeze(0), means, grad_norm.unsqueeze(0)])
