@@ -95,6 +95,8 @@ CASES = {
     "dqn-mlp": lambda: model_of("DQN", Space("discrete", (), "int64", n=(7,), start=(3,))),
     "dqn-dueling": lambda: model_of("DQN", NESTED, options={"dueling": True}),
     "dqn-dueling-nature": lambda: model_of("DQN", PICTURE, options={"dueling": True}),
+    "iqn": lambda: model_of("IQN", BOX, CHOICE),
+    "rainbow": lambda: model_of("Rainbow", BOX, CHOICE),
     "sac": lambda: model_of("SAC", BOX, ARM, log_std_init=0.5),
     "sac-dict": lambda: model_of("SAC", NESTED, ARM, normalize_observations=True),
     "ppo-layers": lambda: model_of(

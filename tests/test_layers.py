@@ -35,6 +35,7 @@ WITHIN = {
     "figures": {"rundir", "metrics"},
     "metrics": {"rundir"},
     "inference": {"capture"},
+    "nn": {"rl"},
     "serving": {"act", "inference"},
     "target": {"optim"},
 }

@@ -180,9 +180,9 @@ class QNetwork(Headed):
         spec: EnvSpec,
         config: ModelConfig,
         dueling: bool = False,
-        noisy: bool = False,
         num_atoms: int = 1,
         support: tuple[float, float] | None = None,
+        noisy: bool = False,
     ):
         if num_atoms < 1 or (support is not None and not support[0] < support[1]):
             raise ConfigError(
