@@ -42,7 +42,8 @@ class Learner(dqn.Learner):
     """DQN's, with the cross entropy to the projected distribution of r + discount z as its error."""
 
     def errors(self, batch: dict[str, Any], online: Any, target: Any, choose: Any) -> tuple[Tensor, Tensor, Tensor]:
-        outputs, support = self.model(batch["obs"], *online), self.model.support
+        outputs = self.model(batch["obs"], *online)
+        support: Tensor = self.model.support  # type: ignore[assignment]
         logits = losses.select_action(outputs["logits"], batch["action"])
         with torch.no_grad():
             after = self.target(batch["next_obs"], *target)
