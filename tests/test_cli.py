@@ -17,7 +17,7 @@ from bray.algos import a2c, ppo
 from bray.cli import collect, doctor
 from bray.cli.main import NOT_YET, main
 from bray.config.runfile import presets
-from bray.envs import EnvConfig, registry
+from bray.envs import EnvConfig
 from bray.envs.make import make_env
 from bray.envs.vector import episode_seed
 from bray.errors import ConfigError
@@ -185,14 +185,13 @@ def test_check_env(capsys):
 
 
 def test_a_name_is_given_once(monkeypatch):
-    monkeypatch.setattr(registry, "_CREATORS", {})
     bray.register_env("twice", Scripted)
     bray.register_env("twice", Scripted)  # a module that is imported again
     with pytest.raises(
         ConfigError, match=r"'twice' is envs_for_tests:Scripted already and would become test_cli:Drawn"
     ):
         bray.register_env("twice", Drawn)
-    assert registry._CREATORS["twice"] is Scripted
+    assert isinstance(make_env(EnvConfig(id="twice")).unwrapped, Scripted)
     bray.register_env("twice", Drawn, replace=True)
     assert isinstance(make_env(EnvConfig(id="twice")).unwrapped, Drawn)
 
@@ -206,7 +205,6 @@ def test_a_name_is_given_once(monkeypatch):
     assert algos.get_algo("PPO") is a2c
     assert "ppo" not in algos.ALGORITHMS
 
-    monkeypatch.setattr(encoders, "_REGISTERED", {"model": {}, "preprocessor": {}})
     for register in (nn.register_model, nn.register_preprocessor):
         register("mine", nn.ActorCritic)
         with pytest.raises(
@@ -414,7 +412,7 @@ def test_a_collected_episode_can_be_played_again(tmp_path):
 
 def test_doctor_as_json(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_SMOKE_SECONDS", 0.1)
+    monkeypatch.setattr(doctor, "SMOKE_SECONDS", 0.1)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     checks = {c["name"]: c for c in report["checks"]}

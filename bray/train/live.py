@@ -92,7 +92,8 @@ class LiveSource(Source):
         self.live, self._experience = live, side.experience
         self.clock = Clock()
         self._came: deque[tuple[Piece, Counts]] = deque()
-        self._rows = 0
+        self.waiting_rows = 0
+        """Rows of pieces that the driver has not taken."""
         self._news = threading.Condition()
         self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
         self._published = 0.0
@@ -178,14 +179,16 @@ class LiveSource(Source):
         with self._news:
             while self._came and self._full(piece):
                 old, lost = self._came.popleft()
-                self._rows -= old.length
+                self.waiting_rows -= old.length
                 counts = _sum(counts, lost)._replace(dropped=counts.dropped + lost.dropped + old.length)
             self._came.append((piece, counts))
-            self._rows += piece.length
+            self.waiting_rows += piece.length
             self._news.notify()
 
     def _full(self, piece: Piece) -> bool:
-        return self._rows + piece.length > 2 * self._most_rows or (self._rows > 0 and not self._experience.room())
+        return self.waiting_rows + piece.length > 2 * self._most_rows or (
+            self.waiting_rows > 0 and not self._experience.room()
+        )
 
     # --- to the driver ------------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class LiveSource(Source):
         with self._news:
             if not self._came:
                 self._news.wait(timeout)
-            came, self._rows = list(self._came), 0
+            came, self.waiting_rows = list(self._came), 0
             self._came.clear()
         counts = Counts()
         for _, more in came:
