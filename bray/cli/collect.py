@@ -78,7 +78,7 @@ def collect(options: Collect) -> int:
     exp.check_env()
     console = terminal()
     count, seed = options.episodes or 100, EVAL_SEED if options.seed is None else options.seed
-    out = options.out or options.path / "trajectories"
+    out = options.out or RunDir(options.path).folder("trajectories")
     returns: list[float] = []
     done = 0
 
