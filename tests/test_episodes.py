@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from test_agent import messages, run, tick  # noqa: F401  (a fixture)
 
 from bray import tree
 from bray.errors import DataError
 from bray.serving import episodes
 from bray.serving.agent import Agent, AgentActor, State
 from bray.serving.episodes import PackedMessage, pack_state, read_episode, unpack_episode, write_episode
+from tests.agent_for_tests import generated_messages, run, tick  # noqa: F401  (a fixture)
 
 
 def state(**fields):
@@ -109,7 +109,7 @@ def test_what_turns_into_an_array_is_one(tmp_path):
     np.testing.assert_array_equal(back.tensor, [0, 1, 2])
 
 
-def test_messages_come_back_as_their_class_or_packed(tmp_path, messages):  # noqa: F811
+def test_messages_come_back_as_their_class_or_packed(tmp_path, messages):
     sent = messages.TickInput(position=[1, 2], name="x", items={"a": 1})
     reply = messages.TickOutput(action=3)
     path = save(tmp_path, state(input=sent, output=reply, list=[reply]))
@@ -282,7 +282,7 @@ def test_a_disk_that_fails_is_logged_and_the_game_goes_on(tmp_path, caplog):
     assert "session 's': an episode could not be saved" in caplog.text
 
 
-def test_episodes_of_messages_are_saved(tmp_path, messages):  # noqa: F811
+def test_episodes_of_messages_are_saved(tmp_path, messages):
     class Acts(Agent):
         def on_tick(self, state):
             state.output.action = len(state.input.position)
@@ -418,7 +418,7 @@ def test_only_plain_files_are_read(tmp_path):
             read_episode(path)
 
 
-def test_a_message_that_is_none_is_refused(tmp_path, messages):  # noqa: F811
+def test_a_message_that_is_none_is_refused(tmp_path, messages):
     path = tmp_path / "x.episode"
     path.write_bytes(file_of(PACK([{"a": EXT(2, PACK(["bray_test.TickInput", b"\x0a\xff"]))}])))
     assert read_episode(path)[0].a == PackedMessage("bray_test.TickInput", b"\x0a\xff")
@@ -433,7 +433,7 @@ def test_files_that_are_not_there(tmp_path):
         read_episode(tmp_path)
 
 
-def rich_file(path, messages) -> Path:  # noqa: F811
+def rich_file(path, messages) -> Path:
     rng = np.random.default_rng(1)
     rows = [
         state(
@@ -468,7 +468,7 @@ def damaged(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "content"])
-def test_damage_is_a_data_error_and_nothing_else(tmp_path, messages, inside):  # noqa: F811
+def test_damage_is_a_data_error_and_nothing_else(tmp_path, messages, inside):
     """Damage to the file meets the checksum; damage inside a whole frame is what an attacker would do."""
     data = rich_file(tmp_path, messages).read_bytes()
     content = zstandard.ZstdDecompressor().decompress(data[len(HEAD) :])
