@@ -1,4 +1,4 @@
-"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0]: kill trainings at random moments, resume each, and count what is lost.
+"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0] [--cluster ray]: kill trainings at random moments, resume each, and count what is lost.
 
 A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after its start; the same command, or
 `--resume`, continues it. Lost training time is the time of the newest result row minus that of the newest checkpoint.
@@ -124,12 +124,12 @@ def end_all(process: subprocess.Popen[str], folder: Path) -> None:
                 os.kill(int(entry), signal.SIGKILL)
 
 
-def cases(what: str, folder: Path, every: float) -> list[Case]:
+def cases(what: str, folder: Path, every: float, cluster: str) -> list[Case]:
     if what == "launch":
         (folder / "killed").mkdir()
         for name, text in LAUNCH.items():
             (folder / "killed" / name).write_text(textwrap.dedent(text).replace("EVERY", str(every)))
-        words = ["launch", "--config", "killed/x.yaml", "--cluster", "local"]
+        words = ["launch", "--config", "killed/x.yaml", "--cluster", cluster]
         return [Case("launch", folder / "runs" / "launch", words, words)]
     common = ["--stop", '{"time_total_s": 100000}', f"checkpoint_every_s={every}", "save_figure=false", "--quiet"]
     out = []
@@ -159,6 +159,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, help="checkpoint_every_s")
     parser.add_argument("--most", type=float, default=8.0, help="seconds to the kill, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cluster", choices=["local", "ray"], default="local", help="of launch; a start on Ray takes 10 to 20 s"
+    )
     args = parser.parse_args()
     for what in args.what:
         if what not in ("train", "launch"):
@@ -169,7 +172,7 @@ def main() -> int:
     for what in args.what:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            chosen = [case for case in cases(what, folder, args.every) if args.only in (None, case.name)]
+            chosen = [case for case in cases(what, folder, args.every, args.cluster) if args.only in (None, case.name)]
             for i in range(args.kills):
                 chosen[i % len(chosen)].kill_once(folder, rng.uniform(0.0, args.most), starting=i % 5 == 4)
             for case in chosen:
