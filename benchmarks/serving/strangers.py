@@ -302,7 +302,8 @@ class Stranger:
         if p < 0.75:
             return "tick of nobody", "tick", fresh, good, "", TOKEN, {404, 401, 403}
         if p < 0.79:
-            return "start again", "start", own, b"", secret, TOKEN, {409}
+            gone = full if self.place.disturb else set()  # a killed worker took the session with it
+            return "start again", "start", own, b"", secret, TOKEN, {409} | gone
         if p < 0.84 and self.place.secrets and self.place.names:
             victim, kind = rng.choice(self.place.names), rng.choice(["tick", "end", "stop", "start"])
             guess = rng.choice(["", secret, "0" * 32])

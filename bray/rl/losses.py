@@ -1,10 +1,18 @@
-"""Terms of the losses, in torch. Each returns one number per sample; a dot product with the weights makes it a loss."""
+"""Terms of the losses, in torch. Each returns one number per sample; a dot product with the weights makes it a loss.
+
+B batch, N actions, K atoms or quantiles. Targets carry no gradient. `discount` is gamma^n, or 0 where the episode terminated within
+those n steps, so that one `td_error` serves 1-step and n-step, Q and V.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from bray.rl.transforms import rescale, unrescale
+
+# Policies
 
 
 def ppo_clip(
@@ -23,6 +31,50 @@ def ppo_clip(
     return -objective, ratio
 
 
+def kl_estimate(logp: Tensor, logp_other: Tensor, kind: str = "k3") -> Tensor:
+    """KL(pi, other) from samples of pi (Schulman 2020), d = log pi - log other: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased and never
+    negative)."""
+    d = logp - logp_other
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return 0.5 * d.square()
+    if kind == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"kind should be k1, k2 or k3, got {kind!r}")
+
+
+def counterfactual_advantage(q: Tensor, probs: Tensor, action: Tensor) -> Tensor:
+    """Q(u) - sum_a pi(a) Q(a), without gradient (COMA, Foerster et al. 2018): `[..., N]`, `[..., N]`, `[...]` -> `[...]`."""
+    return (select(q, action) - (probs * q).sum(-1)).detach()
+
+
+def acer_policy(
+    logits: Tensor, logp_behaviour: Tensor, action: Tensor, q: Tensor, q_retrace: Tensor, truncation: float = 10.0
+) -> Tensor:
+    """ACER's policy loss (Wang et al. 2017): `logits, logp_behaviour, q [B, N]`, `action, q_retrace [B]` -> `[B]`.
+
+        -min(c, rho_a) log pi(a) (Qret - V) - sum_b max(0, 1 - c / rho_b) pi(b) log pi(b) (Q(b) - V)
+
+    rho = pi / mu, V = sum_b pi(b) Q(b); only log pi carries a gradient.
+    """
+    logp = logits.log_softmax(-1)
+    pi, q = logp.detach().exp(), q.detach()
+    rho, value = (logp.detach() - logp_behaviour).exp(), (pi * q).sum(-1)
+    taken = select(rho, action).clamp(max=truncation) * select(logp, action) * (q_retrace.detach() - value)
+    correction = (1.0 - truncation / rho).clamp(min=0.0) * pi * logp * (q - value.unsqueeze(-1))
+    return -taken - correction.sum(-1)
+
+
+def trust_region(gradient: Tensor, kl_gradient: Tensor, delta: float) -> Tensor:
+    """ACER's gradient projected to a KL step of at most delta: g - max(0, (k.g - delta) / |k|^2) k, `[B, N]`."""
+    excess = (kl_gradient * gradient).sum(-1, keepdim=True) - delta
+    return gradient - (excess / kl_gradient.square().sum(-1, keepdim=True)).clamp(min=0.0) * kl_gradient
+
+
+# Values
+
+
 def value_loss(value: Tensor, target: Tensor, value_old: Tensor | None = None, clip: float | None = None) -> Tensor:
     """(V - R)^2 / 2, or the larger of that and the same with V clipped to V_old +- clip."""
     loss = (value - target).square()
@@ -38,6 +90,31 @@ def td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor) -> Ten
     return q - (reward + discount * q_next).detach()
 
 
+def rescaled_td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor, eps: float = 1e-3) -> Tensor:
+    """q - h(r + discount h^-1(q')): for networks that predict rescaled values (Pohlen et al. 2018; R2D2)."""
+    return q - rescale(reward + discount * unrescale(q_next, eps), eps).detach()
+
+
+def soft_value(q: Tensor, alpha: float | Tensor) -> Tensor:
+    """alpha logsumexp(q / alpha): the value of the policy softmax(q / alpha) with its entropy (Haarnoja et al. 2017). `[..., N]` -> `[...]`.
+    Actions with q = -inf do not count."""
+    return alpha * torch.logsumexp(q / alpha, -1)
+
+
+def munchausen_bonus(q: Tensor, action: Tensor, tau: float = 0.03, alpha: float = 0.9, low: float = -1.0) -> Tensor:
+    """alpha clip(tau log pi(a), low, 0), pi = softmax(q / tau) (Vieillard et al. 2020): added to the reward, with `soft_value(q', tau)` as the
+    next value."""
+    log_policy = select(q, action) - soft_value(q, tau)
+    return alpha * log_policy.clamp(low, 0.0).detach()
+
+
+def margin_loss(q: Tensor, action: Tensor, margin: float = 0.8) -> Tensor:
+    """max_a (q(a) + margin 1{a != expert's}) - q(expert's): the supervised term of DQfD (Hester et al. 2018). `[B, N]`, `[B]` -> `[B]`."""
+    raised = q + margin
+    raised = raised.scatter(-1, action.unsqueeze(-1), select(q, action).unsqueeze(-1))
+    return raised.amax(-1) - select(q, action)
+
+
 def huber(x: Tensor, delta: float | None = 1.0) -> Tensor:
     """x^2/2 near zero, delta (|x| - delta/2) beyond delta; without a delta x^2/2 everywhere."""
     if delta is None:
@@ -48,3 +125,56 @@ def huber(x: Tensor, delta: float | None = 1.0) -> Tensor:
 def select(q: Tensor, action: Tensor) -> Tensor:
     """q[b, action[b]]: `[B, N]` and `[B]` -> `[B]`."""
     return q.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+
+# Distributions of returns
+
+
+def select_action(x: Tensor, action: Tensor) -> Tensor:
+    """x[b, action[b]] for atoms or quantiles: `[B, N, K]` and `[B]` -> `[B, K]`."""
+    return x.gather(1, action.view(-1, 1, 1).expand(-1, 1, x.shape[-1])).squeeze(1)
+
+
+def project(probs: Tensor, support: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
+    """The distribution of r + discount z on the atoms of `support` (C51, Bellemare et al. 2017): `probs [B, K]`, `support [K]` evenly spaced,
+    `reward, discount [B]` -> `[B, K]`. What lies beyond the support counts at its ends.
+
+    Each atom takes 1 - |distance| / spacing of every moved atom within one spacing: the paper's lower and upper neighbours at once, exact
+    also where a moved atom falls upon one.
+    """
+    low, high, spacing = support[0], support[-1], support[1] - support[0]
+    moved = torch.clamp(reward.unsqueeze(-1) + discount.unsqueeze(-1) * support, low, high)
+    share = (1.0 - (moved.unsqueeze(1) - support.unsqueeze(-1)).abs() / spacing).clamp(min=0.0)
+    return (share * probs.unsqueeze(1)).sum(-1).detach()
+
+
+def categorical_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """-sum_k target_k log p_k: `[B, K]`, `[B, K]` -> `[B]`."""
+    return -(target * logits.log_softmax(-1)).sum(-1)
+
+
+def quantile_huber(quantiles: Tensor, tau: Tensor, target: Tensor, kappa: float = 1.0) -> Tensor:
+    """Quantile regression (QR-DQN, IQN; Dabney et al. 2018): `quantiles, tau [B, K]`, `target [B, M]` -> `[B]`.
+
+        sum_i mean_j |tau_i - 1{u_ij < 0}| huber_kappa(u_ij) / kappa,   u_ij = target_j - quantile_i
+
+    kappa = 0 is the quantile loss itself, |u| in place of huber / kappa.
+    """
+    u = target.detach().unsqueeze(1) - quantiles.unsqueeze(2)
+    size = huber(u, kappa) / kappa if kappa > 0 else u.abs()
+    return ((tau.unsqueeze(2) - (u.detach() < 0).to(u.dtype)).abs() * size).mean(2).sum(1)
+
+
+def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:
+    """FQF's loss of the proposed fractions (Yang et al. 2019): its gradient by tau_i is that of the Wasserstein distance,
+    2 F(tau_i) - F(middle_i) - F(middle_{i-1}).
+
+    `tau [B, K-1]`: the inner fractions, growing; `at_tau [B, K-1]`: quantiles there; `at_middle [B, K]`: quantiles at the middles of the K
+    intervals. Where the quantiles do not grow as they should, the distance to the wrong neighbour counts with its size.
+    """
+    at_tau, at_middle = at_tau.detach(), at_middle.detach()
+    below = torch.cat([at_middle[:, :1], at_tau[:, :-1]], 1)
+    above = torch.cat([at_tau[:, 1:], at_middle[:, -1:]], 1)
+    left, right = at_tau - at_middle[:, :-1], at_tau - at_middle[:, 1:]
+    gradient = torch.where(at_tau > below, left, -left) + torch.where(at_tau < above, right, -right)
+    return (gradient * tau).sum(-1)
