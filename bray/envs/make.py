@@ -78,13 +78,13 @@ def _processes_pay(build: Builder) -> bool:
     return _seconds_per_step(build) * (config.num_envs - -(-config.num_envs // processes)) > _SUBPROCESS_GAIN
 
 
-def _seconds_per_step(build: Builder, most: int = 16) -> float:
+def _seconds_per_step(build: Builder, most: int = 16, budget: float = 0.05) -> float:
     env, _ = build()
     space, rng = Space.from_gym(env.action_space), np.random.default_rng(0)
     steps, spent = 0, 0.0
     try:
         env.reset(seed=0)
-        while steps < most and spent < 0.05:
+        while steps < most and spent < budget:
             action = space.sample(rng)
             start = time.perf_counter()
             _, _, terminated, truncated, _ = env.step(action)

@@ -17,7 +17,7 @@ from typing import Any
 
 from bray._version import __version__
 from bray.errors import ConfigError
-from bray.serving.admin import AdminGuard
+from bray.serving.admin import MAX_ADMIN, AdminGuard
 from bray.serving.config import ServiceConfig
 from bray.serving.http import Front, HttpConnection
 from bray.serving.protocol import KIND_NAMES, REASONS
@@ -26,9 +26,6 @@ from bray.serving.tcp import FirstByte
 from bray.serving.tls import HANDSHAKE_S, ServerTls
 
 logger = logging.getLogger("bray.serving")
-
-MAX_ADMIN = 64
-"""Connections to the admin port that have not sent their request; one more closes the oldest, since a probe sends it at once."""
 
 Numbers = dict[str, float]
 """One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3, 'bray_requests_total{kind="tick",status="200"}': 9}`."""
