@@ -31,6 +31,7 @@ from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train import driver
 from bray.train.agent import TickBatcher
+from tests.serving_for_tests import Wire
 
 ROOT = Path(__file__).parent.parent
 LONG = 240.0  # seconds; the only limit of time: a training that hangs fails its test
@@ -699,6 +700,12 @@ def test_rows_are_dropped_and_counted_where_games_do_not_wait(tmp_path):
                 exp.close()  # games that wait for the learner are let go
             assert (dropped > 0) == (wait_s == 0.0), dropped
             assert exp.training.totals.dropped == dropped or wait_s == 0.0
+
+
+def test_a_tick_that_is_too_large_is_refused_before_its_body_is_sent(tmp_path):
+    with experiment(tmp_path / "run") as exp, Wire(port_of(exp)) as wire:
+        wire.send(b"POST /step HTTP/1.1\r\nstep_kind: tick\r\nsession: g\r\nContent-Length: 2000000\r\n\r\n")
+        assert wire.response()[0] == 413
 
 
 def alive(cls):

@@ -130,6 +130,7 @@ class LiveSource(Source):
         self.player.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
         config = {"policy": {"player": self.player}}
+        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
         asked = ServiceConfig(
             host=self.live.host,
             port=self.live.port,
@@ -139,10 +140,9 @@ class LiveSource(Source):
             idle_timeout_s=self.live.idle_timeout_s,
             tokens=() if self.live.token is None else (self.live.token,),
             token_file=self.live.token_file,
+            max_body=max_json,
         )
         service = with_environment(asked)
-
-        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
 
         def make_actor() -> AgentActor:
             agents = {"policy": PolicyAgent}
