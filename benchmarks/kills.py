@@ -82,9 +82,7 @@ class Case:
         until = time.monotonic() + START_S
         while time.monotonic() < (until if since is None else since + seconds):
             if process.poll() is not None:
-                self.failed.append(
-                    f"exit code {process.returncode}: {(folder / f'{self.name}.err').read_text()[-600:]}"
-                )
+                self.failed.append(f"exit code {process.returncode}: {self.last_words(folder)}")
                 return
             size, least = size_of(rows), min(least, size_of(rows))
             if since is None and size > least:  # it first drops rows that are newer than its checkpoint
@@ -93,9 +91,12 @@ class Case:
         killed = time.time()
         end_all(process, folder)
         if since is None:
-            self.failed.append(f"no result row within {START_S} s")
+            self.failed.append(f"no result row within {START_S} s: {self.last_words(folder)}")
         self.kills += 1
         self.lost.append(self.behind(started, killed))
+
+    def last_words(self, folder: Path) -> str:
+        return (folder / f"{self.name}.err").read_text()[-600:]
 
     def behind(self, started: float, killed: float) -> float:
         """Seconds of training after the newest checkpoint: what a resumed process has to repeat."""
