@@ -66,7 +66,7 @@ class Case:
     def start(self, folder: Path) -> subprocess.Popen[str]:
         words = self.again if RunDir(self.path).steps() else self.first
         command = [sys.executable, "-m", "bray", *words]
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "KILLED": str(folder)}
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "KILLED": str(folder), "RAY_ADDRESS": "local"}
         errors = open(folder / f"{self.name}.err", "w")  # noqa: SIM115
         return subprocess.Popen(
             command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=errors, process_group=0, text=True
