@@ -1,4 +1,4 @@
-"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0]: kill trainings at random moments, resume each, and count what is lost.
+"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0] [--cluster ray]: kill trainings at random moments, resume each, and count what is lost.
 
 A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after its start; the same command, or
 `--resume`, continues it. Lost training time is the time of the newest result row minus that of the newest checkpoint.
@@ -46,6 +46,10 @@ LAUNCH = {
 }
 
 
+START_S = 300
+"""Seconds to the first result row, at most: a Ray on a busy machine takes minutes to start."""
+
+
 @dataclass
 class Case:
     """One run directory, and the commands that start and resume it."""
@@ -62,7 +66,7 @@ class Case:
     def start(self, folder: Path) -> subprocess.Popen[str]:
         words = self.again if RunDir(self.path).steps() else self.first
         command = [sys.executable, "-m", "bray", *words]
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "KILLED": str(folder)}
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "KILLED": str(folder), "RAY_ADDRESS": "local"}
         errors = open(folder / f"{self.name}.err", "w")  # noqa: SIM115
         return subprocess.Popen(
             command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=errors, process_group=0, text=True
@@ -75,12 +79,10 @@ class Case:
         rows = self.path / "result.jsonl"
         since = None if not starting or not RunDir(self.path).steps() else time.monotonic()
         least = size_of(rows)
-        until = time.monotonic() + 120.0
+        until = time.monotonic() + START_S
         while time.monotonic() < (until if since is None else since + seconds):
             if process.poll() is not None:
-                self.failed.append(
-                    f"exit code {process.returncode}: {(folder / f'{self.name}.err').read_text()[-600:]}"
-                )
+                self.failed.append(f"exit code {process.returncode}: {self.last_words(folder)}")
                 return
             size, least = size_of(rows), min(least, size_of(rows))
             if since is None and size > least:  # it first drops rows that are newer than its checkpoint
@@ -89,9 +91,12 @@ class Case:
         killed = time.time()
         end_all(process, folder)
         if since is None:
-            self.failed.append("no result row within 120 s")
+            self.failed.append(f"no result row within {START_S} s: {self.last_words(folder)}")
         self.kills += 1
         self.lost.append(self.behind(started, killed))
+
+    def last_words(self, folder: Path) -> str:
+        return (folder / f"{self.name}.err").read_text()[-600:]
 
     def behind(self, started: float, killed: float) -> float:
         """Seconds of training after the newest checkpoint: what a resumed process has to repeat."""
@@ -124,12 +129,12 @@ def end_all(process: subprocess.Popen[str], folder: Path) -> None:
                 os.kill(int(entry), signal.SIGKILL)
 
 
-def cases(what: str, folder: Path, every: float) -> list[Case]:
+def cases(what: str, folder: Path, every: float, cluster: str) -> list[Case]:
     if what == "launch":
         (folder / "killed").mkdir()
         for name, text in LAUNCH.items():
             (folder / "killed" / name).write_text(textwrap.dedent(text).replace("EVERY", str(every)))
-        words = ["launch", "--config", "killed/x.yaml", "--cluster", "local"]
+        words = ["launch", "--config", "killed/x.yaml", "--cluster", cluster]
         return [Case("launch", folder / "runs" / "launch", words, words)]
     common = ["--stop", '{"time_total_s": 100000}', f"checkpoint_every_s={every}", "save_figure=false", "--quiet"]
     out = []
@@ -159,6 +164,9 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, help="checkpoint_every_s")
     parser.add_argument("--most", type=float, default=8.0, help="seconds to the kill, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--cluster", choices=["local", "ray"], default="local", help="of launch; a start on Ray takes 10 to 20 s"
+    )
     args = parser.parse_args()
     for what in args.what:
         if what not in ("train", "launch"):
@@ -169,7 +177,7 @@ def main() -> int:
     for what in args.what:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
-            chosen = [case for case in cases(what, folder, args.every) if args.only in (None, case.name)]
+            chosen = [case for case in cases(what, folder, args.every, args.cluster) if args.only in (None, case.name)]
             for i in range(args.kills):
                 chosen[i % len(chosen)].kill_once(folder, rng.uniform(0.0, args.most), starting=i % 5 == 4)
             for case in chosen:

@@ -53,5 +53,5 @@ class LimitedLog:
     def error(self, cause: Hashable, message: str, *args: Any, exc_info: Any = None) -> None:
         self.log(logging.ERROR, cause, message, *args, exc_info=exc_info)
 
-    def warning(self, cause: Hashable, message: str, *args: Any, exc_info: Any = None) -> None:
-        self.log(logging.WARNING, cause, message, *args, exc_info=exc_info)
+    def warning(self, cause: Hashable, message: str, *args: Any) -> None:
+        self.log(logging.WARNING, cause, message, *args)

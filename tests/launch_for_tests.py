@@ -115,15 +115,15 @@ def use():
     """Launch with the stand-ins, in this process. They take what the real ones take."""
     from bray.launch import build
 
-    if build._part is not part:
+    if build.find_part is not part:
         for name, stand_in in {
             "RemoteModel": Model,
             "RemoteBuffer": Buffer,
             "RemoteActor": Actor,
             "RemoteTrainer": Trainer,
         }.items():
-            stand_in.__signature__ = inspect.signature(build._part(name))
+            stand_in.__signature__ = inspect.signature(build.find_part(name))
 
     for kept in (made, numbers, shared, ends):
         kept.clear()
-    build._part = part
+    build.find_part = part

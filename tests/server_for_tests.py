@@ -170,10 +170,10 @@ class Server:
             return False
         *sizes, stamp = struct.unpack(">6q", head)
         if not all(0 <= size <= 512 for size in sizes[:4]) or sizes[4] < 0:
-            sock.sendall(_tcp_reply(b"", b"\0BRAYERR" + Refused("malformed").body, stamp))
+            sock.sendall(tcp_reply(b"", b"\0BRAYERR" + Refused("malformed").body, stamp))
             return False
         if sizes[4] > self.max_body:
-            sock.sendall(_tcp_reply(b"", b"\0BRAYERR" + Refused("too_large").body, stamp))
+            sock.sendall(tcp_reply(b"", b"\0BRAYERR" + Refused("too_large").body, stamp))
             return False
         session, kind, key, token, body = (stream.read(size) for size in sizes)
         order, _, extra = self._next_order().partition(":")
@@ -181,13 +181,13 @@ class Server:
             body = self._answer(order, extra, session, kind, key, token, body)
         except Refused as e:
             body = b"\0BRAYERR" + e.body
-        reply = _tcp_reply(session, body, stamp + (order == "other_time"))
+        reply = tcp_reply(session, body, stamp + (order == "other_time"))
         if order == "wrong_length":
             reply = struct.pack(">q", len(session)) + struct.pack(">q", len(body) + 900) + reply[16:]
         elif order == "negative":
             reply = struct.pack(">q", -1) + reply[8:]
         elif order == "stray":
-            reply = _tcp_reply(b"somebody", b"else", 12345) + reply
+            reply = tcp_reply(b"somebody", b"else", 12345) + reply
         elif order == "hold":
             self.held.append(reply)
             return True
@@ -265,5 +265,5 @@ def _http_reply(status, reason, body, more=b""):
     return head + more + b"\r\n" + body
 
 
-def _tcp_reply(session, body, stamp):
+def tcp_reply(session, body, stamp):
     return struct.pack(">3q", len(session), len(body), stamp) + session + body

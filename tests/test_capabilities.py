@@ -469,7 +469,7 @@ def test_threads_and_recording():
             )
             assert torch.get_num_threads() == threads
             training.iterate()
-            assert training.learner._step.enabled == record
+            assert training.learner.is_recorded == record
             training.close()
     finally:
         torch.set_num_threads(before)

@@ -4,6 +4,7 @@ import logging
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from bray.capture import MAX_PROGRAMS, capture
 from bray.optim import Optimizer
@@ -35,8 +36,7 @@ def test_training_by_a_recording_equals_training_without():
         index = torch.arange(8) + i % 3
         a, b = recorded(data, index), f2(data, index)
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert len(recorded._programs) == 1
-    assert next(iter(recorded._programs.values())) is not None
+    assert recorded.recordings == 1
     torch.testing.assert_close(o1.flat, o2.flat, rtol=1e-5, atol=1e-6)
     assert o1.steps.item() == o2.steps.item() == 20
 
@@ -45,7 +45,7 @@ def test_recording_itself_changes_nothing():
     _model, optimizer, step = make_step()
     recorded = capture(step)
     before = [x.clone() for x in (optimizer.flat, optimizer.m, optimizer.v, optimizer.steps)]
-    flat, structure = torch.utils._pytree.tree_flatten((batch(), torch.arange(8)))
+    flat, structure = tree_flatten((batch(), torch.arange(8)))
     assert recorded.program(flat, structure) is not None
     for x, b in zip((optimizer.flat, optimizer.m, optimizer.v, optimizer.steps), before, strict=True):
         assert torch.equal(x, b)
@@ -114,7 +114,7 @@ def test_new_shapes_get_their_own_recording_up_to_a_bound():
     recorded = capture(lambda x: x.cumsum(0))
     for n in range(1, MAX_PROGRAMS + 4):
         assert recorded(torch.ones(n)).tolist() == list(range(1, n + 1))
-    assert len(recorded._programs) == MAX_PROGRAMS
+    assert recorded.recordings == MAX_PROGRAMS
 
 
 def test_bind_flattens_once_and_equals_a_call():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from typing import ClassVar
@@ -17,7 +18,8 @@ from bray.algos import a2c, ppo
 from bray.cli import collect, doctor
 from bray.cli.main import NOT_YET, main
 from bray.config.runfile import presets
-from bray.envs import EnvConfig, registry
+from bray.data import EpisodeReader
+from bray.envs import EnvConfig
 from bray.envs.make import make_env
 from bray.envs.vector import episode_seed
 from bray.errors import ConfigError
@@ -185,14 +187,13 @@ def test_check_env(capsys):
 
 
 def test_a_name_is_given_once(monkeypatch):
-    monkeypatch.setattr(registry, "_CREATORS", {})
     bray.register_env("twice", Scripted)
     bray.register_env("twice", Scripted)  # a module that is imported again
     with pytest.raises(
         ConfigError, match=r"'twice' is envs_for_tests:Scripted already and would become test_cli:Drawn"
     ):
         bray.register_env("twice", Drawn)
-    assert registry._CREATORS["twice"] is Scripted
+    assert isinstance(make_env(EnvConfig(id="twice")).unwrapped, Scripted)
     bray.register_env("twice", Drawn, replace=True)
     assert isinstance(make_env(EnvConfig(id="twice")).unwrapped, Drawn)
 
@@ -206,7 +207,6 @@ def test_a_name_is_given_once(monkeypatch):
     assert algos.get_algo("PPO") is a2c
     assert "ppo" not in algos.ALGORITHMS
 
-    monkeypatch.setattr(encoders, "_REGISTERED", {"model": {}, "preprocessor": {}})
     for register in (nn.register_model, nn.register_preprocessor):
         register("mine", nn.ActorCritic)
         with pytest.raises(
@@ -306,6 +306,30 @@ def test_render_writes_a_frame_per_step_and_one(drawn, capsys):
         frames = list(imageio.imiter(path))
         assert len(frames) == 6
         assert [int(f.mean()) for f in frames] == pytest.approx([0, 40, 80, 120, 160, 200], abs=4)
+
+
+@pytest.mark.parametrize(("command", "folder"), [("eval", "videos"), ("collect", "trajectories")])
+def test_nothing_is_written_through_a_link_out_of_a_run(drawn, tmp_path, capsys, command, folder):
+    run = tmp_path / "run"
+    shutil.copytree(drawn, run, symlinks=True, ignore=shutil.ignore_patterns("videos", "trajectories"))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / folder).symlink_to(elsewhere)
+    more = ["--render"] if command == "eval" else []
+    assert main([command, str(run), "--episodes", "1", "--trust", *more]) == 2
+    assert f"{run / folder} is a link" in capsys.readouterr().err
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_link_in_the_place_of_a_half_written_file_is_replaced(drawn, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("precious")
+    for name in ("episodes-00000.episodes.tmp", "trajs_0.pkl.tmp"):
+        (tmp_path / name).symlink_to(theirs)
+    for format in ("bray", "pkl"):
+        assert main(["collect", str(drawn), "--episodes", "1", "--out", str(tmp_path), "--format", format]) == 0
+    assert theirs.read_text() == "precious"
+    assert len(EpisodeReader(tmp_path)) == 1
 
 
 def test_render_of_what_cannot_be_drawn(drawn, tmp_path, capsys):
@@ -414,7 +438,7 @@ def test_a_collected_episode_can_be_played_again(tmp_path):
 
 def test_doctor_as_json(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "_SMOKE_SECONDS", 0.1)
+    monkeypatch.setattr(doctor, "SMOKE_SECONDS", 0.1)
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     checks = {c["name"]: c for c in report["checks"]}

@@ -554,9 +554,9 @@ def test_http_that_is_none(data):
 
 
 def test_framed_replies_cut_anywhere_read_the_same():
-    from tests.server_for_tests import _tcp_reply
+    from tests.server_for_tests import tcp_reply
 
-    data = _tcp_reply(b"a", b"one", 1) + _tcp_reply(b"", b"", -2) + _tcp_reply(b"bb", b"x" * 100, 3)
+    data = tcp_reply(b"a", b"one", 1) + tcp_reply(b"", b"", -2) + tcp_reply(b"bb", b"x" * 100, 3)
     for at in range(len(data) + 1):
         parser = TcpReplies()
         replies = parser.feed(data[:at]) + parser.feed(data[at:])

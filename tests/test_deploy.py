@@ -307,16 +307,23 @@ def test_a_step_as_the_checkpoint(project):
         assert {r["version"] for r in answers(here.port, some_obs(2))} == {first}
 
 
+def point(run, step):
+    """As a save does: `latest` becomes this step."""
+    link = run.checkpoints / "moved"
+    link.symlink_to(str(step))
+    link.replace(run.checkpoints / "latest")
+
+
 def test_new_checkpoints_are_followed(project, tmp_path):
     """Of a training in another trial."""
     first, *_, last = steps(project)
     run = RunDir(project / "t")
-    run._point("latest", first)
+    point(run, first)
     keys = [f"model1.checkpoint={run.path}", "model1.follow=true"]
     with deployed(tmp_path / "other", *keys, trial="serves") as here, bray.Client(port=here.port) as client:
         client.start()
         assert client.tick(tick(some_obs(1)[0]))["version"] == first
-        run._point("latest", last)
+        point(run, last)
         deadline = time.monotonic() + 20
         while client.tick(tick(some_obs(1)[0]))["version"] != last and time.monotonic() < deadline:
             time.sleep(0.1)

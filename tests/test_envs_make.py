@@ -116,7 +116,9 @@ def test_object_factory_and_object():
 
 
 def test_arguments_reach_gymnasium_environments_and_wrong_ones_are_named():
-    assert make_env(EnvConfig("CartPole-v1", env_config={"sutton_barto_reward": True})).unwrapped._sutton_barto_reward
+    env = make_env(EnvConfig("CartPole-v1", env_config={"sutton_barto_reward": True}))
+    env.reset()
+    assert env.step(0)[1] == 0.0  # a step of the usual CartPole is worth 1
     with pytest.raises(ConfigError, match=r"does not take this env_config \{'gravityy': 1\}"):
         make_env(EnvConfig("CartPole-v1", env_config={"gravityy": 1}))
     with pytest.raises(UnknownName, match=r"'terminateat' \(env_config\)\. Did you mean 'terminate_at'"):

@@ -320,7 +320,7 @@ def test_an_environments_own_state_is_used():
 def test_a_very_long_episode_is_not_kept_forever(monkeypatch, caplog):
     import bray.envs.inprocess as module
 
-    monkeypatch.setattr(module, "_REPLAY_LIMIT", 2000)
+    monkeypatch.setattr(module, "REPLAY_LIMIT", 2000)
     v = vec(n=2, per_env=[{"terminate_at": None}, {"terminate_at": 5}], check=False)
     v.reset()
     for _ in range(5000):

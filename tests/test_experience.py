@@ -357,9 +357,9 @@ def test_priorities_of_sequences_go_to_the_row_where_learning_begins():
     experience = Sequences(400, 5, length=3, burn_in=2, prioritized=True, alpha=0.5)
     experience.add(make_piece(rng, 40, 0, state_every=1))
     batch = experience.next(Clock(100))
-    before = experience.ring._tree.leaves.copy()
+    before = experience.ring.get_state()["priority"]
     experience.feedback(batch, np.arange(1.0, 6.0), version=1)
-    after = experience.ring._tree.leaves
+    after = experience.ring.get_state()["priority"]
     wanted = {
         int(i): (p + experience.ring.config.eps) ** 0.5 for i, p in zip(batch.ids[2], np.arange(1.0, 6.0), strict=True)
     }

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -59,15 +60,16 @@ def test_samples_have_the_shapes_and_types_of_the_template():
 
 def test_nothing_is_dropped_and_it_can_be_ended():
     counted = itertools.count()
-    fake = FakeBuffer("b", lambda rng: {"i": np.int64(next(counted))}, size=2, batch_size=8, num_workers=1)
-    got = np.concatenate([b["i"] for b in take("b", 20)])
+    fake = FakeBuffer("ended", lambda rng: {"i": np.int64(next(counted))}, size=2, batch_size=8, num_workers=1)
+    got = np.concatenate([b["i"] for b in take("ended", 20)])
     assert np.array_equal(got, np.arange(160))
+    (thread,) = [t for t in threading.enumerate() if t.name == "bray-fake-ended"]
     fake.close()
-    buffer, end = RemoteBuffer("b"), time.monotonic() + 10
-    while fake._thread.is_alive() and time.monotonic() < end:
+    buffer, end = RemoteBuffer("ended"), time.monotonic() + 10
+    while thread.is_alive() and time.monotonic() < end:
         with contextlib.suppress(TimeoutError):
             buffer.pop(0.1)  # room for what it was about to push
-    assert not fake._thread.is_alive()
+    assert not thread.is_alive()
     assert fake.pushed < 300
 
 

@@ -28,7 +28,7 @@ _number = itertools.count()
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """The launch file of a small project, and stand-ins for what it starts."""
-    monkeypatch.setattr(building, "_part", building._part)  # whatever `use` does is undone
+    monkeypatch.setattr(building, "find_part", building.find_part)  # whatever `use` does is undone
     monkeypatch.setattr(sys, "path", [*sys.path])
     fakes.use()
     return fakes.write_project(tmp_path, f"launched{next(_number)}_{os.getpid()}", tmp_path / "runs")
@@ -446,9 +446,9 @@ def test_the_picture_is_drawn(file, tmp_path, capsys):
 
 def test_a_ray_of_its_own_is_told_of_enough_cpus(file):
     asked = command.total(load(file, ["trainer1.num_workers=100"]).resources())
-    assert command._ray(Launch(config=file), asked) == {"num_cpus": 102}
-    assert command._ray(Launch(config=file), asked._replace(cpus=0.5))["num_cpus"] >= 8
-    assert command._ray(Launch(config=file, cluster="local"), asked) == {}
+    assert command.ray_settings(Launch(config=file), asked) == {"num_cpus": 102}
+    assert command.ray_settings(Launch(config=file), asked._replace(cpus=0.5))["num_cpus"] >= 8
+    assert command.ray_settings(Launch(config=file, cluster="local"), asked) == {}
 
 
 def test_python_m_bray_launch_is_the_same_command(file):

@@ -128,3 +128,62 @@ def test_public_names_exist():
         assert getattr(bray, name) is not None
     with pytest.raises(AttributeError, match="nothing"):
         _ = bray.nothing
+
+
+# --- tests ask the public surface -------------------------------------------------------------------------------------
+
+NOT_OURS = {"_exit", "_C", "_replace", "_log_destroy_pending", "_repr_png_"}
+"""Names of os, torch, namedtuple, asyncio and IPython that are public in spite of the underscore, or have no public twin."""
+FOR_OLDER_CODE = {"_tick"}
+"""Client._tick, which programs written for an earlier client call."""
+PATCHES = {"setattr", "delattr", "getattr", "hasattr"}
+
+
+def is_private(name: object) -> bool:
+    """Also of "bray.module._name", as monkeypatch takes it."""
+    last = name.rpartition(".")[2] if isinstance(name, str) else ""
+    return last.startswith("_") and not last.startswith("__") and last not in NOT_OURS | FOR_OLDER_CODE
+
+
+def private_uses(source: str) -> list[int]:
+    """Lines that read or write a private name of another object. A test class's own (`self._x`, `super()._x`) are its own affair."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            of = node.value
+            own = isinstance(of, ast.Name) and of.id in ("self", "cls")
+            own |= isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
+            if not own:
+                lines.append(node.lineno)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("bray", "tests"):
+            lines += [node.lineno for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in PATCHES:
+            lines += [a.lineno for a in node.args if isinstance(a, ast.Constant) and is_private(a.value)]
+    return lines
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "server._sessions",
+        "server.sessions()._closed = True",
+        "from bray.serving.http import _seen",
+        "monkeypatch.setattr(module, '_WAIT', 1)",
+        "monkeypatch.setattr('bray.data.ring._SEGMENT', 1)",
+        "getattr(replay, '_tree')",
+    ],
+)
+def test_a_look_at_a_private_name_is_found(line):
+    assert private_uses(line) == [1]
+
+
+@pytest.mark.parametrize("line", ["self._x = 1", "super()._x()", "a.__name__", "os._exit(1)", "server.sessions"])
+def test_other_names_are_not(line):
+    assert private_uses(line) == []
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)
+def test_tests_ask_the_public_surface(path):
+    assert private_uses(path.read_text()) == [], (
+        f"{path.name} touches private names in these lines: see what a user sees, or make the name public with a docstring"
+    )

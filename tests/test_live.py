@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import gc
 import json
 import os
 import re
@@ -29,6 +30,8 @@ from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train import driver
+from bray.train.agent import TickBatcher
+from tests.serving_for_tests import Wire
 
 ROOT = Path(__file__).parent.parent
 LONG = 240.0  # seconds; the only limit of time: a training that hangs fails its test
@@ -699,15 +702,28 @@ def test_rows_are_dropped_and_counted_where_games_do_not_wait(tmp_path):
             assert exp.training.totals.dropped == dropped or wait_s == 0.0
 
 
+def test_a_tick_that_is_too_large_is_refused_before_its_body_is_sent(tmp_path):
+    with experiment(tmp_path / "run") as exp, Wire(port_of(exp)) as wire:
+        wire.send(b"POST /step HTTP/1.1\r\nstep_kind: tick\r\nsession: g\r\nContent-Length: 2000000\r\n\r\n")
+        assert wire.response()[0] == 413
+
+
+def alive(cls):
+    gc.collect()
+    return sum(type(x) is cls for x in gc.get_objects())
+
+
 def test_sessions_leave_nothing_behind(tmp_path):
     with experiment(tmp_path / "run") as exp:
         port = port_of(exp)
+        Sign(port, 30).play(episodes=1)
+        before = alive(TickBatcher)
         for i in range(30):
             Sign(port, i).play(episodes=1)
         server = exp.training.source.server.server
         until(lambda: not server.sessions.sessions, "sessions are still there")
         assert server.sessions.actors_made <= 2
-        assert len(exp.training.source.player._turns) == 1
+        assert alive(TickBatcher) == before
 
 
 def test_why_nothing_is_learnt(tmp_path, monkeypatch, caplog):
@@ -866,7 +882,7 @@ def test_closing_does_not_wait_for_games_that_wait(tmp_path):
     """Games that may wait 6 s for the learner are let go at once when there is none any more."""
     with experiment(tmp_path / "run", wait_s=6) as exp:
         with playing(*[Sign(port_of(exp), i) for i in range(8)]):
-            until(lambda: exp.training.source._rows > 100, "games bring nothing")
+            until(lambda: exp.training.source.waiting_rows > 100, "games bring nothing")
             time.sleep(0.5)
             start = time.perf_counter()
             exp.close()
@@ -928,7 +944,7 @@ def test_push_and_gather_from_two_threads_lose_nothing(tmp_path):
         assert total == 3000 * 32
         assert episodes == 3000
         assert rows + dropped == total
-        assert source._rows == 0
+        assert source.waiting_rows == 0
 
 
 def test_live_config_is_checked():

@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +15,7 @@ import bray.remote.master
 from bray import tree
 from bray.act import Clock
 from bray.algos import dqn, ppo
-from bray.data.experience import Rollouts
+from bray.data.experience import Counts, Rollouts
 from bray.data.piece import Piece
 from bray.data.ring import ReplayRing
 from bray.data.rows import Decoder, to_samples
@@ -31,6 +32,7 @@ from bray.serving.protocol import Refusal
 from bray.train import agent as agent_module
 from bray.train.config import RunConfig
 from bray.train.local import LocalTraining
+from tests.sources_for_tests import make_piece
 
 SCRIPTED = "tests.envs_for_tests:Scripted"
 
@@ -158,8 +160,14 @@ def host_of(training):
     return ModelHost("m", TorchEngine(training.model), step=3)
 
 
-def agent_in(actor):
-    return actor._agents[0][1]
+class Found(PolicyAgent):
+    """A PolicyAgent that the test finds by the name of its session."""
+
+    by_session: ClassVar = {}
+
+    def __init__(self, name, config, state):
+        super().__init__(name, config, state)
+        self.by_session[state.session] = self
 
 
 def collect(training, rows):
@@ -205,7 +213,7 @@ def test_pieces_of_a_session_give_the_learner_what_the_loop_does(game, normalize
     setup, training = make_training({"normalize_advantage": normalize, "gamma": 0.9}, GAMES[game])
     buffer = Buffer()
     actor = AgentActor(
-        {"agent1": PolicyAgent},
+        {"agent1": Found},
         make_config(
             section(env=GAMES[game], settings={"normalize_advantage": normalize, "gamma": 0.9}),
             host_of(training),
@@ -217,7 +225,7 @@ def test_pieces_of_a_session_give_the_learner_what_the_loop_does(game, normalize
 
     async def main():
         await actor.start("game", b"")
-        agent_in(actor).player.rng = np.random.default_rng([0, 0])  # the loop's own
+        Found.by_session["game"].player.rng = np.random.default_rng([0, 0])  # the loop's own
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
@@ -258,11 +266,11 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
     config = make_config(
         section(env=GAMES[game], settings={"normalize_advantage": False}, model=model), host_of(training), buffer
     )
-    actor = AgentActor({"agent1": PolicyAgent}, config, episode_length=8, serialize="json")
+    actor = AgentActor({"agent1": Found}, config, episode_length=8, serialize="json")
 
     async def main():
         await actor.start("game", b"")
-        agent_in(actor).player.rng = np.random.default_rng([0, 0])
+        Found.by_session["game"].player.rng = np.random.default_rng([0, 0])
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
@@ -497,21 +505,21 @@ def test_an_agent_that_does_not_learn_plays_its_best_and_pushes_nothing(change, 
 
 def test_agents_of_a_process_share_one_policy():
     config = make_config(section(), ModelHost("m", Prefers()), Buffer())
-    actors = [AgentActor({"agent1": PolicyAgent}, config, serialize="json") for _ in range(3)]
+    actors = [AgentActor({"agent1": Found}, config, serialize="json") for _ in range(3)]
 
     async def main():
         for i, actor in enumerate(actors):
             await actor.start(f"g{i}", b"")
-        return [agent_in(a) for a in actors]
+        return [Found.by_session[f"g{i}"] for i in range(3)]
 
     agents = run(main())
     assert len({id(a.player.policy) for a in agents}) == 1
     assert agents[0].player.config is config  # so that no other config can have its id and get this player
     other = make_config(section(), ModelHost("other", Prefers()), Buffer())
-    actor = AgentActor({"agent1": PolicyAgent}, other, serialize="json")
+    actor = AgentActor({"agent1": Found}, other, serialize="json")
     run(actor.start("g", b""))
-    assert agent_in(actor).player is not agents[0].player
-    assert agent_in(actor).player.model.name == "other"
+    assert Found.by_session["g"].player is not agents[0].player
+    assert Found.by_session["g"].player.model.name == "other"
 
 
 def test_a_subclass_speaks_the_games_own_language():
@@ -640,7 +648,7 @@ def test_exploration_follows_the_environment_steps_that_come_with_the_weights():
             return {"q": np.tile(np.array([0.0, 0.0, 0.5, 0.0], np.float32), (len(obs), 1))}
 
     host = ModelHost("m", Best())
-    actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, host, Buffer()), serialize="json")
+    actor = AgentActor({"agent1": Found}, make_config(algo, host, Buffer()), serialize="json")
 
     async def best(env_steps):
         host.env_steps = env_steps
@@ -648,7 +656,7 @@ def test_exploration_follows_the_environment_steps_that_come_with_the_weights():
 
     async def main():
         await actor.start("g", b"")
-        agent_in(actor).player.rng = np.random.default_rng(0)
+        Found.by_session["g"].player.rng = np.random.default_rng(0)
         return [await best(n) for n in (0, 700, 1400)]
 
     none, half, all_ = run(main())
@@ -818,7 +826,7 @@ def test_a_wait_that_is_no_time_is_refused(value):
         run(actor.start("g", b""))
 
 
-class Counts(Scripted):
+class CountsRows(Scripted):
     """Remembers the sizes of its batches."""
 
     def __init__(self):
@@ -831,7 +839,7 @@ class Counts(Scripted):
 
 def games_that_ask(count, steps):
     """How ticks are decided on when one more game sends its tick in each turn of the loop."""
-    model = Counts()
+    model = CountsRows()
     config = make_config(section(), ModelHost("m", model, max_batch_size=64), Buffer())
 
     async def main():
@@ -858,7 +866,7 @@ def test_games_that_play_side_by_side_are_decided_on_together():
 
 def test_a_tick_does_not_wait_for_all_the_others():
     batches = games_that_ask(50, 1)
-    assert batches[0] == agent_module._ENOUGH
+    assert batches[0] == agent_module.MAX_TICKS
     assert sum(batches) == 50
 
 
@@ -890,7 +898,7 @@ def test_an_answer_that_fails_is_the_error_of_its_own_tick(merged, error):
 
 
 def test_a_tick_that_nobody_waits_for_is_not_decided_on():
-    model = Counts()
+    model = CountsRows()
     config = make_config(section(), ModelHost("m", model), Buffer())
 
     async def main():
@@ -922,7 +930,7 @@ def test_at_the_end_of_a_service_no_game_waits_for_a_trainer_that_is_gone():
     sink = BufferSink("agent", Full(), 6.0, SimpleNamespace(step=0))
 
     async def main():
-        waiting = asyncio.create_task(sink._hand_over({"reward": np.zeros(3)}))
+        waiting = asyncio.create_task(sink.push(make_piece(np.random.default_rng(0), 3, 0), Counts(3)))
         await asyncio.sleep(0.1)
         assert not waiting.done()
         sink.stop_waiting()

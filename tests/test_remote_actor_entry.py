@@ -58,9 +58,9 @@ class Cluster:
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         self.workers, self.gateways = {}, {}
-        self.call(self._open_entry())
+        self.call(self.open_entry())
         for i in range(workers):
-            self.call(self._open_worker(f"w{i}"))
+            self.call(self.open_worker(f"w{i}"))
         assert self.call(self.entry.wait_for({f"w{i}" for i in range(workers)}, 5.0))
 
     def call(self, coroutine):
@@ -70,11 +70,11 @@ class Cluster:
         return self
 
     def __exit__(self, *exc):
-        self.call(self._close())
+        self.call(self.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
 
-    async def _open_entry(self, port=0):
+    async def open_entry(self, port=0):
         self.server = Server(lambda: None, ServiceConfig(**self.config | {"actors_per_worker": 0, "port": port}))
         self.server.open()
         self.entry = HeadGateway(self.server.sessions, self.server.all_numbers)
@@ -84,19 +84,19 @@ class Cluster:
         await self.server.listen()
         self.port = self.server.port
 
-    async def _open_worker(self, name, **config):
+    async def open_worker(self, name, **config):
         made = type("Who", (Who,), {"worker": name})
         server = self.workers[name] = Server(made, ServiceConfig(**self.config | config))
         server.open()
         self.gateways[name] = BehindHead(server.sessions, name, server.all_numbers)
-        await self._link(name)
+        await self.link(name)
 
-    async def _link(self, name):
+    async def link(self, name):
         gateway = self.gateways[name]
         address = self.listener.address
         gateway.connected(await connect(address, SECRET, gateway.handle, gateway.lost, unix=not self.tcp))
 
-    async def _kill_worker(self, name):
+    async def kill_worker(self, name):
         """Its connections end without a word; its sessions are gone."""
         server, gateway = self.workers.pop(name), self.gateways.pop(name)
         gateway.link.abort()
@@ -104,15 +104,15 @@ class Cluster:
         server.sessions.gateway = None
         await server.close()
 
-    async def _kill_entry(self):
+    async def kill_entry(self):
         for link in self.listener.links:
             link.abort()
         await self.listener.close()
         await self.entry.close()
         await self.server.close()
 
-    async def _close(self):
-        await self._kill_entry()
+    async def close(self):
+        await self.kill_entry()
         for server in self.workers.values():
             await server.close()
         for gateway in self.gateways.values():
@@ -146,7 +146,7 @@ def test_an_entry_counts_the_sessions_of_an_address_at_all_workers():
         eventually(lambda: wire.step("start", "again")[0] == 200)
         owner = c.call(c.owners())["s0"]
         lost = [session for session, worker in c.call(c.owners()).items() if worker == owner]
-        c.call(c._kill_worker(owner))
+        c.call(c.kill_worker(owner))
         eventually(lambda: wire.step("tick", "s0")[0] == 404)
         statuses = [wire.step("start", f"t{i}")[0] for i in range(9)]
         assert statuses.count(200) == len(lost)
@@ -209,17 +209,17 @@ def test_a_lost_worker_takes_only_its_own_sessions_with_it():
         for i, wire in enumerate(wires):
             wire.send(http_request("tick", f"s{i}", b"sleep 0.4"))
         time.sleep(0.1)
-        c.call(c._kill_worker("w0"))
+        c.call(c.kill_worker("w0"))
         for i, wire in enumerate(wires):
             assert wire.response()[0] == (404 if owners[f"s{i}"] == "w0" else 200)
             assert wire.step("tick", f"s{i}")[0] == (404 if owners[f"s{i}"] == "w0" else 200)
         statuses = [wires[0].step("start", f"n{i}")[0] for i in range(8)]
         assert statuses == [200] * 7 + [429]  # those of the other one
-        c.call(c._open_worker("w0"))
+        c.call(c.open_worker("w0"))
         c.call(c.entry.wait_for({"w0"}, 5.0))
         assert wires[0].step("start", "n7") == (200, b"w0")
-        c.call(c._kill_worker("w0"))
-        c.call(c._kill_worker("w1"))
+        c.call(c.kill_worker("w0"))
+        c.call(c.kill_worker("w1"))
         status, _, _ = wires[0].send(http_request("start", "later")).response()
         assert status == 503
 
@@ -229,14 +229,14 @@ def test_sessions_survive_their_entry():
         with Wire(c.port) as wire:
             owners = {f"s{i}": wire.step("start", f"s{i}")[1] for i in range(6)}
         port = c.port
-        c.call(c._kill_entry())
+        c.call(c.kill_entry())
         with Wire_or_none(port) as nobody:
             assert nobody is None
         for gateway in c.gateways.values():  # they hear of it a moment later
             c.call(asyncio.wait_for(gateway.gone.wait(), 5.0))
-        c.call(c._open_entry(port))
+        c.call(c.open_entry(port))
         for name in c.gateways:
-            c.call(c._link(name))
+            c.call(c.link(name))
         assert c.call(c.entry.wait_for({"w0", "w1"}, 5.0))
         with Wire(port) as wire:
             for name in owners:
@@ -258,7 +258,7 @@ def test_the_same_worker_comes_back_before_its_old_connection_is_known_to_be_gon
     with Cluster(1) as c, Wire(c.port) as wire:
         assert wire.step("start", "g")[0] == 200
         old = c.gateways["w0"].link
-        c.call(c._link("w0"))
+        c.call(c.link("w0"))
         for _ in range(100):
             if old.closed:
                 break
@@ -293,7 +293,7 @@ def hello(address, secret=SECRET, name="odd", slots=5):
 
 
 def test_a_worker_that_stands_still_does_not_hold_its_games_forever(monkeypatch):
-    monkeypatch.setattr(gateway_module, "_GRACE_S", 0.2)
+    monkeypatch.setattr(gateway_module, "GRACE_S", 0.2)
     with Cluster(0, tcp=True, tick_timeout_s=0.3) as c:
         with hello(c.listener.address), Wire(c.port) as wire:
             assert c.call(c.entry.wait_for({"odd"}, 5.0))
@@ -365,10 +365,10 @@ def test_whatever_happens_entry_and_workers_agree():
                 wire.send(b"".join(http_request(k, None if k == "auto" else name, b"x") for k in kinds))
                 asked.append((wire, kinds))
             if step % 20 == 10:
-                c.call(c._kill_worker(rng.choice(sorted(c.workers))))
+                c.call(c.kill_worker(rng.choice(sorted(c.workers))))
             if step % 20 == 15:
                 name = next(w for w in ("w0", "w1", "w2") if w not in c.workers)
-                c.call(c._open_worker(name))
+                c.call(c.open_worker(name))
             for wire, kinds in asked:
                 for kind in kinds:
                     seen.add((kind, wire.response()[0]))

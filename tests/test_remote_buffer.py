@@ -18,6 +18,7 @@ from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
 from bray.remote.buffer import connection, reader, slabs, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
+from bray.remote.buffer.stores import Queue
 from bray.remote.buffer.worker import BufferShard
 from tests.buffer_for_tests import session_of
 
@@ -595,26 +596,24 @@ def test_samples_of_all_sizes_arrive(session):
 
 @on_sockets
 def test_an_iteration_that_pauses_leaves_the_rest_to_others(session, monkeypatch):
-    monkeypatch.setattr(reader, "_PAUSE", 0.2)
+    monkeypatch.setattr(reader, "PAUSE_S", 0.2)
     buffer = RemoteBuffer("b", size=100, num_workers=2)
     buffer.push(sample(0)).result(10)
     assert int(next(buffer)["i"]) == 0
-    shards = [session.cluster.hosted(f"buffer/b/{i}").worker for i in range(2)]
-    wait_until(lambda: sum(len(s._pops) for s in shards) >= 2)  # it asks for more
-    wait_until(lambda: sum(len(s._pops) for s in shards) == 0)  # and withdraws
+    asking = lambda: sum(shard["asking"] for shard in buffer.numbers()["shards"])  # noqa: E731
+    wait_until(lambda: asking() >= 2)  # it asks for more
+    wait_until(lambda: asking() == 0)  # and withdraws
     buffer.push(*(sample(i) for i in range(1, 9))).result(10)
     assert buffer.numbers()["waiting"] == 8
     assert sorted(int(next(buffer)["i"]) for _ in range(8)) == list(range(1, 9))
 
 
 @on_sockets
-def test_small_samples_travel_together(session):
+def test_small_samples_travel_together(session, monkeypatch):
     """A message for many: else a hundred bytes cost as much as a hundred thousand."""
+    chunks, put = [], Queue.put
+    monkeypatch.setattr(Queue, "put", lambda queue, chunk: (chunks.append(chunk.rows), put(queue, chunk)))
     buffer = RemoteBuffer("b", size=10_000, num_workers=1)
-    shard = session.cluster.hosted("buffer/b/0").worker
-    chunks = []
-    put = shard._store.put
-    shard._store.put = lambda chunk: (chunks.append(chunk.rows), put(chunk))
     for i in range(2000):
         buffer.push(sample(i))
     buffer.flush(10)
@@ -642,7 +641,7 @@ def test_without_shared_memory_samples_go_through_the_socket(session, monkeypatc
 def test_a_consumer_that_keeps_too_much_gets_copies(session, monkeypatch):
     from bray.remote.buffer import worker
 
-    monkeypatch.setattr(worker, "_MAX_LEASED", 3 << 17)
+    monkeypatch.setattr(worker, "MAX_LEASED", 3 << 17)
     buffer = RemoteBuffer("b", size=16, num_workers=1)
     for i in range(8):
         buffer.push(sample(i, LARGE)).result(10)
@@ -669,8 +668,8 @@ def test_density_is_the_part_of_the_shards_that_a_producer_connects_to(session, 
 @on_sockets
 def test_producers_spread_over_the_shards(session):
     settings = RemoteBuffer("b", num_workers=4, density=25).settings
-    firsts = {writer.RemoteWriter(settings, [object() for _ in range(4)])._order[0] for _ in range(200)}
-    assert len(firsts) > 100
+    ports = [object() for _ in range(4)]
+    assert {writer.RemoteWriter(settings, ports).order[0] for _ in range(200)} == set(ports)
 
 
 def test_waiting_on_the_io_loop_is_told_what_to_do(session):

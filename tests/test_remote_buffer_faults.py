@@ -28,13 +28,13 @@ def session(tmp_path):
 
 def restart(session, name):
     """As if the process of a shard were killed, and made anew: its samples and its memory are gone, its links break."""
-    hosted = session.cluster._hosted[name]
+    hosted = session.cluster.hosted(name)
     old = hosted.worker
     new = BufferShard(old.settings, old.index)
     io.run(new.start())
     hosted.worker = new
-    for link in list(old._listener.links):
-        io.loop().call_soon_threadsafe(link._transport.abort)
+    for link in list(old.listener.links):
+        io.loop().call_soon_threadsafe(link.abort)
     io.run(old.close())
 
 
@@ -238,7 +238,7 @@ def test_a_new_shard_is_told_that_others_push(session):
 
 
 def test_who_waits_for_a_stopped_buffer_is_told(session, monkeypatch):
-    monkeypatch.setattr(ports, "_AGAIN", 0.05)
+    monkeypatch.setattr(ports, "RETRY_S", 0.05)
     buffer, other = RemoteBuffer("b", size=2, num_workers=2), RemoteBuffer("c", num_workers=1)
     late = buffer.push(*(sample(i) for i in range(9)), drop=False)
     names = ["buffer/b/0", "buffer/b/1", "buffer/c/0"]

@@ -162,20 +162,20 @@ def test_max_reuse_bounds_how_often_a_batch_is_given_again():
             gate.acquire()
             yield i
 
-    buffer = PrefetchBuffer(source(), size=1, max_reuse=2)
+    buffer = PrefetchBuffer(source(), size=1, max_reuse=2, name="counted")
     gate.release()
     got = [next(buffer)]
     threading.Timer(0.2, gate.release).start()
     got += [next(buffer), next(buffer), next(buffer)]  # twice again, then it waits for the next one
     assert got == [0, 0, 0, 1]
     gate.release()
-    wait_until(lambda: len(buffer._ahead.ready) == 1)
+    wait_until(lambda: buffer.ready == 1)
     assert next(buffer) == 2  # a new one comes before any reuse
     gate.release()
-    wait_until(lambda: len(buffer._ahead.ready) == 1)
+    wait_until(lambda: buffer.ready == 1)
     assert [next(buffer)] == [3]
     assert buffer.reused == 2
-    wait_until(lambda: buffer._ahead.error is not None)
+    wait_until(lambda: not any(t.name == "prefetch counted" for t in threading.enumerate()))
     with pytest.raises(StopIteration):
         next(buffer)
 

@@ -620,8 +620,8 @@ def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
     RemoteModel("m", Scale(0), (X,))
     here = sessions.session().cluster
     keeper = here.hosted("model/m").worker
-    monkeypatch.setattr(keeper_module, "_GAP_S", 0.2)
-    monkeypatch.setattr(keeper_module, "_MOST_GAPS_S", 10.0)
+    monkeypatch.setattr(keeper_module, "GAP_S", 0.2)
+    monkeypatch.setattr(keeper_module, "MOST_GAPS_S", 10.0)
 
     async def main():
         waiting = [asyncio.create_task(keeper.newer(keeper.about().news.key, -1, wait=LIMIT_S)) for _ in range(3)]

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import threading
 
 import numpy as np
 import pytest
@@ -185,21 +186,48 @@ def test_callers_of_several_loops_share_batches_and_one_who_errs_harms_nobody(se
     assert 'raise ValueError("a negative number came in")' in text
 
 
+class Doubles:
+    """An engine that answers as `Weighted` does at first."""
+
+    def forward(self, x):
+        return {"y": 2 * x, "sum": 2 * x.sum(-1), "rows": np.full(len(x), len(x))}
+
+    def set_weights(self, weights):
+        pass
+
+
+class held(Doubles):
+    """While it is entered, a forward of this worker runs and all others wait for it."""
+
+    def __init__(self, worker):
+        self.host = worker.served.host
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        self.entered.set()
+        self.gate.wait(LIMIT_S)
+        return super().forward(x)
+
+    def __enter__(self):
+        self.host.replace_engine(self)
+        threading.Thread(target=self.host, args=(X[None],), kwargs={"batch": True}, daemon=True).start()
+        assert self.entered.wait(LIMIT_S)
+
+    def __exit__(self, *exc):
+        self.gate.set()
+
+
 def test_frames_of_several_connections_are_merged(session, model):
     members = [start(session)]
 
     async def main():
         callers = [Caller("m", members, 32) for _ in range(3)]
         await asyncio.gather(*[c.ask((X,), False, None, False) for c in callers])
-        host = worker(session).served.host
-        host._current.batcher.lock.acquire()  # a forward that takes long
-        try:
+        with held(worker(session)):
             first = callers[0].ask((X,), False, None, False)
             await asyncio.sleep(0.2)
             rest = [c.ask((X,), False, None, False) for c in callers for _ in range(2)]
             await asyncio.sleep(0.2)
-        finally:
-            host._current.batcher.lock.release()
         outputs = await asyncio.gather(first, *rest)
         for c in callers:
             c.close()
@@ -282,10 +310,8 @@ def test_the_worker_with_less_to_do_comes_first(session, model):
         caller = Caller("m", members, 4)
         await asyncio.gather(*[caller.ask((X,), False, None, False) for _ in range(4)])
         await asyncio.sleep(0.2)  # both are connected
-        slow = worker(session, 0).served.host._current.batcher.lock
         before = worker(session, 1).served.host.numbers()["samples_total"]
-        slow.acquire()
-        try:
+        with held(worker(session, 0)):
             first = [caller.ask((X,), False, None, False) for _ in range(2)]
             done = 0
             for _ in range(50):
@@ -294,8 +320,6 @@ def test_the_worker_with_less_to_do_comes_first(session, model):
                     done += 1
                 except TimeoutError:
                     pass
-        finally:
-            slow.release()
         await asyncio.gather(*first)
         caller.close()
         return done, worker(session, 1).served.host.numbers()["samples_total"] - before
@@ -312,13 +336,11 @@ def test_what_a_worker_that_dies_had_not_answered_goes_to_another(session, model
         caller = Caller("m", members, 8)
         await asyncio.gather(*[caller.ask((X,), False, None, False) for _ in range(16)])
         await asyncio.sleep(0.2)
-        held = worker(session, 0).served.host._current.batcher.lock
-        held.acquire()
-        futures = [caller.ask((X + i,), False, None, False) for i in range(64)]
-        await asyncio.sleep(0.2)
-        await asyncio.wrap_future(io.submit(_cut(worker(session, 0))))
-        outputs = await asyncio.gather(*futures)
-        held.release()
+        with held(worker(session, 0)):
+            futures = [caller.ask((X + i,), False, None, False) for i in range(64)]
+            await asyncio.sleep(0.2)
+            await asyncio.wrap_future(io.submit(_cut(worker(session, 0))))
+            outputs = await asyncio.gather(*futures)
         caller.close()
         return outputs
 
@@ -329,8 +351,20 @@ def test_what_a_worker_that_dies_had_not_answered_goes_to_another(session, model
 async def _cut(dead):
     """As a kill does: no connection, and no new one."""
     dead.address = lambda: (_ for _ in ()).throw(Unreachable("killed"))
-    for link in list(dead._listener.links):
-        link._transport.abort()
+    for link in list(dead.listener.links):
+        link.abort()
+
+
+class Deadly(Doubles):
+    """Cuts the connections of its worker instead of answering."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def forward(self, x):
+        for link in list(self.worker.listener.links):
+            link.abort()
+        return super().forward(x)
 
 
 def test_a_sample_that_kills_workers_is_given_up(session, model):
@@ -340,11 +374,7 @@ def test_a_sample_that_kills_workers_is_given_up(session, model):
         caller = Caller("m", members, 8)
         await caller.ask((X,), False, None, False)
         for index in range(3):
-            doomed = worker(session, index)
-            doomed._message = lambda link, *_: link._transport.abort()
-            doomed._listener._handle = doomed._message
-            for link in doomed._listener.links:
-                link._handle = doomed._message
+            worker(session, index).served.host.replace_engine(Deadly(worker(session, index)))
         return await asyncio.gather(caller.ask((X,), False, None, False), return_exceptions=True)
 
     (error,) = run(main)
@@ -361,12 +391,8 @@ def test_nobody_waits_for_ever(session, model, monkeypatch):
     async def main():
         caller = Caller("m", members, 8)
         await caller.ask((X,), False, None, False)
-        lock = worker(session).served.host._current.batcher.lock
-        lock.acquire()
-        try:
+        with held(worker(session)):
             hung = await asyncio.gather(caller.ask((X,), False, None, False), return_exceptions=True)
-        finally:
-            lock.release()
         again = await caller.ask((X,), False, None, False)  # connected anew
         await asyncio.wrap_future(io.submit(_cut(worker(session))))
         nobody = await asyncio.gather(caller.ask((X,), False, None, False), return_exceptions=True)
@@ -402,7 +428,7 @@ def test_with_a_gpu_the_worker_runs_there_and_takes_new_weights(session):
     model = RemoteModel("m", net, (X,), max_batch_size=16, num_workers=1, gpus_per_worker=1, use_onnx="train")
     members = [start(session)]
     served = worker(session).served
-    assert next(served._module.parameters()).is_cuda
+    assert torch.cuda.memory_allocated() > 0
     assert served.engine == "torch"
     xs = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
 

@@ -220,7 +220,7 @@ def test_prioritized_replay_gets_priorities_and_follows_the_schedule_of_beta(mon
     end = RemoteTrainer("t").train(model=remote, buffers=["b"], num_steps=5, config=config)
     assert end.result(60)["steps"] == 5
     assert betas == pytest.approx([0.4 + 0.6 * min(1.0, 15 * i / 60) for i in range(1, 6)])
-    leaves = rings[-1]._tree.leaves
+    leaves = rings[-1].get_state()["priority"]
     assert len(np.unique(leaves[leaves > 0])) > 5  # new samples have one priority; these have got their own
 
 

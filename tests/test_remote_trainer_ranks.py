@@ -153,7 +153,7 @@ def ppo(ranks, path):
 
     def look(drive):
         steps.append(drive.steps)
-        differed.append(drive._distributed["default"]._differ)
+        differed.append(drive.distributed["default"].differ)
 
     drive = learner_drive(
         setup, remote, [rollouts], ranks=ranks, num_steps=40, hooks=[recorder(seen), Hook("after_step", look)]

@@ -339,7 +339,7 @@ def test_pictures_are_made_once(project, renders, module):
 
 def test_the_cache_has_a_bound(project, renders, monkeypatch, module):
     episode = project.read("first", only(project))
-    monkeypatch.setattr(render_module, "_CACHE_BYTES", 250)  # two or three of these
+    monkeypatch.setattr(render_module, "CACHE_BYTES", 250)  # two or three of these
     for tick in (0, 1, 2, 3, 4, 5, 5, 0):
         renders.pictures("render", episode, tick)
     assert sys.modules[module].calls == [0, 1, 2, 3, 4, 5, 0]
@@ -721,7 +721,7 @@ def test_mistakes_of_the_command_line(tmp_path, project, module, capsys, monkeyp
 
 
 def test_messages_of_the_actors_are_read(tmp_path, capsys, monkeypatch, module):
-    from bray.cli.render import _messages
+    from bray.cli.render import message_classes
     from bray.launch.graph import load
 
     monkeypatch.chdir(tmp_path)
@@ -733,7 +733,7 @@ def test_messages_of_the_actors_are_read(tmp_path, capsys, monkeypatch, module):
         "  tick_input_proto: {file: tick.proto, message: In}\n"
         "  tick_output_proto: {module: no_such_pb2, message: Out}\n"
     )
-    classes, notes = _messages(load("sub/rl.yaml"))
+    classes, notes = message_classes(load("sub/rl.yaml"))
     assert [c.DESCRIPTOR.full_name for c in classes] == ["g.In"]
     assert len(notes) == 1
     assert "actor1.tick_output_proto: there is no module no_such_pb2" in notes[0]
@@ -755,20 +755,22 @@ def test_from_a_game_session_with_messages_to_a_picture(tmp_path, project, modul
         def on_tick(self, state):
             state.output.action = sum(state.input.at)
 
+    classes = [message_class(spec, key) for key, spec in protos.items()]
+    sent = classes[0]
+
     async def play():
         actor = AgentActor(
             {"a": Acts}, serialize="proto", episode_save_interval=1, save_dir=project.path / "played", **protos
         )
         await actor.start("arena-agent-red", b"")
         for t in range(3):
-            actor.tick(actor._codec.input(at=[t, 5]).SerializeToString())
+            actor.tick(sent(at=[t, 5]).SerializeToString())
         await actor.end(b"")
 
     asyncio.run(asyncio.wait_for(play(), 30))
     (tmp_path / f"{module}_played.py").write_text(
         "import numpy\ndef render(episode, tick):\n    return numpy.full((4, 4), 10 * episode[tick].input.at[0])\n"
     )
-    classes = [message_class(spec, key) for key, spec in protos.items()]
     for known in (True, False):
         of = Project(project.path, messages=classes if known else ())
         with contextlib.closing(RenderServer(of, {"view": Render("view", f"{module}_played")})) as server:

@@ -111,12 +111,12 @@ def test_saving_is_not_a_use(tmp_path):
     exp = Experiment("DQN", ENVS["DQN"], use_preset=False, path=tmp_path / "r", config={**SMALL, "max_use": 2})
     exp.training.iterate()
     replay = exp.training.experience.ring
-    before, uses = len(replay), replay._uses.copy()
+    before, uses = len(replay), replay.get_state()["uses"]
     recent = exp.training.recent_observations(rows=50)
     np.testing.assert_array_equal(recent, replay.newest(50)["obs"])
     assert len(recent) == 50
     assert len(replay) == before
-    np.testing.assert_array_equal(replay._uses, uses)
+    np.testing.assert_array_equal(replay.get_state()["uses"], uses)
     exp.close()
 
 

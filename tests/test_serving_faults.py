@@ -165,7 +165,7 @@ def test_names_of_headers_that_are_kept_are_few_and_short():
     with running() as server, Wire(server.port) as wire:
         wire.send(http_request("tick", "g", **{"A" * 3000: "x"}))
         assert wire.response()[0] == 404
-        assert max(map(len, http._seen)) <= 64
+        assert max(map(len, http.SPELLINGS)) <= 64
 
 
 def test_a_start_behind_an_end_comes_before_what_arrives_later():
@@ -255,10 +255,10 @@ class Fails(Orders):
 
     async def start(self, session, data):
         self.where, _, self.how = session.partition(" ")
-        self._maybe("start")
+        self.maybe_fail("start")
         return await super().start(session, data)
 
-    def _maybe(self, where):
+    def maybe_fail(self, where):
         if self.where == where:
             ERRORS[self.how]()
 
@@ -266,28 +266,28 @@ class Fails(Orders):
         if self.where == "late":
             await asyncio.sleep(0.01)
             ERRORS[self.how]()
-        self._maybe("tick")
+        self.maybe_fail("tick")
         return await super().tick(data)
 
     async def end(self, data):
-        self._maybe("end")
+        self.maybe_fail("end")
         return b"bye"
 
 
 class PlainFails(Plain):
     def start(self, session, data):
         self.where, _, self.how = session.partition(" ")
-        self._maybe("start")
+        self.maybe_fail("start")
 
-    _maybe = Fails._maybe
+    maybe_fail = Fails.maybe_fail
 
     def tick(self, data):
-        self._maybe("tick")
-        self._maybe("late")
+        self.maybe_fail("tick")
+        self.maybe_fail("late")
         return data
 
     def stop(self, data):
-        self._maybe("end")
+        self.maybe_fail("end")
         return b"bye"
 
 

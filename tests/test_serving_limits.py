@@ -6,9 +6,11 @@ import gc
 import json
 import time
 import tracemalloc
+import urllib.request
 
 import pytest
 
+from bray.serving import server as server_module
 from bray.serving.protocol import malformed, pack_request
 from tests.serving_for_tests import Echo, Plain, Wire, http_request, on_loop, running
 
@@ -300,3 +302,16 @@ def test_a_refused_client_that_goes_on_sending_for_ever_is_closed(tcp):
         assert answer(wire, tcp) == (False, "bad_token")
         on_loop(server, lambda: server.front.sweep(time.perf_counter() + 31))
         assert wire.closed()
+
+
+def test_silent_connections_do_not_keep_probes_from_the_admin_port(monkeypatch):
+    monkeypatch.setattr(server_module, "MAX_ADMIN", 4)
+    with running() as server, contextlib.ExitStack() as open_:
+        silent = [open_.enter_context(Wire(server.admin_port)) for _ in range(10)]
+        assert urllib.request.urlopen(f"http://127.0.0.1:{server.admin_port}/healthz", timeout=10).status == 200
+        for wire in silent[:6]:
+            with contextlib.suppress(ConnectionError):  # closed, and the others are not
+                assert wire.sock.recv(1) == b""
+        silent[-1].sock.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            silent[-1].sock.recv(1)

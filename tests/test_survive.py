@@ -225,7 +225,7 @@ def test_a_disk_that_stays_full_is_one_message_and_the_last_checkpoint_is_good(t
     assert code != 0
     assert "Traceback" not in err
     assert f"error: disk full while writing {tmp_path / 'r'}" in err
-    assert "Free some space and go on with --resume" in err
+    assert "Free some space and go on: bray train --resume" in err
     disk.full = False
     assert saved(tmp_path / "r")["training_iteration"] == 0
 

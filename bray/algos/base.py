@@ -80,6 +80,11 @@ class Learner:
         """Forward, losses, gradients, optimizers: a function of tensors."""
         raise NotImplementedError
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether gradient steps replay a recording."""
+        return self._step.recordings > 0
+
     def draw(self, count: int = 1) -> list[Tensor]:
         """The Model's random inputs (`model.draws`), `count` of each, as tensors."""
         if not self._draws:

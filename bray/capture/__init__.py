@@ -95,6 +95,11 @@ class capture:
             self._programs[key] = self._record(flat, structure)
         return self._programs[key]
 
+    @property
+    def recordings(self) -> int:
+        """For how many shapes of the inputs a recording is in use."""
+        return sum(program is not None and program.is_recorded for program in self._programs.values())
+
     def _record(self, flat: list[Tensor], structure: Any) -> Program | None:
         try:
             return record(self.fn, flat, structure, self._warn)

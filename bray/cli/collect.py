@@ -13,7 +13,7 @@ from bray import tree
 from bray.act import GREEDY
 from bray.cli.options import Collect
 from bray.cli.show import facts, how_to_act, log_shown, say, terminal, trusting
-from bray.data.files import Episode, EpisodeWriter, to_pickle
+from bray.data.files import Episode, to_pickle, write_episodes
 from bray.envs.make import make_vec
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
@@ -78,7 +78,7 @@ def collect(options: Collect) -> int:
     exp.check_env()
     console = terminal()
     count, seed = options.episodes or 100, EVAL_SEED if options.seed is None else options.seed
-    out = options.out or options.path / "trajectories"
+    out = options.out or RunDir(options.path).folder("trajectories")
     returns: list[float] = []
     done = 0
 
@@ -93,9 +93,10 @@ def collect(options: Collect) -> int:
                     status.update(f"{len(returns):,}{of[0]} episodes, {done:,}{of[1]} steps")
                 yield episode
 
-    write = _write if options.format == "bray" else _write_pickles
-    paths = write(played(), out, options.per_file)
-    if options.format == "bray":
+    if options.format == "pkl":
+        paths = _write_pickles(played(), out, options.per_file)
+    else:
+        paths = write_episodes(out / "episodes", played(), options.per_file)
         RunDir(out).write_spec(exp.served.spec)  # so that `bray train --data` needs no environment
     exp.close()
     say(f"{exp.config['run'].algorithm} on {exp.env_id}: {len(returns):,} episodes, {done:,} steps", "bold")
@@ -108,13 +109,6 @@ def collect(options: Collect) -> int:
     if options.format == "bray":
         say(f'read them: bray.EpisodeReader("{out}")', "dim")
     return 0
-
-
-def _write(played: Iterator[Episode], out: Path, per_file: int) -> list[Path]:
-    with EpisodeWriter(out / "episodes", per_file) as writer:
-        for episode in played:
-            writer.write(episode)
-    return writer.paths
 
 
 def _write_pickles(played: Iterator[Episode], out: Path, per_file: int) -> list[Path]:

@@ -36,7 +36,8 @@ _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "bf16": "bf16",
     "sve": "SVE",
 }
-_SMOKE_SECONDS = 2.0
+SMOKE_SECONDS = 2.0
+"""How long the trial training of `bray doctor` runs."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def _training() -> list[Check]:
     from bray.experiment import Experiment
 
     with tempfile.TemporaryDirectory() as folder:
-        exp = Experiment("PPO", "CartPole-v1", path=Path(folder) / "run", stop={"time_total_s": _SMOKE_SECONDS})
+        exp = Experiment("PPO", "CartPole-v1", path=Path(folder) / "run", stop={"time_total_s": SMOKE_SECONDS})
         rates = [row["env_steps_per_second"] for row in exp.train()]
         saved = (exp.path / "checkpoints" / "latest").exists()
         exp.close()

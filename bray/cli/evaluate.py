@@ -60,6 +60,7 @@ def judge(
     note: str = "",
 ) -> list[Path]:
     """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked; returns the videos."""
+    folder = RunDir(out).folder("videos") if render == "video" else out
     cut = (0.0, 0)
     if steps is None:
         results = exp.play(episodes, seed=seed, act=act)
@@ -78,10 +79,10 @@ def judge(
     frames, return_, length, fps = film(exp, render, act=act, seed=seed)
     videos = []
     if render == "video":
-        videos.append(write_video(frames, out / "videos" / "eval.mp4", fps))
+        videos.append(write_video(frames, folder / "eval.mp4", fps))
         if len(frames) <= _MAX_GIF:
             every = -(-max(frames[0].shape[:2]) // _GIF_SIDE)
-            videos.append(write_video([f[::every, ::every] for f in frames], out / "videos" / "eval.gif", fps))
+            videos.append(write_video([f[::every, ::every] for f in frames], folder / "eval.gif", fps))
     if not quiet:
         what = "filmed" if render == "video" else "showed"
         say(f"{what} one episode of {length:,} steps, return {short(return_)}", "dim")

@@ -186,7 +186,7 @@ def _run(graph: Graph, options: Launch, reads_only: bool) -> int:
         place: dict[str, Any] = {}
         if s.mode == "deploy":
             place = {"numbers_in": DEPLOY_FOLDER, "shared": reads_only}
-        session = init(s.project, s.trial, options.cluster, **place, **_ray(options, asked))
+        session = init(s.project, s.trial, options.cluster, **place, **ray_settings(options, asked))
         try:
             where = session.cluster.kind
             say(f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold")
@@ -234,7 +234,7 @@ def _wait(run: Run, options: Launch) -> int:
     return 0
 
 
-def _ray(options: Launch, asked: ResourceRequest) -> dict[str, Any]:
+def ray_settings(options: Launch, asked: ResourceRequest) -> dict[str, Any]:
     """What `ray.init` is told where the Ray is our own: logical CPUs enough for the graph."""
     if options.cluster != "ray":
         return {}

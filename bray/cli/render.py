@@ -36,7 +36,7 @@ def render(options: Options) -> int:
     if not project.is_dir():
         made = f"`bray launch --config {config}` makes it" if config is not None else "a training makes it"
         raise ConfigError(f"there is no project directory {project} here; {made}")
-    messages, notes = ([], []) if graph is None else _messages(graph)
+    messages, notes = ([], []) if graph is None else message_classes(graph)
     components = {} if graph is None else graph.of_kind("render")
     renders = {name: Render(name, c.settings.module, c.settings.func) for name, c in components.items()}
     server = RenderServer(Project(project, trial, messages), renders, host, options.port)
@@ -61,7 +61,7 @@ def render(options: Options) -> int:
     return 0
 
 
-def _messages(graph: Graph) -> tuple[list[Any], list[str]]:
+def message_classes(graph: Graph) -> tuple[list[Any], list[str]]:
     """The protobuf classes of the actors, to read their States with; and why one is missing. The page works without."""
     modules, classes, notes = Modules(graph), [], []
     for name, actor in graph.of_kind("actor").items():

@@ -25,6 +25,7 @@ import zstandard
 
 from bray import tree
 from bray.errors import DataError
+from bray.rundir.files import write_atomic
 from bray.tree import NestedArray
 
 SUFFIX = ".episodes"
@@ -64,7 +65,9 @@ class EpisodeWriter:
         if self._file is None:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._path = self.prefix.with_name(f"{self.prefix.name}-{self._number:05d}{SUFFIX}")
-            self._file = open(self._path.with_name(self._path.name + ".tmp"), "wb")  # noqa: SIM115  closed by _finish
+            temporary = self._path.with_name(self._path.name + ".tmp")
+            temporary.unlink(missing_ok=True)  # that of a writer that was killed, or a link to somewhere else
+            self._file = open(temporary, "xb")  # noqa: SIM115  closed by _finish
             self._file.write(_HEAD)
         self._index.append((self._file.tell(), len(block), len(raw), steps))
         self._file.write(block)
@@ -178,12 +181,7 @@ def to_pickle(path: Path | str, episodes: Iterable[Episode]) -> None:
         others = {k: v for k, v in episode.items() if k not in _COLUMNS}
         info = {"truncated": np.asarray(episode["truncated"]), **others}
         out["info"].append(tree.split(tree.index(info, slice(0, n)), n))
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as f:
-        pickle.dump(out, f, protocol=4)
-    os.replace(temporary, path)
+    write_atomic(path, pickle.dumps(out, protocol=4))
 
 
 def _next_number(prefix: Path) -> int:

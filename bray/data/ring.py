@@ -20,7 +20,8 @@ from bray.data.view import View
 from bray.errors import CheckpointError, DataError
 from bray.tree import NestedArray
 
-_SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 64 << 20
+"""Size from which a save begins another segment file."""
 _VERSION = 1
 
 
@@ -66,7 +67,7 @@ class ReplayRing(SampledRing):
         low = max(0, self.steps - self.rows)
         kept = [e for e in self._segments if e[1] > low]
         at = max(self._saved, low)
-        most = max(1, _SEGMENT_BYTES * self.rows // self.nbytes)
+        most = max(1, SEGMENT_BYTES * self.rows // self.nbytes)
         while at < self.steps:
             end = min(self.steps, at + most)
             kept.append(segments.write(directory, at, end, self._export(at, end)))

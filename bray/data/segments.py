@@ -19,6 +19,7 @@ import numpy as np
 from bray import tree
 from bray.errors import CheckpointError, DataError
 from bray.rundir import open_plain
+from bray.rundir.files import sync_dir, write_synced
 from bray.tree import NestedArray
 
 _NAME = re.compile(r"rows-\d{12}-\d{12}-[0-9a-f]{16}\.seg(\.tmp)?")
@@ -32,12 +33,10 @@ def write(directory: Path, first: int, end: int, rows: NestedArray) -> list[int]
     if path.exists() and path.stat().st_size == len(data):
         return entry  # a run that repeats the rows of another one from the same checkpoint
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+    temporary.unlink(missing_ok=True)  # of a process that was killed
+    write_synced(temporary, data)
     os.replace(temporary, path)
-    _sync(directory)
+    sync_dir(directory)
     return entry
 
 
@@ -91,12 +90,3 @@ def _name(entry: list[int]) -> str:
 
 def _digest(data: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
-
-
-def _sync(directory: Path) -> None:
-    """A new name is on disk only when its directory is."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

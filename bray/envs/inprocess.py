@@ -21,7 +21,7 @@ from bray.tree import NestedArray
 log = logging.getLogger("bray.envs")
 
 FORM = "episodes"
-_REPLAY_LIMIT = 100_000
+REPLAY_LIMIT = 100_000
 """Actions of an episode kept for exact resume. A longer episode starts anew after a resume."""
 
 
@@ -223,7 +223,7 @@ class InProcessVecEnv(VecEnv):
         """Forget actions of finished episodes, and of those too long to be replayed."""
         now = self._log_start + len(self._log)
         for i, start in enumerate(self._starts):
-            if now - start > _REPLAY_LIMIT:
+            if now - start > REPLAY_LIMIT:
                 self._lost[i], self._starts[i] = True, now
         drop = min(self._starts) - self._log_start
         if drop > 0:

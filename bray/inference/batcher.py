@@ -30,7 +30,7 @@ from bray.errors import BrayError, ConfigError, DataError, Overloaded
 from bray.inference.rows import STACK_ERRORS, Template, as_arrays, check, difference, length, signature, split
 
 _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
-_WATCH_S = 1.0  # how often we check that the thread of a running batch is alive
+WATCH_S = 1.0  # how often we check that the thread of a running batch is alive
 _EXIT_S = 2.0  # how long the process waits for running forwards when it ends
 _MAX_TEMPLATES = 16
 _NOW_BELOW = 1e-3  # seconds; run_now refuses models with slower forwards
@@ -374,7 +374,7 @@ class Batcher(Collector):
         self._running = items
         self._thread.jobs.put((self, items))
         if self._watch is None:
-            self._watch = self._loop.call_later(_WATCH_S, self._check_thread)
+            self._watch = self._loop.call_later(WATCH_S, self._check_thread)
 
     def _finish(self, items: list[Item], outcome: Outcome) -> None:
         """The thread is done with a batch: give it the next one, then answer."""
@@ -396,7 +396,7 @@ class Batcher(Collector):
         if self._running is None:
             return
         if self._thread is not None and self._thread.is_alive():
-            self._watch = self._loop.call_later(_WATCH_S, self._check_thread)
+            self._watch = self._loop.call_later(WATCH_S, self._check_thread)
             return
         running, self._running = self._running, None
         self._fail(running, BrayError("the thread that ran the forward has died; the next call starts a new one"))

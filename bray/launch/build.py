@@ -89,7 +89,7 @@ class Run:
         for name, step in steps.items():
             pace = f" ({(step - old[name]) / (now - before):,.1f}/s)" if now > before else ""
             words.append(f"{name} step {step:,}{pace}")
-        for tag, kinds in _part("numbers")().items():
+        for tag, kinds in find_part("numbers")().items():
             name, _, labels = tag.rstrip("}").partition("{")
             of = "".join(f" ({label.partition('=')[2]})" for label in labels.split(",") if label)
             mean = kinds["time_window_avg"] if kinds["last_100_avg"] is None else kinds["last_100_avg"]
@@ -112,7 +112,7 @@ _HOMES = {
 }
 
 
-def _part(name: str) -> Any:
+def find_part(name: str) -> Any:
     """What a run is made of, imported when it is needed: a run without trainers needs nothing of theirs."""
     return getattr(import_module(_HOMES[name]), name)
 
@@ -123,7 +123,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     An error of the user's own code (`build_model` and the like) comes as it was raised, with a note about the component.
     """
     run, modules = Run(graph, session), Modules(graph)
-    _part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
+    find_part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
     _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
         if (
@@ -153,7 +153,7 @@ def _deploy(run: Run) -> None:
         elif actor.settings.record is not None or actor.settings.fallback is not None:
             logger.warning("%s: record and fallback need a model that is deployed from the files of a run", name)
     if run.deployed:
-        _part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
+        find_part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
     if run.deployments:
         run.session.close_hooks.append(open_deployments(run.deployments, shared))
 
@@ -172,7 +172,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
     model, forward_args = made
-    run.models[c.name] = _part("RemoteModel")(
+    run.models[c.name] = find_part("RemoteModel")(
         c.name,
         model,
         forward_args if isinstance(forward_args, tuple) else (forward_args,),
@@ -189,7 +189,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
 def _buffer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteBuffer, and the sources that fill it. A source of two buffers is read once for each."""
     s = c.settings
-    buffer = run.buffers[c.name] = _part("RemoteBuffer")(c.name, **values_of(s, BufferOptions))
+    buffer = run.buffers[c.name] = find_part("RemoteBuffer")(c.name, **values_of(s, BufferOptions))
     for name in s.sources:
         source = run.graph.components.get(name)
         if source is None:  # it does not exist in this mode
@@ -207,7 +207,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
     s, graph = c.settings, run.graph
     deployment = run.deployments.get(c.name)
     more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
-    actor = run.actors[c.name] = _part("RemoteActor")(
+    actor = run.actors[c.name] = find_part("RemoteActor")(
         name=c.name,
         **values_of(s, ActorOptions),
         **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
@@ -217,7 +217,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
-    made = {"Actor": _part("AgentActor")}
+    made = {"Actor": find_part("AgentActor")}
     if deployment is not None:
         made = {"Actor": DeployedActor, "deployment": deployment}
     actor.serve(
@@ -237,7 +237,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
 def _trainer(run: Run, modules: Modules, c: Component) -> None:
     """A RemoteTrainer that trains its model from its buffers; its failure ends the run."""
     s = c.settings
-    trainer = run.trainers[c.name] = _part("RemoteTrainer")(name=c.name, **values_of(s, RankOptions))
+    trainer = run.trainers[c.name] = find_part("RemoteTrainer")(name=c.name, **values_of(s, RankOptions))
     evaluate = s.eval and {
         "buffer": run.buffers[s.eval.buffer],
         "interval": s.eval.interval,

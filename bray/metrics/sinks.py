@@ -23,6 +23,7 @@ from bray.rundir.files import DISK_FULL, write_atomic, writing
 logger = logging.getLogger("bray")
 
 _MOST_LATE = 100_000  # rows kept in memory while a disk is full, about 100 MB
+_FLUSH_S = 2.0
 
 
 class Sink(Protocol):
@@ -215,9 +216,8 @@ class TensorBoardSink:
     """TensorBoard events: tags are the row's keys, x is `env_steps_total`. A row is on disk when `write` returns, other summaries a little later.
     Written with TensorBoard's own protobufs, without torch."""
 
-    def __init__(self, dir: str | Path, flush_s: float = 2.0):
+    def __init__(self, dir: str | Path):
         self.path = Path(dir)
-        self._flush_s = flush_s
         self._flushed = time.monotonic()
         self._file: Any = None
         self._size = 0
@@ -246,7 +246,7 @@ class TensorBoardSink:
     def put(self, step: int, summary: Any) -> None:
         """A Summary of TensorBoard's own, of any kind."""
         self._event(step=step, summary=summary)
-        if time.monotonic() - self._flushed >= self._flush_s:
+        if time.monotonic() - self._flushed >= _FLUSH_S:
             self.flush()
 
     def put_graph(self, graph: bytes) -> None:

@@ -138,6 +138,8 @@ class RunDir(Checkpoints):
         if name not in _FOLDERS:
             raise UnknownName("folder of a run directory", name, _FOLDERS)
         out = self.path / name
+        if out.is_symlink():
+            raise CheckpointError(f"{out} is a link: {name} are written inside of the run directory only")
         with writing(out, "the rest of the run is kept"):
             out.mkdir(parents=True, exist_ok=True)
         return out

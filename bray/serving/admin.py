@@ -14,6 +14,8 @@ from bray.serving.protocol import Refusal
 
 PROBES = ("/healthz", "/readyz", "/metrics")
 """Read-only, with nothing in them but numbers: any machine may ask, under any name."""
+MAX_ADMIN = 64
+"""Connections to the admin port that have not sent their request; one more closes the oldest, since a probe sends it at once."""
 
 
 class AdminGuard:

@@ -34,8 +34,8 @@ logger = logging.getLogger("bray.serving")
 
 SUFFIX = ".episode"
 _HEAD = b"BRAYEPSD" + struct.pack("<Q", 1)
-_MAX_EPISODE = 1 << 28  # bytes of one episode before compression
-_MAX_MEMORY = 1 << 30  # bytes of the values of one episode
+MAX_EPISODE = 1 << 28  # bytes of one episode before compression
+MAX_MEMORY = 1 << 30  # bytes of the values of one episode
 _ARRAY, _MESSAGE = 1, 2  # MessagePack's extension types
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _NUMBERED = re.compile(r"-(\d+)\.(\d+)" + re.escape(SUFFIX) + r"\Z")
@@ -70,9 +70,9 @@ def write_episode(directory: Path | str, session: str, actor: int, states: Itera
     """Write packed States as `<session>-<actor>.<n>.episode`, where n goes on after the files of this actor that are
     there, and remove all but the newest `keep` files of the actor. A file has its name only when it is whole."""
     data = _encode([msgspec.Raw(s) for s in states])
-    if len(data) > _MAX_EPISODE:
+    if len(data) > MAX_EPISODE:
         raise DataError(
-            f"an episode of {len(data)} bytes; the most that is saved is {_MAX_EPISODE}: set a smaller episode_length"
+            f"an episode of {len(data)} bytes; the most that is saved is {MAX_EPISODE}: set a smaller episode_length"
         )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def read_episode(path: Path | str, messages: Iterable[Any] = ()) -> list[State]:
     """The States of an episode file. Protobuf messages of the classes in `messages` are parsed, others come as
     PackedMessage."""
     try:
-        return unpack_episode(read_plain(path, most=_MAX_EPISODE), messages)
+        return unpack_episode(read_plain(path, most=MAX_EPISODE), messages)
     except CheckpointError as e:
         raise DataError(str(e)) from None
     except DataError as e:
@@ -165,15 +165,15 @@ def unpack_episode(data: bytes, messages: Iterable[Any] = ()) -> list[State]:
     try:
         block = memoryview(data)[len(_HEAD) :]
         frame = zstandard.get_frame_parameters(block)
-        if frame.content_size > _MAX_EPISODE:  # also when it is not told
-            raise DataError(f"it says that it holds {frame.content_size} bytes, the most is {_MAX_EPISODE}")
+        if frame.content_size > MAX_EPISODE:  # also when it is not told
+            raise DataError(f"it says that it holds {frame.content_size} bytes, the most is {MAX_EPISODE}")
         if not frame.has_checksum:
             raise DataError("it has no checksum")
         content = zstandard.ZstdDecompressor().decompress(
             block, max_output_size=frame.content_size, allow_extra_data=False
         )
-        if _memory(content) > _MAX_MEMORY:
-            raise DataError(f"its values would take more than {_MAX_MEMORY >> 20} MiB of memory")
+        if _memory(content) > MAX_MEMORY:
+            raise DataError(f"its values would take more than {MAX_MEMORY >> 20} MiB of memory")
         rows = msgspec.msgpack.decode(content, type=list[dict[str, Any]], ext_hook=unpack_other)
     except (zstandard.ZstdError, DataError, ValueError, TypeError, RecursionError, MemoryError) as e:
         raise DataError(f"a damaged or foreign episode file ({e})") from None
@@ -200,10 +200,10 @@ _COUNTED = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}  # long lists and maps
 
 def _memory(content: bytes) -> int:
     """Bytes of memory that the values would take, estimated without making them; stops when that is too much."""
-    if len(content) * _LARGEST_COST <= _MAX_MEMORY:
+    if len(content) * _LARGEST_COST <= MAX_MEMORY:
         return 0
     at = total = 0
-    while at < len(content) and total <= _MAX_MEMORY:
+    while at < len(content) and total <= MAX_MEMORY:
         before = at
         if match := _SMALL.match(content, at):
             at = match.end()

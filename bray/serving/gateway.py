@@ -39,7 +39,7 @@ _NUMBERS, _HELLO, _BEGAN, _OVER = range(16, 20)
 """Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end."""
 NOT_HERE = 999
 """A status beside those of the protocol: this worker does not own that session."""
-_GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
+GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
 _MAX_LARGE = 64 << 20  # bytes of bodies that one worker has not answered, beside those of less than _SMALL
 
 Numbers = dict[str, float]
@@ -174,7 +174,7 @@ class Sending(Forwarding):
         super().__init__(sessions, numbers)
         self.forwarded = 0
         timeout = sessions.config.tick_timeout_s
-        self._limit = timeout + min(_GRACE_S, timeout)
+        self._limit = timeout + min(GRACE_S, timeout)
         self._timer: asyncio.Handle = sessions.loop.call_soon(self._end_late)
 
     def peers(self) -> Iterable[Peer]:

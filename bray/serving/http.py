@@ -188,8 +188,8 @@ _HEADERS = {
     b"expect": _EXPECT,
     b"upgrade": _UPGRADE,
 }
-_seen: dict[bytes, int] = dict(_HEADERS)  # as clients spell them: a request's ten headers must not cost ten lower()
-_lookup = _seen.get
+SPELLINGS: dict[bytes, int] = dict(_HEADERS)  # as clients spell them: a request's ten headers must not cost ten lower()
+_lookup = SPELLINGS.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
 _SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
@@ -197,8 +197,8 @@ _LARGE = 64 << 10  # a reply above this is not copied behind its head
 
 def _header(name: bytes) -> int:
     found = _HEADERS.get(name.lower(), _OTHER)
-    if len(_seen) < 4096 and len(name) <= 64:
-        _seen[name] = found
+    if len(SPELLINGS) < 4096 and len(name) <= 64:
+        SPELLINGS[name] = found
     return found
 
 

@@ -221,7 +221,7 @@ def compile_message(spec: Any, key: str, folder: Path | str | None = None) -> An
     roots = [f for f in found.parents if f == found.parent or any(f.is_relative_to(g.resolve()) for g in folders)]
     status = found.stat()
     try:
-        descriptors = _compile(found, (*roots, *folders), status.st_mtime_ns, status.st_size)
+        descriptors = compile_proto(found, (*roots, *folders), status.st_mtime_ns, status.st_size)
     except ConfigError as e:
         raise ConfigError(f"{key}: {e}") from None
     compiled = CompiledMessage(found.name, name, descriptors)
@@ -230,7 +230,7 @@ def compile_message(spec: Any, key: str, folder: Path | str | None = None) -> An
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(path: Path, roots: tuple[Path, ...], modified: int, size: int) -> bytes:
+def compile_proto(path: Path, roots: tuple[Path, ...], modified: int, size: int) -> bytes:
     """The FileDescriptorSet of a .proto file. Every Actor of a service asks for it, so each state of a file is compiled once."""
     if importlib.util.find_spec("grpc_tools") is None:
         raise ConfigError(

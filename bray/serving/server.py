@@ -17,7 +17,7 @@ from typing import Any
 
 from bray._version import __version__
 from bray.errors import ConfigError
-from bray.serving.admin import AdminGuard
+from bray.serving.admin import MAX_ADMIN, AdminGuard
 from bray.serving.config import ServiceConfig
 from bray.serving.http import Front, HttpConnection
 from bray.serving.protocol import KIND_NAMES, REASONS
@@ -78,6 +78,9 @@ class Server:
         self._started = time.time()
         self._server: asyncio.Server | None = None
         self._admin: asyncio.Server | None = None
+        self._asking: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # clients of the admin port whose request is not here yet, oldest first
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -216,6 +219,11 @@ class Server:
         return 404, "text/plain", f"there are {', '.join('/' + name for name in known)}\n".encode()
 
     async def _serve_admin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._asking[writer] = None
+        if len(self._asking) > MAX_ADMIN:
+            oldest = next(iter(self._asking))
+            del self._asking[oldest]
+            oldest.transport.abort()
         try:
             async with asyncio.timeout(10.0):  # for what the client sends; what it asks for may take longer
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -229,6 +237,8 @@ class Server:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError, ConnectionError):
             await self._answer_admin(writer, 400, "text/plain", b"not a request\n")
             return
+        finally:
+            self._asking.pop(writer, None)
         peer = str((writer.get_extra_info("peername") or ("",))[0])
         refusal = self._guard.refusal(method, path.split("?", 1)[0], headers, peer)
         if refusal is not None:

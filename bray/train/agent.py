@@ -42,7 +42,8 @@ from bray.serving.values import Observations, plain
 from bray.spec import ACTION_MASK, EnvSpec
 
 _SHOWN = 1 << 12  # bytes of a tick that is decoded only to say what is wrong with it
-_ENOUGH = 32  # ticks; a row of a larger forward is hardly cheaper
+MAX_TICKS = 32
+"""Ticks that are decided together at most; a row of a larger forward is hardly cheaper."""
 
 
 class _Message(msgspec.Struct):
@@ -345,11 +346,11 @@ class DecisionRows(NamedTuple):
 
 class TickBatcher(Collector):
     """Ticks that are asked about in the same turn of the loop, or while the model is busy, are decided together: one forward and one `act` for all.
-    As long as each turn brings more of them, up to `_ENOUGH`, we wait for another: games that play side by side then stay together. A lone
+    As long as each turn brings more of them, up to `MAX_TICKS`, we wait for another: games that play side by side then stay together. A lone
     game waits for one turn that brings nothing, which is microseconds."""
 
     def __init__(self, player: Player, loop: asyncio.AbstractEventLoop):
-        super().__init__(_ENOUGH)
+        super().__init__(MAX_TICKS)
         self._player, self._loop = player, loop
         self._seen = 0  # ticks that waited when we last looked
         self._running: set[asyncio.Task[None]] = set()
@@ -360,7 +361,7 @@ class TickBatcher(Collector):
 
     def _flush(self) -> None:
         assert self._loop is not None
-        if self._seen < len(self._queue) < _ENOUGH:
+        if self._seen < len(self._queue) < MAX_TICKS:
             self._seen = len(self._queue)
             self._loop.call_soon(self._flush)
         else:

@@ -37,7 +37,7 @@ logger = logging.getLogger("bray")
 POSITIONS = ("before_run", "before_step", "after_step", "after_run")
 SAY_AFTER = 30.0
 """Seconds without a batch after which the log says why."""
-_WAIT = 0.5  # seconds: a source that has nothing is asked again, and whoever wants to stop is heard
+WAIT_S = 0.5  # seconds: a source that has nothing is asked again, and whoever wants to stop is heard
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Driver:
         self.sources = list(sources)
         self._running = list(sources)  # those that have not ended
         self.ranks = ranks or Ranks()
-        self._distributed = {
+        self.distributed = {
             side.name: DistributedLearner(side.learner, self.ranks) for side in sides if self.ranks.size > 1
         }
         self.totals = Totals()
@@ -215,7 +215,7 @@ class Driver:
         self.batch = batch
         if self._hooks["before_step"]:
             self.call("before_step")
-        learn = self._distributed[side.name].update if self._distributed else learner.update
+        learn = self.distributed[side.name].update if self.distributed else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.env_steps, learner.steps)
@@ -239,7 +239,7 @@ class Driver:
             end: EndOfData | None = None
             if batch is None and not self.stopped:
                 try:
-                    batch = self._look_for_batch(_WAIT)
+                    batch = self._look_for_batch(WAIT_S)
                 except EndOfData as e:
                     end = e
             rows = 0 if batch is None else batch.rows
@@ -311,7 +311,7 @@ class Driver:
             exact = self._exact
             if self.stopped and not exact:
                 return
-            came = self.gather(0.0 if exact else _WAIT)
+            came = self.gather(0.0 if exact else WAIT_S)
             if not came and exact:
                 return  # the last episode to be counted has ended
             if not exact:
@@ -324,7 +324,7 @@ class Driver:
         """Until there have been so many environment steps, learning whenever a batch is due."""
         totals, exact = self.totals, self._exact
         while totals.env_steps < until and (exact or not self.stopped):
-            self.gather(0.0 if exact else _WAIT)
+            self.gather(0.0 if exact else WAIT_S)
             learnt = self.learn(means)
             if not exact:
                 self._watch(learnt > 0)

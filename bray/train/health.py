@@ -89,8 +89,8 @@ class Health:
         elif row is not None:
             since = f"since the first iteration ({short(row[ENV_STEPS])} environment steps)"
         return Diverged(
-            f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the latest. {_ADVICE}, and go on from it "
-            "with --resume."
+            f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the latest. {_ADVICE}, and go on from it: "
+            "bray train --resume, or the same bray launch again."
         )
 
     def _look(self, row: Mapping[str, Any]) -> None:

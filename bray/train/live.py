@@ -92,7 +92,8 @@ class LiveSource(Source):
         self.live, self._experience = live, side.experience
         self.clock = Clock()
         self._came: deque[tuple[Piece, Counts]] = deque()
-        self._rows = 0
+        self.waiting_rows = 0
+        """Rows of pieces that the driver has not taken."""
         self._news = threading.Condition()
         self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
         self._published = 0.0
@@ -129,6 +130,7 @@ class LiveSource(Source):
         self.player.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
         config = {"policy": {"player": self.player}}
+        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
         asked = ServiceConfig(
             host=self.live.host,
             port=self.live.port,
@@ -138,10 +140,9 @@ class LiveSource(Source):
             idle_timeout_s=self.live.idle_timeout_s,
             tokens=() if self.live.token is None else (self.live.token,),
             token_file=self.live.token_file,
+            max_body=max_json,
         )
         service = with_environment(asked)
-
-        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
 
         def make_actor() -> AgentActor:
             agents = {"policy": PolicyAgent}
@@ -178,14 +179,16 @@ class LiveSource(Source):
         with self._news:
             while self._came and self._full(piece):
                 old, lost = self._came.popleft()
-                self._rows -= old.length
+                self.waiting_rows -= old.length
                 counts = _sum(counts, lost)._replace(dropped=counts.dropped + lost.dropped + old.length)
             self._came.append((piece, counts))
-            self._rows += piece.length
+            self.waiting_rows += piece.length
             self._news.notify()
 
     def _full(self, piece: Piece) -> bool:
-        return self._rows + piece.length > 2 * self._most_rows or (self._rows > 0 and not self._experience.room())
+        return self.waiting_rows + piece.length > 2 * self._most_rows or (
+            self.waiting_rows > 0 and not self._experience.room()
+        )
 
     # --- to the driver ------------------------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class LiveSource(Source):
         with self._news:
             if not self._came:
                 self._news.wait(timeout)
-            came, self._rows = list(self._came), 0
+            came, self.waiting_rows = list(self._came), 0
             self._came.clear()
         counts = Counts()
         for _, more in came:

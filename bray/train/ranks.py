@@ -139,7 +139,9 @@ class DistributedLearner:
         from bray.optim import Optimizer
 
         self.learner, self.ranks = learner, ranks
-        self._over = self._differ = False
+        self._over = False
+        self.differ = False
+        """Whether the ranks wanted different numbers of steps in the last update."""
         self._buffers: list[Tensor] = []
         if ranks.size == 1:
             return
@@ -155,18 +157,18 @@ class DistributedLearner:
     def update(self, batch: Any, clock: Any) -> Any:
         if self.ranks.size == 1:
             return self.learner.update(batch, clock)
-        self._over = self._differ = False
+        self._over = self.differ = False
         out = self.learner.update(batch, clock)
         if not self._over:
-            self._differ = self.ranks.all_reduce_sum(0)[0] > 0
-        if self._differ:
+            self.differ = self.ranks.all_reduce_sum(0)[0] > 0
+        if self.differ:
             self.learner.steps = int(self.ranks.all_reduce_min(self.learner.steps))
         self.ranks.broadcast_tensors(self._buffers)  # statistics of observations: each rank has seen its own
         return out
 
     def _goes_on(self) -> bool:
         if not self._over and self.ranks.all_reduce_sum(1)[0] < self.ranks.size:
-            self._over = self._differ = True
+            self._over = self.differ = True
         return not self._over
 
     def _average(self, grad: Tensor) -> Tensor | None:

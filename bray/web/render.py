@@ -27,7 +27,8 @@ LIMIT = 10.0
 LOAD_LIMIT = 60.0
 """Seconds that importing a user's module may take."""
 _MOST_STUCK = 4
-_CACHE_BYTES = 1 << 28
+CACHE_BYTES = 1 << 28
+"""Bytes of pictures that are kept; those unused for longest leave first."""
 
 
 class RenderError(BrayError):
@@ -177,7 +178,7 @@ class RenderCache:
             key = (name, render.stamp(), episode.stamp, tick)
             self._bytes += _size(made) - _size(self._cache.pop(key, []))
             self._cache[key] = made
-            while self._bytes > _CACHE_BYTES and len(self._cache) > 1:
+            while self._bytes > CACHE_BYTES and len(self._cache) > 1:
                 self._bytes -= _size(self._cache.popitem(last=False)[1])
         return made
 

@@ -116,6 +116,11 @@ class PrefetchBuffer(Iterator[Any]):
             self._last, self._left = batch, self.max_reuse
         return batch
 
+    @property
+    def ready(self) -> int:
+        """Batches that are fetched and wait."""
+        return 0 if self._ahead is None else len(self._ahead.ready)
+
     def close(self) -> None:
         """End the thread: at once where it waits for a RemoteBuffer, else when the buffer gives it what it waits for."""
         if self._ahead is not None:

@@ -26,7 +26,8 @@ from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
 
-_AGAIN = 0.5
+RETRY_S = 0.5
+"""Seconds before a shard that could not be reached is tried again."""
 _GIVE_UP = 6  # a shard that was missing this often will not come back
 _UNMAP_AFTER = 60.0  # slabs that nothing came from for this long
 
@@ -120,14 +121,14 @@ class RemotePort:
                 await self._open()
             except MissingComponent:
                 missing += 1
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(RETRY_S)
                 continue
             except Unreachable as e:
                 if not said:
                     logger.info("%s is not reached yet: %s", self.name, str(e).split(". The", 1)[0])
                     said = True
                     self.owner.port_down(self)
-                await asyncio.sleep(_AGAIN)
+                await asyncio.sleep(RETRY_S)
                 continue
             missing, said = 0, False
             self.owner.port_up(self)

@@ -23,7 +23,7 @@ from bray.tree import NestedArray
 
 PREFETCH = 2
 """Batches that an iteration keeps ready."""
-_PAUSE = 5.0  # an iteration that pauses this long stops fetching ahead: other consumers may want the samples
+PAUSE_S = 5.0  # an iteration that pauses this long stops fetching ahead: other consumers may want the samples
 _MOST = 4096  # single samples per request
 
 Make = Callable[[], NestedArray]
@@ -85,7 +85,7 @@ class Reader:
     def tick(self) -> None:
         """Called every second where ports may be used: stop fetching ahead for an iteration that pauses."""
         with self._lock:
-            if not self.prefetch or self._waiters or time.monotonic() < self._asked_at + _PAUSE:
+            if not self.prefetch or self._waiters or time.monotonic() < self._asked_at + PAUSE_S:
                 return
             self.prefetch = 0
         self._withdraw()

@@ -33,7 +33,7 @@ from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
 
-_MAX_LEASED = 1 << 30  # bytes of shared memory that one consumer may hold; beyond it gets copies
+MAX_LEASED = 1 << 30  # bytes of shared memory that one consumer may hold; beyond it gets copies
 _ASK_LIMIT_AGAIN = 1.0
 
 Give = Callable[[int, list[Chunk], ShardState], None]
@@ -89,7 +89,7 @@ class BufferShard:
         self._lost: dict[int, int] = {}
         # for links only
         self._layouts = Layouts()
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         self._slab: Slab | None = None
         self._borrowed = 0  # bytes of producers' slabs
         self._leases = 0
@@ -290,7 +290,8 @@ class BufferShard:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, Any]:
-        """Samples pushed, popped (or drawn), dropped, lost (in a crash, about), waiting, behind (waiting for room); bytes of the samples,
+        """Samples pushed, popped (or drawn), dropped, lost (in a crash, about), waiting, behind (waiting for room), asking (requests of consumers that wait for
+        samples); bytes of the samples,
         bytes of shared memory."""
         with self._lock:
             out = {
@@ -302,9 +303,10 @@ class BufferShard:
                 "lost": self.lost,
                 "waiting": self._store.rows,
                 "behind": self.behind,
+                "asking": len(self._pops),
                 "bytes": self._store.nbytes,
                 "shared_bytes": self._borrowed + (self._slab.used if self._slab is not None else 0),
-                "links": len(self._listener.links) if self._listener is not None else 0,
+                "links": len(self.listener.links) if self.listener is not None else 0,
             }
             if self._ring is not None:
                 out |= {
@@ -320,18 +322,18 @@ class BufferShard:
         if session().cluster.kind == "local":
             return
         self._slab = Slab()
-        self._listener = await session().listen(f"buffer/{self.settings.name}/{self.index}", self._handle, self._gone)
+        self.listener = await session().listen(f"buffer/{self.settings.name}/{self.index}", self._handle, self._gone)
 
     def described(self) -> BufferSettings:
         return self.settings
 
     def opening(self) -> ShardAddress:
-        assert self._listener is not None
-        return ShardAddress(self._listener.address, self.settings)
+        assert self.listener is not None
+        return ShardAddress(self.listener.address, self.settings)
 
     async def close(self) -> None:
-        if self._listener is not None:
-            await self._listener.close()
+        if self.listener is not None:
+            await self.listener.close()
         if self._slab is not None:
             self._slab.close()
 
@@ -416,7 +418,7 @@ class BufferShard:
 
     def _memory(self, peer: _Peer, nbytes: int) -> tuple[Any, Any]:
         """Where a batch for this consumer is put together."""
-        if nbytes < m.LARGE or not peer.sees or peer.leased + nbytes > _MAX_LEASED:
+        if nbytes < m.LARGE or not peer.sees or peer.leased + nbytes > MAX_LEASED:
             return private(nbytes)
         assert self._slab is not None
         slot = self._slab.take(nbytes)
@@ -432,7 +434,7 @@ class BufferShard:
             link.reply(number, *m.answer(kind, facts))
             return
         chunk = pieces[0] if len(pieces) == 1 else join(pieces, lambda n: self._memory(peer, n))
-        if chunk.held is None or not peer.sees or peer.leased + chunk.held.size > _MAX_LEASED:
+        if chunk.held is None or not peer.sees or peer.leased + chunk.held.size > MAX_LEASED:
             if chunk.held is not None:  # its slot may be reused before the socket has taken all of it
                 chunk = join([chunk], private)
             link.reply(number, *m.answer(m.ROWS, facts, chunk))

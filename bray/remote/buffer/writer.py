@@ -115,7 +115,8 @@ class RemoteWriter:
         self._settings = settings
         self._targets = {port: _Target(port) for port in ports}
         start = random.randrange(len(ports))  # each producer begins with another shard
-        self._order = [ports[(start + i) % len(ports)] for i in range(len(ports))]
+        self.order = [ports[(start + i) % len(ports)] for i in range(len(ports))]
+        """Which shard is connected to first, and which next when one dies."""
         self._connections = max(1, -(-len(ports) * settings.density // 100))
         self._check = SampleCheck(settings)
         self._lock = threading.Lock()
@@ -263,7 +264,7 @@ class RemoteWriter:
         """Send what the shards take, each batch to the one with the least in flight."""
         if not self._started:
             self._started = True
-            for port in self._order[: self._connections]:  # when one of these dies, `port_down` connects to the next
+            for port in self.order[: self._connections]:  # when one of these dies, `port_down` connects to the next
                 port.connect()
             for target in self._targets.values():
                 if target.port.up:  # for reading
@@ -381,7 +382,7 @@ class RemoteWriter:
     def port_down(self, port: RemotePort) -> None:
         self._disconnected(self._targets[port])
         if self._started:
-            others = [p for p in self._order if p is not port and not p.gone]
+            others = [p for p in self.order if p is not port and not p.gone]
             for other in others[: self._connections]:
                 other.connect()
         self._flush()

@@ -34,8 +34,8 @@ logger = logging.getLogger("bray.remote")
 KEEP = 5
 """Versions kept in the run directory, besides clones, members of the pool, and what checkpoints hold."""
 POLL_S = 20.0
-_GAP_S = 0.012  # between two followers that are told of a new version
-_MOST_GAPS_S = 0.12  # between the first and the last
+GAP_S = 0.012  # between two followers that are told of a new version
+MOST_GAPS_S = 0.12  # between the first and the last
 CALIBRATION_ROWS = 256
 """Rows that int8 is calibrated on."""
 _OLD_VERSIONS = 4  # held in memory for those who ask for them
@@ -221,7 +221,7 @@ class Keeper:
     def _wake(self) -> None:
         """One after the other: answering a Ray call takes milliseconds of both processes, and where many workers share few cores, telling all
         at once would delay their forwards."""
-        gap = min(_GAP_S, _MOST_GAPS_S / max(1, len(self._waiting)))
+        gap = min(GAP_S, MOST_GAPS_S / max(1, len(self._waiting)))
         for i, waiting in enumerate(self._waiting):
             io.loop().call_later(i * gap, _settle, waiting)
 

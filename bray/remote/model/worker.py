@@ -36,7 +36,7 @@ class ModelWorker:
         about: ModelInfo = await self._follower.keeper.call("about", retry=True)
         self.served: EngineHost = await asyncio.to_thread(self._serve, about)
         self._loop = asyncio.get_running_loop()
-        self._listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
+        self.listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
         self._follower.follow(about, self.served)
 
     def _serve(self, about: ModelInfo) -> EngineHost:
@@ -52,7 +52,7 @@ class ModelWorker:
         return EngineHost(about, self._follower.keeper, device, threads)
 
     def address(self) -> Address:
-        return self._listener.address
+        return self.listener.address
 
     def numbers(self) -> dict[str, Any]:
         """What this worker does, for a look from outside."""
@@ -60,7 +60,7 @@ class ModelWorker:
 
     async def close(self) -> None:
         self._follower.close()
-        await self._listener.close()
+        await self.listener.close()
         await self.served.host.close()
 
     # --- frames -----------------------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class RankDriver(Driver):
         self._published = self._publish_step = self.steps
         try:
             self._publishing = self.remote_model.publish_weights(
-                weights_of(self.model), step=self.steps, env_steps=self.env_steps
+                self._weights_now(), step=self.steps, env_steps=self.env_steps
             )
         except Unreachable as e:
             self._not_published(e)
@@ -322,7 +322,7 @@ class RankDriver(Driver):
             "episode_return_mean": row.get("episode_return_mean"),
         }
         self._run_dir.save_checkpoint(
-            self.steps, weights_of(self.model), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
+            self.steps, self._weights_now(), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
         )
         self._best = best_score
         if replay is not None:
@@ -410,11 +410,6 @@ def open_run(path: Path) -> RunDir:
             if time.monotonic() > end:
                 raise
             time.sleep(0.2)
-
-
-def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """A module's weights as arrays, which change as it is trained on: whoever gets them copies them."""
-    return {k: v.detach().cpu().numpy() for k, v in model.state_dict().items()}
 
 
 def random_state() -> dict[str, Any]:
