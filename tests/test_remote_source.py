@@ -1,5 +1,6 @@
 """Sources: iterables that fill a buffer."""
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -148,6 +149,71 @@ def test_sources_are_read_in_parallel(session, num_workers):
     assert Counter(int(s["i"]) for s in buffer) == {0: 4, 1: 4, 2: 4}
 
 
+class Loads:
+    """A data set whose items are loaded by their number. The first `in_work` have to be in work at once, or it takes for ever."""
+
+    count = 24
+
+    def __init__(self, in_work=4, fail_at=None):
+        self.in_work, self.fail_at = in_work, fail_at
+        self.barrier = threading.Barrier(in_work, timeout=20)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if i >= self.count:
+            raise IndexError(i)  # as iter() of an object without __iter__ expects it
+        if i == self.fail_at:
+            raise ValueError(f"file {i} is broken")
+        if i < self.in_work:
+            self.barrier.wait()
+        return {"i": np.int64(i)}
+
+    def __iter__(self):
+        return (self[i] for i in range(self.count))
+
+
+def test_one_source_is_read_by_several_workers_and_keeps_its_order(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=2)
+    promise = buffer.add_source(Loads(), num_workers=4, epoch=2)
+    assert [int(s["i"]) for s in buffer] == [*range(24)] * 2
+    assert promise.result(10) is None
+    assert session.cluster.names("source/") == [f"source/b/{i}" for i in range(4)]
+
+
+def test_two_sources_share_the_workers_that_are_left(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    buffer.add_source(Loads(in_work=1), Numbers(100, 5), Loads(in_work=1), num_workers=4)
+    got = [int(s["i"]) if "i" in s else int(s["x"][0]) for s in buffer]
+    assert Counter(got) == Counter([*range(24)] * 2 + [*range(100, 105)])
+
+
+def test_a_list_of_functions_is_called_in_parallel_and_in_order(session):
+    source = Loads()
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    buffer.add_source([functools.partial(source.__getitem__, i) for i in range(12)], num_workers=4)
+    assert [int(s["i"]) for s in buffer] == list(range(12))
+    buffer.add_source([functools.partial(Loads(in_work=1).__getitem__, i) for i in range(3)], name="one")
+    assert [int(s["i"]) for s in buffer] == [0, 1, 2]
+
+
+def test_an_item_that_fails_ends_its_source_at_its_place(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    promise = buffer.add_source(Loads(in_work=1, fail_at=9), num_workers=3)
+    assert [int(s["i"]) for s in buffer] == list(range(9))
+    with pytest.raises(ValueError, match="file 9 is broken"):
+        promise.result(10)
+
+
+def test_an_iterator_is_read_by_one_worker_and_more_are_told_why(session, caplog):
+    buffer = RemoteBuffer("b", size=100, num_workers=2)
+    buffer.add_source(Numbers(0, 50), num_workers=4)
+    assert [int(s["x"][0]) for s in buffer] == list(range(50))  # two shards, and still in order
+    assert session.cluster.names("source/") == ["source/b/0"]
+    assert "give it __len__ and __getitem__" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("sources", "kwargs", "message"),
     [
@@ -173,7 +239,7 @@ def test_a_reader_that_was_killed_goes_on_where_it_was(session):
     shard = session.cluster.hosted("buffer/b/0").worker
     io.run(shard.source("source/b/0", False))
     shard.progress("source/b/0", {"source 0 (Numbers)": (1, 4), "source 1 (Numbers)": (2, 0)})
-    reader = SourceReader("source/b/0", buffer, [(0, Numbers(0, 10)), (1, Numbers(100, 10))], 2, (0, 1))
+    reader = SourceReader("source/b/0", buffer, [(0, Numbers(0, 10)), (1, Numbers(100, 10))], 2, ["source/b/0"])
     io.run(reader.start())
     io.run(reader.wait(), 20)
     assert [int(s["x"][0]) for s in buffer] == list(range(4, 10))

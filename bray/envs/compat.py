@@ -89,7 +89,7 @@ class AnyApi(gym.Env):
         return _from_old(*self.env.step(action))
 
     def render(self) -> Any:
-        return self.env.render()
+        return self.env.render() if hasattr(self.env, "render") else None
 
     def close(self) -> None:
         if callable(close := getattr(self.env, "close", None)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium.wrappers import TransformObservation
 from gymnasium.wrappers.utils import create_zero_array
 
+from bray.envs.atari import area_taps, resize
+from bray.envs.vector import LIFE_LOST
 from bray.errors import ConfigError, UnknownName
 from bray.spec import ACTION_MASK
 
@@ -30,7 +32,7 @@ class ActionRepeat(gym.Wrapper):
         total = 0.0
         for _ in range(self.repeat):
             obs, reward, terminated, truncated, info = self.env.step(action)
-            total += float(reward)
+            total += _number(reward)
             if terminated or truncated:
                 break
         return obs, total, terminated, truncated, info
@@ -68,6 +70,27 @@ class FireReset(gym.Wrapper):
         return self.env.reset(options=options) if terminated or truncated else (obs, info)
 
 
+class EpisodicLife(gym.Wrapper):
+    """A lost life is `terminated` for the learner; the game goes on. Reads `info["lives"]`, which Atari games give."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self._lives = 0
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**options)
+        self._lives = info.get("lives", 0)
+        return obs, info
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives = info.get("lives", 0)
+        lost, self._lives = 0 < lives < self._lives, lives
+        if lost and not terminated:
+            return obs, reward, True, truncated, {**info, LIFE_LOST: True}
+        return obs, reward, terminated, truncated, info
+
+
 class DelayReward(gym.Wrapper):
     """Rewards are kept back and paid as one sum every `delay` steps, and at the episode's end."""
 
@@ -82,7 +105,7 @@ class DelayReward(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._sum += float(reward)
+        self._sum += _number(reward)
         self._t += 1
         paid = 0.0
         if self._t % self.delay == 0 or terminated or truncated:
@@ -121,7 +144,7 @@ class EpisodeReturn(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._sum += float(reward)
+        self._sum += _number(reward)
         if terminated or truncated:
             info = {**info, "eval_episode_return": self._sum}
         return obs, reward, terminated, truncated, info
@@ -144,7 +167,7 @@ class ObsPlusPrevActionReward(gym.Wrapper):
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
         previous = np.copy(action) if isinstance(action, np.ndarray) else action
-        out = {"obs": obs, "prev_action": previous, "prev_reward": np.array([reward], np.float32)}
+        out = {"obs": obs, "prev_action": previous, "prev_reward": np.array([_number(reward)], np.float32)}
         return out, reward, terminated, truncated, info
 
 
@@ -165,7 +188,12 @@ class RewardInObs(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        return np.append(obs, float(reward)).astype(np.float32), reward, terminated, truncated, info
+        return np.append(obs, _number(reward)).astype(np.float32), reward, terminated, truncated, info
+
+
+def _number(reward: Any) -> float:
+    """A reward as a number; some environments give an array of one."""
+    return reward.item() if isinstance(reward, np.ndarray) else float(reward)
 
 
 def _at_least_one(wrapper: str, key: str, value: int) -> int:
@@ -178,6 +206,26 @@ def _scaled_float_frame(env: gym.Env) -> gym.Env:
     """Pixels 0..255 as float32 in [0, 1]."""
     space = gym.spaces.Box(0.0, 1.0, env.observation_space.shape, np.float32)
     return TransformObservation(env, lambda obs: np.asarray(obs, np.float32) / np.float32(255.0), space)
+
+
+def _warp_frame(env: gym.Env, size: int = 84) -> gym.Env:
+    """Colour pictures uint8 [H, W, 3] as gray ones [size, size], made smaller by averaging areas."""
+    box = env.observation_space
+    if not isinstance(box, gym.spaces.Box) or box.dtype != np.uint8 or box.shape[2:] != (3,):
+        raise ConfigError(f"warp_frame needs colour pictures uint8 [H, W, 3], got {box}")
+    rows, columns = (area_taps(n, _at_least_one("warp_frame", "size", size)) for n in box.shape[:2])
+    gray = np.array([0.299, 0.587, 0.114], np.float32)
+    space = gym.spaces.Box(0, 255, (size, size), np.uint8)
+    return TransformObservation(env, lambda obs: resize(obs @ gray, rows, columns), space)
+
+
+def _ram(env: gym.Env) -> gym.Env:
+    """The bytes of a game's memory [N] as float32 [N, 1, 1], for networks that expect pictures."""
+    box = env.observation_space
+    if not isinstance(box, gym.spaces.Box) or len(box.shape) != 1:
+        raise ConfigError(f"ram needs a flat Box, as Atari games give with env_config.obs_type=ram, got {box}")
+    space = gym.spaces.Box(0.0, 255.0, (*box.shape, 1, 1), np.float32)
+    return TransformObservation(env, lambda obs: np.asarray(obs, np.float32).reshape(space.shape), space)
 
 
 def _obs_transpose(env: gym.Env) -> gym.Env:
@@ -202,7 +250,7 @@ def _clip_reward(env: gym.Env) -> gym.Env:
     """Rewards as -1, 0 or 1. (`env.clip_rewards: true` does this for the learner and leaves the metrics raw.)"""
 
     def sign(reward: Any) -> float:
-        return float(np.sign(reward))
+        return float(np.sign(_number(reward)))
 
     return gym.wrappers.TransformReward(env, sign)
 
@@ -216,9 +264,22 @@ def _hybrid_dict_action(env: gym.Env) -> gym.Env:
     return gym.wrappers.TransformAction(env, lambda action: (action["action_type"], action["action_args"]), both)
 
 
+def _leaves(space: gym.Space) -> Iterator[gym.Space]:
+    parts = getattr(space, "spaces", None) or ()
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        yield from _leaves(part)
+    if not parts:
+        yield space
+
+
 def flatten(env: gym.Env) -> gym.Env:
     """Observations as one flat vector; an action mask stays beside it: {observation, action_mask}."""
     space = env.observation_space
+    if not space.is_np_flattenable:
+        kinds = sorted({type(s).__name__ for s in _leaves(space) if not s.is_np_flattenable})
+        raise ConfigError(
+            f"flatten_obs: a space of kind {', '.join(kinds)} has no fixed size: leave it out with env.drop_obs=[...], or convert it in a wrapper"
+        )
     if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
         return gym.wrappers.FlattenObservation(env)
     rest = gym.spaces.Dict({k: s for k, s in space.spaces.items() if k != ACTION_MASK})
@@ -237,6 +298,9 @@ WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "fire_reset": FireReset,
     "max_and_skip": lambda env, skip=4: gym.wrappers.MaxAndSkipObservation(env, skip),
     "frame_stack": lambda env, n=4: gym.wrappers.FrameStackObservation(env, n),
+    "warp_frame": _warp_frame,
+    "ram": _ram,
+    "episodic_life": EpisodicLife,
     "scaled_float_frame": _scaled_float_frame,
     "clip_reward": _clip_reward,
     "delay_reward": DelayReward,
@@ -253,7 +317,7 @@ WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "time_limit": lambda env, max_episode_steps: gym.wrappers.TimeLimit(env, max_episode_steps),
     "flatten": flatten,
 }
-"""Names a config may use. The Atari set (warp_frame, episodic_life, ram, ...) is in `env.atari` and `env.env_config`."""
+"""Names a config may use. `env.atari` has the Atari ones as options, which are faster."""
 
 
 def apply(wrapper: Any, env: gym.Env) -> gym.Env:
