@@ -1,9 +1,11 @@
 """Sources: iterables that fill a buffer."""
 
 import functools
+import os
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from bray.data import write_episodes
 from bray.errors import ConfigError, Ended
 from bray.remote.buffer.handle import RemoteBuffer
 from tests.buffer_for_tests import session_of
+from tests.ray_for_tests import opened
+from tests.test_remote_buffer import wait_until
 
 
 @pytest.fixture(params=["local", "sockets"])
@@ -263,3 +267,36 @@ def test_episodes_of_a_run_fill_a_buffer(session, tmp_path):
     buffer.add_source(reader, epoch=2)
     lengths = Counter(len(s["reward"]) for s in buffer)
     assert lengths == {5: 2, 8: 2, 3: 2}
+
+
+class Files:
+    """Items of 50 ms, that say in which process they were loaded."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return {"i": np.int64(i), "pid": np.int64(os.getpid())}
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+@pytest.mark.slow
+def test_four_workers_read_one_source_three_times_as_fast_and_leave_no_process(tmp_path):
+    speeds, pids = {}, set()
+    with opened(tmp_path):
+        for workers in (1, 4):
+            buffer = RemoteBuffer(f"b{workers}", size=200, num_workers=2)
+            buffer.add_source(Files(), num_workers=workers)
+            first, began = next(buffer), time.monotonic()
+            items = [first, *buffer]
+            speeds[workers] = 99 / (time.monotonic() - began)
+            assert [int(s["i"]) for s in items] == list(range(100))
+            assert len({int(s["pid"]) for s in items}) == workers
+            pids |= {int(s["pid"]) for s in items}
+    print(speeds)
+    assert speeds[4] >= 3 * speeds[1]
+    for pid in pids:
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 30)

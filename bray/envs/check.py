@@ -203,7 +203,7 @@ class _Checker:
         except BadValue as e:
             self.stop(f"{where}: {e}")
         if (found := check.first_bad(batch)) is not None:
-            self.stop(f"{where}: {found[1]}")
+            self.stop(f"{where}: {found[1]}. Correct it; an environment that you cannot edit trains with env.check=false")
         mask = layout.mask(batch)
         if mask is None:
             return

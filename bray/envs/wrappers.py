@@ -32,7 +32,7 @@ class ActionRepeat(gym.Wrapper):
         total = 0.0
         for _ in range(self.repeat):
             obs, reward, terminated, truncated, info = self.env.step(action)
-            total += _number(reward)
+            total += float(reward)
             if terminated or truncated:
                 break
         return obs, total, terminated, truncated, info
@@ -105,7 +105,7 @@ class DelayReward(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._sum += _number(reward)
+        self._sum += float(reward)
         self._t += 1
         paid = 0.0
         if self._t % self.delay == 0 or terminated or truncated:
@@ -144,7 +144,7 @@ class EpisodeReturn(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        self._sum += _number(reward)
+        self._sum += float(reward)
         if terminated or truncated:
             info = {**info, "eval_episode_return": self._sum}
         return obs, reward, terminated, truncated, info
@@ -167,7 +167,7 @@ class ObsPlusPrevActionReward(gym.Wrapper):
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
         previous = np.copy(action) if isinstance(action, np.ndarray) else action
-        out = {"obs": obs, "prev_action": previous, "prev_reward": np.array([_number(reward)], np.float32)}
+        out = {"obs": obs, "prev_action": previous, "prev_reward": np.array([reward], np.float32)}
         return out, reward, terminated, truncated, info
 
 
@@ -188,12 +188,7 @@ class RewardInObs(gym.Wrapper):
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        return np.append(obs, _number(reward)).astype(np.float32), reward, terminated, truncated, info
-
-
-def _number(reward: Any) -> float:
-    """A reward as a number; some environments give an array of one."""
-    return reward.item() if isinstance(reward, np.ndarray) else float(reward)
+        return np.append(obs, float(reward)).astype(np.float32), reward, terminated, truncated, info
 
 
 def _at_least_one(wrapper: str, key: str, value: int) -> int:
@@ -250,7 +245,7 @@ def _clip_reward(env: gym.Env) -> gym.Env:
     """Rewards as -1, 0 or 1. (`env.clip_rewards: true` does this for the learner and leaves the metrics raw.)"""
 
     def sign(reward: Any) -> float:
-        return float(np.sign(_number(reward)))
+        return float(np.sign(reward))
 
     return gym.wrappers.TransformReward(env, sign)
 
