@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from bray.envs import EnvConfig, env_spec, list_envs, make_env, make_vec, register_env
+from bray.envs.check import check_env
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.native import NativeVecEnv
 from bray.envs.registry import env_name, resolve
@@ -241,6 +242,33 @@ def test_a_gymnasium_class_with_four_values_is_adapted_too():
     v = make_vec(EnvConfig(e.FiveByFour), seed=0)
     v.reset()
     assert [bool(v.step([0])[2][0]) for _ in range(7)] == [False] * 4 + [True, False, False]
+
+
+def test_a_plain_class_is_enough_wherever_a_class_is_taken():
+    """reset, step and two spaces; neither seed, render, close, metadata nor a base class."""
+
+    class Plain:
+        observation_space, action_space = gym.spaces.Box(0.0, 9.0, (1,), np.float32), gym.spaces.Discrete(2)
+
+        def reset(self):
+            self.t = 0
+            return np.zeros(1, np.float32)
+
+        def step(self, action):
+            self.t += 1
+            return np.full(1, self.t, np.float32), 1, self.t == 3, {}
+
+    assert env_spec(EnvConfig(Plain)).observation.shape == (1,)
+    for keys in ({}, {"wrappers": ["frame_stack", "eval_episode_return"], "flatten_obs": True, "max_episode_steps": 2}):
+        with make_vec(EnvConfig(Plain, num_envs=2, **keys), seed=0) as v:
+            v.reset()
+            ended = [bool((step[2] | step[3]).all()) for step in (v.step([0, 1]) for _ in range(3))]
+            assert ended == ([False, True, False] if keys else [False, False, True])
+            assert v.render() is None
+            state = v.get_state()
+            v.set_state(state)
+            assert v.exact
+    assert not any(f.severity == "error" for f in check_env(EnvConfig(Plain), steps=20))
 
 
 def test_old_spaces_are_converted():

@@ -188,7 +188,11 @@ class _Checker:
             parameters = inspect.signature(user.reset).parameters
         except (TypeError, ValueError):
             return
-        if "seed" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        if callable(getattr(user, "seed", None)):
+            self.say("info", "reset does not take `seed`; its method `seed` is called before each reset")
+        else:
             self.say(
                 "warning",
                 "reset does not take `seed`: define reset(self, *, seed=None, options=None) and draw all randomness "
@@ -203,7 +207,9 @@ class _Checker:
         except BadValue as e:
             self.stop(f"{where}: {e}")
         if (found := check.first_bad(batch)) is not None:
-            self.stop(f"{where}: {found[1]}. Correct it; an environment that you cannot edit trains with env.check=false")
+            self.stop(
+                f"{where}: {found[1]}. Correct it; an environment that you cannot edit trains with env.check=false"
+            )
         mask = layout.mask(batch)
         if mask is None:
             return

@@ -347,6 +347,6 @@ def _own_state(env: Any) -> NestedArray | None:
         return None
     wrong = [path for path, leaf in tree.paths(state) if leaf.dtype.kind not in "biufc"]
     if wrong:
-        log.warning("get_state of %s holds more than numbers (%s): its actions are replayed instead.", env, wrong)
+        warn_once(log, f"get_state of {env} holds more than numbers ({wrong}): its actions are replayed instead.")
         return None
     return tree.map(np.array, state)

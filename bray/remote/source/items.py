@@ -18,7 +18,9 @@ from bray.errors import DataError
 from bray.inference.host import Promise
 
 FOREVER = 1e8  # seconds
-_AHEAD = 4  # requests to each reader that are under way or not used yet; one slow item does not hold up the other readers
+_AHEAD = (
+    4  # requests to each reader that are under way or not used yet; one slow item does not hold up the other readers
+)
 _MOST_ITEMS = 64  # of one request
 _SHORT = 0.02  # seconds: requests that take less ask for more items the next time
 
