@@ -173,6 +173,14 @@ def test_a_module_that_cannot_be_imported_says_what_it_needs(tmp_path, monkeypat
         make_env(EnvConfig("needs_sumo:Env"))
 
 
+def test_a_module_that_imports_what_is_not_installed_names_that(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import cv2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "cv2", None)
+    with pytest.raises(ConfigError, match=r"'needs_more': it needs the module 'cv2', .*: pip install opencv-python"):
+        make_env(EnvConfig("needs_more:Env"))
+
+
 def test_a_known_family_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "minigrid", None)  # as if it were not there
     for name in ("MiniGrid-Empty-5x5-v0", "minigrid:MiniGrid-Empty-5x5-v0"):

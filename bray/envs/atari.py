@@ -58,8 +58,8 @@ def area_taps(old: int, new: int) -> Taps:
 def resize(frame: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
     """A picture [H, W] or [H, W, 3] made smaller by averaging areas, as `area_taps` has them for its two axes."""
     colour = (1,) * (frame.ndim - 2)
-    high = sum(frame[at] * w.reshape(-1, 1, *colour) for at, w in rows)
-    out = sum(high[:, at] * w.reshape(-1, *colour) for at, w in columns)
+    high: Any = sum(frame[at] * w.reshape(-1, 1, *colour) for at, w in rows)
+    out: Any = sum(high[:, at] * w.reshape(-1, *colour) for at, w in columns)
     return np.rint(out).astype(np.uint8)
 
 

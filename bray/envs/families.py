@@ -26,7 +26,7 @@ FAMILIES = (
     Family("minatar.gym", "MinAtar", ("MinAtar/",), 0.02),
     Family("gym_anytrading", "gym-anytrading", ("stocks-v", "forex-v"), 0.01),
     Family("tetris_gymnasium.envs", "tetris-gymnasium", ("tetris_gymnasium/",), 0.2),
-    Family("slimevolleygym", "slimevolleygym gym", ("SlimeVolley",), 0.1),
+    Family("slimevolleygym", "slimevolleygym gym opencv-python", ("SlimeVolley",), 0.1),
     Family("gymnasium.envs.mujoco", "mujoco", (), 0.05),
     Family("gymnasium.envs.box2d", "box2d-py", (), 0.05),
     Family("ale_py", "ale-py", ("ALE/",), 0.5),

@@ -88,7 +88,7 @@ class OldGym:
         importlib.import_module(self.module)
         make = importlib.import_module("gym").make
         known = inspect.signature(make).parameters
-        extra = {} if render_mode is None else {"render_mode": render_mode}
+        extra: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
         if "disable_env_checker" in known:  # gym's checker does not work with numpy 2
             extra["disable_env_checker"] = True
         return make(self.id, **{**arguments, **extra})
@@ -252,13 +252,13 @@ def _import(name: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as e:
-        family = family_of_module(module)
-        if isinstance(e, ModuleNotFoundError) and family is not None and module.startswith(f"{e.name}"):
-            raise ConfigError(f"{name} needs a package that is not installed: pip install {family.install}") from e
-        what = what_is_missing(e)
+        family, what = family_of_module(module), what_is_missing(e)
         if what is None:
             raise
-        why = str(e) if isinstance(e, ModuleNotFoundError) else f"it needs {what}"
+        is_it = isinstance(e, ModuleNotFoundError) and e.name is not None and f"{module}.".startswith(f"{e.name}.")
+        if is_it and family is not None:
+            raise ConfigError(f"{name} needs a package that is not installed: pip install {family.install}") from e
+        why = str(e) if is_it else f"it needs {what}"
         raise ConfigError(f"environment {name!r}: cannot import the module {module!r}: {why}") from e
 
 
