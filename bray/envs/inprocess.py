@@ -191,6 +191,8 @@ class InProcessVecEnv(VecEnv):
         """float32[B]; an array of one number is a number too."""
         try:
             out = np.array(reward, np.float32)
+            if out.ndim == 1:
+                return out
             if out.size == self.num_envs:
                 return out.reshape(-1)
         except (TypeError, ValueError):
