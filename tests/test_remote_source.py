@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -300,3 +301,15 @@ def test_four_workers_read_one_source_three_times_as_fast_and_leave_no_process(t
     assert speeds[4] >= 3 * speeds[1]
     for pid in pids:
         wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 30)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_no_item_and_no_order(tmp_path):
+    with opened(tmp_path) as made:
+        buffer = RemoteBuffer("b", size=200, num_workers=1)
+        buffer.add_source(Files(), num_workers=3)
+        items = [next(buffer) for _ in range(10)]
+        os.kill(made.cluster.pid("source/b/2"), signal.SIGKILL)
+        items += list(buffer)
+        assert [int(s["i"]) for s in items] == list(range(100))
+        assert len({int(s["pid"]) for s in items}) >= 3
