@@ -155,7 +155,7 @@ class Space:
             return Space("tuple", parts=tuple(Space.from_gym(s) for s in space.spaces))
         raise ConfigError(
             f"spaces of kind {kind} are not supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple are. "
-            "Convert it in a wrapper of your environment."
+            "Convert it in a wrapper of your environment, or leave it out of a Dict observation with env.drop_obs=[...]."
         )
 
     def sample(self, rng: np.random.Generator) -> Any:
@@ -180,6 +180,7 @@ class Space:
 def _bound(x: np.ndarray) -> Any:
     """A box's bound as JSON data: None when infinite everywhere, one number when all equal, else a raveled tuple."""
     x = np.asarray(x)
+    x = x.astype(np.int8) if x.dtype == bool else x
     if not np.isfinite(x).any():
         return None
     if x.size and (x == x.flat[0]).all():

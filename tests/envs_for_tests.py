@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -75,6 +78,10 @@ class Scripted(gym.Env):
                 return obs, float("nan")
             case "reward_array":
                 return obs, np.array([1.0])
+            case "reward_arrays":
+                return obs, np.array([1.0, 2.0])
+            case "text":
+                return np.array(["a", "b", "c"]), reward
         return obs, reward
 
     def close(self) -> None:
@@ -205,7 +212,9 @@ class MultiEnv(gym.Env):
 
 
 class Slow(Scripted):
-    """A step of two milliseconds."""
+    """A step of two milliseconds, and it says so."""
+
+    metadata: ClassVar = {"step_ms": 2.0}
 
     def step(self, action: Any) -> Any:
         end = time.perf_counter() + 0.002
@@ -286,6 +295,132 @@ class FiveByFour(Scripted):
     def step(self, action: Any) -> Any:
         obs, reward, terminated, _, info = super().step(action)
         return obs, reward, terminated, info
+
+
+class DoubleObs(Scripted):
+    """As SlimeVolley: float32 in its space, float64 from step and reset; and its reward is an array of one number."""
+
+    def _obs(self, action: int = 0) -> np.ndarray:
+        return super()._obs(action).astype(np.float64)
+
+    def step(self, action: Any) -> Any:
+        obs, reward, *rest = super().step(action)
+        return obs, np.array([reward]), *rest
+
+
+class RoundedUp(Scripted):
+    """As Flappy Bird: a float64 space [0, 1], and values above it by the rounding of a division."""
+
+    def __init__(self, value: float = 1.0000000000000002):
+        super().__init__()
+        self.value, self.observation_space = value, spaces.Box(0.0, 1.0, (2,), np.float64)
+
+    def _obs(self, action: int = 0) -> np.ndarray:
+        return np.array([0.5, self.value])
+
+
+class Mission(spaces.Space):
+    """As MiniGrid's: a space of texts that does not say how long they are."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=str)
+
+    def contains(self, x: Any) -> bool:
+        return isinstance(x, str)
+
+
+class WithMission(Scripted):
+    """As MiniGrid: a Dict with a picture, a direction and a text; and a note whose space says how long it is."""
+
+    def __init__(self, mission: str = "go to the goal") -> None:
+        super().__init__()
+        self.mission, self.note = mission, "ab"
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+                "direction": spaces.Discrete(4),
+                "mission": Mission(),
+                "note": spaces.Text(4, charset="abcd"),
+            }
+        )
+
+    def _obs(self, action: int = 0) -> Any:
+        image = np.full((4, 4, 3), self.t, np.uint8)
+        return {"image": image, "direction": self.t % 4, "mission": self.mission, "note": self.note}
+
+
+class Lives(Scripted):
+    """Three lives, one lost at steps 2 and 4; the game ends at 5. `info["lives"]` tells, as Atari games do."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed)[0], {"lives": 3}
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, terminated, truncated, {"lives": 0 if terminated else 3 - self.t // 2}
+
+
+class Timestep(NamedTuple):
+    obs: Any
+    reward: Any
+    done: bool
+    info: dict[str, Any]
+
+
+class ConfiguredEnv:
+    """The interface of DI-engine and nerveX: made with one cfg, `reset` gives the observation, `step` a named tuple whose reward is an array."""
+
+    def __init__(self, cfg: dict[str, Any]):
+        self.length, self.t, self.seeds = cfg.get("length", 4), 0, []
+        self.observation_space = spaces.Box(-1.0, 100.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.reward_space = spaces.Box(0.0, 1.0, (1,), np.float32)
+
+    def seed(self, seed: int, dynamic_seed: bool = True) -> None:
+        self.seeds.append(seed)
+
+    def reset(self) -> np.ndarray:
+        self.t = 0
+        return np.zeros(2, np.float32)
+
+    def step(self, action: Any) -> Timestep:
+        self.t += 1
+        done = self.t == self.length
+        info = {"eval_episode_return": float(self.t)} if done else {}
+        return Timestep(np.array([self.t, action], np.float32), np.array([1.0], np.float32), done, info)
+
+    def close(self) -> None: ...
+
+
+class NeedsSomething(Scripted):
+    """Something is missing where it is made, or (`late`) in its first reset."""
+
+    def __init__(self, what: str, late: bool = False):
+        super().__init__()
+        self.what = what
+        if not late:
+            self._need()
+
+    def _need(self) -> None:
+        match self.what:
+            case "module":
+                importlib.import_module("no_such_module_at_all")
+            case "variable":
+                os.environ["NO_SUCH_VARIABLE_HOME"]
+            case "exit":
+                sys.exit("Please declare the environment variable 'NO_SUCH_VARIABLE_HOME'")
+            case "program":
+                subprocess.run(["no-such-simulator"], check=True)
+            case "display":
+                raise NoSuchDisplayException('Cannot connect to "None"')
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._need()
+        return super().reset(seed=seed)
+
+
+class NoSuchDisplayException(Exception):
+    """As pyglet's."""
 
 
 class AddOne(gym.ObservationWrapper):

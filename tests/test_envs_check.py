@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import ClassVar
+
 import envs_for_tests as e
 import gymnasium as gym
 import numpy as np
@@ -14,11 +17,11 @@ from bray.errors import EnvError
 FAULTS = {
     "nan": r"environment 1, episode 0, step 3: observation\[1\] is nan, in array\(\[ 3",
     "outside": r"environment 1, episode 0, step 3: observation\[2\] is 2000\.0, outside its space \[-1\.0, 1000\.0\]",
-    "dtype": r"environment 1, episode 0, step 3: observation has dtype float32 in its space, got float64: use \.astype",
+    "text": r"environment 1, episode 0, step 3: observation has dtype float32 in its space, got <U1: use \.astype",
     "shape": r"environment 1, episode 0, step 3: observation has shape \(3,\) in its space, got \(2,\)",
     "list": r"environment 1, episode 0, step 3: observation is an array of float32, got a list",
     "reward_nan": r"environment 1, episode 0, step 3: the reward is nan",
-    "reward_array": r"environment 1, episode 0, step 3: the reward is a number, got ndarray",
+    "reward_arrays": r"environment 1, episode 0, step 3: the reward is a number, got ndarray array\(\[1\., 2\.\]\)",
 }
 
 
@@ -36,7 +39,7 @@ def test_what_breaks_its_space_is_stopped_with_env_step_and_value(fault):
     assert v.restarts == 0  # a wrong value is not a crash
 
 
-@pytest.mark.parametrize("fault", ["nan", "dtype", "reward_nan"])
+@pytest.mark.parametrize("fault", ["nan", "text", "reward_nan"])
 def test_workers_report_the_same(fault):
     config = EnvConfig(e.Scripted, num_envs=2, vector="subprocess", per_env=[{}, {"fault": fault}])
     with make_vec(config, seed=0) as v:
@@ -106,9 +109,11 @@ def test_good_environments_have_no_findings(env):
     [
         ("nan", "error: episode 0, step 3: observation[1] is nan"),
         ("outside", "error: episode 0, step 3: observation[2] is 2000.0, outside its space"),
-        ("dtype", "error: episode 0, step 3: observation has dtype float32 in its space, got float64: use .astype"),
+        ("text", "error: episode 0, step 3: observation has dtype float32 in its space, got <U1: use .astype"),
+        ("dtype", "warning: observation has dtype float32 in its space and comes as float64: it is cast to float32"),
         ("shape", "error: episode 0, step 3: observation has shape (3,)"),
-        ("reward_array", "error: the reward is a number, got ndarray [1.]: return float(reward)"),
+        ("reward_array", "info: the reward is an array of shape (1,); it is taken as a number"),
+        ("reward_arrays", "error: the reward is a number, got ndarray [1. 2.]: return float(reward)"),
         ("reward_nan", "error: the reward is nan"),
         ("raise", "error: step("),
     ],
@@ -116,6 +121,35 @@ def test_good_environments_have_no_findings(env):
 def test_faults_are_found(fault, says):
     (finding,) = said(e.Scripted, fault=fault)
     assert finding.startswith(says)
+
+
+def test_slow_steps_are_told_with_what_to_declare():
+    class Undeclared(e.Slow):
+        metadata: ClassVar = {}
+
+    (finding,) = said(Undeclared)
+    assert re.search(
+        r"info: a step takes about \d+\.\d ms\. .*env\.vector=subprocess.*metadata = \{\"step_ms\": \d+\}", finding
+    )
+    assert said(e.Slow) == []  # it has declared it
+
+
+def test_texts_are_told_with_what_to_write():
+    findings = said(e.WithMission)
+    assert findings[0] == (
+        "info: observation['mission'] is a text: it is given to the agent as uint8[128], the codes of its characters; "
+        "env.drop_obs=[mission] leaves it out"
+    )
+    assert "observation['note'] is a text: it is given to the agent as uint8[4]" in findings[1]
+    dropped = check_env(EnvConfig(e.WithMission, drop_obs=["mission", "note"]), steps=20)
+    assert dropped == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_missing_is_one_sentence(late):
+    (finding,) = said(e.NeedsSomething, what="variable", late=late)
+    assert "the environment variable NO_SUCH_VARIABLE_HOME, which is not set" in finding
+    assert "Traceback" not in finding
 
 
 def test_aliasing_is_found():
@@ -132,8 +166,15 @@ def test_randomness_outside_the_seed_is_found():
 
 def test_old_interfaces_get_advice():
     findings = said(e.OldGym)
-    assert any("reset does not take `seed`" in f for f in findings)
-    assert not any(f.startswith("error") for f in findings)
+    assert findings == [
+        "info: OldGym is not a gymnasium.Env; it is adapted",
+        "info: reset does not take `seed`; its method `seed` is called before each reset",
+    ]
+
+    class NoSeed(e.OldGym):
+        seed = None
+
+    assert "warning: reset does not take `seed`: define reset(self, *, seed=None, options=None)" in said(NoSeed)[1]
 
 
 def test_masks_and_flags():

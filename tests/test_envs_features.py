@@ -19,7 +19,7 @@ def test_one_hots():
     assert f.reorder_one_hot_array([2, 0], [1, -1, 0], 2).tolist() == [[1, 0], [0, 1]]
     with pytest.raises(DataError, match=r"0\.\.2, got 0\.\.3"):
         f.one_hot([0, 3], 3)
-    with pytest.raises(DataError, match="no place is given for the value 9"):
+    with pytest.raises(DataError, match="`order` has no index for the value 9"):
         f.reorder_one_hot([9], {7: 0}, 1)
     with pytest.raises(DataError, match=r"got -1"):
         f.reorder_one_hot_array([1], [1, -1, 0], 2)

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
+import subprocess
 import sys
+import textwrap
+import threading
+import time
 import types
+from pathlib import Path
 
 import envs_for_tests as e
 import gymnasium as gym
@@ -13,9 +19,10 @@ import numpy as np
 import pytest
 
 from bray.envs import EnvConfig, env_spec, list_envs, make_env, make_vec, register_env
+from bray.envs.check import check_env
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.native import NativeVecEnv
-from bray.envs.registry import env_name
+from bray.envs.registry import env_name, resolve
 from bray.envs.subprocess import SubprocessVecEnv
 from bray.errors import ConfigError, EnvError, UnknownName
 
@@ -125,6 +132,57 @@ def test_arguments_reach_gymnasium_environments_and_wrong_ones_are_named():
         make_env(EnvConfig(e.Scripted, env_config={"terminateat": 1}))
 
 
+def test_a_lambda_reaches_worker_processes():
+    amount = 7.0  # a closure goes with it
+    register_env("tests-lambda", lambda config: e.AddOne(e.Scripted(**config), amount), replace=True)
+    config = EnvConfig("tests-lambda", env_config={"terminate_at": 3}, num_envs=2, vector="subprocess", num_processes=1)
+    with make_vec(config, seed=0) as v:
+        assert v.reset()[:, 0].tolist() == [7.0, 7.0]
+        assert v.step([0, 0])[0][:, 0].tolist() == [8.0, 8.0]
+
+
+def test_what_cannot_be_sent_to_a_process_is_told():
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be made in another process.*lock.*env\.vector=inprocess"):
+        make_vec(EnvConfig(lambda: lock and e.Scripted(), num_envs=2, vector="subprocess"), seed=0)
+
+
+def test_an_environment_of_the_script_itself_needs_no_guard(tmp_path):
+    """Neither `if __name__ == "__main__"`, nor a second run of the script in each worker."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import envs_for_tests as e
+        from bray.envs import EnvConfig, make_vec
+        print("script runs")
+        class Mine(e.Scripted):
+            pass
+        with make_vec(EnvConfig(Mine, num_envs=2, vector="subprocess", num_processes=1), seed=0) as v:
+            print(v.reset()[:, 0].tolist())
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("script runs\n[0.0, 0.0]\n", "")
+
+
+def test_every_process_knows_which_worker_it_belongs_to(tmp_path):
+    """Also the environment that is made in the parent to look at its spaces."""
+    seen = tmp_path / "seen"
+
+    def note(config):
+        with seen.open("a") as f:
+            print(config.worker_index, config.vector_index, config.remote, file=f)
+        return e.MultiEnv(config)
+
+    for form, worker_index in (("subprocess", 2), ("inprocess", 0)):
+        config = EnvConfig(note, num_envs=2, vector=form, num_processes=1)
+        with make_vec(config, seed=0, worker_index=worker_index):
+            pass
+    assert seen.read_text().splitlines() == ["2 0 True", "2 0 True", "2 1 True", "0 0 False", "0 1 False"]
+
+
 @pytest.mark.parametrize("form", ["inprocess", "subprocess"])
 def test_env_config_knows_worker_and_place(form):
     register_env("tests-multi", e.MultiEnv)
@@ -188,6 +246,33 @@ def test_a_gymnasium_class_with_four_values_is_adapted_too():
     assert [bool(v.step([0])[2][0]) for _ in range(7)] == [False] * 4 + [True, False, False]
 
 
+def test_a_plain_class_is_enough_wherever_a_class_is_taken():
+    """reset, step and two spaces; neither seed, render, close, metadata nor a base class."""
+
+    class Plain:
+        observation_space, action_space = gym.spaces.Box(0.0, 9.0, (1,), np.float32), gym.spaces.Discrete(2)
+
+        def reset(self):
+            self.t = 0
+            return np.zeros(1, np.float32)
+
+        def step(self, action):
+            self.t += 1
+            return np.full(1, self.t, np.float32), 1, self.t == 3, {}
+
+    assert env_spec(EnvConfig(Plain)).observation.shape == (1,)
+    for keys in ({}, {"wrappers": ["frame_stack", "eval_episode_return"], "flatten_obs": True, "max_episode_steps": 2}):
+        with make_vec(EnvConfig(Plain, num_envs=2, **keys), seed=0) as v:
+            v.reset()
+            ended = [bool((step[2] | step[3]).all()) for step in (v.step([0, 1]) for _ in range(3))]
+            assert ended == ([False, True, False] if keys else [False, False, True])
+            assert v.render() is None
+            state = v.get_state()
+            v.set_state(state)
+            assert v.exact
+    assert not any(f.severity == "error" for f in check_env(EnvConfig(Plain), steps=20))
+
+
 def test_old_spaces_are_converted():
     class Box:  # as in the gym package
         low, high, dtype = np.zeros(2, np.float32), np.ones(2, np.float32), np.dtype(np.float32)
@@ -227,8 +312,29 @@ def test_auto_takes_the_fastest_form():
     assert kind("CartPole-v1", 8, frame_stack=2) is InProcessVecEnv
     assert kind("Acrobot-v1", 2) is InProcessVecEnv
     assert kind(e.Slow, 4, num_processes=2) is SubprocessVecEnv
-    assert kind(lambda: e.Slow(), 4, num_processes=2) is InProcessVecEnv  # cannot go to another process
+    assert kind(e.Sleepy, 4, num_processes=2, env_config={"seconds": 0.002}) is InProcessVecEnv  # it does not say so
     assert kind(e.Scripted, 1, step_timeout=5.0) is SubprocessVecEnv
+
+
+def test_auto_goes_by_what_is_declared_and_never_measures(monkeypatch):
+    """By the class, by its package; the number of cores is the only thing it asks the machine for."""
+
+    def cost(env):
+        return resolve(EnvConfig(env)).step_ms
+
+    monkeypatch.setattr(time, "perf_counter", None)
+    monkeypatch.setattr(time, "monotonic", None)
+    gym.register("tests/Slow-v0", entry_point="envs_for_tests:Slow")
+    assert [cost(x) for x in (e.Slow, "envs_for_tests:Slow", "tests/Slow-v0", e.Scripted, "CartPole-v1")] == [
+        2,
+        2,
+        2,
+        0,
+        0,
+    ]
+    assert cost("ALE/Pong-v5") > 0
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert isinstance(make_vec(EnvConfig(e.Slow, num_envs=4), seed=0), InProcessVecEnv)
 
 
 def test_native_is_refused_where_there_is_none():

@@ -416,8 +416,6 @@ def test_a_worker_that_dies_or_hangs_is_replaced(fault, timeout, says, caplog):
 
 
 def test_an_environment_that_cannot_be_made_in_a_worker_says_why(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="cannot be made in another process"):
-        vec(lambda: e.Scripted(), form="subprocess")
     with pytest.raises(ConfigError, match="an environment object cannot be moved"):
         vec(e.Scripted(), n=1, form="subprocess")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

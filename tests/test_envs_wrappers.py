@@ -7,8 +7,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from bray.envs import EnvConfig, RewardTransform, make_env
-from bray.envs.wrappers import apply
+from bray.envs import EnvConfig, RewardTransform, make_env, make_vec
+from bray.envs.wrappers import WRAPPERS, apply
 from bray.errors import CheckpointError, ConfigError, UnknownName
 
 
@@ -92,6 +92,104 @@ def test_static_obs_norm_and_scaled_frames_and_transpose():
     assert env.observation_space.shape == obs.shape == (1, 2, 3)
     assert obs.dtype == np.float32
     np.testing.assert_allclose(obs[0], [[0, 0.2, 0.4], [0.6, 0.8, 1.0]], rtol=1e-6)
+
+
+def pictures(frame):
+    """An environment whose observation is this picture."""
+
+    class Pictures(e.Scripted):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gym.spaces.Box(0, 255, frame.shape, frame.dtype)
+
+        def _obs(self, action=0):
+            return frame
+
+    return Pictures
+
+
+def test_warp_frame_is_gray_and_averages_areas():
+    frame = np.zeros((4, 2, 3), np.uint8)
+    frame[:2, :, 0], frame[2:, 0] = 200, 100  # red above: 0.299 * 200 = 59.8; gray 100 below on the left
+    env = wrapped({"name": "warp_frame", "size": 2}, env=pictures(frame))
+    obs, _ = env.reset(seed=0)
+    assert obs.tolist() == [[60, 60], [100, 0]]
+    assert obs.dtype == np.uint8
+    assert env.observation_space == gym.spaces.Box(0, 255, (2, 2), np.uint8)
+    assert wrapped({"name": "warp_frame", "size": 1}, env=pictures(frame)).reset(seed=0)[0].tolist() == [
+        [55]
+    ]  # of 59.8, 50
+    with pytest.raises(ConfigError, match=r"warp_frame needs colour pictures uint8 \[H, W, 3\]"):
+        wrapped("warp_frame")
+
+
+def test_ram_is_float32_with_two_more_axes():
+    env = wrapped("ram", env=pictures(np.array([0, 7, 255], np.uint8)))
+    obs, _ = env.reset(seed=0)
+    assert (obs.dtype, obs.tolist()) == (np.float32, [[[0.0]], [[7.0]], [[255.0]]])
+    assert env.observation_space.contains(obs)
+
+
+def test_episodic_life_ends_for_the_learner_only():
+    env = wrapped("episodic_life", env=e.Lives)
+    env.reset(seed=0)
+    rows = [env.step(0) for _ in range(5)]
+    assert [r[2] for r in rows] == [False, True, False, True, True]
+    assert [bool(r[4].get("life_lost")) for r in rows] == [False, True, False, True, False]
+    v = make_vec(EnvConfig(e.Lives, wrappers=["episodic_life"]), seed=0)
+    v.reset()
+    assert [(v.step([0])[0][0, 0], v.dead[0]) for _ in range(5)] == [(t, t == 5) for t in range(1, 6)]  # one game
+
+
+def test_max_and_skip_and_frame_stack():
+    env = wrapped({"name": "max_and_skip", "skip": 3}, terminate_at=None)
+    assert [(r[0][0], r[0][2], r[1]) for r in run(env, [2, 1])[1:]] == [
+        (3, 2, 6),
+        (6, 1, 15),
+    ]  # steps 2, 3; 1+2+3, 4+5+6
+    env = wrapped({"name": "frame_stack", "n": 2})
+    assert [r[0][:, 0].tolist() for r in run(env, [0, 0])] == [[0, 0], [0, 1], [1, 2]]
+
+
+def test_running_norms_equal_the_formulas():
+    """Both start with a count of 1e-4, mean 0 and variance 1."""
+    rows = run(wrapped("obs_norm", terminate_at=None), [0, 0])
+    assert [float(r[0][0]) for r in rows] == pytest.approx(_normed([0.0, 1.0, 2.0]), abs=1e-5)
+    got = [r[1] for r in run(wrapped("reward_norm", terminate_at=None), [0, 0, 0])[1:]]
+    returns, g = [], 0.0
+    for r in (1.0, 2.0, 3.0):
+        g = g * 0.99 + r
+        returns.append(g)
+    assert got == pytest.approx([r / np.sqrt(v + 1e-8) for r, (_, v) in zip((1, 2, 3), _moments(returns), strict=True)])
+
+
+def _moments(values):
+    """(mean, variance) after each value, as one weighted average with the start."""
+    for n in range(1, len(values) + 1):
+        x, w = np.array([0.0, *values[:n]]), np.array([1e-4, *[1.0] * n])
+        mean = (w * x).sum() / w.sum()
+        yield mean, ((w * (x - mean) ** 2).sum() + 1e-4 * 1.0) / w.sum()
+
+
+def _normed(values):
+    return [(x - m) / np.sqrt(v + 1e-8) for x, (m, v) in zip(values, _moments(values), strict=True)]
+
+
+def test_all_named_wrappers_are_there():
+    """Those of DI-engine's registry; their values are checked above."""
+    names = (
+        "noop_reset max_and_skip warp_frame scaled_float_frame clip_reward action_repeat delay_reward eval_episode_return frame_stack "
+        "obs_transpose obs_norm static_obs_norm reward_norm ram episodic_life fire_reset gym_hybrid_dict_action "
+        "obs_plus_prev_action_reward reward_in_obs time_limit flatten"
+    )
+    assert set(names.split()) <= set(WRAPPERS)
+
+
+def test_wrappers_take_rewards_that_are_arrays_of_one_number():
+    for name in ("action_repeat", "delay_reward", "eval_episode_return", "clip_reward", "reward_in_obs"):
+        _, reward, *_ = run(wrapped(name, env=e.DoubleObs), [0, 0])[-1]
+        assert np.size(reward) == 1
+    assert run(wrapped("eval_episode_return", env=e.DoubleObs), [0] * 5)[-1][2]["eval_episode_return"] == 15.0
 
 
 def test_hybrid_dict_action():

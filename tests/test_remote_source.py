@@ -1,8 +1,12 @@
 """Sources: iterables that fill a buffer."""
 
+import functools
+import os
+import signal
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,8 @@ from bray.data import write_episodes
 from bray.errors import ConfigError, Ended
 from bray.remote.buffer.handle import RemoteBuffer
 from tests.buffer_for_tests import session_of
+from tests.ray_for_tests import opened
+from tests.test_remote_buffer import wait_until
 
 
 @pytest.fixture(params=["local", "sockets"])
@@ -148,6 +154,71 @@ def test_sources_are_read_in_parallel(session, num_workers):
     assert Counter(int(s["i"]) for s in buffer) == {0: 4, 1: 4, 2: 4}
 
 
+class Loads:
+    """A data set whose items are loaded by their number. The first `in_work` have to be in work at once, or it takes for ever."""
+
+    count = 24
+
+    def __init__(self, in_work=4, fail_at=None):
+        self.in_work, self.fail_at = in_work, fail_at
+        self.barrier = threading.Barrier(in_work, timeout=20)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        if i >= self.count:
+            raise IndexError(i)  # as iter() of an object without __iter__ expects it
+        if i == self.fail_at:
+            raise ValueError(f"file {i} is broken")
+        if i < self.in_work:
+            self.barrier.wait()
+        return {"i": np.int64(i)}
+
+    def __iter__(self):
+        return (self[i] for i in range(self.count))
+
+
+def test_one_source_is_read_by_several_workers_and_keeps_its_order(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=2)
+    promise = buffer.add_source(Loads(), num_workers=4, epoch=2)
+    assert [int(s["i"]) for s in buffer] == [*range(24)] * 2
+    assert promise.result(10) is None
+    assert session.cluster.names("source/") == [f"source/b/{i}" for i in range(4)]
+
+
+def test_two_sources_share_the_workers_that_are_left(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    buffer.add_source(Loads(in_work=1), Numbers(100, 5), Loads(in_work=1), num_workers=4)
+    got = [int(s["i"]) if "i" in s else int(s["x"][0]) for s in buffer]
+    assert Counter(got) == Counter([*range(24)] * 2 + [*range(100, 105)])
+
+
+def test_a_list_of_functions_is_called_in_parallel_and_in_order(session):
+    source = Loads()
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    buffer.add_source([functools.partial(source.__getitem__, i) for i in range(12)], num_workers=4)
+    assert [int(s["i"]) for s in buffer] == list(range(12))
+    buffer.add_source([functools.partial(Loads(in_work=1).__getitem__, i) for i in range(3)], name="one")
+    assert [int(s["i"]) for s in buffer] == [0, 1, 2]
+
+
+def test_an_item_that_fails_ends_its_source_at_its_place(session):
+    buffer = RemoteBuffer("b", size=100, num_workers=1)
+    promise = buffer.add_source(Loads(in_work=1, fail_at=9), num_workers=3)
+    assert [int(s["i"]) for s in buffer] == list(range(9))
+    with pytest.raises(ValueError, match="file 9 is broken"):
+        promise.result(10)
+
+
+def test_an_iterator_is_read_by_one_worker_and_more_are_told_why(session, caplog):
+    buffer = RemoteBuffer("b", size=100, num_workers=2)
+    buffer.add_source(Numbers(0, 50), num_workers=4)
+    assert [int(s["x"][0]) for s in buffer] == list(range(50))  # two shards, and still in order
+    assert session.cluster.names("source/") == ["source/b/0"]
+    assert "give it __len__ and __getitem__" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("sources", "kwargs", "message"),
     [
@@ -173,7 +244,7 @@ def test_a_reader_that_was_killed_goes_on_where_it_was(session):
     shard = session.cluster.hosted("buffer/b/0").worker
     io.run(shard.source("source/b/0", False))
     shard.progress("source/b/0", {"source 0 (Numbers)": (1, 4), "source 1 (Numbers)": (2, 0)})
-    reader = SourceReader("source/b/0", buffer, [(0, Numbers(0, 10)), (1, Numbers(100, 10))], 2, (0, 1))
+    reader = SourceReader("source/b/0", buffer, [(0, Numbers(0, 10)), (1, Numbers(100, 10))], 2, ["source/b/0"])
     io.run(reader.start())
     io.run(reader.wait(), 20)
     assert [int(s["x"][0]) for s in buffer] == list(range(4, 10))
@@ -197,3 +268,48 @@ def test_episodes_of_a_run_fill_a_buffer(session, tmp_path):
     buffer.add_source(reader, epoch=2)
     lengths = Counter(len(s["reward"]) for s in buffer)
     assert lengths == {5: 2, 8: 2, 3: 2}
+
+
+class Files:
+    """Items of 50 ms, that say in which process they were loaded."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        time.sleep(0.05)
+        return {"i": np.int64(i), "pid": np.int64(os.getpid())}
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+@pytest.mark.slow
+def test_four_workers_read_one_source_three_times_as_fast_and_leave_no_process(tmp_path):
+    speeds, pids = {}, set()
+    with opened(tmp_path):
+        for workers in (1, 4):
+            buffer = RemoteBuffer(f"b{workers}", size=200, num_workers=2)
+            buffer.add_source(Files(), num_workers=workers)
+            first, began = next(buffer), time.monotonic()
+            items = [first, *buffer]
+            speeds[workers] = 99 / (time.monotonic() - began)
+            assert [int(s["i"]) for s in items] == list(range(100))
+            assert len({int(s["pid"]) for s in items}) == workers
+            pids |= {int(s["pid"]) for s in items}
+    print(speeds)
+    assert speeds[4] >= 3 * speeds[1]
+    for pid in pids:
+        wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 30)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_no_item_and_no_order(tmp_path):
+    with opened(tmp_path) as made:
+        buffer = RemoteBuffer("b", size=200, num_workers=1)
+        buffer.add_source(Files(), num_workers=3)
+        items = [next(buffer) for _ in range(10)]
+        os.kill(made.cluster.pid("source/b/2"), signal.SIGKILL)
+        items += list(buffer)
+        assert [int(s["i"]) for s in items] == list(range(100))
+        assert len({int(s["pid"]) for s in items}) >= 3

@@ -22,6 +22,7 @@ SPACES = {
     "box half open": gym.spaces.Box(np.float32([-np.inf, 0]), np.float32([np.inf, 1])),
     "box open": gym.spaces.Box(-np.inf, np.inf, (2,), np.float64),
     "image": gym.spaces.Box(0, 255, (2, 3), np.uint8),
+    "bool image": gym.spaces.Box(0.0, 1.0, (2, 3), bool),
     "dict": gym.spaces.Dict(move=gym.spaces.Box(-1, 1, (2,)), jump=gym.spaces.Discrete(2)),
     "tuple": gym.spaces.Tuple([gym.spaces.Discrete(3), gym.spaces.Tuple([gym.spaces.MultiBinary(2)])]),
 }

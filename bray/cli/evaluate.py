@@ -158,7 +158,7 @@ def film(
                 action, state = action
             obs, reward, terminated, truncated, info = env.step(action)
             shoot()
-            total, steps = total + float(reward), steps + 1
+            total, steps = total + float(np.asarray(reward).item()), steps + 1
             over = bool(truncated) or (bool(terminated) and not info.get(LIFE_LOST))
     finally:
         env.close()

@@ -31,17 +31,17 @@ ITERATION_STEPS = 1000
 
 
 class EndOfData(Exception):
-    """There is nothing more to learn from."""
+    """All data has been used: no further batch will come."""
 
 
 class Counts(NamedTuple):
-    """What happened in the games. It travels beside the pieces, so that a dropped piece loses no count."""
+    """Steps and episodes of the games. They are sent beside the pieces, so that they stay right when a piece is dropped."""
 
     env_steps: int = 0
     episodes: tuple[tuple[float, int], ...] = ()
     """(return, length) of each episode that ended, raw."""
     dropped: int = 0
-    """Rows that nobody will learn from."""
+    """Rows that were dropped and will not be learnt from."""
 
 
 @dataclass
@@ -50,53 +50,53 @@ class Batch:
 
     data: Any
     rows: int
-    """Rows that count."""
+    """Number of valid rows."""
     ids: Any = None
-    """Of its transitions, where priorities come back."""
+    """Ids of its transitions, where the Learner returns priorities for them."""
     origin: str = ""
 
 
 class Experience:
-    """The contract, with defaults. Times are given as (env_steps, version), a `Clock`."""
+    """The interface, with defaults. Times are a `Clock`: (env_steps, version)."""
 
     piece_length: int | None = None
-    """Rows that a source brings at a time; None = as they come."""
+    """Rows that a source collects per piece; None = any number."""
     state_every: int = 1
-    """At which rows of a piece the memory of a Model is kept."""
+    """A Model's recurrent state is stored every so many rows of a piece."""
     iteration_steps: int | None = None
     """Environment steps of an iteration; None = an iteration is one batch."""
 
     def seed(self, seed: int) -> None:
-        """Draws depend on this alone."""
+        """Seed of all random draws."""
 
     def add(self, piece: Piece) -> None:
-        """Take a piece; whatever is kept of it is copied."""
+        """Add a piece. What is kept of it is copied, so that the caller may overwrite it."""
         raise NotImplementedError
 
     def room(self) -> bool:
-        """Whether more is wanted; False holds up sources that can wait."""
+        """Whether more pieces may be added now. False makes sources wait that can."""
         return True
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
-        """A batch that is due, or None. Raises EndOfData when there will be none."""
+        """The next batch to learn from, or None if none is due yet. Raises EndOfData when there will be no more."""
         raise NotImplementedError
 
     def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
-        """The batch was learnt from; the weights are now of this version. Ids that are gone are counted, never an error."""
+        """Called after the update with this batch, with its priorities. Ids of rows that have been overwritten are counted and ignored."""
 
     def complete(self) -> None:
         """No more pieces will come."""
         raise EndOfData("the source of pieces has ended")
 
     def cut(self) -> None:
-        """What comes next does not follow what came last."""
+        """The next piece does not continue the last one."""
 
     def wait_reason(self) -> str:
-        """Why `next` gives nothing, in words."""
+        """Why `next` returned None, as text for the log."""
         return "no batch is due yet"
 
     def numbers(self) -> dict[str, float]:
-        """For result rows, `replay/*`."""
+        """Metrics for the result rows, `replay/*`."""
         return {}
 
     def newest_obs(self, rows: int) -> NestedArray | None:
@@ -112,7 +112,7 @@ class Experience:
         return {"arrays": {}, "json": {}}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
-        """Go on from `get_state`; returns whether that is exact."""
+        """Restore what `get_state` returned; returns whether the continuation is exact."""
         return True
 
     def prune(self, directory: Path, kept: Iterable[Any]) -> None:
@@ -211,7 +211,7 @@ class _Canvas:
         )
 
     def lay(self, piece: Piece) -> Iterator[Piece]:
-        """Put in the columns of a piece; gives back the canvases that are full."""
+        """Add the columns of a piece; returns the canvases that are full now."""
         for b in range(piece.num_envs):
             at = 0
             while at < piece.length:
@@ -247,7 +247,7 @@ class _Canvas:
             tree.map(lambda x, y: x.__setitem__((0, column), y[at // piece.state_every, b]), mine.state, piece.state)
 
     def _truncate(self, n: int) -> None:
-        """Nothing follows the n rows that were written last."""
+        """The last n rows that were written have no successor."""
         mine, row, column = self._piece, self._row, self._column
         played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
         if len(played) and not mine.terminated[last := row + played[-1], column]:
@@ -292,7 +292,7 @@ class Replay(Experience):
             self._options["alpha"] = alpha
         self._options |= {"max_use": max_use, "max_staleness": max_staleness, "frame_stack": frame_stack}
         self.least = batch_size if max_use or max_staleness else 1
-        """Transitions that must be there for a draw."""
+        """Transitions needed before the first draw."""
         self.ring: ReplayRing | None = None
         self._due = 0  # environment steps that are not learnt from yet
         self._left = 0  # batches of the visit under way
@@ -410,7 +410,7 @@ class Replay(Experience):
         return Batch(data, self.batch_size, data["id"])
 
     def _ready(self) -> bool:
-        """Whether there is enough to draw from."""
+        """Whether enough transitions are stored to draw from."""
         return len(self) >= self.least
 
     def _draw(self, beta: float) -> dict[str, NestedArray]:
@@ -473,8 +473,8 @@ class Replay(Experience):
 
 
 class Sequences(Replay):
-    """Runs of `burn_in + length` rows of one game, `[T, B, ...]`, drawn again and again. Every row may begin one, so neighbouring sequences overlap
-    as chance has it. The memory of a Model is kept for every row and handed out for the first."""
+    """Replay of sequences: `burn_in + length` consecutive rows of one game, `[T, B, ...]`. A sequence may begin at any row, so sequences overlap. The
+    recurrent state of a Model is stored for every row; a batch has that of its first row."""
 
     def __init__(self, size: int, batch_size: int, length: int, burn_in: int = 0, **options: Any):
         super().__init__(size, batch_size, **options)

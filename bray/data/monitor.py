@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 EVERY = 16
-"""One batch of so many is looked at: the means hardly differ, and a training does not notice the cost."""
+"""Every 16th batch is measured: the means hardly differ from those over all batches, and the cost is negligible."""
 
 
 class Monitor:
@@ -17,7 +17,7 @@ class Monitor:
         self._largest: dict[str, float] = {}
 
     def wants(self) -> bool:
-        """Whether the batch drawn now is one to look at; the first one after `row` always is."""
+        """Whether to measure the batch drawn now; the first one after `row` is always measured."""
         self._batches += 1
         return self._batches % EVERY == 1
 

@@ -105,12 +105,12 @@ class RingStorage:
         """Version of the weights that act now (see `advance`); rows remember the one they came with."""
         self._fresh = 0  # rows before this one are stale
         self._count = 0
-        self._entering = 0  # valid environments of the newest row
+        self._entering = 0  # environments whose newest row is valid
         self._stage = np.zeros((4, config.num_envs), bool)  # the flags of the row being added
-        self._first = self._stage[3]  # whose next row starts an episode
+        self._first = self._stage[3]  # environments whose next row starts an episode
         self._first[:] = True
-        # Whose newest row was truncated, so that a final observation must follow. After `terminated` a valid row may follow: a lost
-        # life ends the return but not the game, and the successor is not bootstrapped from.
+        # Environments whose newest row was truncated: their final observation must follow. After `terminated` a valid row may follow,
+        # because a lost life ends the return but not the game; the next row is then not used as a bootstrap.
         self._ended = np.zeros(config.num_envs, bool)
         self._any_ended = False
         self._cuts: list[int] = []

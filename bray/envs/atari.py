@@ -1,7 +1,7 @@
-"""Atari games of the Arcade Learning Environment, one at a time: skip, maximum of two frames, gray, resize, stack.
+"""Preprocessing of single Atari games (Arcade Learning Environment): frame skip, maximum of two frames, gray, resize, frame stack.
 
-The same picture as ALE's own C++ vector form gives (see native.py), so that a model trained there can be evaluated, filmed
-and served here. Resizing is an average over areas, first of rows, then of columns; no image library is needed.
+The pictures equal those of ALE's C++ vector environment (native.py), so that a model trained there can be evaluated, filmed and served with
+single games. Resizing averages areas, first of rows, then of columns, and needs no image library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import numpy as np
 
 from bray.envs.config import AtariConfig
 from bray.envs.vector import LIFE_LOST
+
+Taps = list[tuple[np.ndarray, np.ndarray]]
+"""How one axis of a picture is resized; see `area_taps`."""
 
 
 def is_atari(spec: Any) -> bool:
@@ -36,7 +39,7 @@ def game_arguments(config: AtariConfig) -> dict[str, Any]:
 
 
 def area_weights(old: int, new: int) -> np.ndarray:
-    """[new, old] matrix whose rows average the old pixels that each new pixel covers."""
+    """Resizing `old` pixels to `new` as a matrix [new, old]: each row averages the old pixels that a new pixel covers."""
     edges = np.linspace(0.0, old, new + 1)
     cells = np.arange(old)
     cover = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
@@ -44,13 +47,20 @@ def area_weights(old: int, new: int) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def area_taps(old: int, new: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same as a few (old pixel of each new one, its weight) pairs to be summed: only two to four entries of a row of the
-    matrix are not zero."""
+def area_taps(old: int, new: int) -> Taps:
+    """`area_weights` without its zeros: a few pairs (index of an old pixel for each new one, its weight), whose products are summed."""
     weights = area_weights(old, new)
     order = np.argsort(-weights, axis=1, kind="stable")
     count = int((weights > 0).sum(1).max())
     return [(order[:, k], np.take_along_axis(weights, order[:, k : k + 1], 1)[:, 0]) for k in range(count)]
+
+
+def resize(frame: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
+    """A picture [H, W] or [H, W, 3] made smaller by averaging areas, as `area_taps` has them for its two axes."""
+    colour = (1,) * (frame.ndim - 2)
+    high: Any = sum(frame[at] * w.reshape(-1, 1, *colour) for at, w in rows)
+    out: Any = sum(high[:, at] * w.reshape(-1, *colour) for at, w in columns)
+    return np.rint(out).astype(np.uint8)
 
 
 class AtariFrames(gym.Wrapper):
@@ -84,7 +94,7 @@ class AtariFrames(gym.Wrapper):
         self._lives = self._ale.lives()
         self._screen(self._frames[1])
         self._stack = np.zeros_like(self._stack)
-        self._stack[-1] = self._resize(self._frames[1])
+        self._stack[-1] = resize(self._frames[1], self._rows, self._columns)
         return self._stack.copy(), info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -98,16 +108,10 @@ class AtariFrames(gym.Wrapper):
                 break
         frame = np.maximum(*self._frames) if skip > 1 else self._frames[1]
         stack = np.empty_like(self._stack)
-        stack[:-1], stack[-1] = self._stack[1:], self._resize(frame)
+        stack[:-1], stack[-1] = self._stack[1:], resize(frame, self._rows, self._columns)
         self._stack = stack
         lives = self._ale.lives()
         lost, self._lives = 0 < lives < self._lives, lives
         if self.config.episodic_life and lost and not terminated:
             return stack.copy(), total, True, truncated, {**info, LIFE_LOST: True}
         return stack.copy(), total, terminated, truncated, info
-
-    def _resize(self, frame: np.ndarray) -> np.ndarray:
-        colour = (1,) * (frame.ndim - 2)
-        high = sum(frame[at] * w.reshape(-1, 1, *colour) for at, w in self._rows)
-        out = sum(high[:, at] * w.reshape(-1, *colour) for at, w in self._columns)
-        return np.rint(out).astype(np.uint8)

@@ -9,10 +9,11 @@ from typing import Any
 
 import gymnasium as gym
 
-from bray.envs import atari, compat, wrappers
+from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
+from bray.envs.missing import what_is_missing
 from bray.envs.registry import EnvContext, EnvSource, resolve
-from bray.errors import BrayError, EnvError
+from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec, Space
 
 
@@ -24,6 +25,8 @@ class Builder:
     source: EnvSource
     render_mode: str | None = None
     worker_index: int = 0
+    remote: bool = False
+    """Whether the environments are made in another process than the one that steps the vector."""
 
     @staticmethod
     def of(config: EnvConfig, render_mode: str | None = None, worker_index: int = 0) -> Builder:
@@ -44,17 +47,21 @@ class Builder:
     def __call__(self, index: int = 0) -> tuple[gym.Env, int | None]:
         """Environment `index` without its time limit, and that limit (a VecEnv counts steps itself)."""
         config, source = self.config, self.source
-        arguments = EnvContext(config.arguments(index), self.worker_index, index, remote=self.worker_index > 0)
+        remote = self.remote or self.worker_index > 0
+        arguments = EnvContext(config.arguments(index), self.worker_index, index, remote)
         pictures = self._pictures(arguments)
         if pictures:
             arguments.update({**atari.game_arguments(config.atari), **arguments})
         env = self._make(arguments, index)
         limit = None
-        if source.gym_id is not None:
+        if source.registered:
             env, limit = _strip(env, keep_limit=bool(config.wrappers) and config.max_episode_steps is None)
         if not isinstance(env, gym.Env) and not hasattr(env, "step"):
             raise EnvError(f"{self.name}: its creator returned {type(env).__name__}, which is not an environment")
         env = compat.adapt(env)
+        if config.drop_obs:
+            env = observations.drop(env, config.drop_obs)
+        env = observations.encode_texts(env)
         if pictures:
             env = atari.AtariFrames(env, config.atari, config.frame_stack)
         for wrapper in config.wrappers:
@@ -72,7 +79,9 @@ class Builder:
             return self.source.make(arguments, self.render_mode)
         except BrayError:
             raise
-        except Exception as e:
+        except (Exception, SystemExit) as e:
+            if (what := what_is_missing(e)) is not None:
+                raise ConfigError(f"{self.name} needs {what}") from e
             trace = "".join(traceback.format_exception(e)).rstrip()
             raise EnvError(f"{trace}\n{self.name}: making environment {index} raised {type(e).__name__}") from e
 
@@ -82,6 +91,8 @@ class Builder:
         out: dict[str, Any] = {}
         if self.pictures:
             out["atari"] = dataclasses.asdict(config.atari)
+        if config.drop_obs:
+            out["drop_obs"] = list(config.drop_obs)
         if config.wrappers:
             out["wrappers"] = [w if isinstance(w, (str, dict)) else repr(w) for w in config.wrappers]
         if config.frame_stack:
@@ -98,7 +109,11 @@ class Builder:
 
 def env_spec(config: EnvConfig) -> EnvSpec:
     """Spaces, time limit and preprocessing; makes one environment and closes it."""
-    build = Builder.of(config)
+    return built_spec(Builder.of(config))
+
+
+def built_spec(build: Builder) -> EnvSpec:
+    """`env_spec` of what a Builder makes."""
     env, limit = build()
     try:
         return build.spec_of(env, limit)
@@ -107,12 +122,16 @@ def env_spec(config: EnvConfig) -> EnvSpec:
             env.close()
 
 
-def _strip(env: gym.Env, keep_limit: bool) -> tuple[gym.Env, int | None]:
-    """Without the layers of `gym.make` that we do faster ourselves: order enforcing, and the limit unless a wrapper needs it."""
+_LAYERS = ("TimeLimit", "OrderEnforcing", "PassiveEnvChecker", "EnvCompatibility", "StepAPICompatibility")
+
+
+def _strip(env: Any, keep_limit: bool) -> tuple[Any, int | None]:
+    """Without the layers that `make` of Gymnasium and old gym adds and that we do faster ourselves, or that expect one age of the interface:
+    order enforcing, checking, and the limit unless a wrapper needs it."""
     limit = None
-    while isinstance(env, (gym.wrappers.TimeLimit, gym.wrappers.OrderEnforcing, gym.wrappers.PassiveEnvChecker)):
-        if isinstance(env, gym.wrappers.TimeLimit):
-            if keep_limit:
+    while type(env).__name__ in _LAYERS and type(env).__module__.split(".")[0] in ("gym", "gymnasium"):
+        if type(env).__name__ == "TimeLimit":
+            if keep_limit and isinstance(env, gym.Env):
                 return env, None
             limit = env._max_episode_steps
         env = env.env

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,8 @@ from bray import tree
 from bray.envs.build import Builder
 from bray.envs.compat import AnyApi
 from bray.envs.config import EnvConfig
+from bray.envs.missing import what_is_missing
+from bray.envs.observations import text_entries
 from bray.envs.spaces import BadValue, BatchCheck, empty_batch, leaves, writer
 from bray.envs.vector import episode_seed
 from bray.errors import BrayError
@@ -42,6 +44,7 @@ class _Checker:
     def __init__(self, config: EnvConfig, steps: int, seed: int):
         self.config, self.steps, self.seed = config, steps, seed
         self.single = False
+        self.step_ms = 0.0
         self.findings: list[Finding] = []
 
     def say(self, severity: str, message: str) -> None:
@@ -71,12 +74,12 @@ class _Checker:
     def _make(self) -> tuple[gym.Env, int | None]:
         try:
             build = Builder.of(self.config)
-            self.single = build.source.single
+            self.single, self.step_ms = build.source.single, build.source.step_ms
             return build()
         except BrayError as e:
             self.stop(str(e))
-        except Exception:
-            self.stop(f"making it raised:\n{traceback.format_exc().rstrip()}")
+        except Exception as e:
+            self.stop(_raised("making it", e))
         raise _Stop
 
     def _spaces(self, env: gym.Env) -> tuple[Space, ActionLayout]:
@@ -102,8 +105,8 @@ class _Checker:
     def _reset(self, env: gym.Env, seed: int) -> Any:
         try:
             out = env.reset(seed=seed)
-        except Exception:
-            self.stop(f"reset(seed={seed}) raised:\n{traceback.format_exc().rstrip()}")
+        except Exception as e:
+            self.stop(_raised(f"reset(seed={seed})", e))
         if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[1], dict):
             self.stop(f"reset returns (observation, info dict), got {_kind(out)}")
         return out[0]
@@ -111,7 +114,8 @@ class _Checker:
     def _play(self, env: gym.Env, space: Space, layout: ActionLayout, limit: int | None) -> list[Any]:
         """Random play; returns what happened, to be compared with a second run."""
         self._interface(env)
-        write, check, batch = writer(space, strict=True), BatchCheck(space, layout), empty_batch(space, 1)
+        write = writer(space, True, lambda what: self.say("warning", f"{what} at every step, which costs time"))
+        check, batch, times = BatchCheck(space, layout), empty_batch(space, 1), []
         rng = np.random.default_rng(self.seed)
         trace: list[Any] = []
         held: tuple[Any, Any] | None = None
@@ -129,12 +133,12 @@ class _Checker:
             if t == self.steps:
                 break
             action = _sample(layout, obs, rng)
+            began = time.perf_counter()
             try:
                 out = env.step(action)
-            except Exception:
-                self.stop(
-                    f"step({action!r}) raised at episode {episode}, step {length}:\n{traceback.format_exc().rstrip()}"
-                )
+            except Exception as e:
+                self.stop(_raised(f"step({action!r}) at episode {episode}, step {length}", e))
+            times.append(time.perf_counter() - began)
             if not isinstance(out, tuple) or len(out) != 5:
                 self.stop(f"step returns (obs, reward, terminated, truncated, info), got {_kind(out)}")
             obs, reward, terminated, truncated, info = out
@@ -147,6 +151,7 @@ class _Checker:
                 episode, length, ended = episode + 1, 0, True
                 held = None
                 obs = self._reset(env, episode_seed(self.seed, 0, episode))
+        self._speed(float(np.median(times)) * 1e3)
         if not ended and limit is None:
             self.say(
                 "warning",
@@ -154,10 +159,26 @@ class _Checker:
             )
         return trace
 
+    def _speed(self, ms: float) -> None:
+        """`env.vector=auto` does not measure; this does, and says what to declare."""
+        if ms > 1.0 and not self.step_ms and not self.single:
+            self.say(
+                "info",
+                f"a step takes about {ms:.1f} ms. To step several environments on several cores set env.vector=subprocess, or let auto choose "
+                f'that: metadata = {{"step_ms": {ms:.0f}}} in its class',
+            )
+
     def _interface(self, env: gym.Env) -> None:
         inner = env
         while isinstance(inner, gym.Wrapper):
             inner = inner.env
+        for name, length in text_entries(inner.observation_space).items():
+            key = name.removeprefix("observation['").removesuffix("']")
+            if key not in self.config.drop_obs:
+                self.say(
+                    "info",
+                    f"{name} is a text: it is given to the agent as uint8[{length}], the codes of its characters; env.drop_obs=[{key}] leaves it out",
+                )
         if not isinstance(inner, AnyApi):
             return
         user = inner.env
@@ -167,7 +188,11 @@ class _Checker:
             parameters = inspect.signature(user.reset).parameters
         except (TypeError, ValueError):
             return
-        if "seed" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        if "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+        if callable(getattr(user, "seed", None)):
+            self.say("info", "reset does not take `seed`; its method `seed` is called before each reset")
+        else:
             self.say(
                 "warning",
                 "reset does not take `seed`: define reset(self, *, seed=None, options=None) and draw all randomness "
@@ -182,7 +207,9 @@ class _Checker:
         except BadValue as e:
             self.stop(f"{where}: {e}")
         if (found := check.first_bad(batch)) is not None:
-            self.stop(f"{where}: {found[1]}")
+            self.stop(
+                f"{where}: {found[1]}. Correct it; an environment that you cannot edit trains with env.check=false"
+            )
         mask = layout.mask(batch)
         if mask is None:
             return
@@ -195,9 +222,11 @@ class _Checker:
             self.stop(f"{where}: {found[1]}")
 
     def _signals(self, reward: Any, terminated: Any, truncated: Any, info: Any) -> None:
-        if np.shape(reward) != () or not isinstance(reward, (int, float, np.number)):
+        if np.size(reward) != 1 or not isinstance(reward, (int, float, np.number, np.ndarray)):
             self.stop(f"the reward is a number, got {_kind(reward)}: return float(reward)")
-        if not math.isfinite(reward):
+        if np.shape(reward) != ():
+            self.say("info", f"the reward is an array of shape {np.shape(reward)}; it is taken as a number")
+        if not np.isfinite(reward).all():
             self.stop(f"the reward is {reward}")
         for name, value in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(value, (bool, np.bool_)):
@@ -227,6 +256,13 @@ def check_env(config: EnvConfig, steps: int = 200, seed: int = 0) -> list[Findin
     An empty list is a clean bill; an error means that training would stop or learn something wrong.
     """
     return _Checker(config, steps, seed).run()
+
+
+def _raised(what: str, error: Exception) -> str:
+    """One sentence where something is missing on this machine, else the traceback."""
+    if (missing := what_is_missing(error)) is not None:
+        return f"{what}: it needs {missing}"
+    return f"{what} raised:\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
 def _kind(value: Any) -> str:

@@ -79,17 +79,23 @@ class AnyApi(gym.Env):
             raise EnvError(
                 f"{type(self.env).__name__}.step returns (obs, reward, terminated, truncated, info), got {got}."
             )
+        if isinstance(out[1], np.ndarray):
+            self.step = self._step_array  # type: ignore[method-assign]
+            return _with_number(out)
         if len(out) == 5:
             self.step = self.env.step  # type: ignore[method-assign]
             return out
         self.step = self._step4  # type: ignore[method-assign]
         return _from_old(*out)
 
+    def _step_array(self, action: Any) -> Any:
+        return _with_number(self.env.step(action))
+
     def _step4(self, action: Any) -> Any:
         return _from_old(*self.env.step(action))
 
     def render(self) -> Any:
-        return self.env.render()
+        return self.env.render() if hasattr(self.env, "render") else None
 
     def close(self) -> None:
         if callable(close := getattr(self.env, "close", None)):
@@ -103,6 +109,13 @@ class AnyApi(gym.Env):
         if name.startswith("_") or name == "env":
             raise AttributeError(name)
         return getattr(self.env, name)
+
+
+def _with_number(out: tuple[Any, ...]) -> Any:
+    """What `step` returned, with a reward that is an array of one number as that number."""
+    obs, reward, *rest = out
+    reward = reward.item() if np.size(reward) == 1 and isinstance(reward, np.ndarray) else reward
+    return (obs, reward, *rest) if len(rest) == 3 else _from_old(obs, reward, *rest)
 
 
 def _from_old(obs: Any, reward: Any, done: Any, info: dict[str, Any]) -> tuple[Any, Any, bool, bool, dict[str, Any]]:

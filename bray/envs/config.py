@@ -52,13 +52,16 @@ class EnvConfig:
     import_modules: list[str] = field(default_factory=list)
     """Modules imported first, e.g. those that register environments."""
     vector: Literal["auto", "native", "inprocess", "subprocess", "envpool"] = "auto"
-    """How several environments run: auto (the fastest that is correct), native, inprocess, subprocess, envpool."""
+    """How several environments run: native, inprocess, subprocess, envpool; auto chooses by what is known of the environment, not by a
+    measurement (docs/environments.md has the rule)."""
     num_envs: Annotated[Count, Flag("--num-envs-per-worker")] = 1
     """Environments stepped together."""
     per_env: list[dict[str, Any]] = field(default_factory=list)
     """`env_config` of environment i, merged over the common one."""
     num_processes: Count | None = None
     """Processes of the subprocess form; null = one per core, at most one per environment (with `wait_num`: one per environment)."""
+    drop_obs: list[str] = field(default_factory=list)
+    """Entries of a Dict observation that are left out, e.g. [mission]."""
     max_episode_steps: Annotated[int, Ge(-1)] | None = None
     """Steps after which an episode is truncated. null = the environment's own limit, -1 = none."""
     wrappers: list[Any] = field(default_factory=list)
@@ -74,7 +77,8 @@ class EnvConfig:
     normalize_rewards: bool = False
     """Divide rewards by the running deviation of the discounted return, in training only."""
     check: bool = True
-    """Stop at once when the environment returns NaN, a wrong shape or type, or a value outside its space."""
+    """Stop at once when the environment returns NaN, a wrong shape or type, or a value outside its space. Other types of numbers are cast,
+    with one warning; floats may lie outside by a rounding error."""
     max_restarts: Whole = 0
     """How often environments that raise, die or hang are rebuilt before the run stops."""
     step_timeout: Positive | None = None

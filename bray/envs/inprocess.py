@@ -12,9 +12,10 @@ import numpy as np
 
 from bray import tree
 from bray.envs.build import Builder
+from bray.envs.missing import warn_once, what_is_missing
 from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
-from bray.errors import BrayError, EnvError
+from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
 
@@ -49,7 +50,7 @@ class InProcessVecEnv(VecEnv):
         self._require_same_spaces()
         self.spec = spec or build.spec_of(*made[0])
         observation, action = self.spec.observation, self.spec.action
-        self._gather, self._write = gatherer(observation), writer(observation, strict=build.config.check)
+        self._gather, self._write = gatherer(observation), writer(observation, build.config.check, self._on_cast)
         self._check = BatchCheck.of(self.spec) if build.config.check and on_failure is None else None
         self._cast, self._split = caster(action, self.num_envs), splitter(action)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
@@ -176,21 +177,30 @@ class InProcessVecEnv(VecEnv):
                     raise self._bad(i, str(e)) from None
         return obs
 
+    def _on_cast(self, what: str) -> None:
+        """From now on `_gather` casts: the slow way through `_write` is for the first time only."""
+        self._gather = gatherer(self.spec.observation, cast=True)
+        if self.first == 0:  # one worker process speaks for all
+            warn_once(log, f"{self._build.name}: {what}.")
+
     def _episode_seed(self, i: int) -> int:
         number = self._build.worker_index * self._build.config.num_envs + self.first + i
         return episode_seed(self._seed, number, self.episodes[i])
 
     def _rewards(self, reward: list[Any]) -> np.ndarray:
+        """float32[B]; an array of one number is a number too."""
         try:
             out = np.array(reward, np.float32)
             if out.ndim == 1:
                 return out
+            if out.size == self.num_envs:
+                return out.reshape(-1)
         except (TypeError, ValueError):
             pass
         for i, r in enumerate(reward):
-            if np.shape(r) != () or not isinstance(r, (int, float, np.generic, np.ndarray)):
+            if np.size(r) != 1 or not isinstance(r, (int, float, np.generic, np.ndarray)):
                 raise self._bad(i, f"the reward is a number, got {type(r).__name__} {r!r}: return float(...)")
-        return np.array([float(r) for r in reward], np.float32)
+        return np.array([np.asarray(r).item() for r in reward], np.float32)
 
     # --- what goes wrong ----------------------------------------------------------------------------------------------
 
@@ -201,6 +211,8 @@ class InProcessVecEnv(VecEnv):
         """Environment i raised: count it, tell, rebuild it; give up beyond the limit."""
         if isinstance(error, BrayError):
             raise error
+        if (what := what_is_missing(error)) is not None:  # nor would it be there after a restart
+            raise ConfigError(f"{self._where(i)}: it needs {what}") from error
         trace = "".join(traceback.format_exception(error)).rstrip()
         report = f"{trace}\n{self._where(i)}: it raised {type(error).__name__}"
         if self._on_failure is not None:
@@ -337,6 +349,6 @@ def _own_state(env: Any) -> NestedArray | None:
         return None
     wrong = [path for path, leaf in tree.paths(state) if leaf.dtype.kind not in "biufc"]
     if wrong:
-        log.warning("get_state of %s holds more than numbers (%s): its actions are replayed instead.", env, wrong)
+        warn_once(log, f"get_state of {env} holds more than numbers ({wrong}): its actions are replayed instead.")
         return None
     return tree.map(np.array, state)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 
 import gymnasium as gym
-import numpy as np
 
 from bray.envs import atari, native
 from bray.envs.build import Builder
@@ -15,13 +13,12 @@ from bray.envs.config import EnvConfig
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.subprocess import SubprocessVecEnv
 from bray.envs.vector import VecEnv, episode_seed
-from bray.errors import BrayError, ConfigError
-from bray.spec import Space
+from bray.errors import ConfigError
 
 log = logging.getLogger("bray.envs")
 
-_SUBPROCESS_GAIN = 500e-6
-"""Seconds a step must become shorter before `auto` starts processes; two messages per process cost about a third of this."""
+_SUBPROCESS_GAIN = 0.5
+"""Milliseconds that a step must become shorter before `auto` starts processes; two messages per process cost about a third of this."""
 
 
 def make_env(config: EnvConfig, index: int = 0, render_mode: str | None = None, worker_index: int = 0) -> gym.Env:
@@ -31,7 +28,8 @@ def make_env(config: EnvConfig, index: int = 0, render_mode: str | None = None, 
 
 
 def make_vec(config: EnvConfig, *, seed: int, render_mode: str | None = None, worker_index: int = 0) -> VecEnv:
-    """`config.num_envs` environments in the form `config.vector` names; auto takes the fastest that is correct."""
+    """`config.num_envs` environments in the form `config.vector` names. `auto` chooses by what is declared, so that it chooses the same whatever
+    else the machine does."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
     if form == "envpool":
@@ -63,7 +61,7 @@ def _native_pays(build: Builder) -> bool:
 
 
 def _processes_pay(build: Builder) -> bool:
-    """Whether stepping in several processes saves more time than it costs, measured on a few random steps.
+    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step (`EnvSource.step_ms`).
 
     Both forms give the same trajectories, so that the choice changes nothing but the speed.
     """
@@ -73,30 +71,5 @@ def _processes_pay(build: Builder) -> bool:
     if config.step_timeout is not None:
         return True
     processes = min(config.num_envs, config.num_processes or os.cpu_count() or 1)
-    if processes == 1:
-        return False
-    return _seconds_per_step(build) * (config.num_envs - -(-config.num_envs // processes)) > _SUBPROCESS_GAIN
-
-
-def _seconds_per_step(build: Builder, most: int = 16, budget: float = 0.05) -> float:
-    env, _ = build()
-    space, rng = Space.from_gym(env.action_space), np.random.default_rng(0)
-    steps, spent = 0, 0.0
-    try:
-        env.reset(seed=0)
-        while steps < most and spent < budget:
-            action = space.sample(rng)
-            start = time.perf_counter()
-            _, _, terminated, truncated, _ = env.step(action)
-            if steps:  # the first step may load or compile
-                spent += time.perf_counter() - start
-            steps += 1
-            if terminated or truncated:
-                env.reset(seed=steps)
-    except BrayError:
-        raise
-    except Exception:  # it will be told where restarts are counted
-        return 0.0
-    finally:
-        env.close()
-    return spent / max(1, steps - 1)
+    in_turn = -(-config.num_envs // processes)  # environments of one process, one after another
+    return build.source.step_ms * (config.num_envs - in_turn) > _SUBPROCESS_GAIN

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
 
 from bray.envs.config import EnvConfig
+from bray.envs.families import family_of_id, family_of_module
+from bray.envs.missing import what_is_missing
 from bray.errors import ConfigError, UnknownName
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
@@ -25,7 +28,12 @@ _EXTRAS = {
 
 
 class EnvContext(dict):
-    """The `env_config` a creator gets: a dict that also knows which environment of which worker is being made."""
+    """The `env_config` a creator gets: a dict that also knows which environment of which worker is being made.
+
+    worker_index  the rollout worker: 0 is the training process itself, whatever `env.vector` is
+    vector_index  the environment, 0 to num_envs - 1; different for each environment of a worker
+    remote        whether it is made in another process than the training's
+    """
 
     def __init__(self, values: dict[str, Any], worker_index: int = 0, vector_index: int = 0, remote: bool = False):
         super().__init__(values)
@@ -33,7 +41,7 @@ class EnvContext(dict):
 
 
 def register_env(name: str, creator: Callable[..., Any], replace: bool = False) -> None:
-    """Make `name` an environment: `creator(env_config)` returns one. A class, or a function of a module, also reaches workers.
+    """Make `name` an environment: `creator(env_config)` returns one. It is a class or a function, also a lambda; worker processes get it too.
     A name that has another creator already is refused unless `replace`."""
     if not callable(creator):
         raise ConfigError(
@@ -49,9 +57,41 @@ def register_env(name: str, creator: Callable[..., Any], replace: bool = False) 
 
 
 def list_envs() -> list[str]:
-    """All names that `make_env` takes now: registered ones first, then Gymnasium's."""
+    """All names that `make_env` takes now: registered ones first, then Gymnasium's, then those of the old gym package where it is loaded."""
     _import_if_there("ale_py")
-    return sorted(_CREATORS) + sorted(set(gym.registry) - set(_CREATORS))
+    theirs = sorted(set(gym.registry) - set(_CREATORS))
+    return sorted(_CREATORS) + theirs + sorted(set(_old_ids()) - set(gym.registry) - set(_CREATORS))
+
+
+def _package(registry: Mapping[str, Any], name: str) -> str:
+    """The package that an id's class comes from; importing it registers the id."""
+    entry = registry[name].entry_point
+    return (entry if isinstance(entry, str) else entry.__module__).partition(":")[0].partition(".")[0]
+
+
+def _old_ids() -> Mapping[str, Any]:
+    """Ids of the old `gym` package, where something has imported it."""
+    old = sys.modules.get("gym")
+    registry = getattr(getattr(old, "envs", None), "registry", {})
+    return getattr(registry, "env_specs", registry)  # before gym 0.26 it was an object
+
+
+@dataclass(frozen=True)
+class OldGym:
+    """Makes an environment that is registered with the old `gym` package alone."""
+
+    id: str
+    module: str
+    """Imported first, as it registers the id."""
+
+    def __call__(self, render_mode: str | None = None, **arguments: Any) -> Any:
+        importlib.import_module(self.module)
+        make = importlib.import_module("gym").make
+        known = inspect.signature(make).parameters
+        extra: dict[str, Any] = {} if render_mode is None else {"render_mode": render_mode}
+        if "disable_env_checker" in known:  # gym's checker does not work with numpy 2
+            extra["disable_env_checker"] = True
+        return make(self.id, **{**arguments, **extra})
 
 
 @dataclass(frozen=True)
@@ -70,6 +110,25 @@ class EnvSource:
     @property
     def gym_spec(self) -> Any:
         return gym.spec(self.gym_id) if self.gym_id else None
+
+    @property
+    def registered(self) -> bool:
+        """Made by `make` of Gymnasium or old gym, which put wrappers around it."""
+        return self.gym_id is not None or isinstance(self.creator, OldGym)
+
+    @property
+    def step_ms(self) -> float:
+        """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package, else 0."""
+        made = self.gym_spec.entry_point if self.gym_id else self.creator
+        module = made if isinstance(made, str) else getattr(made, "module", None) or getattr(made, "__module__", None)
+        if isinstance(made, str):
+            try:
+                made = gym.envs.registration.load_env_creator(made)
+            except Exception:  # making it says what is wrong
+                made = None
+        declared = (getattr(made, "metadata", None) or {}).get("step_ms")
+        family = family_of_module(module or "")
+        return float(declared) if declared is not None else family.step_ms if family else 0.0
 
     def make(self, arguments: EnvContext, render_mode: str | None) -> Any:
         """A new environment (or the object itself)."""
@@ -97,7 +156,8 @@ def missing_package(name: str, entry_point: str, cause: Exception | None = None)
     for module, (package, extra) in _EXTRAS.items():
         if entry_point.startswith(module):
             return ConfigError(f"{name} needs the package {package}: pip install 'bray[{extra}]'")
-    return ConfigError(f"{name} needs a package that is not installed: {cause}")
+    what = what_is_missing(cause) if isinstance(cause, ImportError) else None
+    return ConfigError(f"{name} needs {what or f'a package that is not installed: {cause}'}")
 
 
 def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode: str | None, name: str) -> Any:
@@ -157,26 +217,49 @@ def resolve(config: EnvConfig) -> EnvSource:
     known = list_envs()  # registers the Atari games where their package is installed
     if name in gym.registry:
         return EnvSource(name, gym_id=name)
+    if name in _old_ids():
+        return EnvSource(name, creator=OldGym(name, _package(_old_ids(), name)))
+    if (family := family_of_id(name)) is not None:
+        return _from_module(f"{family.module}:{name}")
     raise UnknownName("environment", name, known)
 
 
 def _from_module(name: str) -> EnvSource:
+    """The source behind `module:Class` or `module:id-of-a-registry`."""
     module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise ConfigError(f"environment {name!r}: cannot import the module {module_name!r}: {e}") from e
+    module = _import(name, module_name)
     if attribute in _CREATORS:
         return EnvSource(attribute, creator=_CREATORS[attribute])
+    if attribute not in gym.registry and callable(register := getattr(module, "register_envs", None)):
+        register()  # packages that wait to be asked
     if attribute in gym.registry:
         return EnvSource(attribute, gym_id=attribute)
+    if attribute in _old_ids():
+        return EnvSource(attribute, creator=OldGym(attribute, module_name))
     creator: Any = module
     for part in attribute.split("."):
         creator = getattr(creator, part, None)
     if not callable(creator):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        package = module_name.partition(".")[0]
+        public += [k for registry in (gym.registry, _old_ids()) for k in registry if _package(registry, k) == package]
         raise UnknownName("environment", attribute, public, where=f"in module {module_name}")
     return EnvSource(name, creator=creator)
+
+
+def _import(name: str, module: str) -> Any:
+    """The module of environment `name`."""
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as e:
+        family, what = family_of_module(module), what_is_missing(e)
+        if what is None:
+            raise
+        is_it = isinstance(e, ModuleNotFoundError) and e.name is not None and f"{module}.".startswith(f"{e.name}.")
+        if is_it and family is not None:
+            raise ConfigError(f"{name} needs a package that is not installed: pip install {family.install}") from e
+        why = str(e) if is_it else f"it needs {what}"
+        raise ConfigError(f"environment {name!r}: cannot import the module {module!r}: {why}") from e
 
 
 def env_name(env: Any) -> str:

@@ -50,25 +50,41 @@ def empty_batch(space: Space, num_envs: int) -> NestedArray:
 # --- observations into a batch ----------------------------------------------------------------------------------------
 
 
-def gatherer(space: Space) -> Callable[[list[Any]], NestedArray | None]:
+def gatherer(space: Space, cast: bool = False) -> Callable[[list[Any]], NestedArray | None]:
     """A function that joins a list of observations into a batch in one call per array, or gives None where one of them may
-    not fit its space (then `writer` says which, or casts it). A wrong type shows in the type of the joined array."""
+    not fit its space (then `writer` says which, or casts it). A wrong type shows in the type of the joined array. With `cast`
+    other types of numbers are cast here, for environments that are known to return them."""
     if space.composite:
-        return _composite_gatherer(space)
+        return _composite_gatherer(space, cast)
     shape, dtype, array = space.shape, np.dtype(space.dtype), np.array
+    cast = cast and space.kind == "box"
 
     def gather(rows: list[Any]) -> np.ndarray | None:
         try:
             out = array(rows)
         except ValueError:  # shapes differ
             return None
-        return out if out.dtype == dtype and out.shape[1:] == shape else None
+        if out.dtype == dtype and out.shape[1:] == shape:
+            return out
+        return cast_numbers(out, dtype) if cast and out.shape[1:] == shape else None
 
     return gather
 
 
-def _composite_gatherer(space: Space) -> Callable[[list[Any]], NestedArray | None]:
-    parts = [(key, gatherer(part)) for key, part in zip(space.keys, space.parts, strict=True)]
+def cast_numbers(value: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
+    """Numbers as the declared type, where that only rounds them: any number as a float, integers as integers that hold them. Else None."""
+    kind = value.dtype.kind
+    if dtype.kind == "f":
+        return value.astype(dtype) if kind in "biuf" else None
+    if dtype.kind not in "iu" or kind not in "biu":
+        return None
+    info = np.iinfo(dtype)
+    fits = not value.size or (int(value.min()) >= info.min and int(value.max()) <= info.max)
+    return value.astype(dtype) if fits else None
+
+
+def _composite_gatherer(space: Space, cast: bool) -> Callable[[list[Any]], NestedArray | None]:
+    parts = [(key, gatherer(part, cast)) for key, part in zip(space.keys, space.parts, strict=True)]
     kind, size = dict if space.kind == "dict" else tuple, len(parts)
 
     def gather(rows: list[Any]) -> NestedArray | None:
@@ -84,14 +100,16 @@ def _composite_gatherer(space: Space) -> Callable[[list[Any]], NestedArray | Non
 
 
 Writer = Callable[[Any, int, Any], None]
+OnCast = Callable[[str], None]
 
 
-def writer(space: Space, strict: bool, name: str = "observation") -> Writer:
-    """A function `write(batch, i, value)`; `strict` refuses other shapes and dtypes than the space's, else they are cast."""
+def writer(space: Space, strict: bool, on_cast: OnCast | None = None, name: str = "observation") -> Writer:
+    """A function `write(batch, i, value)`. `strict` refuses other shapes than the space's, and other dtypes unless their numbers fit the
+    declared one; then they are cast and `on_cast` is told. Not strict: everything is cast that numpy casts."""
     if space.composite:
-        return _composite_writer(space, strict, name)
+        return _composite_writer(space, strict, on_cast, name)
     if space.kind != "discrete":
-        return _array_writer(space, strict, name)
+        return _array_writer(space, strict, on_cast, name)
 
     def write(batch: Any, i: int, value: Any) -> None:
         if strict and (
@@ -103,7 +121,7 @@ def writer(space: Space, strict: bool, name: str = "observation") -> Writer:
     return write
 
 
-def _array_writer(space: Space, strict: bool, name: str) -> Writer:
+def _array_writer(space: Space, strict: bool, on_cast: OnCast | None, name: str) -> Writer:
     shape, dtype, is_box = space.shape, np.dtype(space.dtype), space.kind == "box"
 
     def write(batch: Any, i: int, value: Any) -> None:
@@ -112,9 +130,14 @@ def _array_writer(space: Space, strict: bool, name: str) -> Writer:
         if strict and not isinstance(value, np.generic | np.ndarray):
             raise BadValue(f"{name} is an array of {dtype}, got a {type(value).__name__}: {_short(value)}")
         if strict and is_box and value.dtype != dtype:
-            raise BadValue(
-                f"{name} has dtype {dtype} in its space, got {value.dtype}: use .astype(np.{dtype}) or correct the space"
-            )
+            given = value.dtype
+            value = cast_numbers(np.asarray(value), dtype)
+            if value is None:
+                raise BadValue(
+                    f"{name} has dtype {dtype} in its space, got {given}: use .astype(np.{dtype}) or correct the space"
+                )
+            if on_cast is not None:
+                on_cast(f"{name} has dtype {dtype} in its space and comes as {given}: it is cast to {dtype}")
         if strict and not is_box and value.dtype.kind not in "iub":
             raise BadValue(f"{name} holds integers, got {value.dtype}: {_short(value)}")
         batch[i] = value
@@ -122,8 +145,11 @@ def _array_writer(space: Space, strict: bool, name: str) -> Writer:
     return write
 
 
-def _composite_writer(space: Space, strict: bool, name: str) -> Writer:
-    parts = [(key, writer(part, strict, f"{name}[{key!r}]")) for key, part in zip(space.keys, space.parts, strict=True)]
+def _composite_writer(space: Space, strict: bool, on_cast: OnCast | None, name: str) -> Writer:
+    parts = [
+        (key, writer(part, strict, on_cast, f"{name}[{key!r}]"))
+        for key, part in zip(space.keys, space.parts, strict=True)
+    ]
     names, size = set(space.names), len(parts)
 
     def write_dict(batch: Any, i: int, value: Any) -> None:
@@ -181,6 +207,9 @@ def splitter(space: Space) -> Callable[[NestedArray], list[Any]]:
 # --- the check --------------------------------------------------------------------------------------------------------
 
 
+_ROUNDING = float(np.finfo(np.float32).eps)
+
+
 class BatchCheck:
     """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array. With the `layout` of the actions also
     masks that forbid every choice."""
@@ -207,7 +236,8 @@ class BatchCheck:
                 i, j = divmod(int(at), low.size)
                 value, shape = array.reshape(-1)[at], leaf.space.shape
                 where = f"{leaf.name}{list(map(int, np.unravel_index(j, shape)))}" if shape else leaf.name
-                outside = f", outside its space [{low[j]}, {high[j]}]" if np.isfinite(value) else ""
+                least, most = _declared(leaf.space, low, high)
+                outside = f", outside its space [{least[j]}, {most[j]}]" if np.isfinite(value) else ""
                 return i, f"{where} is {value}{outside}, in {_short(array[i])}"
         return None
 
@@ -228,8 +258,17 @@ class BatchCheck:
         return None
 
 
+def _declared(space: Space, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The bounds as the space has them, for messages; those of floats are checked with a tolerance."""
+    if np.dtype(space.dtype).kind != "f":
+        return low, high
+    low, high = (x.reshape(-1).astype(space.dtype) for x in space.bounds())
+    return low, high
+
+
 def _bounds(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
-    """Lowest and highest value of every element, in the space's dtype; None where every value of the dtype is a member."""
+    """Lowest and highest allowed value of every element, in the space's dtype; None where every value of the dtype is a member. Floats may
+    lie outside by the rounding error of float32: an environment that computes in [0, 1] also returns 1.0000000000000002."""
     dtype, size = np.dtype(space.dtype), math.prod(space.shape)
     if space.kind == "multi_binary":
         return np.zeros(size, dtype), np.ones(size, dtype)
@@ -240,6 +279,7 @@ def _bounds(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     low, high = (x.reshape(-1) for x in space.bounds())
     if dtype.kind == "f":
+        low, high = low - _ROUNDING * np.maximum(np.abs(low), 1.0), high + _ROUNDING * np.maximum(np.abs(high), 1.0)
         info: Any = np.finfo(dtype)
         return np.maximum(low, float(info.min)).astype(dtype), np.minimum(high, float(info.max)).astype(dtype)
     info = np.iinfo(dtype)

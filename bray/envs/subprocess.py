@@ -29,10 +29,11 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
+import cloudpickle
 import numpy as np
 
 from bray import tree
-from bray.envs.build import Builder, env_spec
+from bray.envs.build import Builder, built_spec
 from bray.envs.inprocess import FORM, episodes_state
 from bray.envs.spaces import BatchCheck, caster
 from bray.envs.vector import Infos, StepResult, VecEnv
@@ -50,7 +51,7 @@ class _Lost(Exception):
 class _Process:
     """One worker, seen from the parent."""
 
-    def __init__(self, memory: Any, share: bytes):
+    def __init__(self, memory: Any, share: bytes, needs_main: bool):
         context = multiprocessing.get_context("spawn")
         self.conn, theirs = context.Pipe()
         handle, self._trace_path = tempfile.mkstemp(prefix="bray-env-")
@@ -58,7 +59,7 @@ class _Process:
         by_main = threading.current_thread() is threading.main_thread()
         arguments = (theirs, memory, share, self._trace_path, os.getpid(), by_main)
         self.process = context.Process(target=run_worker, args=arguments, daemon=True, name="bray-env")
-        with _main_only_if(b"__main__" in share), _signals_held_back():
+        with _main_only_if(needs_main), _signals_held_back():
             self.process.start()
         theirs.close()  # so that the worker's death is seen as the end of the pipe
         self._poll = None
@@ -135,6 +136,24 @@ def _unpack(answer: bytes) -> tuple[Any, list[str]]:
     return first, second
 
 
+def _portable(share: Share) -> tuple[bytes, bool]:
+    """A share as bytes, and whether a worker has to run the user's script to understand them.
+
+    What a module defines is sent by its name. Lambdas, and what the script or notebook itself defines, are sent as code; the script is run again
+    only where that does not work. These bytes go from this process to its own child, and nowhere else."""
+    by_name = None
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
+        by_name = pickle.dumps(share)
+    if by_name is not None and b"__main__" not in by_name:
+        return by_name, False
+    try:
+        return cloudpickle.dumps(share), False
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if by_name is None:
+            raise
+        return by_name, True
+
+
 @contextmanager
 def _main_only_if(needed: bool) -> Iterator[None]:
     """A spawned process runs the user's script again to find what is defined there. Where nothing of ours is, it need not."""
@@ -169,7 +188,7 @@ class SubprocessVecEnv(VecEnv):
 
     def __init__(self, build: Builder, seed: int):
         config = build.config
-        self.num_envs, self.name, self.spec = config.num_envs, build.name, env_spec(config)
+        self.num_envs, self.name, self.spec = config.num_envs, build.name, built_spec(build)
         self._max_restarts, self._timeout = config.max_restarts, config.step_timeout
         self.waits = config.wait_num is not None
         self._wait_num, self._wait_longer = config.wait_num or self.num_envs, config.step_wait_timeout
@@ -177,7 +196,7 @@ class SubprocessVecEnv(VecEnv):
         processes = min(self.num_envs, config.num_processes or most)
         edges = np.linspace(0, self.num_envs, processes + 1).round().astype(int).tolist()
         self._rows = [slice(low, high) for low, high in itertools.pairwise(edges)]
-        self._share = Share(build, self.spec, seed, range(0), build.source.gym_spec)
+        self._share = Share(replace(build, remote=True), self.spec, seed, range(0), build.source.gym_spec)
         shared = SharedArrays(self.spec, self.num_envs)
         self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, shared.size))
         self._view = shared.view(self._memory)
@@ -208,11 +227,11 @@ class SubprocessVecEnv(VecEnv):
     def _start(self, rows: slice, episodes: list[int] | None = None, begin: list[bool] | None = None) -> _Process:
         share = replace(self._share, numbers=range(rows.start, rows.stop), episodes=episodes, begin=begin)
         try:
-            return _Process(self._memory, pickle.dumps(share))
+            return _Process(self._memory, *_portable(share))
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise ConfigError(
-                f"{self.name} cannot be made in another process ({e}): define its class or creator at the top of a module, "
-                "or set env.vector=inprocess"
+                f"{self.name} cannot be made in another process ({e}): its creator uses something that cannot be sent there. Make that inside "
+                "the creator, or set env.vector=inprocess"
             ) from e
 
     # --- stepping -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -91,6 +92,8 @@ class Share:
         for module in config.import_modules:
             importlib.import_module(module)
         if self.gym_spec is not None:
+            with suppress(Exception):  # making it says what is wrong
+                gym.envs.registration.load_env_creator(self.gym_spec.entry_point)  # registers it, in most packages
             gym.registry.setdefault(self.gym_spec.id, self.gym_spec)
         envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
         rows = slice(self.numbers.start, self.numbers.stop)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium.wrappers import TransformObservation
 from gymnasium.wrappers.utils import create_zero_array
 
+from bray.envs.atari import area_taps, resize
+from bray.envs.vector import LIFE_LOST
 from bray.errors import ConfigError, UnknownName
 from bray.spec import ACTION_MASK
 
@@ -66,6 +68,27 @@ class FireReset(gym.Wrapper):
         self.env.reset(seed=seed, options=options)
         obs, _, terminated, truncated, info = self.env.step(self.fire_action)
         return self.env.reset(options=options) if terminated or truncated else (obs, info)
+
+
+class EpisodicLife(gym.Wrapper):
+    """A lost life is `terminated` for the learner; the game goes on. Reads `info["lives"]`, which Atari games give."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self._lives = 0
+
+    def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**options)
+        self._lives = info.get("lives", 0)
+        return obs, info
+
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        lives = info.get("lives", 0)
+        lost, self._lives = 0 < lives < self._lives, lives
+        if lost and not terminated:
+            return obs, reward, True, truncated, {**info, LIFE_LOST: True}
+        return obs, reward, terminated, truncated, info
 
 
 class DelayReward(gym.Wrapper):
@@ -180,6 +203,26 @@ def _scaled_float_frame(env: gym.Env) -> gym.Env:
     return TransformObservation(env, lambda obs: np.asarray(obs, np.float32) / np.float32(255.0), space)
 
 
+def _warp_frame(env: gym.Env, size: int = 84) -> gym.Env:
+    """Colour pictures uint8 [H, W, 3] as gray ones [size, size], made smaller by averaging areas."""
+    box = env.observation_space
+    if not isinstance(box, gym.spaces.Box) or box.dtype != np.uint8 or box.shape[2:] != (3,):
+        raise ConfigError(f"warp_frame needs colour pictures uint8 [H, W, 3], got {box}")
+    rows, columns = (area_taps(n, _at_least_one("warp_frame", "size", size)) for n in box.shape[:2])
+    gray = np.array([0.299, 0.587, 0.114], np.float32)
+    space = gym.spaces.Box(0, 255, (size, size), np.uint8)
+    return TransformObservation(env, lambda obs: resize(obs @ gray, rows, columns), space)
+
+
+def _ram(env: gym.Env) -> gym.Env:
+    """The bytes of a game's memory [N] as float32 [N, 1, 1], for networks that expect pictures."""
+    box = env.observation_space
+    if not isinstance(box, gym.spaces.Box) or len(box.shape) != 1:
+        raise ConfigError(f"ram needs a flat Box, as Atari games give with env_config.obs_type=ram, got {box}")
+    space = gym.spaces.Box(0.0, 255.0, (*box.shape, 1, 1), np.float32)
+    return TransformObservation(env, lambda obs: np.asarray(obs, np.float32).reshape(space.shape), space)
+
+
 def _obs_transpose(env: gym.Env) -> gym.Env:
     """Pictures [H, W, C] as [C, H, W]."""
     box = env.observation_space
@@ -216,9 +259,22 @@ def _hybrid_dict_action(env: gym.Env) -> gym.Env:
     return gym.wrappers.TransformAction(env, lambda action: (action["action_type"], action["action_args"]), both)
 
 
+def _leaves(space: gym.Space) -> Iterator[gym.Space]:
+    parts = getattr(space, "spaces", None) or ()
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        yield from _leaves(part)
+    if not parts:
+        yield space
+
+
 def flatten(env: gym.Env) -> gym.Env:
     """Observations as one flat vector; an action mask stays beside it: {observation, action_mask}."""
     space = env.observation_space
+    if not space.is_np_flattenable:
+        kinds = sorted({type(s).__name__ for s in _leaves(space) if not s.is_np_flattenable})
+        raise ConfigError(
+            f"flatten_obs: a space of kind {', '.join(kinds)} has no fixed size: leave it out with env.drop_obs=[...], or convert it in a wrapper"
+        )
     if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
         return gym.wrappers.FlattenObservation(env)
     rest = gym.spaces.Dict({k: s for k, s in space.spaces.items() if k != ACTION_MASK})
@@ -237,6 +293,9 @@ WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "fire_reset": FireReset,
     "max_and_skip": lambda env, skip=4: gym.wrappers.MaxAndSkipObservation(env, skip),
     "frame_stack": lambda env, n=4: gym.wrappers.FrameStackObservation(env, n),
+    "warp_frame": _warp_frame,
+    "ram": _ram,
+    "episodic_life": EpisodicLife,
     "scaled_float_frame": _scaled_float_frame,
     "clip_reward": _clip_reward,
     "delay_reward": DelayReward,
@@ -253,7 +312,7 @@ WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "time_limit": lambda env, max_episode_steps: gym.wrappers.TimeLimit(env, max_episode_steps),
     "flatten": flatten,
 }
-"""Names a config may use. The Atari set (warp_frame, episodic_life, ram, ...) is in `env.atari` and `env.env_config`."""
+"""Names a config may use. `env.atari` has the Atari ones as options, which are faster."""
 
 
 def apply(wrapper: Any, env: gym.Env) -> gym.Env:

@@ -207,9 +207,11 @@ class RemoteBuffer:
     def add_source(
         self, *sources: Any, num_workers: int | None = None, epoch: int = 1, name: str | None = None
     ) -> Promise:
-        """Fill the buffer from iterables, each read `epoch` times, in processes of their own. Samples wait for room; none is dropped.
+        """Fill the buffer from iterables, each read `epoch` times, in processes of their own. Samples wait for room; none is dropped. The samples of
+        one iterable keep their order, for a single consumer.
 
-        sources      iterables of samples, picklable, `iter()` of which starts anew; or functions that return a list of such
+        sources      iterables of samples, picklable, `iter()` of which starts anew; or functions that return a list of such. One that has
+                     `__len__` and `__getitem__` is read by several workers at once, and so is a list of functions that return a sample each
         num_workers  processes; None: one for each iterable, at most 4
         name         of the workers, `source/NAME/0` and so on; the buffer's if None
         The promise is kept when all are read, or broken by the error of the first one that raised: the others go on all the same.
@@ -222,8 +224,9 @@ class RemoteBuffer:
         return connection(self.settings).writer.push((sample,), False, source)
 
     def _reads(self, source: str, ended: bool) -> None:
-        """This process reads a source of the buffer."""
+        """This process reads a source of the buffer, whose samples keep their order."""
         connection(self.settings).source = source, ended
+        connection(self.settings).writer.keep_order()
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -58,7 +59,7 @@ class LocalWriter:
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
         with self._lock:
             read = self._check.read(samples)
-            shards = self._shards(len(samples), drop)
+            shards = self._shards(len(samples), drop, source)
         receipts = []
         for i, shard in enumerate(shards):
             for layout, group in groupby(read[i :: len(shards)], key=lambda x: x[0]):
@@ -76,10 +77,16 @@ class LocalWriter:
             shard.push(Chunk(chunk.layout, columns, len(columns[0])), drop, receipts[i].finish)
         return Pushed(receipts)
 
-    def _shards(self, samples: int, drop: bool) -> list[BufferShard]:
-        """The shards that this many samples go to, in turn."""
+    def keep_order(self) -> None:
+        """Samples of a source go to one shard; see `_shards`."""
+
+    def _shards(self, samples: int, drop: bool, source: str = "") -> list[BufferShard]:
+        """The shards that this many samples go to, in turn. Those of a source go to one, so that they keep their order."""
         start, count = self._next, len(self._ports)
-        self._next += samples
+        if source:
+            start, samples = crc32(source.encode()), 1
+        else:
+            self._next += samples
         shards = [self._ports[(start + i) % count].shard for i in range(min(count, samples))]
         if not drop and (behind := max((s.behind for s in shards), default=0)) >= MAX_SAMPLES:
             raise _overloaded(self._settings.name, behind)
@@ -128,11 +135,17 @@ class RemoteWriter:
         self._numbers = itertools.count(1)
         self._scheduled = self._started = False
         self._empty: list[Promise] = []
+        self._in_order = False
+        self._only: _Target | None = None
         self._gone: BrayError | None = None
         self.dropped = 0
         """Samples that were dropped here because the shards did not keep up, or were lost on the way to one that died."""
 
     # --- any thread ---------------------------------------------------------------------------------------------------
+
+    def keep_order(self) -> None:
+        """From now on all samples go to one shard, as long as it lives: they come out in the order in which they were pushed."""
+        self._in_order, self._connections = True, 1
 
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
         with self._lock:
@@ -271,7 +284,7 @@ class RemoteWriter:
                     self._offer_slab(target)
         self._scheduled = False
         while self._queue:
-            free = [t for t in self._targets.values() if t.ready and t.port.up and t.in_flight < _MAX_IN_FLIGHT]
+            free = [t for t in self._open_targets() if t.in_flight < _MAX_IN_FLIGHT]
             if not free:
                 return
             with self._lock:
@@ -282,6 +295,15 @@ class RemoteWriter:
                 self._sent.add(batch)
             self._send(min(free, key=lambda t: t.load), batch)
         self._tell_if_empty()
+
+    def _open_targets(self) -> list[_Target]:
+        """The shards that samples may go to now."""
+        targets = [t for t in self._targets.values() if t.ready and t.port.up]
+        if not self._in_order or not targets:
+            return targets
+        if self._only not in targets:
+            self._only = targets[0]
+        return [self._only]
 
     def _send(self, target: _Target, batch: PendingBatch) -> None:
         link, slab, layout = target.port.link, target.slab, batch.layout

@@ -12,12 +12,12 @@ from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import ConfigError
 from bray.inference.host import Promise
+from bray.remote.source.items import FOREVER, indexed
 from bray.remote.source.worker import SourceReader, Target
 
 logger = logging.getLogger("bray.remote")
 
 _MOST_WORKERS = 4
-_FOREVER = 1e8  # seconds
 
 
 def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, epoch: int, name: str) -> Promise:
@@ -35,8 +35,14 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
     for i, source in enumerate(sources):
         _check(source, i, epoch)
     count = num_workers or min(len(sources), _MOST_WORKERS)
-    if all(isinstance(s, Iterable) for s in sources):  # a function may return more of them
-        count = min(count, len(sources))
+    if count > len(sources) and not any(map(_shared, sources)):
+        logger.warning(
+            "buffer %r: num_workers=%d, but an iterator gives one item after the other, so that each source is read by one worker. To read one "
+            "source with several, give it __len__ and __getitem__, or make it a list of functions that return a sample each.",
+            buffer.name,
+            count,
+        )
+        count = len(sources)
     cluster = session().cluster
     taken = [int(n.rsplit("/", 1)[1]) for n in cluster.names(f"source/{name}/")]
     names = [f"source/{name}/{max(taken, default=-1) + 1 + i}" for i in range(count)]
@@ -50,11 +56,11 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
         tell(reader, False)
     members: list[Member] = []
     try:
-        for i, reader in enumerate(names):
-            mine = [(n, s) for n, s in enumerate(sources) if not isinstance(s, Iterable) or n % count == i]
-            members.append(cluster.start(reader, SourceReader, reader, buffer, mine, epoch, (i, count)))
+        for i, reader in reversed(list(enumerate(names))):  # the first ones have the sources, and find the others there
+            mine = [(n, s) for n, s in enumerate(sources) if _shared(s) or n % count == i]
+            members.append(cluster.start(reader, SourceReader, reader, buffer, mine, epoch, names))
     except BaseException as e:
-        for reader in names[len(members) :]:
+        for reader in names[: count - len(members)]:
             tell(reader, True)
         if not isinstance(e, (TypeError, AttributeError, pickle.PicklingError)):
             raise
@@ -66,6 +72,11 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
     promise.set_running_or_notify_cancel()
     io.spawn(_wait(members, promise), f"waiting for {names[0]}")
     return promise
+
+
+def _shared(source: Any) -> bool:
+    """Whether all readers need it: each takes its part of what a function returns, and of items that are loaded by their number."""
+    return not isinstance(source, Iterable) or indexed(source)
 
 
 def _check(source: Any, i: int, epoch: int) -> None:
@@ -84,7 +95,7 @@ async def _wait(members: list[Member], promise: Promise) -> None:
     errors = []
     for member in members:
         try:
-            await member.call("wait", timeout=_FOREVER, retry=True)
+            await member.call("wait", timeout=FOREVER, retry=True)
         except BaseException as e:
             errors.append(e)
     if errors:

@@ -7,14 +7,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
 from bray import tree
 from bray.cluster import io
+from bray.cluster.protocol import Member
 from bray.cluster.session import session
-from bray.errors import BrayError, ConfigError, Overloaded
+from bray.errors import BrayError, ConfigError, Ended, MissingComponent, Overloaded
+from bray.remote.source.items import Loader, indexed, load, spread
 
 logger = logging.getLogger("bray.remote")
 
@@ -44,14 +46,19 @@ class SourceReader:
     """Reads its sources `epoch` times each, up to 8 at once. One that raises is logged, with its traceback, and stops none of the others.
 
     name     of this member
-    sources  (number, source): iterables, or functions that return lists of them, of which this reader takes its share
-    share    (which, of how many) readers this is
+    sources  (number, source): iterables, or functions that return lists of them. Source i is read by reader i % n of n
+    readers  the names of all readers
+    The items of one source are pushed in its order. Where there are fewer sources than readers, those that are left help: they load items of sources
+    that have `__len__` and `__getitem__` for the reader that pushes them.
     How far it is, is noted in the first shard of the buffer: a reader that was killed goes on there.
     """
 
-    def __init__(self, name: str, buffer: Target, sources: list[tuple[int, Any]], epoch: int, share: tuple[int, int]):
-        self.name, self.buffer, self.epoch, self.share = name, buffer, epoch, share
+    def __init__(self, name: str, buffer: Target, sources: list[tuple[int, Any]], epoch: int, readers: list[str]):
+        self.name, self.buffer, self.epoch, self._readers = name, buffer, epoch, readers
         self._sources = sources
+        self._found: dict[str, Iterable[Any]] = {}  # all that this reader knows, also those that another one pushes
+        self._all_found = threading.Event()
+        self._loader = Loader(self._find)
         self._tasks: deque[tuple[str, Iterable[Any]]] = deque()
         self._progress: dict[str, tuple[int, int]] = {}  # (epochs done, items of the next one)
         self._lock = threading.Lock()
@@ -74,6 +81,10 @@ class SourceReader:
         if self._errors:
             raise self._errors[0]
 
+    async def load(self, label: str, numbers: range) -> tuple[float, list[Any]]:
+        """Items of a source, for the reader that pushes them: (seconds that it took, the items)."""
+        return await self._loader.load(label, numbers)
+
     async def close(self) -> None:
         self._stop = True
 
@@ -81,9 +92,13 @@ class SourceReader:
 
     def _begin(self) -> None:
         self.buffer._reads(self.name, False)
+        which, count = self._readers.index(self.name), len(self._readers)
         for number, source in self._sources:
             if isinstance(source, Iterable):
-                self._tasks.append((f"source {number} ({type(source).__name__})", source))
+                label = f"source {number} ({type(source).__name__})"
+                self._found[label] = source
+                if number % count == which:
+                    self._tasks.append((label, source))
                 continue
             label = f"source {number} ({getattr(source, '__name__', type(source).__name__)})"
             try:
@@ -93,10 +108,11 @@ class SourceReader:
             except BaseException as e:
                 self._failed(label, e)
                 continue
-            which, count = self.share
             for i, each in enumerate(made):
+                self._found[part := f"{label}[{i}] ({type(each).__name__})"] = each
                 if i % count == which:
-                    self._tasks.append((f"{label}[{i}] ({type(each).__name__})", each))
+                    self._tasks.append((part, each))
+        self._all_found.set()
         self._running = min(_THREADS, len(self._tasks)) or 1
         for i in range(self._running):
             threading.Thread(target=self._read_all, name=f"{self.name} {i}", daemon=True).start()
@@ -132,7 +148,7 @@ class SourceReader:
             under_way: deque[tuple[Any, int]] = deque()
             waiting, done = 0, skip
             try:
-                for sample in islice(iter(source), skip, None):
+                for sample in self._items(label, source, skip):
                     if self._stop:
                         return
                     nbytes = sum(getattr(leaf, "nbytes", 8) for leaf in tree.leaves(sample))
@@ -153,6 +169,36 @@ class SourceReader:
                 if not self._arrived(pushed):
                     return
             self._note(label, epoch + 1, 0, now=epoch + 1 == self.epoch)
+
+    def _items(self, label: str, source: Any, skip: int) -> Iterator[Any]:
+        """The samples of a source from number `skip` on. Other readers help where there are more of them than sources."""
+        if not indexed(source) or len(self._found) >= len(self._readers):
+            return map(load, islice(iter(source), skip, None))
+        readers = [self._member(name) for name in self._readers]
+        return spread(label, range(skip, len(source)), readers, self._result)
+
+    def _member(self, name: str) -> Member:
+        """Another reader; it may still be starting."""
+        while True:
+            try:
+                return session().cluster.find(name)
+            except MissingComponent:
+                if self._stop:
+                    raise
+                time.sleep(0.05)
+
+    def _find(self, label: str) -> Any:
+        self._all_found.wait()
+        return self._found.get(label)
+
+    def _result(self, promise: Any) -> Any:
+        while not self._stop:
+            try:
+                return promise.result(1.0)
+            except TimeoutError:
+                if promise.done():
+                    raise
+        raise Ended(f"{self.name} was stopped")
 
     def _push(self, sample: Any) -> Any:
         while True:
