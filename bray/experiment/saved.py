@@ -1,22 +1,48 @@
-"""What an experiment reads of a run directory beside the checkpoint, as data."""
+"""What an experiment reads of a run directory beside the checkpoint, as data; and what it writes beside the state."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from bray._version import __version__
 from bray.config import ConfigSource, parse_yaml
 from bray.errors import BrayError, CheckpointError
 from bray.experiment.setup import Check
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
+from bray.train.config import RunConfig
+from bray.train.driver import Driver
 
 
 def read_config(directory: RunDir) -> ConfigSource:
     """`config.yaml` of a run."""
     return parse_yaml(directory.read_text("config.yaml"), str(directory.path / "config.yaml"))
+
+
+def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """`meta.json` of a checkpoint: for people, and for tools that look at many runs."""
+    return {
+        "bray": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "algorithm": run.algorithm,
+        "env": env,
+        "seed": run.seed,
+        "training_iteration": training.iteration,
+        "env_steps_total": training.env_steps,
+        "learner_steps_total": training.learner.steps,
+        "episode_return_mean": row.get("episode_return_mean"),
+        "eval/return_mean": row.get("eval/return_mean"),
+    }
 
 
 def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
