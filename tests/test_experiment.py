@@ -53,7 +53,9 @@ def test_an_experiment_says_what_it_is(exp, tmp_path):
     assert repr(exp) == "<Experiment A2C on CartPole-v1, seed 0, not trained yet>"
     exp.fit({"training_iteration": 8}, progress=False)
     returned = exp.last_row["episode_return_mean"]
-    assert repr(exp).startswith(f"<Experiment A2C on CartPole-v1, seed 0, {exp.last_row['env_steps_total']} env steps, return {returned:.1f}")
+    assert repr(exp).startswith(
+        f"<Experiment A2C on CartPole-v1, seed 0, {exp.last_row['env_steps_total']} env steps, return {returned:.1f}"
+    )
     assert str(tmp_path / "run") in repr(exp)
 
 
