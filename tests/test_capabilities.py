@@ -489,11 +489,15 @@ def test_log_level_decides_what_is_said(tmp_path, capsys):
         str(tmp_path),
     ]
     said = {}
-    for level in ("warning", "INFO"):
+    for level in ("WARN", "INFO"):
         assert main([*argv, "--trial", level, "--log-level", level]) == 0
         said[level] = capsys.readouterr().err
-    assert "info: bray " not in said["warning"]
+    assert "info: bray " not in said["WARN"]
     assert f"info: bray {bray.__version__}, torch " in said["INFO"]
+    assert main([*argv, "--trial", "key", "run.log_level=info"]) == 0  # a key of the run section like any other
+    assert f"info: bray {bray.__version__}, torch " in capsys.readouterr().err
+    assert main([*argv, "--trial", "wrong", "log_level=loud"]) == 2
+    assert "unknown log level 'loud'" in capsys.readouterr().err
 
 
 def test_train_help_lists_every_flag(capsys, monkeypatch):

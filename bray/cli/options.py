@@ -92,8 +92,6 @@ class Train(Reading):
     """Show every value and where it came from, then end."""
     render: bool = False
     """Evaluate at the end and write a video."""
-    log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
-    """debug, info, warning or error"""
     quiet: bool = False
     """No progress; the last line alone."""
     live: Annotated[bool, Flag(panel=LIVE)] = False

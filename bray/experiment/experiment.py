@@ -23,7 +23,7 @@ from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model
-from bray.experiment.progress import Picture, Rows, describe, open_sinks
+from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
 from bray.experiment.setup import Check, run_path, set_up
 from bray.inference.torch_engine import load_weights
@@ -96,6 +96,7 @@ class Experiment:
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
+        self._saved_step = 0  # gradient steps in the newest checkpoint
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
@@ -244,8 +245,7 @@ class Experiment:
             assert isinstance(training, LocalTraining)
             row |= training.evaluate()
         self._time += time.perf_counter() - began
-        row["time_total_s"] = self._time
-        return row
+        return row | {"time_total_s": self._time, **when_and_where()}
 
     @property
     def reached(self) -> dict[str, float]:
@@ -278,6 +278,8 @@ class Experiment:
         score.check_row(row)
         now = time.monotonic()
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
+        if every := run.checkpoint_updates:
+            due = due or row["learner_steps_total"] // every > self._saved_step // every
         # By the next look, and by the end of saving then, no more than that may be unsaved.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
@@ -327,8 +329,10 @@ class Experiment:
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
         meta = meta_of(training, run, self.env_id, row) | {"exact": self.exact and state["json"]["exact"]}
-        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, keep=run.keep_checkpoints)
-        self._best, self._saved_at, self._saved_time = best_score, training.iteration, began
+        meta |= {"score": score, "score_by": self._score.name}
+        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best}
+        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, **kept)
+        self._best, self._saved_at, self._saved_time, self._saved_step = best_score, training.iteration, began, step
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
@@ -440,7 +444,7 @@ class Experiment:
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             if saved.get("best_by", self._score.name) == self._score.name:
                 self._best = None if saved["best"] is None else float(saved["best"])
-        self._saved_at = training.iteration
+        self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(self.config)
 

@@ -33,7 +33,7 @@ ROW_KEYS = (
 """Keys of the rows of every algorithm."""
 OWN_KEYS = ("loss/", "policy/", "replay/")
 """Prefixes of the keys that an algorithm brings."""
-VOLATILE = ("time_", "perf/")
+VOLATILE = ("time_", "perf/", "date", "pid", "hostname")
 """Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bray.metrics import CsvSink, JsonlSink, Row, Sink, Sinks, TensorBoardSink
+from bray.metrics import CsvSink, JsonlSink, Row, Sink, Sinks, TensorBoardSink, short
 from bray.rundir import RunDir
+
+_HOSTNAME = socket.gethostname()
 
 
 class Rows(Iterator[Row]):
@@ -61,10 +66,13 @@ def open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
     return Sinks([*files, *more])
 
 
+def when_and_where() -> dict[str, Any]:
+    """Of a result row: local time, process and machine."""
+    return {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "pid": os.getpid(), "hostname": _HOSTNAME}
+
+
 def describe(about: str, row: dict[str, Any] | None, place: Path | None) -> str:
     """`repr` of an experiment."""
-    from bray.metrics import short
-
     steps = "not trained yet" if not row else f"{short(row.get('env_steps_total'))} env steps"
     returned = (row or {}).get("episode_return_mean")
     parts = [
