@@ -3,6 +3,7 @@
 import re
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -195,6 +196,63 @@ def test_an_image_is_no_number():
     spec = EnvSpec("x", Space("box", (84, 84, 3), "uint8", 0, 255), DISCRETE.action)
     with pytest.raises(ConfigError, match=r"holds an image: take \(spec, config\)"):
         make_model("q", spec, ModelConfig(custom_model=Net))
+
+
+class Cnn(nn.Module):
+    def __init__(self, input_shape, n_actions):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(input_shape[0], 4, 3), nn.Flatten(), nn.LazyLinear(n_actions))
+        self.layers(torch.zeros(1, *input_shape))
+
+    def forward(self, x):
+        return self.layers(x.float() / 255)
+
+
+def test_a_network_that_asks_for_a_shape_sees_the_image():
+    spec = EnvSpec("x", Space("box", (1, 8, 8), "uint8", 0, 255), DISCRETE.action)
+    model = make_model("q", spec, ModelConfig(custom_model=Cnn))
+    assert model(torch.zeros(2, 1, 8, 8, dtype=torch.uint8))["q"].shape == (2, 3)
+
+
+class Agent:
+    """The agent of a tutorial, with its own loop: Qnet and bray.ReplayBuffer as they stand."""
+
+    def __init__(self, cfg):
+        self.cfg, self.memory = cfg, bray.ReplayBuffer(cfg.memory_capacity)
+        self.policy_net = Qnet(cfg.n_states, 16, cfg.n_actions)
+        self.optimizer = torch.optim.Adam(self.policy_net.parameters(), cfg.lr)
+        self.updates = 0
+
+    def predict(self, state):
+        return self.policy_net(torch.tensor(state).unsqueeze(0)).max(1)[1].item()
+
+    def update(self):
+        if len(self.memory) < self.cfg.batch_size:
+            return
+        state, action, reward, next_state, done = (
+            np.array(x, np.float32) for x in self.memory.sample(self.cfg.batch_size)
+        )
+        q = self.policy_net(torch.tensor(state)).gather(1, torch.tensor(action).long()[:, None])
+        q_next = self.policy_net(torch.tensor(next_state)).max(1)[0].detach()
+        loss = nn.MSELoss()(q, (torch.tensor(reward) + 0.95 * q_next * (1 - torch.tensor(done)))[:, None])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.updates += 1
+
+
+def test_the_classes_of_a_tutorial_run_in_their_own_loop():
+    env = gym.make("CartPole-v1")
+    agent = Agent(SimpleNamespace(n_states=4, n_actions=2, memory_capacity=50, batch_size=16, lr=1e-3))
+    state, _ = env.reset(seed=0)
+    for step in range(1, 61):
+        action = agent.predict(state)
+        next_state, reward, terminated, truncated, _ = env.step(action)
+        agent.memory.push(state, action, reward, next_state, terminated)
+        agent.update()
+        assert agent.updates == max(0, step - 15)  # none before there is a batch
+        state = env.reset()[0] if terminated or truncated else next_state
+    assert len(agent.memory) == 50
 
 
 @pytest.mark.parametrize("model", [Lstm, Cell])

@@ -104,8 +104,9 @@ class Learner(base.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
-        clip = {"max_grad_norm": c.max_grad_norm, "max_grad_value": c.max_grad_value}
-        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), **clip)
+        self.optimizer = Optimizer(
+            self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, max_grad_value=c.max_grad_value
+        )
         self.target = Target(self.model, self.optimizer, c.tau or 1.0)
         return {"optimizer": self.optimizer, "target": self.target}
 

@@ -282,7 +282,7 @@ class Plot(Options):
     runs: Annotated[list[Path], Flag(metavar="RUN...", argument=True)]
     """Run directories, or directories with runs in them."""
     out: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """The picture: .png, .svg or .pdf [learning_curves.png; of one run figures/learning_curve.png inside of it]."""
+    """The picture: .png, .svg or .pdf; without it, learning_curves.png, or figures/learning_curve.png of the one run."""
     threshold: float | None = None
     """Draw a line at this return."""
     quiet: bool = False
@@ -294,7 +294,7 @@ class Runs(Options):
     """A table of the runs below a directory: algorithm, environment, steps, best return, and when."""
 
     path: Annotated[Path, Flag(metavar="[DIR]", argument=True)] = Path("runs")
-    """Where to look [runs]."""
+    """Where to look; without it, runs/."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -215,7 +215,7 @@ class Experiment:
             self.show_figure(stop)
 
     def _graph_export(self) -> GraphExport:
-        """Writes the run's graph while it trains, unless it is there."""
+        """The background export of graph.onnx; nothing is exported if the file exists."""
         there = (self._run_dir().models / "default" / "graph.onnx").exists()
         return GraphExport(self.path, None if there else self.config["run"].export_graph_after_s)
 
@@ -230,7 +230,7 @@ class Experiment:
             )
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
-        """One iteration with its evaluation; None where there is nothing more to learn from."""
+        """One iteration with its evaluation; None when the data has ended."""
         training, eval_freq = self.training, self.config["run"].eval_freq
         began = time.perf_counter()
         try:
@@ -280,7 +280,7 @@ class Experiment:
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
         if every := run.checkpoint_updates:
             due = due or row["learner_steps_total"] // every > self._saved_step // every
-        # By the next look, and by the end of saving then, no more than that may be unsaved.
+        # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed checkpoint_every_s.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
         better = score.key.startswith("eval/") and self._is_better(score.of(row))
@@ -288,8 +288,8 @@ class Experiment:
             self._unless_full(self.save)
 
     def _unless_full(self, write: Callable[[], Any]) -> None:
-        """Write something; where there is no space, say so once a minute and go on. Nothing is lost by that: rows are kept, the last checkpoint is
-        valid, and the next one will hold more. At the end of the run a disk that is still full is an error."""
+        """Write something; on a full disk, warn and go on, and try again after a minute. Rows are kept in memory and the last checkpoint stays valid.
+        At the end of the run a disk that is still full is an error."""
         try:
             write()
         except DiskFull as e:
@@ -302,7 +302,7 @@ class Experiment:
             self.save()
 
     def _save_after(self, error: Exception) -> None:
-        """Keep what was learnt before an error, which is told in any case."""
+        """Save what was learnt before an error. The error is raised by the caller whether this works or not."""
         if isinstance(error, Diverged):
             return
         try:
@@ -532,7 +532,7 @@ class Experiment:
 
     @contextlib.contextmanager
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
-        """What `bray.train.evaluate` needs to play with this policy."""
+        """The arguments that `bray.train.evaluate` needs to play with this policy; the environments are closed at the end."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
         self._check_plays()

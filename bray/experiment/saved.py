@@ -46,8 +46,8 @@ def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) 
 
 
 def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
-    """Raises where the config of a run names what may not be imported. An `env` that is an object is the caller's own; where nobody plays,
-    none is made."""
+    """A check that raises where a run's config names code that may not be imported. An `env` given as an object is the caller's own; with
+    `plays=False` no environment is made, so its name is not checked."""
     own_env = env is not None and not isinstance(env, str)
 
     def is_imported(key: str) -> bool:
@@ -70,7 +70,7 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
 
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
-    """Within: settings of a run that ask for more than this machine has are one message."""
+    """Turn an error while building what a run's config describes (too large for this machine, say) into one message that names the run."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as e:
@@ -83,7 +83,7 @@ def made_from(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def fits_state(path: Path) -> Iterator[None]:
-    """Within: a training state whose parts have other types or shapes than this training wants is one message."""
+    """Turn an error while loading a training state (wrong types or shapes) into one message that names the run."""
     try:
         yield
     except BrayError:

@@ -20,7 +20,7 @@ INITS = ("orthogonal", "torch")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a network looks like. Which keys act depends on the observation: see the table in `bray.nn.encoders`."""
+    """What a network looks like. Which keys have an effect depends on the observation: see the table in `bray.nn.encoders`."""
 
     fcnet_hiddens: tuple[Count, ...] = (64, 64)
     """Widths of the dense layers after vector observations, and after the joined features of a Dict or Tuple. (RLlib: 256, 256.)"""
@@ -45,7 +45,7 @@ class ModelConfig:
     vf_share_layers: bool | None = None
     """Policy and value read the same features. null: yes for images and LSTMs, no for dense networks."""
     use_lstm: bool = False
-    """Put a recurrent cell between the encoder and the heads."""
+    """Put a recurrent cell between the encoder and the heads: a policy with memory."""
     recurrent: str = "lstm"
     """Which cell `use_lstm` means: lstm or gru."""
     lstm_cell_size: Count = 256
@@ -53,7 +53,7 @@ class ModelConfig:
     max_seq_len: Count = 20
     """Longest sequence a recurrent model is trained on; longer ones are cut by the learner."""
     normalize_observations: bool = False
-    """First layer: subtract the running mean of vector observations of real numbers, divide by their running deviation, clip at 10."""
+    """Standardise vector observations by their running mean and standard deviation, clipped at 10 (Gymnasium: NormalizeObservation)."""
     layer_norm: bool = False
     """LayerNorm before the activation of each dense layer."""
     init: str = "orthogonal"
@@ -62,9 +62,10 @@ class ModelConfig:
     """The encoder as a list of {layer_type, layer_dim, activation, ...} in place of fcnet_hiddens and conv_filters. Types: linear,
     noisy_linear (its noise is an input of the model: `bray.nn.noise`), conv2d, pooling, flatten, norm, embed, none."""
     custom_model: Any = None
-    """Your model: a class, a name given to `register_model`, or "module:Name"; built as Name(spec, config, **custom_options)."""
+    """Your network: "module:Name", a class, an instance, or a name given to `register_model`. Built as Name(spec, config, **custom_options), or as
+    Name(obs_dim, act_dim) where its parameters are called like that; see docs/networks.md."""
     custom_preprocessor: Any = None
-    """Your first layer, likewise: Name(space, **custom_options), an nn.Module with `space` (what it turns observations into)."""
+    """Your first layer, named in the same ways: Name(space, **custom_options), an nn.Module whose attribute `space` describes its outputs."""
     custom_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for custom_model and custom_preprocessor."""
 

@@ -95,18 +95,23 @@ class _Maker:
             raise self.refuse(f"it is {_show(found, signature)}: {e}") from None
         return self._run(lambda: found(*given, **options), f"{_name_of(found)}.__init__")
 
-    def _sizes(self, signature: inspect.Signature) -> dict[str, int] | None:
+    def _sizes(self, signature: inspect.Signature) -> dict[str, Any] | None:
         """Values for parameters that are called obs_dim, n_actions, hidden_dim and the like; None where the first one is no size."""
         names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         names = [n for n in names if n not in self.config.custom_options]
-        if not names or _size_word(names[0]) != "obs":
+        if not names or _size_word(names[0]) not in ("obs", "shape"):
             return None
-        self.features = Features(self.spec.observation, self.config)
-        if self.features.has_image:
-            raise self.refuse(f"{names[0]} is a number and the observation holds an image: take (spec, config) instead")
+        features = Features(self.spec.observation, self.config)
+        if _size_word(names[0]) == "obs":
+            if features.has_image:
+                raise self.refuse(
+                    f"{names[0]} is a number and the observation holds an image: take (spec, config) instead"
+                )
+            self.features = features
         layout = self.spec.layout
         actions = layout.size if layout.continuous else layout.num_params
-        sizes = {"obs": self.features.out_features, "act": actions, "hidden": (*self.config.fcnet_hiddens, 64)[0]}
+        sizes: dict[str, Any] = {"obs": features.out_features, "shape": self.spec.observation.shape, "act": actions}
+        sizes["hidden"] = (*self.config.fcnet_hiddens, 64)[0]
         found = {n: (_size_word(n), signature.parameters[n]) for n in names}
         return {n: sizes[word] for n, (word, p) in found.items() if word and (word != "hidden" or p.default is p.empty)}
 
@@ -294,7 +299,7 @@ class AdaptedMemory(Adapted):
         memory = self.memory
         return {n: like.new_zeros(batch_size, *s) for n, s in zip(memory.names, memory.shapes, strict=True)}
 
-    def forward(self, obs: Any, state: Any, *draws: Any) -> dict[str, Any]:  # type: ignore[override]
+    def forward(self, obs: Any, state: Any, *draws: Any) -> dict[str, Any]:
         x = obs if self.features is None else self.features(obs)
         out, after = split_state(self.net(x, self.memory.to_net(state), *draws))
         return {**self.read(out, obs), "state": self.memory.to_ours(after)}
@@ -324,9 +329,12 @@ def _takes_state(net: nn.Module) -> bool:
 
 
 def _size_word(name: str) -> str | None:
+    """What a parameter of this name is: the size or shape of an observation, the number of actions, or of hidden units."""
     name = name.lower()
-    if "space" in name or "shape" in name or "spec" in name:
+    if "space" in name or "spec" in name:
         return None
+    if "shape" in name:
+        return "shape" if any(word in name for word in _OBS_WORDS) else None
     if "hid" in name:
         return "hidden"
     if any(word in name for word in _OBS_WORDS):
