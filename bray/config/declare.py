@@ -247,7 +247,8 @@ def describe(hint: Any) -> str:
     if word == "a list" and origin is tuple and args and ... not in args:
         word = f"a list of {len(args)} values"
     elif word == "a list" and (inner := list_item(hint)) is not None and base(inner) in _PLURALS:
-        word = " ".join([f"a list of {_PLURALS[base(inner)]}", *filter(None, map(_limit, metadata(inner)))])
+        of_each = [_limit(m) for m in metadata(inner)] if base(inner) in (int, float) else []
+        word = " ".join([f"a list of {_PLURALS[base(inner)]}", *filter(None, of_each)])
     return " and ".join([f"{word} {limits[0]}", *limits[1:]]) if limits else word
 
 
