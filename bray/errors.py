@@ -39,13 +39,14 @@ class ConfigError(BrayError):
 class UnknownName(ConfigError):
     """A name (algorithm, environment, key, metric) that nothing answers to."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = ""):
-        self.kind, self.name, self.known, self.where = kind, name, sorted(set(known)), where
+    def __init__(self, kind: str, name: str, known: Iterable[str], where: str = "", hint: str = ""):
+        """`hint` stands in place of the nearest names."""
+        self.kind, self.name, self.known, self.where, self.hint = kind, name, sorted(set(known)), where, hint
         place = f" ({where})" if where else ""
-        super().__init__(f"unknown {kind} {name!r}{place}.{did_you_mean(name, self.known)}")
+        super().__init__(f"unknown {kind} {name!r}{place}.{hint or did_you_mean(name, self.known)}")
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, list[str], str]]:
-        return UnknownName, (self.kind, self.name, self.known, self.where)
+    def __reduce__(self) -> tuple[type, tuple[str, str, list[str], str, str]]:
+        return UnknownName, (self.kind, self.name, self.known, self.where, self.hint)
 
 
 class EnvError(BrayError):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bray.errors import CheckpointError, UnknownName
+from bray.errors import CheckpointError, ConfigError, UnknownName
 
 KINDS = ("adam", "rmsprop", "sgd")
 
@@ -29,16 +29,19 @@ class Optimizer:
         *,
         kind: str = "adam",
         max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
         if kind not in KINDS:
             raise UnknownName("optimizer", kind, KINDS)
+        if not lr >= 0:
+            raise ConfigError(f"lr: expected a number >= 0, got {lr}")
         self.params = list(dict.fromkeys(params))  # a tied parameter counts once
         if not self.params:
             raise ValueError("an optimizer needs at least one parameter")
-        self.kind, self.max_grad_norm = kind, max_grad_norm
+        self.kind, self.max_grad_norm, self.max_grad_value = kind, max_grad_norm, max_grad_value
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.flat = flatten_parameters(self.params)
         # float64, because 1 - 0.999**1 in float32 is wrong in the fifth digit
@@ -73,6 +76,8 @@ class Optimizer:
         norm = torch.linalg.vector_norm(grad)
         if self.max_grad_norm is not None:
             grad = grad * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
+        if self.max_grad_value is not None:
+            grad = grad.clamp(-self.max_grad_value, self.max_grad_value)
         self.steps.add_(1.0)
         if self.weight_decay:
             self.flat.mul_((1.0 - self.lr * self.weight_decay).to(self.flat.dtype))

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from bray import act, distributions
+from bray import act, distributions, tree
 from bray.algos import base
 from bray.data import Piece, Rollouts
 from bray.nn import catalog
 from bray.optim import Optimizer
+from bray.rl import returns
 
 
 @dataclass(frozen=True)
@@ -50,35 +51,35 @@ class Policy(act.Policy):
 class Learner(base.Learner):
     """Pieces of trajectory in, better weights out."""
 
-    def build(self) -> dict[str, Any]:
+    def build(self) -> dict[str, Any]:  # returns what checkpoints hold
         self.optimizer = Optimizer(self.model.parameters(), self.config.lr, max_grad_norm=0.5)
-        return {"optimizer": self.optimizer}  # what checkpoints hold
+        return {"optimizer": self.optimizer}
 
-    def prepare(self, t: Piece) -> dict[str, np.ndarray]:
+    def prepare(self, t: Piece) -> dict[str, Any]:
         """Rows with the return that followed; where the rollout or a time limit cuts it off, the value stands for the rest."""
         value, target = t.outputs["value"], np.empty_like(t.reward)
         future = value[-1]
         for k in reversed(range(t.length)):
             rest = np.where(t.terminated[k], 0.0, np.where(t.truncated[k], value[k + 1], future))
             target[k] = future = t.reward[k] + self.config.gamma * rest
+        advantage = returns.standardize(target - value[:-1], t.valid)
         weight = t.valid.astype(np.float32)  # a row after an episode's end is no decision
-        rows = {"obs": t.obs[:-1], "action": t.action, "target": target, "value": value[:-1], "weight": weight}
-        return {k: x.reshape(-1, *x.shape[2:]) for k, x in rows.items()}
+        rows = {"obs": t.obs, "action": t.action, "advantage": advantage, "target": target, "weight": weight}
+        rows = tree.map(lambda x: x[: t.length].reshape(-1, *x.shape[2:]), rows)  # obs: one more row, maybe a Dict
+        mask = self.layout.mask(rows["obs"])  # which choices were legal; None where all are
+        return rows if mask is None else {**rows, "mask": mask}
 
-    def update(self, batch: dict[str, np.ndarray], clock: act.Clock) -> base.Update:
-        values = self._step(base.to_torch(batch, self.device))  # `gradient_step`, recorded
+    def update(self, batch: dict[str, Any], clock: act.Clock) -> base.Update:
         self.steps += 1
+        values = self._step(base.to_torch(batch, self.device))  # `gradient_step`, recorded
         return base.Update(("policy_loss", "value_loss", "entropy"), values)
 
-    def gradient_step(self, b: dict[str, torch.Tensor]) -> torch.Tensor:
+    def gradient_step(self, b: dict[str, Any]) -> torch.Tensor:
         weight = b["weight"] / b["weight"].sum()
-        advantage = b["target"] - b["value"]
-        advantage = advantage - torch.dot(weight, advantage)
-        advantage = advantage / (torch.dot(weight, advantage.square()).sqrt() + 1e-8)
         outputs = self.model(b["obs"])
-        logp, entropy = distributions.log_prob_entropy(self.layout, outputs["dist"], b["action"], None)
-        losses = torch.stack([-logp * advantage, (outputs["value"] - b["target"]).square(), entropy])
-        policy_loss, value_loss, entropy = means = torch.mv(losses, weight)
+        logp, entropy = distributions.log_prob_entropy(self.layout, outputs["dist"], b["action"], b.get("mask"))
+        losses = [-logp * b["advantage"], (outputs["value"] - b["target"]).square(), entropy]
+        policy_loss, value_loss, entropy = means = torch.mv(torch.stack(losses), weight)
         self.optimizer.step(policy_loss + 0.5 * value_loss - self.config.entropy_coef * entropy)
         return means.detach()
 
@@ -94,5 +95,5 @@ if __name__ == "__main__":
     from bray.cli.main import main
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    what = ["--run", "examples.custom_algorithm:Reinforce", "--env", "CartPole-v1", "num_envs=8"]
-    sys.exit(main(["train", *what, "--stop", '{"episode_return_mean": 150}', *sys.argv[1:]]))
+    what = ["train", "--run", "examples.custom_algorithm:Reinforce", "--env", "CartPole-v1", "num_envs=8"]
+    sys.exit(main([*what, "--stop", '{"episode_return_mean": 150}', *sys.argv[1:]]))

@@ -114,7 +114,7 @@ OTHER = {
     "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
-            "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3},
+            "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
     "SAC": {"lr": 1e-3, "critic_lr": 1e-2, "alpha_lr": 0.1, "gamma": 0.5, "n_step": 3, "tau": 0.5, "initial_alpha": 0.01,
             "target_entropy": 3.0, "adapt_alpha": False, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0}, "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8,
@@ -489,11 +489,15 @@ def test_log_level_decides_what_is_said(tmp_path, capsys):
         str(tmp_path),
     ]
     said = {}
-    for level in ("warning", "INFO"):
+    for level in ("WARN", "INFO"):
         assert main([*argv, "--trial", level, "--log-level", level]) == 0
         said[level] = capsys.readouterr().err
-    assert "info: bray " not in said["warning"]
+    assert "info: bray " not in said["WARN"]
     assert f"info: bray {bray.__version__}, torch " in said["INFO"]
+    assert main([*argv, "--trial", "key", "run.log_level=info"]) == 0  # a key of the run section like any other
+    assert f"info: bray {bray.__version__}, torch " in capsys.readouterr().err
+    assert main([*argv, "--trial", "wrong", "log_level=loud"]) == 2
+    assert "unknown log level 'loud'" in capsys.readouterr().err
 
 
 def test_train_help_lists_every_flag(capsys, monkeypatch):

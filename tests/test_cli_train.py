@@ -4,9 +4,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import types
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -157,6 +159,11 @@ def test_files_of_rllib_run_unchanged(tmp_path, capsys):
     assert rows["algo.lr"] == ["0.01", f"{file}:7"]
     assert rows["run.algorithm"] == ["A2C", f"{file}:3"]
     assert rows["run.stop.episode_return_mean"] == ["150.0", f"{file}:5"]
+    file.write_text(file.read_text().replace("episode_reward_mean: 150", "timesteps_total: 64"))
+    assert main(["train", "--yaml", str(file), *place(tmp_path), "--quiet", "export_graph_after_s=null"]) == 0
+    last = read_results(tmp_path / "t")[-1]
+    assert last["env_steps_total"] >= 64
+    assert last["learner_steps_total"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -258,6 +265,29 @@ def test_checkpoints_when_due_and_kept(tmp_path):
     assert {5, 6} <= set(run.steps()) <= {5, 6, run.pointer("best")}
 
 
+def test_a_checkpoint_every_so_many_gradient_steps(tmp_path):
+    argv = [
+        *CARTPOLE,
+        *place(tmp_path),
+        "--quiet",
+        "--stop",
+        '{"training_iteration": 8}',
+        "epochs=2",
+    ]  # two steps in an iteration
+    assert main([*argv, "checkpoint_updates=5", "--keep-checkpoints", "9"]) == 0
+    assert RunDir.open(tmp_path / "t").steps() == [0, 6, 10, 16]  # at the end of the iteration that passes 5, 10 and 15
+
+
+def test_the_best_checkpoints_are_kept(tmp_path):
+    argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 7}', "--checkpoint-freq", "1"]
+    few = ["--keep-checkpoints", "1", "--keep-best", "3", "--checkpoint-score", "-env_steps_total"]
+    assert main([*argv, *few]) == 0
+    run = RunDir.open(tmp_path / "t")
+    assert run.steps() == [1, 2, 3, 7]  # the lowest three, and the newest
+    assert run.pointer("best") == 1
+    assert main(["eval", str(tmp_path / "t"), "--checkpoint", "2", "--episodes", "1"]) == 0
+
+
 @pytest.mark.parametrize("score", ["episode_return_max", "-loss/entropy", "env_steps_total", "-env_steps_total", None])
 def test_what_the_best_checkpoint_goes_by(tmp_path, score):
     argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 6}', "--checkpoint-freq", "1"]
@@ -302,7 +332,9 @@ def test_rows_hold_the_keys_that_can_be_scores(tmp_path):
     argv = [*CARTPOLE, *place(tmp_path), "--quiet", "--stop", '{"training_iteration": 1}', "--eval-freq", "1"]
     assert main(argv) == 0
     (row,) = read_results(tmp_path / "t")
-    assert {k for k in row if not k.startswith(OWN_KEYS)} == set(ROW_KEYS)
+    assert {k for k in row if not k.startswith(OWN_KEYS)} == {*ROW_KEYS, "date", "pid", "hostname"}
+    assert (row["pid"], row["hostname"]) == (os.getpid(), socket.gethostname())
+    assert abs(datetime.now() - datetime.strptime(row["date"], "%Y-%m-%d %H:%M:%S")) < timedelta(hours=1)
 
 
 def test_the_epsilon_of_acting_is_in_the_rows(tmp_path):

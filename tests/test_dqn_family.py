@@ -202,3 +202,9 @@ def test_bounds_that_do_not_grow_are_refused():
 def test_a_memory_is_refused(algo):
     with pytest.raises(ConfigError, match="use_lstm=false"):
         algo.make_model(algo.Config(), SPEC, ModelConfig(use_lstm=True))
+
+
+@pytest.mark.parametrize("algo", [c51, qrdqn, iqn, rainbow])
+def test_a_network_of_ones_own_without_a_distribution_is_refused(algo):
+    with pytest.raises(ConfigError, match="learns distributions of returns with a head of its own"):
+        algo.make_model(algo.Config(), SPEC, ModelConfig(custom_model=torch.nn.Linear(3, 4)))

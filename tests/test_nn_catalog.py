@@ -86,7 +86,7 @@ def test_custom_model_by_class_by_name_and_by_module():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"custom_model": Wrong}, r"'value': \(2,\).*got .*'value': \(2, 1\)"),
+        ({"custom_model": Wrong}, r"returned .*'value': \[2, 1\](.|\n)*\"value\": \[B\]"),
         ({"custom_model": lambda spec, config: 3}, "should make an nn.Module, it made int"),
         ({"custom_model": Mine, "use_lstm": True}, "initial_state"),
         ({"custom_model": "no_such_module_here:X"}, "cannot be imported"),

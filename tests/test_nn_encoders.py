@@ -288,8 +288,8 @@ def test_zero_mean_turns_the_first_convolution():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"fcnet_hiddens": (64, 0)}, r"fcnet_hiddens should be a list of positive integers, got \(64, 0\)"),
-        ({"fcnet_hiddens": 64}, "fcnet_hiddens should be a list"),
+        ({"fcnet_hiddens": (64, 0)}, r"fcnet_hiddens\[1\]: expected a whole number > 0, got 0"),
+        ({"fcnet_hiddens": 64}, "fcnet_hiddens: expected a list of whole numbers > 0, got 64"),
         ({"fcnet_activation": "rellu"}, "Did you mean 'relu'"),
         ({"conv_activation": "x"}, "unknown activation 'x'"),
         ({"conv_filters": "natur"}, "Did you mean 'nature'"),
@@ -297,9 +297,9 @@ def test_zero_mean_turns_the_first_convolution():
         ({"conv_filters": [[16, [4, 4, 4], 2]]}, r"conv_filters\[0\]"),
         ({"conv_filters": []}, "conv_filters is empty"),
         ({"conv_features": -1}, "conv_features"),
-        ({"dim": 0}, "dim should be a positive integer, got 0"),
+        ({"dim": 0}, "dim: expected a whole number > 0 or null, got 0"),
         ({"lstm_cell_size": 0}, "lstm_cell_size"),
-        ({"max_seq_len": -5}, "max_seq_len should be a positive integer, got -5"),
+        ({"max_seq_len": -5}, "max_seq_len: expected a whole number > 0, got -5"),
         ({"init": "orthogonall"}, "Did you mean 'orthogonal'"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [{"layer_type": "linaer", "layer_dim": [2]}]}, "Did you mean 'linear'"),

@@ -79,3 +79,10 @@ def test_target_copies_and_follows():
     target.copy()
     assert torch.equal(target.module[0].weight, a[0].weight)
     assert not any(p.requires_grad for p in target.module.parameters())
+
+
+def test_each_entry_of_a_gradient_can_be_clamped():
+    """As tutorials write it: `param.grad.data.clamp_(-1, 1)`."""
+    p = nn.Parameter(torch.tensor([0.0, 0.0]))
+    Optimizer([p], 0.1, kind="sgd", max_grad_value=1.0).step((p * torch.tensor([5.0, -0.5])).sum())
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.05]))

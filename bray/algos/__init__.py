@@ -6,7 +6,9 @@ touching this package; anything with the attributes will do. `experience` may be
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
@@ -49,12 +51,47 @@ def get_algo(name: Any) -> Any:
             raise UnknownName("algorithm", name, ALGORITHMS, "--run; your own is module:Name")
     if isinstance(algo, str):
         algo = _import(algo)
-    missing = [n for n in NAMES if not hasattr(algo, n)]
-    if missing:
-        raise ConfigError(
-            f"{algo_name(name)} is not an algorithm: it needs {', '.join(NAMES)}; {', '.join(missing)} missing"
-        )
+    _check(algo, algo_name(name))
     return algo
+
+
+CONTRACT = """
+    Config                                          a dataclass: @dataclass(frozen=True), a type and a default for each field
+    make_model(config, spec, model) -> nn.Module
+    experience(config, spec, model)                 Rollouts or Replay; by the Config's rollout_length or replay_size where it is left out
+    Policy(config, spec)                            a bray.act.Policy
+    Learner(config, spec, model, model_config, seed=0, record=True)    a bray.algos.base.Learner
+    Learner.update(batch, clock) -> bray.algos.base.Update(names, values, priorities=None)
+  examples/custom_algorithm.py is one, docs/algorithms.md tells more."""
+"""What an algorithm has; shown where one of these is wrong."""
+
+
+def _check(algo: Any, name: str) -> None:
+    """Raise for an algorithm with a mistake that can be seen before it runs."""
+    if missing := [n for n in NAMES if not hasattr(algo, n)]:
+        raise broken(name, f"it needs {', '.join(NAMES)}; {', '.join(missing)} missing")
+    if not (isinstance(algo.Config, type) and dataclasses.is_dataclass(algo.Config)):
+        raise broken(name, "its Config is no dataclass: write @dataclass(frozen=True) above it")
+    calls = {"make_model": ("config", "spec", "model"), "Policy": ("config", "spec")}
+    if hasattr(algo, "experience"):
+        calls["experience"] = ("config", "spec", "model")
+    for part, given in calls.items():
+        try:
+            signature = inspect.signature(getattr(algo, part))
+            signature.bind(*given)
+        except TypeError as e:
+            raise broken(name, f"its {part} takes {signature}, it is called with ({', '.join(given)}): {e}") from None
+        except ValueError:  # written in C
+            continue
+    try:
+        inspect.signature(algo.Learner).bind("config", "spec", "model", "model_config", seed=0, record=True)
+    except TypeError as e:
+        raise broken(name, f"its Learner takes {inspect.signature(algo.Learner)}: {e}") from None
+
+
+def broken(name: str, why: str) -> ConfigError:
+    """An algorithm that does not keep the contract."""
+    return ConfigError(f"{name} is not an algorithm that Bray can train: {why}. An algorithm has{CONTRACT}")
 
 
 def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from bray import distributions
@@ -14,6 +13,7 @@ from bray.act import Clock
 from bray.algos import base, ppo, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, unpack
+from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
 from bray.nn import catalog
@@ -21,27 +21,26 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 
 @dataclass(frozen=True)
 class Config:
-    rollout_length: Annotated[int, Field(gt=0)] = 16
+    rollout_length: Count = 16
     """Steps T that each environment takes between two updates."""
-    lr: Schedule = 1e-3
+    lr: RateSchedule = 1e-3
     """Learning rate; a number or a schedule over env steps."""
     optimizer: Literal["adam", "rmsprop", "sgd"] = "adam"
     """The paper used RMSprop."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per step."""
-    lambda_: Annotated[float, Field(ge=0, le=1)] = 0.95
+    lambda_: Share = 0.95
     """GAE's lambda; 1 is the paper's n-step return."""
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.01
+    entropy_coef: Amount = 0.01
     """Weight of the entropy bonus."""
-    value_coef: Annotated[float, Field(ge=0)] = 0.5
+    value_coef: Amount = 0.5
     """Weight of the value loss."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 0.5
+    max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
     normalize_advantage: bool = False
     """Standardise the advantages of each rollout."""

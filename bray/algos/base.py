@@ -52,7 +52,8 @@ class Learner:
         self.config, self.spec, self.model, self.model_config = config, spec, model, model_config
         self.layout = spec.layout
         self.device = next(model.parameters()).device
-        self.lr = make_schedule(config.lr)
+        if hasattr(config, "lr"):
+            self.lr = make_schedule(config.lr)
         self.rng = np.random.default_rng([seed, 1])
         self.steps = 0
         """Gradient steps; the version of the weights."""

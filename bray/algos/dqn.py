@@ -13,6 +13,7 @@ from bray import act
 from bray.act import Clock
 from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
+from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog
@@ -20,7 +21,6 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.schedules import Schedule
 from bray.spec import EnvSpec
 from bray.target import Target
 
@@ -31,11 +31,11 @@ def _epsilon() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    lr: Schedule = 5e-4
+    lr: RateSchedule = 5e-4
     """Learning rate of Adam; a number or a schedule over env steps."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per step."""
-    n_step: Annotated[int, Field(gt=0)] = 1
+    n_step: Count = 1
     """Rewards summed before bootstrapping; a sample carries discount = gamma**n, or 0 where the episode terminated."""
     double: bool = True
     """Choose the next action with the online network, value it with the target network."""
@@ -45,35 +45,37 @@ class Config:
     """Explore by learned noise on the weights of the last layers (Fortunato et al. 2018); epsilon may then be 0."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
-    priority_alpha: Annotated[float, Field(ge=0)] = 0.6
+    priority_alpha: Amount = 0.6
     """How strongly priorities count; 0 = uniform."""
-    priority_beta: Schedule = 0.4
+    priority_beta: ShareSchedule = 0.4
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
-    replay_size: Annotated[int, Field(gt=0)] = 100_000
+    replay_size: Count = 100_000
     """Transitions kept."""
-    max_use: Annotated[int, Field(gt=0)] | None = None
+    max_use: Count | None = None
     """Draws after which a transition retires, looked at after each batch; null = no limit."""
-    max_staleness: Annotated[int, Field(gt=0)] | None = None
+    max_staleness: Count | None = None
     """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
-    batch_size: Annotated[int, Field(gt=0)] = 64
+    batch_size: Count = 64
     """Transitions per gradient step."""
-    learning_starts: Annotated[int, Field(ge=0)] = 1_000
+    learning_starts: Whole = 1_000
     """Env steps before the first gradient step."""
-    train_every: Annotated[int, Field(gt=0)] = 4
+    train_every: Count = 4
     """Env steps between two visits to the learner."""
-    updates: Annotated[int, Field(gt=0)] = 1
+    updates: Count = 1
     """Gradient steps per visit."""
-    target_period: Annotated[int, Field(gt=0)] = 250
+    target_period: Count = 250
     """Gradient steps between two copies of the online network to the target network."""
     tau: Annotated[float, Field(gt=0, le=1)] | None = None
     """Instead of copies, move the target this fraction of the way after every gradient step; null = copies."""
-    epsilon: Schedule = field(default_factory=_epsilon)
+    epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
-    huber: Annotated[float, Field(gt=0)] | None = None
+    huber: Positive | None = None
     """TD errors beyond this count linearly (1 is usual for Atari's clipped rewards); null = squared errors. With large returns a small
     value learns the median instead of the mean and overestimates states from which few transitions end the episode."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
+    max_grad_norm: Positive | None = 10.0
     """Gradients are scaled down to this norm; null = off."""
+    max_grad_value: Positive | None = None
+    """Each entry of a gradient is clamped to this value, up and down (1 in many tutorials, with `max_grad_norm: null`); null = off."""
 
 
 METRICS = ("loss", "q", "td_error", "grad_norm")
@@ -105,7 +107,9 @@ class Learner(base.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
-        self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
+        self.optimizer = Optimizer(
+            self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, max_grad_value=c.max_grad_value
+        )
         self.target = Target(self.model, self.optimizer, c.tau or 1.0)
         return {"optimizer": self.optimizer, "target": self.target}
 

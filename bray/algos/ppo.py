@@ -18,6 +18,7 @@ from bray.act import Clock
 from bray.algos import base, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, take, unpack
+from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
 from bray.nn import catalog
@@ -25,41 +26,40 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 
 @dataclass(frozen=True)
 class Config:
-    rollout_length: Annotated[int, Field(gt=0)] = 128
+    rollout_length: Count = 128
     """Steps T that each environment takes between two updates."""
-    epochs: Annotated[int, Field(gt=0)] = 4
+    epochs: Count = 4
     """Passes over a rollout."""
-    minibatches: Annotated[int, Field(gt=0)] = 4
+    minibatches: Count = 4
     """Pieces into which each pass is cut; one gradient step per piece."""
-    lr: Schedule = 3e-4
+    lr: RateSchedule = 3e-4
     """Learning rate of Adam; a number or a schedule over env steps."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per step."""
-    lambda_: Annotated[float, Field(ge=0, le=1)] = 0.95
+    lambda_: Share = 0.95
     """GAE's lambda: 0 trusts the value function, 1 the observed return."""
-    clip: Annotated[float, Field(gt=0)] = 0.2
+    clip: Positive = 0.2
     """The ratio pi/pi_old counts only within 1 +- clip."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bound c of the dual clip for negative advantages; null = off."""
-    clip_value: Annotated[float, Field(gt=0)] | None = None
+    clip_value: Positive | None = None
     """Bound of the value function's change per update; null = off."""
-    entropy_coef: Annotated[float, Field(ge=0)] = 0.01
+    entropy_coef: Amount = 0.01
     """Weight of the entropy bonus."""
-    value_coef: Annotated[float, Field(ge=0)] = 0.5
+    value_coef: Amount = 0.5
     """Weight of the value loss."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 0.5
+    max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
     normalize_advantage: bool = True
     """Standardise the advantages of each rollout."""
-    target_kl: Annotated[float, Field(gt=0)] | None = None
+    target_kl: Positive | None = None
     """Stop the epochs of an update once the policy has moved this far; null = never."""
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-5
+    adam_eps: Positive = 1e-5
     """Adam's epsilon."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the network in updates; bfloat16 pays on CPUs with AMX and on GPUs."""

@@ -16,6 +16,7 @@ from bray import act
 from bray.act import Clock
 from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
+from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog
@@ -23,26 +24,25 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.schedules import Schedule
 from bray.spec import EnvSpec
 from bray.target import Target
 
 
 @dataclass(frozen=True)
 class Config:
-    lr: Schedule = 3e-4
+    lr: RateSchedule = 3e-4
     """Learning rate of the actor; a number or a schedule over env steps."""
-    critic_lr: Annotated[float, Field(gt=0)] = 1e-3
+    critic_lr: Positive = 1e-3
     """Learning rate of the critics."""
-    alpha_lr: Annotated[float, Field(gt=0)] = 1e-3
+    alpha_lr: Positive = 1e-3
     """Learning rate of the temperature."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per step."""
-    n_step: Annotated[int, Field(gt=0)] = 1
+    n_step: Count = 1
     """Rewards summed before bootstrapping."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """The target critics move this fraction of the way after every gradient step."""
-    initial_alpha: Annotated[float, Field(gt=0)] = 0.2
+    initial_alpha: Positive = 0.2
     """Temperature at the start: how much one unit of entropy is worth."""
     target_entropy: float | None = None
     """Entropy that the temperature aims at; null = minus the number of action dimensions."""
@@ -50,25 +50,25 @@ class Config:
     """Learn the temperature; false keeps `initial_alpha`."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
-    priority_alpha: Annotated[float, Field(ge=0)] = 0.6
+    priority_alpha: Amount = 0.6
     """How strongly priorities count; 0 = uniform."""
-    priority_beta: Schedule = 0.4
+    priority_beta: ShareSchedule = 0.4
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
-    replay_size: Annotated[int, Field(gt=0)] = 1_000_000
+    replay_size: Count = 1_000_000
     """Transitions kept."""
-    max_use: Annotated[int, Field(gt=0)] | None = None
+    max_use: Count | None = None
     """Draws after which a transition retires, looked at after each batch; null = no limit."""
-    max_staleness: Annotated[int, Field(gt=0)] | None = None
+    max_staleness: Count | None = None
     """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
-    batch_size: Annotated[int, Field(gt=0)] = 256
+    batch_size: Count = 256
     """Transitions per gradient step."""
-    learning_starts: Annotated[int, Field(ge=0)] = 1_000
+    learning_starts: Whole = 1_000
     """Env steps with uniformly random actions before the first gradient step."""
-    train_every: Annotated[int, Field(gt=0)] = 1
+    train_every: Count = 1
     """Env steps between two visits to the learner."""
-    updates: Annotated[int, Field(gt=0)] = 1
+    updates: Count = 1
     """Gradient steps per visit."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    max_grad_norm: Positive | None = None
     """Gradients are scaled down to this norm; null = off."""
 
 

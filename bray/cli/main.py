@@ -18,6 +18,7 @@ import typer
 
 from bray.cli.flags import make_function
 from bray.cli.options import COMMANDS
+from bray.config.hints import hint
 from bray.errors import BrayError, did_you_mean
 
 NOT_YET = ("tune", "dashboard")
@@ -153,6 +154,8 @@ def _refuse_unknown_command(argv: list[str]) -> None:
     name = next((a for a in argv if not a.startswith("-")), None)
     if name is None or name in _KNOWN:
         return
+    if told := hint(f"bray {name}"):
+        raise BrayError(f"unknown command {name!r}.{told}")
     if name in NOT_YET:
         raise BrayError(f"`bray {name}` is not there yet. There are: {', '.join(_KNOWN)}.")
     near = difflib.get_close_matches(name.lower(), [*_KNOWN, *NOT_YET], n=1, cutoff=0.6)
@@ -182,9 +185,10 @@ def _usage(e: Any) -> int:
         option = None  # Typer names the parameter there when a value is missing
     if option and context is not None and "value" not in str(e):
         known = [o for p in context.command.params for o in p.opts if o.startswith("--")]
+        told = hint(option) if command == "bray train" else ""
         near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-        message = f"unknown option {option!r}." + (f" Did you mean {near[0]!r}?" if near else "")
-        if command == "bray train" and not near:
+        message = f"unknown option {option!r}." + (told or (f" Did you mean {near[0]!r}?" if near else ""))
+        if command == "bray train" and not near and not told:
             message += f" Config keys are written without dashes: {option.lstrip('-').replace('-', '_')}=VALUE."
     else:
         message = str(e.format_message()).rstrip(".")

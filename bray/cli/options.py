@@ -92,8 +92,6 @@ class Train(Reading):
     """Show every value and where it came from, then end."""
     render: bool = False
     """Evaluate at the end and write a video."""
-    log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
-    """debug, info, warning or error"""
     quiet: bool = False
     """No progress; the last line alone."""
     live: Annotated[bool, Flag(panel=LIVE)] = False
@@ -278,6 +276,28 @@ class Render(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Plot(Options):
+    """Draw the learning curves of runs on one picture: one curve for each algorithm, environment and setting, its seeds as mean and band."""
+
+    runs: Annotated[list[Path], Flag(metavar="RUN...", argument=True)]
+    """Run directories, or directories with runs in them."""
+    out: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """The picture: .png, .svg or .pdf; without it, learning_curves.png, or figures/learning_curve.png of the one run."""
+    threshold: float | None = None
+    """Draw a line at this return."""
+    quiet: bool = False
+    """Say the name of the file alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runs(Options):
+    """A table of the runs below a directory: algorithm, environment, steps, best return, and when."""
+
+    path: Annotated[Path, Flag(metavar="[DIR]", argument=True)] = Path("runs")
+    """Where to look; without it, runs/."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Algos(Options):
     """The algorithms, or all config keys of one."""
 
@@ -402,6 +422,8 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "schema": (Schema, "bray.cli.schema:schema"),
     "new": (New, "bray.cli.new:new"),
     "render": (Render, "bray.cli.render:render"),
+    "runs": (Runs, "bray.cli.runs:runs"),
+    "plot": (Plot, "bray.cli.plot:plot"),
     "algos": (Algos, "bray.cli.listing:algos"),
     "envs": (Envs, "bray.cli.listing:envs"),
     "check-env": (CheckEnv, "bray.cli.listing:check_env"),

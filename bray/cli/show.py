@@ -18,7 +18,13 @@ from bray.cli.options import Acting, Reading
 from bray.config.schema import rows
 from bray.errors import BrayError, ConfigError, UnknownName
 
-_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "warn": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 def terminal() -> Console:
@@ -84,21 +90,33 @@ class _Handler(logging.Handler):
         print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
+class _Shown:
+    """Which messages of the "bray" logger are said on stderr."""
+
+    def __init__(self) -> None:
+        self.handler, self.logger = _Handler(), logging.getLogger("bray")
+        self.before = self.logger.level
+
+    def set(self, level: str) -> None:
+        """From this level on: debug, info, warning or warn, error."""
+        if level.lower() not in _LEVELS:
+            raise UnknownName("log level", level, _LEVELS, "--log-level")
+        self.handler.setLevel(_LEVELS[level.lower()])
+        if self.before == logging.NOTSET or self.before > self.handler.level:
+            self.logger.setLevel(self.handler.level)
+
+
 @contextlib.contextmanager
-def log_shown(level: str = "warning") -> Iterator[None]:
+def log_shown(level: str = "warning") -> Iterator[_Shown]:
     """Within: what the "bray" logger has to say from `level` on is said on stderr."""
-    if level.lower() not in _LEVELS:
-        raise UnknownName("log level", level, _LEVELS, "--log-level")
-    handler, logger = _Handler(_LEVELS[level.lower()]), logging.getLogger("bray")
-    before = logger.level
-    logger.addHandler(handler)
-    if logger.level == logging.NOTSET or logger.level > handler.level:
-        logger.setLevel(handler.level)
+    shown = _Shown()
+    shown.set(level)
+    shown.logger.addHandler(shown.handler)
     try:
-        yield
+        yield shown
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        shown.logger.removeHandler(shown.handler)
+        shown.logger.setLevel(shown.before)
 
 
 def trusting(options: Reading) -> bool | Callable[[str], bool]:

@@ -24,6 +24,7 @@ from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
+from bray.train.config import RunConfig
 from bray.train.live import LiveTraining
 
 _LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
@@ -145,11 +146,11 @@ class Signals:
 
 def train(options: Train, flags: ConfigSource = ConfigSource("command line", {})) -> int:
     """Train, and say what came of it; returns the exit code. `flags` sets config keys."""
-    level = "error" if options.quiet and options.log_level == "warning" else options.log_level
-    with log_shown(level), Signals() as signals:
+    with log_shown("error" if options.quiet else "warning") as shown, Signals() as signals:
         if len(options.seeds or ()) > 1:
-            return _several(options, flags, signals)
+            return _several(options, flags, signals, shown)
         exp = _experiment(options, flags)
+        _set_log_level(shown, exp, options)
         if options.print_config:
             put(exp.config.table())
             return 0
@@ -159,6 +160,12 @@ def train(options: Train, flags: ConfigSource = ConfigSource("command line", {})
         if exp.config["run"].show_figure and signals.number != signal.SIGTERM:
             exp.show_figure()  # after the last words: it waits for somebody
         return code
+
+
+def _set_log_level(shown: Any, exp: Experiment, options: Train) -> None:
+    """As the config says; --quiet leaves out warnings, unless a level was given."""
+    level = exp.config["run"].log_level
+    shown.set("error" if options.quiet and level == RunConfig.log_level else level)
 
 
 def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -> Experiment:
@@ -306,12 +313,13 @@ def _last_line(path: Path) -> None:
 # --- several seeds ----------------------------------------------------------------------------------------------------
 
 
-def _several(options: Train, flags: ConfigSource, signals: Signals) -> int:
+def _several(options: Train, flags: ConfigSource, signals: Signals, shown: Any) -> int:
     """One run after another in P/T/seed-<n>, then one curve with mean and deviation."""
     seeds = list(options.seeds or ())
     if len(set(seeds)) != len(seeds):
         raise ConfigError(f"--seed: expected different seeds, got {seeds}")
     probe = _experiment(replace(options, seeds=seeds[:1]), flags)
+    _set_log_level(shown, probe, options)
     if options.print_config:
         put(probe.config.table())
         return 0

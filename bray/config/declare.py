@@ -8,6 +8,7 @@ import enum
 import inspect
 import itertools
 import json
+import math
 import sys
 import textwrap
 import types
@@ -27,6 +28,33 @@ Positive = Annotated[float, annotated_types.Gt(0)]
 Share = Annotated[float, annotated_types.Interval(ge=0, le=1)]
 Port = Annotated[int, annotated_types.Interval(ge=0, le=65535)]
 Name = Annotated[str, annotated_types.MinLen(1)]
+
+
+@dataclass(frozen=True)
+class ScheduleIn:
+    """Whether all values of a schedule written as a dict (`bray.schedules`) are in a range."""
+
+    low: float
+    high: float = math.inf
+
+    def __call__(self, schedule: dict[str, Any]) -> bool:
+        points = schedule.get("points")
+        pairs = points if isinstance(points, (list, tuple)) else []
+        values = [
+            schedule.get("start"),
+            schedule.get("end"),
+            *(p[1] for p in pairs if isinstance(p, list) and len(p) == 2),
+        ]
+        return all(self.low <= v <= self.high for v in values if isinstance(v, (int, float)))
+
+    def __str__(self) -> str:
+        return f"a schedule of numbers >= {self.low:g}" + ("" if math.isinf(self.high) else f" and <= {self.high:g}")
+
+
+RateSchedule = Positive | Annotated[dict[str, Any], annotated_types.Predicate(ScheduleIn(0.0))]
+"""A learning rate: a number, or a schedule, which may end at 0."""
+ShareSchedule = Share | Annotated[dict[str, Any], annotated_types.Predicate(ScheduleIn(0.0, 1.0))]
+"""A probability or a weight in [0, 1]: a number or a schedule."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +230,9 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 def describe(hint: Any) -> str:
     """A type in words: 'a number > 0', 'a list of whole numbers', \"'a' or 'b'\"."""
+    for m in metadata(hint):
+        if isinstance(m, annotated_types.Predicate) and isinstance(m.func, ScheduleIn):
+            return str(m.func)
     limits = [word for m in metadata(hint) if (word := _limit(m))]
     hint = base(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -216,7 +247,8 @@ def describe(hint: Any) -> str:
     if word == "a list" and origin is tuple and args and ... not in args:
         word = f"a list of {len(args)} values"
     elif word == "a list" and (inner := list_item(hint)) is not None and base(inner) in _PLURALS:
-        word = f"a list of {_PLURALS[base(inner)]}"
+        of_each = [_limit(m) for m in metadata(inner)] if base(inner) in (int, float) else []
+        word = " ".join([f"a list of {_PLURALS[base(inner)]}", *filter(None, of_each)])
     return " and ".join([f"{word} {limits[0]}", *limits[1:]]) if limits else word
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from bray.config.check import Wrong, checked
 from bray.config.declare import all_keys, describe, members, options, show
+from bray.config.hints import hint
 from bray.config.resolved import Resolved, leaves, to_plain
 from bray.config.sources import ConfigSource, Dotted, Key, nest
 from bray.errors import ConfigError, UnknownName
@@ -143,7 +144,7 @@ class _Merger:
 
     def unknown(self, path: Key, at: Key) -> None:
         name = ".".join(path)
-        self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at)))
+        self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at), hint(path[-1])))
 
     def near_keys(self, path: Key) -> list[str]:
         """Keys to look for the nearest one in: dotted ones for a dotted name, else bare ones, or nested ones of that name."""

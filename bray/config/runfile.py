@@ -9,9 +9,22 @@ from typing import Any
 
 from bray.config.sources import ConfigSource, Key, load_config, load_yaml
 
+_JOYRL: dict[str, Key] = {
+    "algo_name": ("run", "algorithm"),
+    "max_episode": ("run", "stop", "episodes_total"),
+    "max_step": ("env", "max_episode_steps"),
+    "memory_capacity": ("algo", "replay_size"),
+    "buffer_size": ("algo", "replay_size"),
+    "target_update": ("algo", "target_period"),
+    "value_layers": ("model", "layers"),
+    "model_save_fre": ("run", "checkpoint_updates"),
+}
+"""Keys of JoyRL's `general_cfg` and `algo_cfg` that only have another name here; `bray.config.hints` answers for the others."""
+
 
 def load_run_file(path: str | Path) -> ConfigSource:
-    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too."""
+    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too. The groups of JoyRL's
+    files (`general_cfg`, `algo_cfg`, `env_cfg`) are read."""
     return spread_sections(load_config(path))
 
 
@@ -39,6 +52,12 @@ def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
         elif key == "config" and isinstance(value, dict):
             for inner, v in value.items():
                 yield (key, inner), (inner,), v
+        elif key in ("general_cfg", "algo_cfg") and isinstance(value, dict):  # a file of JoyRL
+            for inner, v in value.items():
+                yield (key, inner), _JOYRL.get(inner, (inner,)), v
+        elif key == "env_cfg" and isinstance(value, dict):
+            for inner, v in value.items():
+                yield (key, inner), ("env", "id") if inner == "id" else ("env", "env_config", inner), v
         else:
             yield (key,), (key,), value
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from bray.config.check import check_fields
-from bray.config.declare import Amount, Count, Flag, Positive, Whole
+from bray.config.declare import Amount, Count, Flag, Positive, Share, Whole
 from bray.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class AtariConfig:
     """A lost life is `terminated` for the learner; the game goes on."""
     full_action_space: bool = False
     """All 18 joystick positions instead of those the game uses."""
-    repeat_action_probability: float | None = None
+    repeat_action_probability: Share | None = None
     """Sticky actions: chance that a frame repeats the previous action. null = what the id says (ALE/*-v5: 0.25)."""
 
     def __post_init__(self) -> None:

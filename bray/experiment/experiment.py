@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,13 @@ from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
-from bray.experiment.policy import ServedPolicy, check_mode, launched_model, random_observations
-from bray.experiment.saved import fits_state, import_check, made_from, read_config, read_launch
+from bray.experiment.policy import ServedPolicy, check_mode, launched_model
+from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
+from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
 from bray.experiment.setup import Check, run_path, set_up
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
-from bray.metrics import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
+from bray.metrics import Sink, TerminalSink
 from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
 from bray.serving.graph import GraphExport
@@ -51,8 +51,8 @@ class Experiment:
     """One run: configure, train, evaluate, save, load.
 
         exp = bray.Experiment(run="PPO", env="CartPole-v1", lr=2.5e-4, num_envs=8)
-        for result in exp.train():
-            print(result["episode_return_mean"])
+        exp.fit({"env_steps_total": 20_000})          # or, row by row: for row in exp.train(): print(row["episode_return_mean"])
+        exp.plot()
 
     Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`, `evaluate`, more
     training); `Experiment.resume(path)` goes on exactly where a run stopped.
@@ -96,6 +96,7 @@ class Experiment:
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
+        self._saved_step = 0  # gradient steps in the newest checkpoint
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
@@ -150,17 +151,36 @@ class Experiment:
         sinks: Sequence[Sink] = (),
         on_result: Callable[[dict[str, Any]], None] | None = None,
         show: bool = True,
-    ) -> Iterator[dict[str, Any]]:
-        """Train until a stop condition holds (or forever); yields one result per iteration. Saves as configured and at the end.
-        `show=False` leaves out the window that `run.show_figure` asks for."""
+    ) -> Rows:
+        """Train until a stop condition holds (or forever): an iterator that gives one result row per iteration, and trains only while it is asked
+        for them. Saves as configured and at the end. `show=False` leaves out the window that `run.show_figure` asks for."""
+        stop = check_stop(stop) if stop is not None else self.config["run"].stop
+        return Rows(self._train(stop, sinks, on_result, show))
+
+    def fit(self, stop: Mapping[str, float] | None = None, progress: bool = True) -> dict[str, Any]:
+        """Train until a stop condition holds, showing progress; returns the last result row."""
+        until = check_stop(stop) if stop is not None else self.config["run"].stop
+        if not until:
+            raise ConfigError('fit trains to an end, and none is given: exp.fit({"env_steps_total": 100_000})')
+        about = f"{self.config['run'].algorithm} on {self.env_id}"
+        for _ in self.train(until, [TerminalSink(about, until)] if progress else []):
+            pass
+        return self.last_row or {}
+
+    def _train(
+        self,
+        stop: Mapping[str, float],
+        sinks: Sequence[Sink],
+        on_result: Callable[[dict[str, Any]], None] | None,
+        show: bool,
+    ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
-        stop = check_stop(stop) if stop is not None else run.stop
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         graph = self._graph_export()
         self._looked_at = began = time.monotonic()
         training.start()
-        with rundir.logging_to(directory.log), _open_sinks(directory, sinks) as out:
+        with rundir.logging_to(directory.log), open_sinks(directory, sinks) as out:
             if training.iteration:
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
@@ -195,7 +215,7 @@ class Experiment:
             self.show_figure(stop)
 
     def _graph_export(self) -> GraphExport:
-        """Writes the run's graph while it trains, unless it is there."""
+        """The background export of graph.onnx; nothing is exported if the file exists."""
         there = (self._run_dir().models / "default" / "graph.onnx").exists()
         return GraphExport(self.path, None if there else self.config["run"].export_graph_after_s)
 
@@ -210,7 +230,7 @@ class Experiment:
             )
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
-        """One iteration with its evaluation; None where there is nothing more to learn from."""
+        """One iteration with its evaluation; None when the data has ended."""
         training, eval_freq = self.training, self.config["run"].eval_freq
         began = time.perf_counter()
         try:
@@ -225,8 +245,7 @@ class Experiment:
             assert isinstance(training, LocalTraining)
             row |= training.evaluate()
         self._time += time.perf_counter() - began
-        row["time_total_s"] = self._time
-        return row
+        return row | {"time_total_s": self._time, **when_and_where()}
 
     @property
     def reached(self) -> dict[str, float]:
@@ -259,7 +278,9 @@ class Experiment:
         score.check_row(row)
         now = time.monotonic()
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
-        # By the next look, and by the end of saving then, no more than that may be unsaved.
+        if every := run.checkpoint_updates:
+            due = due or row["learner_steps_total"] // every > self._saved_step // every
+        # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed checkpoint_every_s.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
         better = score.key.startswith("eval/") and self._is_better(score.of(row))
@@ -267,8 +288,8 @@ class Experiment:
             self._unless_full(self.save)
 
     def _unless_full(self, write: Callable[[], Any]) -> None:
-        """Write something; where there is no space, say so once a minute and go on. Nothing is lost by that: rows are kept, the last checkpoint is
-        valid, and the next one will hold more. At the end of the run a disk that is still full is an error."""
+        """Write something; on a full disk, warn and go on, and try again after a minute. Rows are kept in memory and the last checkpoint stays valid.
+        At the end of the run a disk that is still full is an error."""
         try:
             write()
         except DiskFull as e:
@@ -281,7 +302,7 @@ class Experiment:
             self.save()
 
     def _save_after(self, error: Exception) -> None:
-        """Keep what was learnt before an error, which is told in any case."""
+        """Save what was learnt before an error. The error is raised by the caller whether this works or not."""
         if isinstance(error, Diverged):
             return
         try:
@@ -307,32 +328,15 @@ class Experiment:
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = self._meta(row) | {"exact": self.exact and state["json"]["exact"]}
-        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, keep=run.keep_checkpoints)
-        self._best, self._saved_at, self._saved_time = best_score, training.iteration, began
+        meta = meta_of(training, run, self.env_id, row) | {"exact": self.exact and state["json"]["exact"]}
+        meta |= {"score": score, "score_by": self._score.name}
+        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best}
+        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, **kept)
+        self._best, self._saved_at, self._saved_time, self._saved_step = best_score, training.iteration, began, step
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
         return path
-
-    def _meta(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """`meta.json` of a checkpoint: for people, and for tools that look at many runs."""
-        training, run = self.training, self.config["run"]
-        return {
-            "bray": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "algorithm": run.algorithm,
-            "env": self.env_id,
-            "seed": run.seed,
-            "training_iteration": training.iteration,
-            "env_steps_total": training.env_steps,
-            "learner_steps_total": training.learner.steps,
-            "episode_return_mean": row.get("episode_return_mean"),
-            "eval/return_mean": row.get("eval/return_mean"),
-        }
 
     # --- curves -------------------------------------------------------------------------------------------------------
 
@@ -346,6 +350,19 @@ class Experiment:
     @property
     def _title(self) -> str:
         return f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
+
+    def plot(self, out: str | Path | None = None) -> Picture:
+        """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show what this returns."""
+        run = self.loaded[0].parents[1] if self.loaded is not None and self._dir is None else self.path
+        if not (run / "result.jsonl").exists():
+            raise ConfigError("there is no learning curve to draw yet: train first, or load a run")
+        file = Path(out) if out is not None else run / "figures" / "learning_curve.png"
+        return Picture(
+            figures.learning_curve(run, file, self._title, self.config["run"].stop.get("episode_return_mean"))
+        )
+
+    def __repr__(self) -> str:
+        return describe(self._title, self.last_row, self._dir.path if self._dir is not None else None)
 
     def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
         """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
@@ -427,7 +444,7 @@ class Experiment:
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             if saved.get("best_by", self._score.name) == self._score.name:
                 self._best = None if saved["best"] is None else float(saved["best"])
-        self._saved_at = training.iteration
+        self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(self.config)
 
@@ -515,7 +532,7 @@ class Experiment:
 
     @contextlib.contextmanager
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
-        """What `bray.train.evaluate` needs to play with this policy."""
+        """The arguments that `bray.train.evaluate` needs to play with this policy; the environments are closed at the end."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
         self._check_plays()
@@ -561,30 +578,7 @@ class Experiment:
             self._dir.close()
 
 
-def _open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
-    files: list[Sink] = [
-        TensorBoardSink(directory.tensorboard),  # first: after a kill it has every row that result.jsonl has
-        JsonlSink(directory.result_jsonl),
-        CsvSink(directory.progress_csv),
-    ]
-    return Sinks([*files, *more])
-
-
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:
     """A run's Model in torch and its Policy, for a service."""
     served = Experiment.load(path, step, trust=trust, plays=False).served
     return served.engine, served.policy
-
-
-def export_graph(path: str | Path, trust: Answer = False) -> Path:
-    """Write a run's `models/default/graph.onnx`: what a service without torch needs beside the weights."""
-    from bray.inference.export import export_onnx
-
-    run = RunDir.open(path)
-    cpu = ConfigSource("export", {"run": {"device": "cpu"}})
-    served = Experiment.load(path, sources=[cpu], trust=trust, plays=False).served
-    obs = random_observations(served.spec, 2)
-    args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
-    file = run.models / run.model_name() / "graph.onnx"
-    rundir.write_atomic(file, rundir.seal(export_onnx(served.model, args, served.outputs)))
-    return file

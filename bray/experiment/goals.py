@@ -33,7 +33,7 @@ ROW_KEYS = (
 """Keys of the rows of every algorithm."""
 OWN_KEYS = ("loss/", "policy/", "replay/")
 """Prefixes of the keys that an algorithm brings."""
-VOLATILE = ("time_", "perf/")
+VOLATILE = ("time_", "perf/", "date", "pid", "hostname")
 """Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
 
 
@@ -61,7 +61,7 @@ def reached(stop: Mapping[str, float], row: Mapping[str, Any] | None) -> dict[st
 
 
 class Score:
-    """How good a checkpoint is; larger is better."""
+    """The score by which checkpoints are compared (`checkpoint_score`); larger is better."""
 
     def __init__(self, run: RunConfig):
         self.name = run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
@@ -81,6 +81,6 @@ class Score:
         return -value if self.name.startswith("-") else value
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Refuse a key of the algorithm's own that it does not log, as soon as it has logged a loss."""
+        """Raise if the score is a key that the algorithm does not log; known once it has logged its first loss."""
         if self.key.startswith(OWN_KEYS) and self.key not in row and any(k.startswith("loss/") for k in row):
             raise UnknownName("key of a result row", self.key, row, "run.checkpoint_score")

@@ -1,17 +1,24 @@
-"""What an experiment reads of a run directory beside the checkpoint, as data."""
+"""What an experiment reads of a run directory beside the checkpoint, as data; and what it writes beside the state."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from bray._version import __version__
 from bray.config import ConfigSource, parse_yaml
 from bray.errors import BrayError, CheckpointError
 from bray.experiment.setup import Check
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
+from bray.train.config import RunConfig
+from bray.train.driver import Driver
 
 
 def read_config(directory: RunDir) -> ConfigSource:
@@ -19,9 +26,28 @@ def read_config(directory: RunDir) -> ConfigSource:
     return parse_yaml(directory.read_text("config.yaml"), str(directory.path / "config.yaml"))
 
 
+def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """`meta.json` of a checkpoint: for people, and for tools that look at many runs."""
+    return {
+        "bray": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "algorithm": run.algorithm,
+        "env": env,
+        "seed": run.seed,
+        "training_iteration": training.iteration,
+        "env_steps_total": training.env_steps,
+        "learner_steps_total": training.learner.steps,
+        "episode_return_mean": row.get("episode_return_mean"),
+        "eval/return_mean": row.get("eval/return_mean"),
+    }
+
+
 def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
-    """Raises where the config of a run names what may not be imported. An `env` that is an object is the caller's own; where nobody plays,
-    none is made."""
+    """A check that raises where a run's config names code that may not be imported. An `env` given as an object is the caller's own; with
+    `plays=False` no environment is made, so its name is not checked."""
     own_env = env is not None and not isinstance(env, str)
 
     def is_imported(key: str) -> bool:
@@ -44,7 +70,7 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
 
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
-    """Within: settings of a run that ask for more than this machine has are one message."""
+    """Turn an error while building what a run's config describes (too large for this machine, say) into one message that names the run."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as e:
@@ -57,7 +83,7 @@ def made_from(path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def fits_state(path: Path) -> Iterator[None]:
-    """Within: a training state whose parts have other types or shapes than this training wants is one message."""
+    """Turn an error while loading a training state (wrong types or shapes) into one message that names the run."""
     try:
         yield
     except BrayError:

@@ -22,7 +22,7 @@ from bray.train.offline import ID as FILES
 
 @dataclass(frozen=True)
 class Setup:
-    """What an experiment is made of."""
+    """Algorithm, environment and checked config of an experiment."""
 
     algo: Any
     env: Any
@@ -32,7 +32,7 @@ class Setup:
 
 
 Check = Callable[[Mapping[str, Any]], None]
-"""Raises where a config (plain data by section) names what may not be imported."""
+"""Raises if a config (plain data by section) names code that may not be imported."""
 
 
 def set_up(

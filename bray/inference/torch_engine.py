@@ -21,7 +21,8 @@ from bray.inference.engine import gather
 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether a Model takes and returns a state."""
-    return bool(getattr(model, "recurrent", False))
+    said = getattr(model, "recurrent", None)
+    return hasattr(model, "initial_state") if said is None else bool(said)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from bray.metrics.rows import ENV_STEPS, ITERATION, NAN_METRICS, Row, flatten_row
 
+_NOTEBOOK_S = 0.5  # between two lines in a notebook
+
 
 def short(x: Any) -> str:
     """A number for people: 12,345 · 0.0123 · 1.2e-05 · – for None."""
@@ -36,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 class TerminalSink:
-    """Progress for people: a live table in a terminal, else one line every `every` seconds."""
+    """Progress for people: a live table in a terminal, one line that is written over in a notebook, else one line every `every` seconds."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class TerminalSink:
         self._shown: Row | None = None
         self._at = -math.inf
         self._live: Any = None
+        self._width = 0  # of the line that a notebook shows
 
     def progress(self, row: Row) -> float | None:
         """How near the run is to the first of its stop conditions to come, 0..1; None without one."""
@@ -71,11 +74,13 @@ class TerminalSink:
         row = flatten_row(row)
         self._last, now = row, self._clock()
         fraction = self.progress(row)
-        wait = 0.1 if self.console.is_terminal else self.every
+        wait = _NOTEBOOK_S if self.console.is_jupyter else 0.1 if self.console.is_terminal else self.every
         if now - self._at < wait:
             return
         self._at, self._shown = now, row
-        if self.console.is_terminal:
+        if self.console.is_jupyter:
+            self._write_over(f"{self.title}  {self._text(row, fraction)}".strip())
+        elif self.console.is_terminal:
             if self._live is None:
                 from rich.live import Live
 
@@ -84,6 +89,12 @@ class TerminalSink:
             self._live.update(self._table(row, fraction), refresh=True)
         else:
             self.console.print(self._text(row, fraction), markup=False, highlight=False, soft_wrap=True)
+
+    def _write_over(self, text: str) -> None:
+        """A line in the place of the one before: rich would put a new block of HTML into the page for each."""
+        self.console.file.write(f"\r{text:<{self._width}}")
+        self.console.file.flush()
+        self._width = len(text)
 
     def _text(self, row: Row, fraction: float | None) -> str:
         parts = [f"iter {short(row.get(ITERATION))}", f"steps {short(row.get(ENV_STEPS))}"]
@@ -153,6 +164,9 @@ class TerminalSink:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._width:
+            self.console.file.write("\n")
+            self._width = 0
 
 
 def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
+
+from bray.config.check import check_fields
+from bray.config.declare import Count, Whole
 from bray.errors import ConfigError, UnknownName
 from bray.nn.layers import activation, read_layer
 from bray.nn.recurrent import CELLS
@@ -16,9 +20,9 @@ INITS = ("orthogonal", "torch")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a network looks like. Which keys act depends on the observation: see the table in `bray.nn.encoders`."""
+    """What a network looks like. Which keys have an effect depends on the observation: see the table in `bray.nn.encoders`."""
 
-    fcnet_hiddens: tuple[int, ...] = (64, 64)
+    fcnet_hiddens: tuple[Count, ...] = (64, 64)
     """Widths of the dense layers after vector observations, and after the joined features of a Dict or Tuple. (RLlib: 256, 256.)"""
     fcnet_activation: str = "tanh"
     """After each dense layer: relu, tanh, sigmoid, softmax, leakyrelu, elu, silu, gelu, none."""
@@ -28,28 +32,28 @@ class ModelConfig:
     (nature from 64 x 64 on)."""
     conv_activation: str = "relu"
     """After each convolution and after the dense layer that follows them."""
-    conv_features: int | None = None
+    conv_features: Whole | None = None
     """Width of the dense layer after the convolutions; 0 for none. null: 512, impala 256, none where given filters end in 1 x 1."""
-    dim: int | None = None
+    dim: Count | None = None
     """Resize images to dim x dim inside the model (bilinear). null: as they come."""
     zero_mean: bool = False
     """Scale bytes of images to [-1, 1] in place of [0, 1]."""
     free_log_std: bool = True
     """Gaussian actions: log_std is a parameter of its own. False: the network computes it from the observation. (RLlib: False.)"""
-    log_std_init: float = 0.0
+    log_std_init: Annotated[float, Interval(ge=-20, le=20)] = 0.0
     """Where log_std starts."""
     vf_share_layers: bool | None = None
     """Policy and value read the same features. null: yes for images and LSTMs, no for dense networks."""
     use_lstm: bool = False
-    """Put a recurrent cell between the encoder and the heads."""
+    """Put a recurrent cell between the encoder and the heads: a policy with memory."""
     recurrent: str = "lstm"
     """Which cell `use_lstm` means: lstm or gru."""
-    lstm_cell_size: int = 256
+    lstm_cell_size: Count = 256
     """Width of the recurrent state."""
-    max_seq_len: int = 20
+    max_seq_len: Count = 20
     """Longest sequence a recurrent model is trained on; longer ones are cut by the learner."""
     normalize_observations: bool = False
-    """First layer: subtract the running mean of vector observations of real numbers, divide by their running deviation, clip at 10."""
+    """Standardise vector observations by their running mean and standard deviation, clipped at 10 (Gymnasium: NormalizeObservation)."""
     layer_norm: bool = False
     """LayerNorm before the activation of each dense layer."""
     init: str = "orthogonal"
@@ -58,21 +62,15 @@ class ModelConfig:
     """The encoder as a list of {layer_type, layer_dim, activation, ...} in place of fcnet_hiddens and conv_filters. Types: linear,
     noisy_linear (its noise is an input of the model: `bray.nn.noise`), conv2d, pooling, flatten, norm, embed, none."""
     custom_model: Any = None
-    """Your model: a class, a name given to `register_model`, or "module:Name"; built as Name(spec, config, **custom_options)."""
+    """Your network: "module:Name", a class, an instance, or a name given to `register_model`. Built as Name(spec, config, **custom_options), or as
+    Name(obs_dim, act_dim) where its parameters are called like that; see docs/networks.md."""
     custom_preprocessor: Any = None
-    """Your first layer, likewise: Name(space, **custom_options), an nn.Module with `space` (what it turns observations into)."""
+    """Your first layer, named in the same ways: Name(space, **custom_options), an nn.Module whose attribute `space` describes its outputs."""
     custom_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for custom_model and custom_preprocessor."""
 
     def __post_init__(self) -> None:
-        hiddens = self.fcnet_hiddens
-        if not isinstance(hiddens, (list, tuple)) or not all(_natural(n) for n in hiddens):
-            raise ConfigError(f"fcnet_hiddens should be a list of positive integers, got {hiddens!r}")
-        for key in ("lstm_cell_size", "max_seq_len", *(["dim"] if self.dim is not None else [])):
-            if not _natural(getattr(self, key)):
-                raise ConfigError(f"{key} should be a positive integer, got {getattr(self, key)!r}")
-        if self.conv_features is not None and not (_natural(self.conv_features) or self.conv_features == 0):
-            raise ConfigError(f"conv_features should be null, 0 or a positive integer, got {self.conv_features!r}")
+        check_fields(self, "model")
         activation(self.fcnet_activation), activation(self.conv_activation)
         for key, known in (("recurrent", CELLS), ("init", INITS)):
             if getattr(self, key) not in known:
@@ -87,10 +85,6 @@ class ModelConfig:
                 raise ConfigError(f"layers should be a list of at least one layer, or null, got {self.layers!r}")
             for i, layer in enumerate(self.layers):
                 activation(read_layer(i, layer)[2])
-
-
-def _natural(n: Any) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n > 0
 
 
 def read_filters(filters: Any) -> list[Filter]:

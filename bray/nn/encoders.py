@@ -39,7 +39,7 @@ IMPALA = (16, 32, 32)
 
 
 def default_filters(height: int, width: int) -> tuple[list[Filter], str]:
-    """Convolutions (and their padding) that leave a few cells of an image of this size: 84 -> 7, 42 -> 7, 24 -> 4, 10 -> 8."""
+    """Default convolutions (and their padding) for an image size; sides shrink from 84 to 7, 42 to 7, 24 to 4, 10 to 8."""
     side = min(height, width)
     if side >= 64:
         return NATURE, "valid"
@@ -250,7 +250,7 @@ class OneHotStem(nn.Module):
 
 
 def is_image(space: Space, config: ModelConfig) -> bool:
-    """Whether a leaf is taken for a picture: rank 3, or rank 2 when it holds bytes or `conv_filters` are given."""
+    """Whether a leaf is treated as an image: rank 3, or rank 2 with uint8 values or with `conv_filters`."""
     if space.kind != "box" or (config.layers is not None and not _conv_layers(config)):
         return False
     return len(space.shape) == 3 or (
@@ -267,7 +267,7 @@ def sees_image(space: Space, config: ModelConfig) -> bool:
 
 
 def _conv_layers(config: ModelConfig) -> bool:
-    """Whether a list of layers starts with one that wants a picture."""
+    """Whether a list of layers starts with one that needs an image."""
     first = (config.layers or [{}])[0]
     return isinstance(first, dict) and str(first.get("layer_type")).lower() in ("conv2d", "pooling")
 

@@ -29,11 +29,11 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 
 
 class Headed(nn.Module):
-    """What all models share: `core` makes features of observations, `heads` makes outputs of features."""
+    """Base of our models: `core` encodes observations to features, `heads` computes the outputs from them."""
 
     @staticmethod
     def outputs(spec: EnvSpec, batch: int) -> Shapes:
-        """What a Model of this kind returns for a batch: a `custom_model` in its place is held to it."""
+        """Shapes of the outputs that algorithms read, for a batch; a `custom_model` must return the same."""
         return {}
 
     def __init__(self, core: nn.Module):
@@ -50,8 +50,8 @@ class Headed(nn.Module):
         return noise_shapes(self)
 
     def forward(self, obs: Any, state: State | None = None, draws: Draws | None = None) -> dict[str, Any]:
-        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after). Arguments that a
-        model has no use for are left out: a model without memory takes its draws in the second place."""
+        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after). A model without memory
+        takes its draws as the second argument."""
         if not self.recurrent:
             with with_noise(self, state if draws is None else draws):
                 return self.heads(self.core(obs))
@@ -80,7 +80,7 @@ def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Recurrent:
 
 
 class _TwoEncoders(nn.Module):
-    """An encoder for the policy and one for the value. Apart, not in one batched product: acting then needs only the first one."""
+    """Separate encoders for the policy and the value; not one batched product, so that acting computes the first one only."""
 
     def __init__(self, spec: EnvSpec, config: ModelConfig):
         super().__init__()

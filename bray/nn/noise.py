@@ -1,8 +1,8 @@
 """Random numbers that a Model takes as an input, and the noisy layers that use them (Fortunato 2018).
 
 A Model that wants random numbers declares `draws`, a dict of names to shapes, and takes as its last argument a dict of those tensors,
-standard normal. There is one draw for the whole batch, so they have no batch dimension. Without the argument the noise is zero. Who
-drives the Model draws: noise in buffers would be saved and published with the weights, and nobody could say when it is new.
+standard normal. There is one draw for the whole batch, so they have no batch dimension. Without the argument the noise is zero. The caller
+of the Model draws the numbers: noise kept in buffers would be saved and published with the weights, and nobody would know when it changes.
 
     model.draws                                              # {"noise": (132,)}
     draws = bray.act.standard_normals(model.draws, rng)      # numpy, as observations are
@@ -68,7 +68,7 @@ def noise_shapes(model: nn.Module) -> Shapes:
 
 @contextmanager
 def with_noise(model: nn.Module, draws: Draws | None) -> Iterator[None]:
-    """Inside, the noisy layers of a Model use these draws (none: zero noise). Of this thread only, and nothing is left in the Model."""
+    """Inside the block, the noisy layers of a Model use these draws (None: zero noise), in this thread only."""
     layers = _sizes(model) if draws else {}
     if not draws or (not layers and NOISE not in draws):  # other draws may be for the Model itself
         yield

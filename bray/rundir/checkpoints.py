@@ -189,9 +189,11 @@ class Checkpoints:
         name: str = "default",
         best: bool = False,
         keep: int | None = None,
+        keep_best: int = 1,
     ) -> Path:
-        """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, `keep` remain besides latest, best and protected
-        ones. On any failure the previous checkpoint is intact and still `latest`."""
+        """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, the newest `keep` remain besides latest, best and protected
+        ones, and the `keep_best` whose meta has the highest `score` (by the same `score_by`). On any failure the previous checkpoint is intact
+        and still `latest`."""
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected to keep at least 1 checkpoint, got keep={keep}")
         model, packed = pack_weights(weights), pack_state(state)  # refused before anything is written
@@ -233,7 +235,7 @@ class Checkpoints:
                 raise write_error(e, final, "the previous checkpoint is kept") from e
             raise
         if keep is not None:
-            self._retain(step, keep)
+            self._retain(step, keep, self._best(head["meta"], keep_best))
         return final
 
     def _put(self, temp: Path, final: Path) -> Path | None:
@@ -272,10 +274,20 @@ class Checkpoints:
         except OSError as e:
             raise CheckpointError(f"{self.path}: cannot be put in order after an interrupted write ({e})") from e
 
-    def _retain(self, step: int, keep: int) -> None:
+    def _best(self, newest: Mapping[str, Any], count: int) -> set[int]:
+        """The steps of the checkpoints with the highest scores; of one, `best` is the record."""
+        scores: dict[int, float] = {}
+        for step in self.steps() if count > 1 else ():
+            with contextlib.suppress(CheckpointError):
+                meta = self._head(step).meta
+                if meta.get("score_by") == newest.get("score_by") and isinstance(meta.get("score"), (int, float)):
+                    scores[step] = meta["score"]
+        return set(sorted(scores, key=lambda s: (scores[s], s), reverse=True)[:count])
+
+    def _retain(self, step: int, keep: int, best: set[int]) -> None:
         """Delete all but `keep` checkpoints, oldest first; those newer than `step` belong to a future that was given up.
         A damaged one is left alone."""
-        safe = {self.pointer("latest"), self.pointer("best")}
+        safe = {self.pointer("latest"), self.pointer("best"), *best}
         for old in sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)[keep:]:
             try:
                 name = self._head(old).name

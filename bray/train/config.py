@@ -36,10 +36,14 @@ class RunConfig:
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
     checkpoint_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two checkpoints; 0 = by time alone, and at the end."""
+    checkpoint_updates: Whole = 0
+    """Gradient steps between two checkpoints, looked at after each iteration; 0 = not by them."""
     checkpoint_every_s: Amount = 60.0
     """Seconds between two checkpoints, looked at after each iteration; 0 = not by time."""
     keep_checkpoints: Annotated[Count | None, Flag()] = 5
-    """Newest checkpoints kept, beside the best one; null = all."""
+    """Newest checkpoints kept, beside the best (`keep_best`); null = all."""
+    keep_best: Annotated[Count, Flag()] = 1
+    """Best checkpoints kept beside the newest ones, by `checkpoint_score`."""
     checkpoint_score: Annotated[str | None, Flag(metavar="KEY")] = None
     """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples: episode_return_max,
     -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
@@ -48,6 +52,8 @@ class RunConfig:
     export_graph_after_s: Amount | None = 20.0
     """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere needs beside the weights;
     null = not while training (`bray export` writes it too)."""
+    log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
+    """What is said on the terminal: debug, info, warning (or warn), error."""
     save_figure: bool = True
     """Whether the learning curve is drawn to figures/learning_curve.png at the end."""
     show_figure: bool = False

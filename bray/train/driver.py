@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.act import Clock
+from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
@@ -217,6 +218,8 @@ class Driver:
             self.call("before_step")
         learn = self.distributed[side.name].update if self.distributed else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
+        if not hasattr(update, "priorities"):
+            raise broken(type(learner).__qualname__, f"its update returned {type(update).__name__}, not an Update")
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.env_steps, learner.steps)
         for source in self._running:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bray import tree
-from bray.algos import make_experience
+from bray.algos import algo_name, broken, make_experience
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
@@ -32,7 +32,10 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     torch.set_num_threads(run.threads or threads_for(spec))
     torch.manual_seed(run.seed)
     policy = algo.Policy(config, spec)
-    model: nn.Module = algo.make_model(config, spec, model_config).to(device)
+    model = algo.make_model(config, spec, model_config)
+    if not isinstance(model, nn.Module):
+        raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
+    model = model.to(device)
     policy.draws = getattr(model, "draws", None) or {}
     learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
@@ -89,7 +92,7 @@ class LocalTraining(Driver):
         except BaseException:
             self.env.close()
             raise
-        rewards = RewardTransform(env, env.num_envs, config.gamma)
+        rewards = RewardTransform(env, env.num_envs, getattr(config, "gamma", 1.0))
         self.rollout = Rollout(
             self.env,
             acting_engine(side.model, side.policy, run.record),

@@ -1,0 +1,84 @@
+"""What `train` returns and shows: an iterator of result rows, the files they go to, and a picture of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bray.metrics import CsvSink, JsonlSink, Row, Sink, Sinks, TensorBoardSink, short
+from bray.rundir import RunDir
+
+_HOSTNAME = socket.gethostname()
+
+
+class Rows(Iterator[Row]):
+    """The result rows of a training that goes on as they are asked for. One that is never asked warns."""
+
+    def __init__(self, rows: Generator[Row, None, None]):
+        self._rows = rows
+        self._begun = False
+
+    def __next__(self) -> Row:
+        self._begun = True
+        return next(self._rows)
+
+    def close(self) -> None:
+        """End the training: what was learnt is saved."""
+        self._begun = True
+        self._rows.close()
+
+    def __del__(self) -> None:
+        if not self._begun:
+            warnings.warn(
+                "exp.train(...) trains while its rows are asked for, and nobody asked: nothing was trained. Write "
+                "`for row in exp.train(...): ...`, or `exp.fit(...)` to train to the end",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture file; notebooks show it where it is the last value of a cell."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes | None:
+        return self.path.read_bytes() if self.path.suffix.lower() == ".png" else None
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
+    """The files of a run that hold its rows, and `more`."""
+    files: list[Sink] = [
+        TensorBoardSink(directory.tensorboard),  # first: after a kill it has every row that result.jsonl has
+        JsonlSink(directory.result_jsonl),
+        CsvSink(directory.progress_csv),
+    ]
+    return Sinks([*files, *more])
+
+
+def when_and_where() -> dict[str, Any]:
+    """Of a result row: local time, process and machine."""
+    return {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "pid": os.getpid(), "hostname": _HOSTNAME}
+
+
+def describe(about: str, row: dict[str, Any] | None, place: Path | None) -> str:
+    """`repr` of an experiment."""
+    steps = "not trained yet" if not row else f"{short(row.get('env_steps_total'))} env steps"
+    returned = (row or {}).get("episode_return_mean")
+    parts = [
+        about,
+        steps,
+        *([] if returned is None else [f"return {short(returned)}"]),
+        *([str(place)] if place else []),
+    ]
+    return f"<Experiment {', '.join(parts)}>"

@@ -1,0 +1,80 @@
+"""`bray.Experiment` as a script or a notebook uses it, and the names of the package."""
+
+import importlib
+import warnings
+
+import pytest
+
+import bray
+from bray.errors import ConfigError, UnknownName
+from bray.figures import read_results
+
+SMALL = {"use_preset": False, "num_envs": 2, "rollout_length": 16, "export_graph_after_s": None, "save_figure": False}
+
+
+@pytest.fixture
+def exp(tmp_path):
+    made = bray.Experiment("A2C", "CartPole-v1", path=tmp_path / "run", **SMALL)
+    yield made
+    made.close()
+
+
+def test_training_that_nobody_iterates_warns(exp):
+    with pytest.warns(RuntimeWarning, match=r"nothing was trained.*for row in exp.train.*exp.fit"):
+        exp.train({"training_iteration": 1})
+    assert not exp.path.exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [row["training_iteration"] for row in exp.train({"training_iteration": 2})] == [1, 2]
+        exp.train({"training_iteration": 3}).close()
+
+
+def test_a_wrong_stop_name_is_told_at_once(exp):
+    with pytest.raises(UnknownName, match="episodes_total"):
+        exp.train({"episode_total": 3})
+
+
+def test_fit_trains_to_the_end_with_progress_and_returns_the_last_row(exp, capsys):
+    row = exp.fit({"env_steps_total": 160})
+    assert row == exp.last_row
+    assert row["env_steps_total"] >= 160
+    assert f"steps {row['env_steps_total']}" in capsys.readouterr().out
+    assert read_results(exp.path)[-1]["training_iteration"] == row["training_iteration"]
+    exp.fit({"env_steps_total": 200}, progress=False)
+    assert capsys.readouterr().out == ""
+
+
+def test_fit_without_an_end_is_refused(exp):
+    with pytest.raises(ConfigError, match=r'none is given: exp.fit\(\{"env_steps_total": 100_000\}\)'):
+        exp.fit()
+
+
+def test_an_experiment_says_what_it_is(exp, tmp_path):
+    assert repr(exp) == "<Experiment A2C on CartPole-v1, seed 0, not trained yet>"
+    exp.fit({"training_iteration": 8}, progress=False)
+    returned = exp.last_row["episode_return_mean"]
+    assert repr(exp).startswith(
+        f"<Experiment A2C on CartPole-v1, seed 0, {exp.last_row['env_steps_total']} env steps, return {returned:.1f}"
+    )
+    assert str(tmp_path / "run") in repr(exp)
+
+
+def test_plot_draws_the_curve_and_notebooks_show_it(exp, tmp_path):
+    with pytest.raises(ConfigError, match="train first"):
+        exp.plot()
+    exp.fit({"training_iteration": 8}, progress=False)
+    picture = exp.plot()
+    assert picture.path == tmp_path / "run" / "figures" / "learning_curve.png"
+    assert picture._repr_png_()[:4] == b"\x89PNG"  # what IPython asks for
+    loaded = bray.Experiment.load(tmp_path / "run")
+    assert loaded.plot(tmp_path / "other.svg").path.read_text().startswith("<?xml")
+
+
+def test_dir_lists_the_public_names_and_nothing_else():
+    importlib.import_module("bray.cli.main")  # a module that is imported becomes an attribute of the package
+    assert hasattr(bray, "cli")
+    assert dir(bray) == sorted(bray.__all__)
+    assert {"Experiment", "RemoteModel", "register_env", "fake", "__version__"} <= set(dir(bray))
+    assert not {"cli", "ast", "Any", "TYPE_CHECKING", "annotations"} & set(dir(bray))
+    with pytest.raises(AttributeError, match="public names: Actor, "):
+        bray.no_such_name  # noqa: B018
