@@ -14,6 +14,7 @@ from bray import act, tree
 from bray.act import Clock
 from bray.algos import base, rows
 from bray.algos.base import Update, drawn, to_torch
+from bray.config.declare import RateSchedule, ShareSchedule
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
 from bray.errors import ConfigError
@@ -22,7 +23,6 @@ from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses, returns
-from bray.schedules import Schedule
 from bray.spec import EnvSpec
 
 DEFAULTS = {
@@ -44,13 +44,13 @@ class Config:
     """Passes over a rollout."""
     minibatches: Annotated[int, Field(gt=0)] = 4
     """Pieces into which each pass is cut; one gradient step per piece."""
-    lr: Schedule = 5e-4
+    lr: RateSchedule = 5e-4
     """Learning rate of Adam; a number or a schedule over env steps."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
     """Discount per step."""
     lambda_: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Q(lambda): 0 trusts the action values, 1 the observed return."""
-    epsilon: Schedule = field(default_factory=_epsilon)
+    epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
     """Gradients are scaled down to this norm; null = off."""

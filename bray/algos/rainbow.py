@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from bray.algos import c51
-from bray.schedules import Schedule
+from bray.config.declare import ShareSchedule
 
 METRICS = c51.METRICS
 make_model, experience, Policy, Learner = c51.make_model, c51.experience, c51.Policy, c51.Learner
@@ -31,7 +31,7 @@ class Config(c51.Config):
     """Draw samples with probability ~ error**priority_alpha instead of uniformly."""
     priority_alpha: Annotated[float, Field(ge=0)] = 0.5
     """How strongly priorities count; 0 = uniform."""
-    priority_beta: Schedule = field(default_factory=_beta)
+    priority_beta: ShareSchedule = field(default_factory=_beta)
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
-    epsilon: Schedule = 0.0
+    epsilon: ShareSchedule = 0.0
     """Probability of a random action beside the noise."""
