@@ -8,6 +8,7 @@ import urllib.request
 
 import pytest
 
+from bray.client import Client
 from tests.serving_for_tests import Echo, Fallback, Orders, Plain, Wire, http_request, on_loop, running
 
 
@@ -56,7 +57,7 @@ def test_stateless_requests():
         for kind in ("auto", None, ""):
             assert wire.step(kind, None, b"x") == (200, b"1:x")
         assert wire.step("auto", None, b"raise")[0] == 500
-        assert wire.step("auto", None, b"text")[0] == 500
+        assert wire.step("auto", None, b"text") == (200, b"text")
         assert wire.step("auto", "named", b"y") == (200, b"1:y")
         assert wire.step("start", "holds the only slot")[0] == 200
         assert wire.step("auto", None, b"x")[0] == 429
@@ -116,7 +117,7 @@ def test_end_and_start_behind_each_other():
             + http_request("start", "g")
             + http_request("tick", "g", b"new")
         )
-        assert [wire.response()[2] for _ in range(4)] == [b"1:sleep 0.1", b"bye", b"", b"1:new"]
+        assert [wire.response()[2] for _ in range(4)] == [b"1:sleep 0.1", b"bye", b"Game Started", b"1:new"]
         status, reply = wire.step("start", "g")
         assert (status, code(reply)) == (409, "session_exists")
 
@@ -238,20 +239,86 @@ def test_an_actor_that_fails_harms_its_own_session_only(caplog):
     with running(Orders) as server, Wire(server.port) as wire:
         wire.step("start", "bad")
         wire.step("start", "good")
-        for body in (b"raise", b"none", b"text"):
+        for body in (b"raise", b"none"):
             status, reply = wire.step("tick", "bad", body)
             assert (status, code(reply)) == (500, "actor_error")
             assert b"4711" not in reply
             assert wire.step("tick", "good", b"x")[0] == 200
         assert "told to raise, secret 4711" in caplog.text
         assert "Traceback" in caplog.text
-        assert "expected tick to return bytes, got str" in caplog.text
+        assert "expected tick to return bytes, got NoneType" in caplog.text
         assert wire.step("tick", "bad", b"array x") == (200, b"x")
         assert wire.step("start", "third", b"raise")[0] == 500
         assert wire.step("tick", "third")[0] == 404
         assert wire.step("end", "bad", b"raise")[0] == 500
         assert wire.step("tick", "bad")[0] == 404
         assert on_loop(server, lambda: list(server.sessions.sessions)) == [b"good"]
+
+
+def test_text_that_an_actor_returns_is_sent_as_utf8_with_one_warning(caplog):
+    class Talks(Echo):
+        def start(self, session, data):
+            return "hällo"
+
+        def tick(self, data):
+            return data.decode()
+
+    with running(Talks) as server, Wire(server.port) as wire:
+        assert wire.step("start", "g") == (200, "hällo".encode())
+        for _ in range(3):
+            assert wire.step("tick", "g", "ü".encode()) == (200, "ü".encode())
+    said = [r.getMessage() for r in caplog.records if "returns text" in r.getMessage()]
+    assert [text.split()[0] for text in said] == ["Talks.start", "Talks.tick"]
+
+
+def test_a_start_and_an_end_always_have_a_reply():
+    """Clients of older services wait for ever for an empty one over TCP."""
+
+    class Silent:
+        def start(self, session, data):
+            pass
+
+        async def tick(self, data):
+            return b""
+
+        async def end(self, data):
+            pass
+
+    with running(Silent) as server, Wire(server.port) as wire:
+        assert wire.step("start", "g") == (200, b"Game Started")
+        assert wire.step("tick", "g", b"x") == (200, b"")
+        assert wire.step("end", "g") == (200, b"Game Stopped")
+        with Client("127.0.0.1", server.port) as client:
+            assert client.start(data={"map": 1}) is None  # JSON was sent, and there is none to return
+            assert client.end({"score": 1}) is None
+
+
+def test_two_sessions_in_one_request_are_refused():
+    with running() as server, Wire(server.port) as wire:
+        for second in (b"session: b", b"Session: a", b"game_id: b"):
+            wire.send(
+                b"POST /step HTTP/1.1\r\nsession: a\r\nstep_kind: start\r\n%b\r\nContent-Length: 0\r\n\r\n" % second
+            )
+            status, _, body = wire.response()
+            assert (status, code(body)) == (400, "malformed")
+            assert b"got two" in body
+        assert wire.step("start", "a")[0] == 200  # the connection goes on, and nothing was started
+
+
+@pytest.mark.parametrize("piece", [1, 7, 300, 512])
+def test_the_limit_of_headers_holds_however_they_are_sent(piece):
+    def request(more):
+        head = b"POST /step HTTP/1.1\r\nstep_kind: auto\r\nContent-Length: 1\r\nfiller: "
+        return head + b"x" * (more - len(head) - 4) + b"\r\n\r\n!"
+
+    for size, expected in ((1000, 200), (1100, 431)):
+        with running(max_header=1024) as server, Wire(server.port) as wire:
+            sent = request(size)
+            for i in range(0, len(sent), piece):
+                if piece > 7:
+                    time.sleep(0.002)
+                wire.send(sent[i : i + piece])
+            assert wire.response()[0] == expected
 
 
 def test_a_tick_that_takes_too_long(either):
@@ -286,7 +353,7 @@ def test_an_actor_may_return_futures(either):
         assert wire.step("tick", "g", b"x") == (200, b"1:x")
         assert wire.step("tick", "g", b"array abc") == (200, b"abc")
         assert wire.step("tick", "g", b"raise")[0] == 500
-        assert wire.step("tick", "g", b"text")[0] == 500
+        assert wire.step("tick", "g", b"text") == (200, b"text")
         status, reply = wire.step("tick", "g", b"sleep 60")
         assert (status, code(reply)) == (504, "tick_timeout")
         assert wire.step("tick", "g", b"y") == (200, b"2:y")

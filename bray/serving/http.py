@@ -193,6 +193,7 @@ _lookup = _seen.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
 _SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
+_TWICE = b"two sessions in one head" * 32  # longer than a name may be
 
 
 def _header(name: bytes) -> int:
@@ -242,6 +243,7 @@ class HttpConnection(Connection):
         "_session",
         "_size",
         "_skips",
+        "_tail",
         "_token",
         "_url",
         "parser",
@@ -260,7 +262,7 @@ class HttpConnection(Connection):
 
     def _begin(self) -> None:
         self._url = self._session = self._kind = self._key = self._token = self._length = b""
-        self._body = self._secret = self._forwarded = b""
+        self._body = self._secret = self._forwarded = self._tail = b""
         self._chunks: bytearray | None = None
         self._fields: tuple[bytes, bytes] | None = None  # session and key of a chunked request, as its head said
         self._size = self._head = self._asks = 0
@@ -290,6 +292,9 @@ class HttpConnection(Connection):
         return end, 1
 
     def feed(self, data: bytes | memoryview) -> None:
+        if self._in_head and self._head and self._chunks is None and self._ends_too_late(data):
+            self._too_long()
+            return
         rest: Any = data
         while True:
             try:
@@ -333,8 +338,15 @@ class HttpConnection(Connection):
             self._head += len(data) if self._head else len(data) - data.rfind(self._url)
         elif self._size == self._chunk_at:  # else these are bytes of a chunk, which have their own limit
             self._head += len(data) if self._head else 1
+        self._tail = (self._tail + data)[-3:]
         if self._head > self._max_header:
             self._too_long()
+
+    def _ends_too_late(self, data: bytes | memoryview) -> bool:
+        """Whether a head that goes on in these bytes is longer than one may be. Asked before they are parsed: the request might be answered."""
+        joined = self._tail + bytes(data)
+        end = joined.find(b"\r\n\r\n") + 4 - len(self._tail)
+        return self._head + (end if end > 0 else len(data)) > self._max_header
 
     def on_message_begin(self) -> None:
         if not self.ended:
@@ -353,7 +365,7 @@ class HttpConnection(Connection):
             if not what:
                 return
         if what == _SESSION:
-            self._session = value
+            self._session = _TWICE if self._session else value
         elif what == _KIND:
             self._kind = value
         elif what == _KEY:
@@ -481,6 +493,8 @@ class HttpConnection(Connection):
                 return Refusal(400, "bad_kind", f"{expected}, got {show(self._kind)}")
         self._number = number
         if len(self._session) > MAX_NAME or len(self._key) > MAX_NAME:
+            if self._session == _TWICE:
+                return malformed("expected one session (or game_id) header, got two")
             return malformed(f"a session and a key have at most {MAX_NAME} bytes")
         return None
 

@@ -31,6 +31,10 @@ logger = logging.getLogger("bray.serving")
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; one more bucket holds the rest."""
 _LOGGED_PER_MINUTE = 20  # tracebacks; an Actor that fails at every tick must not fill the disk
+_DEFAULT_REPLIES = {
+    START: b"Game Started",
+    END: b"Game Stopped",
+}  # clients of older services wait for ever for an empty reply over TCP
 
 
 class Request:
@@ -144,6 +148,7 @@ class Sessions:
         self._calling: Session | Request | None = None  # whose Actor is being called, or for whom one is being made
         self._logged = 0
         self._limited = LimitedLog(logger)
+        self._warned: set[tuple[type, str]] = set()  # classes and methods that return text
         self._stuck: dict[Session, None] = {}
         self._losing: set[asyncio.Task[None]] = set()
         self._limit = config.max_pending  # 0 once nothing new is taken
@@ -329,14 +334,29 @@ class Sessions:
             self._failed(session, request, error)
 
     def _odd_reply(self, session: Session, request: Request, reply: Any) -> None:
-        """What is not bytes: nothing at all is fine where no answer is expected."""
-        if isinstance(reply, (bytes, bytearray, memoryview)):
-            self._finish(session, request, 200, bytes(reply))
-        elif reply is None and request.kind in (START, END):
-            self._finish(session, request, 200, b"")
+        """A reply that is not bytes. A start and an end need not return anything."""
+        if reply is None and request.kind in _DEFAULT_REPLIES:
+            self._finish(session, request, 200, _DEFAULT_REPLIES[request.kind])
+            return
+        try:
+            body = self._as_bytes(session, KIND_NAMES[request.kind], reply)
+        except TypeError as e:
+            self._failed(session, request, e)
         else:
-            kind = KIND_NAMES[request.kind]
-            self._failed(session, request, TypeError(f"expected {kind} to return bytes, got {type(reply).__name__}"))
+            self._finish(session, request, 200, body)
+
+    def _as_bytes(self, session: Session, method: str, reply: Any) -> bytes:
+        """What an Actor returned, as bytes. Text is taken as UTF-8, with a warning once per class and method."""
+        if isinstance(reply, (bytes, bytearray, memoryview)):
+            return bytes(reply)
+        if isinstance(reply, str):
+            cls = type(session.actor)
+            if (cls, method) not in self._warned:
+                self._warned.add((cls, method))
+                what = "%s.%s returns text, which is sent as UTF-8: return bytes (text.encode())"
+                logger.warning(what, cls.__name__, method)
+            return reply.encode()
+        raise TypeError(f"expected {method} to return bytes, got {type(reply).__name__}")
 
     def _failed(self, session: Session, request: Request, error: BaseException) -> None:
         refusal = self._refusal(session, request, error)
@@ -419,9 +439,7 @@ class Sessions:
             await _value(session.start(request.session.decode("utf-8", "replace"), b""))
             answer = await _value(session.tick(request.body))
             await _value(session.finish(b""))
-            if not isinstance(answer, (bytes, bytearray, memoryview)):
-                raise TypeError(f"expected tick to return bytes, got {type(answer).__name__}")
-            status, body, reuse = 200, bytes(answer), True
+            status, body, reuse = 200, self._as_bytes(session, "tick", answer), True
         except (*FAILURES, asyncio.CancelledError) as e:
             if request in self.running:  # else its deadline passed, and it has been answered
                 refusal = self._refusal(session, request, e)
@@ -491,10 +509,7 @@ class Sessions:
         if fallback is not None and request.kind in (TICK, AUTO):
             self._calling = session
             try:
-                reply = fallback(request.body)
-                if not isinstance(reply, (bytes, bytearray, memoryview)):
-                    raise TypeError(f"expected fallback to return bytes, got {type(reply).__name__}")
-                return 200, bytes(reply)
+                return 200, self._as_bytes(session, "fallback", fallback(request.body))
             except FAILURES as e:
                 self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
             finally:
