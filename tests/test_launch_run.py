@@ -97,7 +97,10 @@ VALUES = {  # a value for each key that is not the default
     "replay": {"store": "prioritized", "max_reuse": 3, "pushed_per_sampled": (0.5, 2.0)},
     "actor": {
         "port": 9, "num_workers": 3, "actors_per_worker": 4, "cpus_per_worker": 2.0, "memory_per_worker": 64, "use_tcp": True,
-        "use_gateway": "head", "tick_timeout_s": 2.5,
+        "use_gateway": "head", "tick_timeout_s": 2.5, "idle_timeout_s": 9.0, "disconnect_timeout_s": 3.0, "tokens": ("a", "b"),
+        "host": "0.0.0.0", "admin_port": 7, "request_timeout_s": 5.0, "keep_alive_s": 6.0, "drain_timeout_s": 7.0, "first_request_s": 8.0,
+        "max_body": 9, "max_bodies": 10, "max_header": 11, "max_connections": 12, "max_pending": 13, "max_pending_per_session": 14,
+        "admin_tokens": ("c",), "blocked_after_s": 1.5,
     },
     "serve": {"episode_length": 9, "episode_save_interval": 3, "serialize": "json"},
     "trainer": {"use_gpu": True, "num_workers": 2, "cpus_per_worker": 3.0},
@@ -144,7 +147,15 @@ def test_games_of_a_training_are_not_waited_for_long(file):
     assert made_with(file, "actor", "drain_timeout_s") == 2.0
     fakes.made.clear()
     built(file, mode="deploy")
-    assert "drain_timeout_s" not in made("actor")[0][1]
+    assert made("actor")[0][1]["drain_timeout_s"] == 10.0
+    assert made_with(file, "actor", "drain_timeout_s", "actor1.drain_timeout_s=10") == 10.0
+
+
+def test_a_service_that_cannot_be_is_told_before_anything_starts(file, capsys):
+    assert main(["launch", "--config", str(file), "--check", "actor1.session_secrets=true", "actor1.use_tcp=true"]) == 2
+    said = capsys.readouterr().err
+    assert "actor1" in said
+    assert "session_secrets are HTTP headers" in said
 
 
 def test_deploy_builds_no_trainer_and_no_buffer(file):

@@ -407,6 +407,42 @@ def test_idle_sessions_end():
         assert on_loop(server, lambda: server.sessions.free) == 99
 
 
+@pytest.mark.parametrize("tcp", [False, True])
+def test_sessions_of_a_closed_connection_may_be_ended_early(tcp):
+    def ask(wire, kind, session):
+        return wire.ask(kind.encode(), session.encode())[0] if tcp else wire.step(kind, session)
+
+    def names(server):
+        return sorted(on_loop(server, lambda: [name.decode() for name in server.sessions.sessions]))
+
+    with running(Orders, use_tcp=tcp, disconnect_timeout_s=1.0) as server, Wire(server.port) as stays:
+        ask(stays, "start", "stays")
+        with Wire(server.port) as wire:
+            if not tcp:  # a client that says that it closes has not crashed
+                wire.send(http_request("start", "closes").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                assert wire.response()[0] == 200
+        with Wire(server.port) as moves, Wire(server.port) as crashes:
+            ask(moves, "start", "moves")
+            ask(crashes, "start", "ended")
+            ask(crashes, "end", "ended")
+            ask(crashes, "start", "crashed")
+            ask(crashes, "tick", "crashed")
+        ask(stays, "tick", "moves")  # it goes on over another connection
+        until = time.monotonic() + 20
+        while "crashed" in names(server) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert names(server) == ([] if tcp else ["closes"]) + ["moves", "stays"]
+        assert server.sessions.expired == 1
+
+
+def test_a_session_outlives_its_connection_unless_the_service_is_told_otherwise():
+    with running(Orders) as server:
+        with Wire(server.port) as wire:
+            wire.step("start", "g")
+        with Wire(server.port) as wire:
+            assert wire.step("tick", "g", b"x") == (200, b"1:x")
+
+
 def test_too_many_requests_at_once_are_refused_at_once():
     with running(Orders, max_pending=4, max_pending_per_session=2) as server, Wire(server.port) as wire:
         for name in "abcdef":

@@ -22,6 +22,7 @@ from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
 from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.modules import check_modules
+from bray.launch.spaces import check_networks
 
 if TYPE_CHECKING:
     from bray.launch.build import Run
@@ -54,6 +55,7 @@ def launch(options: Launch) -> int:
         deployed = _deployed(graph)
         check_modules(graph, deployed)
         if options.check:
+            check_networks(graph, deployed)
             _show_plan(graph, options)
             return 0
         for note in graph.notes:

@@ -15,7 +15,7 @@ from typing import Any
 import httptools
 
 from bray.serving.config import ServiceConfig
-from bray.serving.protocol import KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
+from bray.serving.protocol import AUTO, END, KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
 from bray.serving.sessions import Request, Sessions
 from bray.serving.turns import MAX_OUTSTANDING, SMALL, TurnReader
 
@@ -23,6 +23,7 @@ logger = logging.getLogger("bray.serving")
 
 HIGH_WATER = 256 << 10
 """Bytes of replies that a client has not read; above that its requests are not read either."""
+_MOST_CARRIED = 4096  # sessions of one connection that are remembered
 LINGER_S = 1.0
 """How long a refused client may go on sending."""
 SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
@@ -40,6 +41,8 @@ class Front:
         """Bytes of bodies that are arriving or being answered."""
         self.access = sessions.access
         self.closing = False
+        self.frees_early = config.disconnect_timeout_s is not None
+        """Whether sessions end soon after their connection."""
         # Clients must not take the last files: Actors, the other workers and the admin port need some.
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self.max_open = config.max_connections if files < 0 else min(config.max_connections, files * 3 // 4)
@@ -78,7 +81,7 @@ class Front:
 class Connection(TurnReader):
     """One client."""
 
-    __slots__ = ("address", "idle_since", "lingers_since", "receiving_since", "sessions")
+    __slots__ = ("address", "carried", "idle_since", "lingers_since", "receiving_since", "sessions")
 
     def __init__(self, front: Front):
         super().__init__(front, front.sessions.loop)
@@ -87,6 +90,8 @@ class Connection(TurnReader):
         self.receiving_since: float | None = None  # a request has begun and is not complete
         self.lingers_since: float | None = None  # refused: what still arrives is thrown away
         self.idle_since = perf_counter()
+        # Sessions whose requests came here, where their end depends on this connection; None: it does not.
+        self.carried: dict[bytes, None] | None = {} if front.frees_early else None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -116,6 +121,18 @@ class Connection(TurnReader):
         super().connection_lost(exc)
         self.front.open.pop(self, None)
         self.front.access.leave(self.address)
+        for session in self.carried or ():
+            self.sessions.disconnected(session)
+
+    def carry(self, request: Request) -> None:
+        """Remember that this connection carries a session; one that ends is forgotten."""
+        assert self.carried is not None
+        if request.kind == END:
+            self.carried.pop(request.session, None)
+        elif request.kind != AUTO:
+            self.carried[request.session] = None
+            if len(self.carried) > _MOST_CARRIED:
+                self.carried.pop(next(iter(self.carried)))
 
     def answered(self) -> None:
         self.outstanding -= 1
@@ -140,7 +157,12 @@ class Connection(TurnReader):
             if self.transport.is_closing():  # a client that has not read its last reply in all that time
                 self.transport.abort()
             else:
-                self.transport.close()
+                self.close()
+
+    def close(self) -> None:
+        """The service closes the connection itself: that says nothing of the client."""
+        self.carried = None
+        self.transport.close()
 
     def linger(self) -> None:
         """Say that this was the last reply, and read on for a little: closing on unread bytes would reset the connection, and the
@@ -167,7 +189,7 @@ class Connection(TurnReader):
         """Take no more requests; close when nothing is outstanding (the service ends)."""
         self.ended = True
         if self.transport is not None and not self.outstanding:
-            self.transport.close()
+            self.close()
 
 
 # --- HTTP -------------------------------------------------------------------------------------------------------------------
@@ -459,6 +481,8 @@ class HttpConnection(Connection):
             self.ended = True
         if self.front.access.marks:
             self.front.access.mark(request, self._secret, self._client())
+        if self.carried is not None:
+            self.carry(request)
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -591,4 +615,4 @@ class HttpConnection(Connection):
         if request is self._last:
             self.linger()
         elif close:
-            transport.close()
+            self.close()

@@ -124,6 +124,11 @@ class NodeGateway(Sending):
     def release(self, session: bytes) -> None:
         self.table.release(session)
 
+    def disconnected(self, session: bytes) -> None:
+        peer = self._peers.get(self.owners.get(session, -1))
+        if peer is not None:
+            peer.tell_disconnected(session)
+
     def lent(self, actors: int) -> None:
         self.table.lend(actors)
 

@@ -82,6 +82,9 @@ class Gateway:
     def release(self, session: bytes) -> None:
         """A session of this worker is over."""
 
+    def disconnected(self, session: bytes) -> None:
+        """Tell the owner of a session that a connection with its requests has closed here."""
+
     def lent(self, actors: int) -> None:
         """So many of this worker's slots are taken by stateless requests."""
 
@@ -521,6 +524,22 @@ class Sessions:
     def _end_idle_sessions(self) -> None:
         before = perf_counter() - self.config.idle_timeout_s
         for session in [s for s in self.sessions.values() if s.request is None and not s.waiting and s.last < before]:
+            self.expired += 1
+            self.lose(session)
+
+    def disconnected(self, name: bytes) -> None:
+        """A connection that carried requests of a session has closed: end the session, unless it goes on over another one in time."""
+        session, wait = self.sessions.get(name), self.config.disconnect_timeout_s
+        if session is None:
+            if self.gateway is not None:
+                self.gateway.disconnected(name)
+        elif session.request is not None:  # it counts from its last answer
+            self.loop.call_later(0.1, self.disconnected, name)
+        elif wait is not None:
+            self.loop.call_later(wait, self._end_if_silent_since, session, session.last)
+
+    def _end_if_silent_since(self, session: Session, last: float) -> None:
+        if self.sessions.get(session.name) is session and session.request is None and session.last == last:
             self.expired += 1
             self.lose(session)
 

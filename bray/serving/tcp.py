@@ -138,6 +138,8 @@ class TcpConnection(Connection):
         self._checked = False
         if self.front.access.marks:
             self.front.access.mark(request, b"", self.address)
+        if self.carried is not None:
+            self.carry(request)
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -197,7 +199,7 @@ class TcpConnection(Connection):
         self.transport.write(data)
         if not self.outstanding:
             if self.front.closing:
-                self.transport.close()
+                self.close()
             elif self.ended:
                 self.linger()
 
