@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 import urllib.error
 import urllib.request
@@ -295,14 +296,16 @@ def test_a_start_and_an_end_always_have_a_reply():
 
 def test_two_sessions_in_one_request_are_refused():
     with running() as server, Wire(server.port) as wire:
-        for second in (b"session: b", b"Session: a", b"game_id: b"):
+        for second in (b"session: b", b"Session: b", b"game_id: b"):
             wire.send(
                 b"POST /step HTTP/1.1\r\nsession: a\r\nstep_kind: start\r\n%b\r\nContent-Length: 0\r\n\r\n" % second
             )
             status, _, body = wire.response()
             assert (status, code(body)) == (400, "malformed")
-            assert b"got two" in body
+            assert b"got two that differ" in body
         assert wire.step("start", "a")[0] == 200  # the connection goes on, and nothing was started
+        wire.send(b"POST /step HTTP/1.1\r\ngame_id: a\r\nsession: a\r\nstep_kind: tick\r\nContent-Length: 1\r\n\r\nx")
+        assert wire.response()[2] == b"x"
 
 
 @pytest.mark.parametrize("piece", [1, 7, 300, 512])
@@ -387,6 +390,31 @@ def test_a_blocked_loop_is_named(caplog):
         assert "stood still" in caplog.text
         assert "Orders (session 'the blocker')" in caplog.text
         assert "time.sleep" in caplog.text
+        assert re.search(r"serving_for_tests\.py:\d+ in tick", caplog.text)
+
+
+def test_a_blocked_loop_is_logged_once_per_place_and_counted_each_time(caplog):
+    with running(Orders, blocked_after_s=0.05) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        for _ in range(3):
+            assert wire.step("tick", "g", b"block 0.3")[0] == 200
+        counted = float(
+            re.search(
+                r"bray_loop_blocked_total (\d+)",
+                on_loop(server, lambda: server.admin("GET", "/metrics", b""))[2].decode(),
+            )[1]
+        )
+    assert counted == 3
+    assert sum("stood still" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_loop_that_waits_for_the_machine_is_no_error(caplog):
+    """A trainer in the same process, or a busy machine, holds it up: no code of the game's owner is to blame."""
+    with running(Orders, blocked_after_s=0.05) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        on_loop(server, lambda: time.sleep(0.3))
+        assert wire.step("tick", "g", b"x")[0] == 200
+    assert "stood still" not in caplog.text
 
 
 def test_idle_sessions_end():

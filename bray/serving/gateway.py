@@ -26,7 +26,8 @@ from typing import Any
 from bray.errors import BrayError
 from bray.serving.link import Link
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
-from bray.serving.sessions import Gateway, Request, Sessions
+from bray.serving.request import Gateway, Request
+from bray.serving.sessions import Sessions
 
 logger = logging.getLogger("bray.serving")
 

@@ -10,7 +10,8 @@ from bray.errors import BrayError
 from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers, has_no_room
 from bray.serving.link import Address, Link, Listener, connect, machine_id
 from bray.serving.protocol import AUTO, START, Refusal
-from bray.serving.sessions import Request, Sessions
+from bray.serving.request import Request
+from bray.serving.sessions import Sessions
 from bray.serving.table import Table
 
 _BEAT_S = 0.2
