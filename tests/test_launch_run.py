@@ -89,7 +89,7 @@ def test_what_each_component_is_made_with(file):
 
 VALUES = {  # a value for each key that is not the default
     "model": {
-        "checkpoint_interval": 5, "checkpoint_every_s": 7.5, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
+        "checkpoint_interval": 5, "checkpoint_every_s": 7.5, "keep_checkpoints": 3, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
         "gpus_per_worker": 0.25, "memory_per_worker": 64, "use_onnx": "infer", "local_mode": True, "override_model": False,
         "tensorboard_graph": True, "tensorboard_step": True,
     },

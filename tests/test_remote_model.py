@@ -542,9 +542,10 @@ def test_weights_of_another_model_are_refused(tmp_path):
         assert sessions.session().cluster.names("model/") == []
 
 
-def test_old_versions_go_and_protected_ones_stay(tmp_path):
+@pytest.mark.parametrize(("settings", "newest"), [({}, [8, 9, 10, 11, 12]), ({"keep_checkpoints": 2}, [11, 12])])
+def test_old_versions_go_and_protected_ones_stay(settings, newest, tmp_path):
     with opened(tmp_path, "local"):
-        model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1)
+        model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1, **settings)
         for step in range(1, 13):
             publish_all(model, [step])
             until(lambda step=step: step in versions(tmp_path))
@@ -554,8 +555,8 @@ def test_old_versions_go_and_protected_ones_stay(tmp_path):
                 model.clone()
             if step == 4:
                 RunDir(sessions.session().path).protect(4, "m")
-        until(lambda: len(versions(tmp_path)) == keeper_module.KEEP + 3)
-    assert versions(tmp_path) == [2, 3, 4, 8, 9, 10, 11, 12]
+        until(lambda: len(versions(tmp_path)) == 3 + len(newest))
+    assert versions(tmp_path) == [2, 3, 4, *newest]
 
 
 @inside

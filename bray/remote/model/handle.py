@@ -211,6 +211,11 @@ class RemoteModel:
         """Seconds between its saved versions, where they do not go by steps."""
         return self._known().definition.checkpoint_every_s
 
+    @property
+    def keep_checkpoints(self) -> int:
+        """How many of the newest checkpoints stay, beside the best one."""
+        return self._known().definition.keep_checkpoints
+
     def _known(self) -> Client:
         """The client of this process, open or not."""
         if self._client is None or self._client.ended:
