@@ -15,7 +15,7 @@ from torch import nn
 import bray
 from bray import tree
 from bray.cluster import io, session as sessions
-from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName
+from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName, Unreachable
 from bray.remote.model import keeper as keeper_module
 from bray.remote.model.client import Client, client_of
 from bray.remote.model.definition import Definition, find_example
@@ -540,6 +540,29 @@ def test_weights_of_another_model_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"cannot start from version 7 of this trial.*another trial or name"):
             RemoteModel("m", nn.Linear(4, 2), (X,))
         assert sessions.session().cluster.names("model/") == []
+
+
+@inside
+def test_the_first_forward_is_asked_again_until_the_model_is_loaded():
+    """Only its caller's deadline ends it; once it has answered, a model that cannot be reached is told at once."""
+    model = RemoteModel("m", Scale(2), (X,))
+    client = client_of("m")
+    client.opening().result(30)
+    answer, failing = client.ask, 3
+
+    async def loading(*asked):
+        nonlocal failing
+        if failing:
+            failing -= 1
+            raise Unreachable("no worker is there yet")
+        return await answer(*asked)
+
+    client.ask = loading
+    io.run(model.forward(X))
+    assert failing == 0
+    failing = 1
+    with pytest.raises(Unreachable, match="no worker is there yet"):
+        io.run(model.forward(X))
 
 
 @pytest.mark.parametrize(("settings", "newest"), [({}, [8, 9, 10, 11, 12]), ({"keep_checkpoints": 2}, [11, 12])])
