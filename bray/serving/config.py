@@ -157,7 +157,7 @@ class ServedModelConfig:
     follow: Annotated[bool, Flag()] = False
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Positive = 1.0
-    """Positive between two looks at a followed run."""
+    """Seconds between two looks at a followed run."""
     fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
     """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
     trust: Annotated[bool, Flag()] = False
@@ -167,7 +167,7 @@ class ServedModelConfig:
     max_batch_size: Count = 32
     """Rows of one forward."""
     max_wait_s: Amount = 0.0
-    """Positive that an idle model waits for a fuller batch."""
+    """Seconds that an idle model waits for a fuller batch."""
     check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
     """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`) and logged once a
     minute; refuse = 400; off = nobody looks."""
