@@ -38,7 +38,7 @@ class Recorder(Agent):
         (1, 2, [([0], False), ([1], False), ([], True)]),
         (128, 2, [([0, 1], True)]),
         (None, 200, [(list(range(200)), True)]),
-        (3, 0, [([], True)]),
+        (3, 0, []),  # a session without a tick has no episode
     ],
 )
 def test_episodes_are_cut_by_length_and_end_with_done(length, ticks, expected):
@@ -319,7 +319,7 @@ def test_agents_answer_games_over_http(tmp_path, caplog):
         await server.start()
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            assert await post(reader, writer, "start", b"") == (200, b"")
+            assert await post(reader, writer, "start", b"") == (200, b"Game Started")
             for x in (1, 2):
                 status, body = await post(reader, writer, "tick", b'{"x": %d}' % x)
                 assert (status, json.loads(body)) == (200, {"action": 2.0 * x, "agent": "red"})
@@ -330,7 +330,7 @@ def test_agents_answer_games_over_http(tmp_path, caplog):
             assert b"secret" not in body
             status, body = await post(reader, writer, "tick", b'{"x": 3}')
             assert (status, json.loads(body)["action"]) == (200, 6.0)
-            assert await post(reader, writer, "stop", b"") == (200, b"")
+            assert await post(reader, writer, "stop", b"") == (200, b"Game Stopped")
             assert (await post(reader, writer, "tick", b"{}"))[0] == 404
             writer.close()
         finally:

@@ -10,12 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import bray
+from bray.cli.fake import bodies
 from bray.cli.main import main
+from bray.cli.options import FakeGamecore as FakeGamecoreOptions
 from bray.fake.actor import FakeActor, Replies
 from bray.fake.gamecore import FakeGamecore, Load
+from bray.launch.graph import load
+from bray.launch.hints import game_command
 from tests.serving_for_tests import Echo, Orders, Wire, running
 
 ROOT = Path(__file__).parent.parent
@@ -122,6 +127,31 @@ def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def test_games_without_a_game_know_what_a_launch_file_plays(capsys):
+    """What `bray launch` hints at where a project has no gamecore.py: ticks by the spaces of the file, for one that learns."""
+    file = ROOT / "template" / "rl.yaml"
+    ticks = [json.loads(body) for body in bodies(FakeGamecoreOptions(config=file))]
+    assert {np.shape(tick["obs"]) for tick in ticks} == {(5, 7, 7)}
+    assert [tick["terminated"] for tick in ticks] == [False] * 63 + [True]
+    assert ticks[0]["reward"] == 0.0
+    graph = load(file)
+    hint = game_command(graph, graph.components["actor1"], 8123)
+    assert "python -m template.gamecore --port 8123 --game grid --games 32" in hint
+    graph = load(file, ["ppo.env=template.games.atari:AtariEnv", "actor1.actors_per_worker=4"])
+    assert "--game atari --games 4" in game_command(graph, graph.components["actor1"], 8123)
+    assert main(["fake", "gamecore", "--config", str(file), "--run", "x"]) == 2
+    assert "give one of --body FILE, --run RUN_DIR and --config FILE" in capsys.readouterr().err
+
+
+def test_a_project_without_a_game_is_pointed_to_games_without_a_game(tmp_path):
+    (tmp_path / "x.yaml").write_text((ROOT / "template" / "rl.yaml").read_text())
+    graph = load(tmp_path / "x.yaml", ["actor1.actors_per_worker=4", "actor1.token_file=t.txt"])
+    hint = game_command(graph, graph.components["actor1"], 8123)
+    assert hint == f"bray fake gamecore --port 8123 --config {tmp_path}/x.yaml --sessions 4 --token-file t.txt"
+    graph = load(tmp_path / "x.yaml", ["actor1.serialize=null"])
+    assert "--body FILE_WITH_A_TICK" in game_command(graph, graph.components["actor1"], 8123)
 
 
 def test_a_gateway_keeps_sessions_together(tmp_path, capsys):

@@ -25,6 +25,7 @@ from bray.launch.schema import schema
 from bray.launch.settings import KINDS, EvalSettings, Message
 
 SL_RL = Path(__file__).parent / "data" / "launch_sl_rl.yaml"
+TEMPLATE = Path(__file__).parent.parent / "template"
 DOCS = Path(__file__).parent.parent / "docs" / "launch.md"
 SMALL = """\
 project: p
@@ -312,6 +313,34 @@ def test_keys_of_ones_own_are_allowed_where_code_reads_them(tmp_path):
     assert f"s.epocs ({tmp_path}/x.yaml:8) is taken as a key of your own; Bray's is 'epoch'" in notes
     assert "b (" in notes
     assert "no trainer reads this buffer" in notes
+
+
+def test_a_misspelt_key_of_ours_in_an_agents_section_is_told_by_check(tmp_path, capsys):
+    text = (TEMPLATE / "rl.yaml").read_text().replace("wait_s: 5.0", "wiat_s: 5.0")
+    file = write(tmp_path, text)
+    assert main(["launch", "--config", str(file), "--check", "--cluster", "local"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is taken as a key of your own; Bray's is 'wait_s'" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("network.action_space=6", "need an output 'dist' of shape [4], it has [6]"),
+        (
+            "network.state_space=[4,42,42]",
+            "has the shape [5, 7, 7], the example that build_model returns [4, 42, 42]",
+        ),
+        ("network.state_space=[5]", "build_model raised ValueError"),
+    ],
+)
+def test_check_finds_a_network_that_does_not_fit_the_game(key, said, capsys):
+    file = TEMPLATE / "rl.yaml"
+    assert main(["launch", "--config", str(file), "--check", "--cluster", "local", key]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "model1" in error
+    assert "Traceback" not in error
 
 
 def test_what_looks_like_a_mistake_is_noted(tmp_path):

@@ -89,7 +89,7 @@ def test_what_each_component_is_made_with(file):
 
 VALUES = {  # a value for each key that is not the default
     "model": {
-        "checkpoint_interval": 5, "checkpoint_every_s": 7.5, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
+        "checkpoint_interval": 5, "checkpoint_every_s": 7.5, "keep_checkpoints": 3, "checkpoint": 7, "max_batch_size": 8, "num_workers": 2, "cpus_per_worker": 0.5,
         "gpus_per_worker": 0.25, "memory_per_worker": 64, "use_onnx": "infer", "local_mode": True, "override_model": False,
         "tensorboard_graph": True, "tensorboard_step": True,
     },
@@ -97,7 +97,10 @@ VALUES = {  # a value for each key that is not the default
     "replay": {"store": "prioritized", "max_reuse": 3, "pushed_per_sampled": (0.5, 2.0)},
     "actor": {
         "port": 9, "num_workers": 3, "actors_per_worker": 4, "cpus_per_worker": 2.0, "memory_per_worker": 64, "use_tcp": True,
-        "use_gateway": "head", "tick_timeout_s": 2.5,
+        "use_gateway": "head", "tick_timeout_s": 2.5, "idle_timeout_s": 9.0, "disconnect_timeout_s": 3.0, "tokens": ("a", "b"),
+        "host": "0.0.0.0", "admin_port": 7, "request_timeout_s": 5.0, "keep_alive_s": 6.0, "drain_timeout_s": 7.0, "first_request_s": 8.0,
+        "max_body": 9, "max_bodies": 10, "max_header": 11, "max_connections": 12, "max_pending": 13, "max_pending_per_session": 14,
+        "admin_tokens": ("c",), "blocked_after_s": 1.5,
     },
     "serve": {"episode_length": 9, "episode_save_interval": 3, "serialize": "json"},
     "trainer": {"use_gpu": True, "num_workers": 2, "cpus_per_worker": 3.0},
@@ -144,7 +147,15 @@ def test_games_of_a_training_are_not_waited_for_long(file):
     assert made_with(file, "actor", "drain_timeout_s") == 2.0
     fakes.made.clear()
     built(file, mode="deploy")
-    assert "drain_timeout_s" not in made("actor")[0][1]
+    assert made("actor")[0][1]["drain_timeout_s"] == 10.0
+    assert made_with(file, "actor", "drain_timeout_s", "actor1.drain_timeout_s=10") == 10.0
+
+
+def test_a_service_that_cannot_be_is_told_before_anything_starts(file, capsys):
+    assert main(["launch", "--config", str(file), "--check", "actor1.session_secrets=true", "actor1.use_tcp=true"]) == 2
+    said = capsys.readouterr().err
+    assert "actor1" in said
+    assert "session_secrets are HTTP headers" in said
 
 
 def test_deploy_builds_no_trainer_and_no_buffer(file):
@@ -286,7 +297,7 @@ def test_a_projects_own_games_are_named(file, capsys):
     (file.parent / "gamecore.py").write_text("")
     end_training()
     assert launch(file) == 0
-    assert f"port 4321; try: python -m {file.parent.name}.gamecore --port 4321" in capsys.readouterr().out
+    assert f"python -m {file.parent.name}.gamecore --port 4321" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_trainer_that_fails_shows_its_traceback_first_and_the_code_is_1(file, capsys):

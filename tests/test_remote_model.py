@@ -15,7 +15,7 @@ from torch import nn
 import bray
 from bray import tree
 from bray.cluster import io, session as sessions
-from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName
+from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName, Unreachable
 from bray.remote.model import keeper as keeper_module
 from bray.remote.model.client import Client, client_of
 from bray.remote.model.definition import Definition, find_example
@@ -542,9 +542,33 @@ def test_weights_of_another_model_are_refused(tmp_path):
         assert sessions.session().cluster.names("model/") == []
 
 
-def test_old_versions_go_and_protected_ones_stay(tmp_path):
+@inside
+def test_the_first_forward_is_asked_again_until_the_model_is_loaded():
+    """Only its caller's deadline ends it; once it has answered, a model that cannot be reached is told at once."""
+    model = RemoteModel("m", Scale(2), (X,))
+    client = client_of("m")
+    client.opening().result(30)
+    answer, failing = client.ask, 3
+
+    async def loading(*asked):
+        nonlocal failing
+        if failing:
+            failing -= 1
+            raise Unreachable("no worker is there yet")
+        return await answer(*asked)
+
+    client.ask = loading
+    io.run(model.forward(X))
+    assert failing == 0
+    failing = 1
+    with pytest.raises(Unreachable, match="no worker is there yet"):
+        io.run(model.forward(X))
+
+
+@pytest.mark.parametrize(("settings", "newest"), [({}, [8, 9, 10, 11, 12]), ({"keep_checkpoints": 2}, [11, 12])])
+def test_old_versions_go_and_protected_ones_stay(settings, newest, tmp_path):
     with opened(tmp_path, "local"):
-        model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1)
+        model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1, **settings)
         for step in range(1, 13):
             publish_all(model, [step])
             until(lambda step=step: step in versions(tmp_path))
@@ -554,8 +578,8 @@ def test_old_versions_go_and_protected_ones_stay(tmp_path):
                 model.clone()
             if step == 4:
                 RunDir(sessions.session().path).protect(4, "m")
-        until(lambda: len(versions(tmp_path)) == keeper_module.KEEP + 3)
-    assert versions(tmp_path) == [2, 3, 4, 8, 9, 10, 11, 12]
+        until(lambda: len(versions(tmp_path)) == 3 + len(newest))
+    assert versions(tmp_path) == [2, 3, 4, *newest]
 
 
 @inside

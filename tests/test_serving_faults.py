@@ -182,7 +182,7 @@ def test_a_start_behind_an_end_comes_before_what_arrives_later():
             wire.send(pack_request(b"end", b"g", time=1) + pack_request(b"start", b"g", time=2))
             time.sleep(0.01)
             wire.send(pack_request(b"tick", b"g", b"new", time=3))
-            assert [wire.frame()[1:] for _ in range(3)] == [(b"", 1), (b"started g", 2), (b"new", 3)]
+            assert [wire.frame()[1:] for _ in range(3)] == [(b"Game Stopped", 1), (b"started g", 2), (b"new", 3)]
 
 
 def test_a_thousand_connections_come_and_go():

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import re
 import time
 import urllib.error
 import urllib.request
 
 import pytest
 
+from bray.client import Client
 from tests.serving_for_tests import Echo, Fallback, Orders, Plain, Wire, http_request, on_loop, running
 
 
@@ -56,7 +58,7 @@ def test_stateless_requests():
         for kind in ("auto", None, ""):
             assert wire.step(kind, None, b"x") == (200, b"1:x")
         assert wire.step("auto", None, b"raise")[0] == 500
-        assert wire.step("auto", None, b"text")[0] == 500
+        assert wire.step("auto", None, b"text") == (200, b"text")
         assert wire.step("auto", "named", b"y") == (200, b"1:y")
         assert wire.step("start", "holds the only slot")[0] == 200
         assert wire.step("auto", None, b"x")[0] == 429
@@ -116,7 +118,7 @@ def test_end_and_start_behind_each_other():
             + http_request("start", "g")
             + http_request("tick", "g", b"new")
         )
-        assert [wire.response()[2] for _ in range(4)] == [b"1:sleep 0.1", b"bye", b"", b"1:new"]
+        assert [wire.response()[2] for _ in range(4)] == [b"1:sleep 0.1", b"bye", b"Game Started", b"1:new"]
         status, reply = wire.step("start", "g")
         assert (status, code(reply)) == (409, "session_exists")
 
@@ -238,20 +240,88 @@ def test_an_actor_that_fails_harms_its_own_session_only(caplog):
     with running(Orders) as server, Wire(server.port) as wire:
         wire.step("start", "bad")
         wire.step("start", "good")
-        for body in (b"raise", b"none", b"text"):
+        for body in (b"raise", b"none"):
             status, reply = wire.step("tick", "bad", body)
             assert (status, code(reply)) == (500, "actor_error")
             assert b"4711" not in reply
             assert wire.step("tick", "good", b"x")[0] == 200
         assert "told to raise, secret 4711" in caplog.text
         assert "Traceback" in caplog.text
-        assert "expected tick to return bytes, got str" in caplog.text
+        assert "expected tick to return bytes, got NoneType" in caplog.text
         assert wire.step("tick", "bad", b"array x") == (200, b"x")
         assert wire.step("start", "third", b"raise")[0] == 500
         assert wire.step("tick", "third")[0] == 404
         assert wire.step("end", "bad", b"raise")[0] == 500
         assert wire.step("tick", "bad")[0] == 404
         assert on_loop(server, lambda: list(server.sessions.sessions)) == [b"good"]
+
+
+def test_text_that_an_actor_returns_is_sent_as_utf8_with_one_warning(caplog):
+    class Talks(Echo):
+        def start(self, session, data):
+            return "hällo"
+
+        def tick(self, data):
+            return data.decode()
+
+    with running(Talks) as server, Wire(server.port) as wire:
+        assert wire.step("start", "g") == (200, "hällo".encode())
+        for _ in range(3):
+            assert wire.step("tick", "g", "ü".encode()) == (200, "ü".encode())
+    said = [r.getMessage() for r in caplog.records if "returns text" in r.getMessage()]
+    assert [text.split()[0] for text in said] == ["Talks.start", "Talks.tick"]
+
+
+def test_a_start_and_an_end_always_have_a_reply():
+    """Clients of older services wait for ever for an empty one over TCP."""
+
+    class Silent:
+        def start(self, session, data):
+            pass
+
+        async def tick(self, data):
+            return b""
+
+        async def end(self, data):
+            pass
+
+    with running(Silent) as server, Wire(server.port) as wire:
+        assert wire.step("start", "g") == (200, b"Game Started")
+        assert wire.step("tick", "g", b"x") == (200, b"")
+        assert wire.step("end", "g") == (200, b"Game Stopped")
+        with Client("127.0.0.1", server.port) as client:
+            assert client.start(data={"map": 1}) is None  # JSON was sent, and there is none to return
+            assert client.end({"score": 1}) is None
+
+
+def test_two_sessions_in_one_request_are_refused():
+    with running() as server, Wire(server.port) as wire:
+        for second in (b"session: b", b"Session: b", b"game_id: b"):
+            wire.send(
+                b"POST /step HTTP/1.1\r\nsession: a\r\nstep_kind: start\r\n%b\r\nContent-Length: 0\r\n\r\n" % second
+            )
+            status, _, body = wire.response()
+            assert (status, code(body)) == (400, "malformed")
+            assert b"got two that differ" in body
+        assert wire.step("start", "a")[0] == 200  # the connection goes on, and nothing was started
+        wire.send(b"POST /step HTTP/1.1\r\ngame_id: a\r\nsession: a\r\nstep_kind: tick\r\nContent-Length: 1\r\n\r\nx")
+        assert wire.response()[2] == b"x"
+
+
+@pytest.mark.parametrize("piece", [1, 7, 300, 512])
+def test_the_limit_of_headers_holds_however_they_are_sent(piece):
+    def request(more):
+        head = b"POST /step HTTP/1.1\r\nstep_kind: auto\r\nContent-Length: 1\r\nfiller: "
+        return head + b"x" * (more - len(head) - 4) + b"\r\n\r\n!"
+
+    for size, expected in ((1000, 200), (1100, 431)):
+        with running(max_header=1024) as server, Wire(server.port) as wire:
+            sent = request(size)
+            for i in range(0, len(sent), piece):
+                if piece > 7:
+                    time.sleep(0.002)
+                wire.send(sent[i : i + piece])
+            assert wire.response()[0] == expected
 
 
 def test_a_tick_that_takes_too_long(either):
@@ -286,7 +356,7 @@ def test_an_actor_may_return_futures(either):
         assert wire.step("tick", "g", b"x") == (200, b"1:x")
         assert wire.step("tick", "g", b"array abc") == (200, b"abc")
         assert wire.step("tick", "g", b"raise")[0] == 500
-        assert wire.step("tick", "g", b"text")[0] == 500
+        assert wire.step("tick", "g", b"text") == (200, b"text")
         status, reply = wire.step("tick", "g", b"sleep 60")
         assert (status, code(reply)) == (504, "tick_timeout")
         assert wire.step("tick", "g", b"y") == (200, b"2:y")
@@ -320,6 +390,31 @@ def test_a_blocked_loop_is_named(caplog):
         assert "stood still" in caplog.text
         assert "Orders (session 'the blocker')" in caplog.text
         assert "time.sleep" in caplog.text
+        assert re.search(r"serving_for_tests\.py:\d+ in tick", caplog.text)
+
+
+def test_a_blocked_loop_is_logged_once_per_place_and_counted_each_time(caplog):
+    with running(Orders, blocked_after_s=0.05) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        for _ in range(3):
+            assert wire.step("tick", "g", b"block 0.3")[0] == 200
+        counted = float(
+            re.search(
+                r"bray_loop_blocked_total (\d+)",
+                on_loop(server, lambda: server.admin("GET", "/metrics", b""))[2].decode(),
+            )[1]
+        )
+    assert counted == 3
+    assert sum("stood still" in r.getMessage() for r in caplog.records) == 1
+
+
+def test_a_loop_that_waits_for_the_machine_is_no_error(caplog):
+    """A trainer in the same process, or a busy machine, holds it up: no code of the game's owner is to blame."""
+    with running(Orders, blocked_after_s=0.05) as server, Wire(server.port) as wire:
+        wire.step("start", "g")
+        on_loop(server, lambda: time.sleep(0.3))
+        assert wire.step("tick", "g", b"x")[0] == 200
+    assert "stood still" not in caplog.text
 
 
 def test_idle_sessions_end():
@@ -338,6 +433,42 @@ def test_idle_sessions_end():
         assert wire.step("tick", "idle")[0] == 404
         assert lost == ["idle"]
         assert on_loop(server, lambda: server.sessions.free) == 99
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_sessions_of_a_closed_connection_may_be_ended_early(tcp):
+    def ask(wire, kind, session):
+        return wire.ask(kind.encode(), session.encode())[0] if tcp else wire.step(kind, session)
+
+    def names(server):
+        return sorted(on_loop(server, lambda: [name.decode() for name in server.sessions.sessions]))
+
+    with running(Orders, use_tcp=tcp, disconnect_timeout_s=1.0) as server, Wire(server.port) as stays:
+        ask(stays, "start", "stays")
+        with Wire(server.port) as wire:
+            if not tcp:  # a client that says that it closes has not crashed
+                wire.send(http_request("start", "closes").replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+                assert wire.response()[0] == 200
+        with Wire(server.port) as moves, Wire(server.port) as crashes:
+            ask(moves, "start", "moves")
+            ask(crashes, "start", "ended")
+            ask(crashes, "end", "ended")
+            ask(crashes, "start", "crashed")
+            ask(crashes, "tick", "crashed")
+        ask(stays, "tick", "moves")  # it goes on over another connection
+        until = time.monotonic() + 20
+        while "crashed" in names(server) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert names(server) == ([] if tcp else ["closes"]) + ["moves", "stays"]
+        assert server.sessions.expired == 1
+
+
+def test_a_session_outlives_its_connection_unless_the_service_is_told_otherwise():
+    with running(Orders) as server:
+        with Wire(server.port) as wire:
+            wire.step("start", "g")
+        with Wire(server.port) as wire:
+            assert wire.step("tick", "g", b"x") == (200, b"1:x")
 
 
 def test_too_many_requests_at_once_are_refused_at_once():

@@ -101,6 +101,17 @@ def metrics(admin):
         return dict(x.rsplit(" ", 1) for x in reply.read().decode().splitlines() if not x.startswith("#"))
 
 
+def test_a_closed_connection_frees_its_sessions_in_all_workers():
+    with service(disconnect_timeout_s=0.2) as s:
+        with Wire(s.port) as wire:
+            assert len(set(start_all([wire], 16).values())) == 2  # both workers own some
+        until = time.monotonic() + 20
+        while metrics(s.admin)["bray_sessions"] != "0" and time.monotonic() < until:
+            time.sleep(0.05)
+        numbers = metrics(s.admin)
+        assert (numbers["bray_sessions"], numbers["bray_sessions_expired_total"]) == ("0", "16")
+
+
 def test_every_slot_is_used_and_every_request_reaches_its_owner():
     with service() as s:
         wires = connections(s.port)

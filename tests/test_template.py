@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -447,6 +448,62 @@ def test_the_example_trains_on_two_ranks_of_ray(tmp_path):
         after, step = model.get_weights()
         assert step == 2
         assert any(not np.array_equal(before[k], after[k]) for k in before)
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def launched(tmp_path, name, *keys):
+    """`bray launch` of a template file in one process, with demonstrations and a free port; ended by force if need be."""
+    write_episodes(tmp_path / "demonstrations" / "episodes", [demonstration(seed) for seed in range(40)])
+    words = [sys.executable, "-m", "bray", "launch", "--config", str(TEMPLATE / f"{name}.yaml"), "--cluster", "local"]
+    words += ["--project", str(tmp_path), "actor1.port=0", "trainer1.num_steps=1000000", *keys]
+    if name != "rl":
+        words.append(f"demonstrations.path={tmp_path / 'demonstrations'}")
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "COLUMNS": "400",
+}
+
+
+def play(command, seconds):
+    """Type a hint of `bray launch`, for so many seconds; what it says."""
+    own, outside = command.rstrip(")"), ")" if command.endswith(")") else ""
+    typed = f"{own} --seconds {seconds}{outside}"
+    done = subprocess.run(typed, shell=True, env=ENVIRONMENT, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rl", "sl", "sl_rl"])
+def test_a_template_is_launched_played_as_its_hint_says_and_stopped_by_ctrl_c(name, tmp_path):
+    with launched(tmp_path, name) as process:
+        hint = next(line.partition("try: ")[2].strip() for line in process.stdout if "try: " in line)
+        said = play(hint, 3)
+        assert "ticks/s" in said
+        assert "They try again" not in said
+        port = hint.partition("--port ")[2].split()[0]
+        fake = f"bray fake gamecore --port {port} --config {TEMPLATE / name}.yaml"
+        assert "no errors" in play(fake, 1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+    weights = tmp_path / load(TEMPLATE / f"{name}.yaml").settings.trial / "models" / "model1"
+    assert max(int(file.stem) for file in weights.glob("*.safetensors")) > 0  # it has trained
 
 
 # --- learning ---------------------------------------------------------------------------------------------------------

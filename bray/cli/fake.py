@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bray import tree
 from bray.cli.options import FakeActor as FakeActorOptions, FakeGamecore as GamecoreOptions
 from bray.cli.show import log_shown, plain_table, put, say
 from bray.errors import ConfigError
@@ -20,7 +20,7 @@ from bray.serving.access import TOKEN, Tokens
 from bray.serving.config import ServiceConfig
 from bray.serving.values import plain
 from bray.serving.workers import serve
-from bray.spec import EnvSpec
+from bray.spec import ACTION_MASK, EnvSpec
 
 
 @log_shown("info")
@@ -50,7 +50,7 @@ def gamecore(options: GamecoreOptions) -> int:
     o = options
     tls = True if o.tls == "system" else o.tls or False
     load = Load(
-        o.host, o.port, o.tcp, o.sessions, o.rate, o.seconds, o.connections, bodies(o.body, o.run, o.size), token(o), tls, o.admin_port
+        o.host, o.port, o.tcp, o.sessions, o.rate, o.seconds, o.connections, bodies(o), token(o), tls, o.admin_port
     )  # fmt: skip
     result = FakeGamecore(load).play()
     numbers = result.to_json()
@@ -91,17 +91,34 @@ def _short(x: Any) -> str:
     return "–" if x is None else f"{x:.3g}" if x < 100 else f"{x:,.0f}"
 
 
-def bodies(file: Path | None, run: Path | None, size: int) -> tuple[bytes, ...]:
-    """What the ticks say: a file's bytes, random observations of a run's spec as JSON, or so many bytes."""
-    if file is not None and run is not None:
-        raise ConfigError("give either --body FILE or --run RUN_DIR, not both")
+def bodies(options: GamecoreOptions) -> tuple[bytes, ...]:
+    """What the ticks say: a file's bytes, random observations of a run or a launch file as JSON, or so many bytes."""
+    file, run, config = options.body, options.run, options.config
+    if sum(x is not None for x in (file, run, config)) > 1:
+        raise ConfigError("give one of --body FILE, --run RUN_DIR and --config FILE")
     if file is not None:
         try:
             return (file.read_bytes(),)
         except OSError as e:
             raise ConfigError(f"--body: {file} cannot be read ({e.strerror})") from None
     if run is not None:
-        spec = EnvSpec.from_json(RunDir.open(run).read_json("spec.json"))
-        rng = np.random.default_rng(0)
-        return tuple(json.dumps({"obs": plain(spec.observation.sample(rng))}).encode() for _ in range(64))
-    return (b"x" * size,)
+        return _ticks(EnvSpec.from_json(RunDir.open(run).read_json("spec.json")))
+    if config is not None:
+        from bray.launch.graph import load
+        from bray.launch.hints import spec_of_games
+
+        return _ticks(spec_of_games(load(config), options.port))
+    return (b"x" * options.size,)
+
+
+def _ticks(spec: EnvSpec, length: int = 64) -> tuple[bytes, ...]:
+    """An episode of random observations. Rewards are for a service that learns; others ignore them."""
+    rng = np.random.default_rng(0)
+    ticks = []
+    for i in range(length):
+        obs = spec.observation.sample(rng)
+        if isinstance(obs, dict) and ACTION_MASK in obs:
+            obs[ACTION_MASK] = tree.map(np.ones_like, obs[ACTION_MASK])
+        ends = {"terminated": i == length - 1, "truncated": False}
+        ticks.append(json.dumps({"obs": plain(obs), "reward": 0.0, **ends}).encode())
+    return tuple(ticks)

@@ -21,7 +21,9 @@ from bray.cli.options import Launch
 from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
 from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
+from bray.launch.hints import game_command
 from bray.launch.modules import check_modules
+from bray.launch.spaces import check_networks
 
 if TYPE_CHECKING:
     from bray.launch.build import Run
@@ -54,6 +56,7 @@ def launch(options: Launch) -> int:
         deployed = _deployed(graph)
         check_modules(graph, deployed)
         if options.check:
+            check_networks(graph, deployed)
             _show_plan(graph, options)
             return 0
         for note in graph.notes:
@@ -250,11 +253,10 @@ def _started(graph: Graph, name: str, options: Launch) -> None:
 def _say_where(run: Any) -> None:
     """Where games call, and where the numbers are."""
     rows: list[tuple[str, Any]] = [("run directory", run.session.path)]
-    folder = run.graph.path.resolve().parent
-    play = f"python -m {folder.name}.gamecore" if (folder / "gamecore.py").is_file() else "bray fake gamecore"
     for name, actor in run.actors.items():
-        port = getattr(actor, "port", None) or run.graph.components[name].settings.port
-        rows.append((f"games ({name})", f"port {port}; try: {play} --port {port}"))
+        component = run.graph.components[name]
+        port = getattr(actor, "port", None) or component.settings.port
+        rows.append((f"games ({name})", f"port {port}; try: {game_command(run.graph, component, port)}"))
         if name in run.deployments:
             rows.append(("admin", f"http://127.0.0.1:{actor.admin_port}/models  /metrics  /healthz  /readyz"))
     rows.append(("figures", f"tensorboard --logdir {shlex.quote(run.graph.settings.project)}"))

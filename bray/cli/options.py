@@ -392,6 +392,8 @@ class FakeGamecore(Options):
     """The body of every tick."""
     run: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
     """Random observations of this run, for `bray serve`."""
+    config: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Random observations of the games of this launch file, for `bray launch`."""
     size: Annotated[Whole, Flag("--bytes")] = 1024
     """The body is N bytes, if nothing else is given."""
     connections: Count = 32

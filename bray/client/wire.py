@@ -286,12 +286,15 @@ def encode(data: Any) -> tuple[bytes, bool]:
     raise TypeError(f"expected bytes, str, or a dict or list to send as JSON; got {type(data).__name__}")
 
 
+_NOTHING = (b"", b"Game Started", b"Game Stopped")  # the last two: to a start and an end that the Actor did not answer
+
+
 def decode(body: bytes, as_json: bool) -> Any:
-    """The body as bytes, or as what its JSON says (an empty one: None)."""
+    """The body as bytes, or as what its JSON says; None where an Actor returned nothing."""
     if not as_json:
         return body
     try:
-        return json.loads(body) if body else None
+        return None if body in _NOTHING else json.loads(body)
     except ValueError:
         raise ClientError(
             200, "bad_reply", f"a dict or list was sent, so JSON was expected; got {body[:80]!r}. Send bytes instead"

@@ -28,6 +28,7 @@ from bray.launch.deploy import (
 )
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules
+from bray.launch.spaces import check_network
 from bray.remote.actor.options import ActorOptions
 from bray.remote.buffer.options import BufferOptions
 from bray.remote.model.options import ModelOptions
@@ -40,7 +41,7 @@ _RETURNS = ("episode_return", "episode_reward", "return")
 (see `bray.merge`) the line has the mean of the last minute."""
 _WINDOW = 60.0  # seconds of a time window of the master
 _SAVE_TIMEOUT = 10.0
-_TRAINING_DRAIN_S = 2.0  # games that are played for a training may be cut: a run that is told to end ends in seconds
+_TRAINING_DRAIN_S = 2.0
 
 
 @dataclass
@@ -171,6 +172,8 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
     made = build_model(c.name, run.graph.config)
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
+    if s.module is not None:
+        check_network(run.graph, modules, c, made)
     model, forward_args = made
     run.models[c.name] = find_part("RemoteModel")(
         c.name,
@@ -209,8 +212,7 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
     more: dict[str, Any] = {} if deployment is None else {"prepare": deployment.prepare}
     actor = run.actors[c.name] = find_part("RemoteActor")(
         name=c.name,
-        **values_of(s, ActorOptions),
-        **({"drain_timeout_s": _TRAINING_DRAIN_S} if graph.of_kind("trainer") else {}),
+        **{**values_of(s, ActorOptions), **_training_drain(graph, c.name)},
         **more,
     )
     if s.module is not None:
@@ -232,6 +234,12 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
         tick_output_proto=modules.message(c, "tick_output_proto") if s.serialize == "proto" else None,
         save_dir=str(run.session.writes_to) if saves else None,
     )
+
+
+def _training_drain(graph: Graph, actor: str) -> dict[str, float]:
+    """Games that are played for a training may be cut: a run that is told to end ends in seconds, unless the file says otherwise."""
+    given = graph.config[actor].get("drain_timeout_s") is not None
+    return {} if given or not graph.of_kind("trainer") else {"drain_timeout_s": _TRAINING_DRAIN_S}
 
 
 def _trainer(run: Run, modules: Modules, c: Component) -> None:

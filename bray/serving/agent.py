@@ -69,8 +69,9 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__} has no method on_tick(state)")
 
     async def on_episode(self, episode: list[State], done: bool) -> None:
-        """Learn from the States of the last ticks, at most `episode_length` of them. `done`: the session is over, and
-        the list may be empty. The game goes on meanwhile; the episodes of a session come one after the other."""
+        """Learn from the States of the last ticks, at most `episode_length` of them. `done`: the session is over; the list is then empty
+        where the last tick filled an episode. It is not called for a session without a tick. The game goes on meanwhile; the episodes of a
+        session come one after the other."""
 
 
 class AgentActor(Actor):
@@ -206,7 +207,7 @@ class AgentActor(Actor):
 
     async def end(self, data: bytes) -> None:
         """When this returns, the last episode has been handled, and saved if it was due."""
-        learners, states = self._learners, self._states
+        learners, states = self._learners if self._ticks else [], self._states
         self._forget()
         previous = next(reversed(self._background), None)
         await self._handle(self._session, learners, states, True, previous, self._due(states))

@@ -68,29 +68,26 @@ class AccessConfig:
     """File with admin tokens, one per line: a change at the admin port must carry one. Without an admin token nothing can be changed there."""
 
 
-@dataclass(frozen=True)
-class ServiceConfig(AccessConfig):
-    """Where a game service listens, who may reach it, and its limits."""
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings(AccessConfig):
+    """What every game service can be told, however it is started: `bray serve`, `bray.RemoteActor`, a launch file."""
 
-    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 = every network of this machine."""
     port: Annotated[Port, Flag()] = 8000
     """Port of the games; 0 = any free one."""
     admin_port: Annotated[Port | None, Flag()] = None
     """Port of /healthz, /readyz, /metrics and /version; null = the port after the games', 0 = any free one."""
     use_tcp: Annotated[bool, Flag("--tcp")] = False
     """Answer framed TCP too, on the same port. The first byte of a connection tells the two apart."""
-    workers: Annotated[Count, Flag()] = 1
-    """Processes that share the port."""
-    actors_per_worker: Annotated[Count, Flag("--sessions")] = 1000
-    """Sessions that one worker holds at once; more are refused with 429."""
     use_gateway: Literal["node", "head"] | None = "node"
     """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry forwards to the
     owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one connection."""
     tick_timeout_s: Annotated[Positive, Flag("--tick-timeout", "SECONDS")] = 30.0
     """A tick that takes longer is cancelled and answered with 504, or with the Actor's `fallback`."""
     idle_timeout_s: Positive = 600.0
-    """A session without a request for this long is ended."""
+    """A session without a request for this long is ended, and its slot is free again."""
+    disconnect_timeout_s: Positive | None = None
+    """A session whose client's connection has closed is ended if no other request of it comes for this long: slots of games that crashed
+    are free sooner. For games that keep their connection and connect directly, not through a proxy; null = `idle_timeout_s` alone counts."""
     request_timeout_s: Positive = 30.0
     """A client may take this long to send a request, or to read a reply; then its connection is closed."""
     keep_alive_s: Positive = 300.0
@@ -120,10 +117,6 @@ class ServiceConfig(AccessConfig):
     """As `admin_token_file`, for Python; on a command line use the file or BRAY_ADMIN_TOKEN."""
     blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""
-    stopped_after_s: Positive = 5.0
-    """One of several workers that is stopped (SIGSTOP) for this long is killed and replaced; its sessions are lost."""
-    busy_after_s: Positive = 60.0
-    """The same for a worker whose event loop stands still for this long in an Actor's code."""
 
     def __post_init__(self) -> None:
         if self.session_secrets and self.use_tcp:
@@ -132,6 +125,22 @@ class ServiceConfig(AccessConfig):
             )
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("tls_key without tls_cert: give the certificate too (--tls-cert FILE)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig(ServiceSettings):
+    """Where a game service listens, who may reach it, and its limits."""
+
+    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 = every network of this machine."""
+    workers: Annotated[Count, Flag()] = 1
+    """Processes that share the port."""
+    actors_per_worker: Annotated[Count, Flag("--sessions")] = 1000
+    """Sessions that one worker holds at once; more are refused with 429."""
+    stopped_after_s: Positive = 5.0
+    """One of several workers that is stopped (SIGSTOP) for this long is killed and replaced; its sessions are lost."""
+    busy_after_s: Positive = 60.0
+    """The same for a worker whose event loop stands still for this long in an Actor's code."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ class ServedModelConfig:
     follow: Annotated[bool, Flag()] = False
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Positive = 1.0
-    """Positive between two looks at a followed run."""
+    """Seconds between two looks at a followed run."""
     fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
     """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
     trust: Annotated[bool, Flag()] = False
@@ -158,7 +167,7 @@ class ServedModelConfig:
     max_batch_size: Count = 32
     """Rows of one forward."""
     max_wait_s: Amount = 0.0
-    """Positive that an idle model waits for a fuller batch."""
+    """Seconds that an idle model waits for a fuller batch."""
     check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
     """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`) and logged once a
     minute; refuse = 400; off = nobody looks."""

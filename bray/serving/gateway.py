@@ -26,7 +26,8 @@ from typing import Any
 from bray.errors import BrayError
 from bray.serving.link import Link
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
-from bray.serving.sessions import Gateway, Request, Sessions
+from bray.serving.request import Gateway, Request
+from bray.serving.sessions import Sessions
 
 logger = logging.getLogger("bray.serving")
 
@@ -35,8 +36,9 @@ _STATUS = struct.Struct("<H")
 _pack_lengths, _unpack_lengths = _LENGTHS.pack, _LENGTHS.unpack_from
 _pack_status, _unpack_status = _STATUS.pack, _STATUS.unpack_from
 _SMALL = 1 << 12  # bytes; such a body is cheaper copied than sent as a piece of its own
-_NUMBERS, _HELLO, _BEGAN, _OVER = range(16, 20)
-"""Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end."""
+_NUMBERS, _HELLO, _BEGAN, _OVER, _DISCONNECTED = range(16, 21)
+"""Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end;
+the connection of a session has closed."""
 NOT_HERE = 999
 """A status beside those of the protocol: this worker does not own that session."""
 GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
@@ -97,6 +99,11 @@ class Peer:
         else:
             self._put(self.link, request)
 
+    def tell_disconnected(self, session: bytes) -> None:
+        """The connection that brought requests of this session of its is closed."""
+        if self.link is not None and not self.link.closed:
+            self.link.post(_DISCONNECTED, session)
+
     def _put(self, link: Link, request: Request) -> None:
         session, key, client = request.session, request.key, request.client
         names = _pack_lengths(len(session), len(key), len(client)) + session + key + client
@@ -148,6 +155,9 @@ class Forwarding(Gateway):
         """A message from another worker: mostly a request of one of its clients for a session here."""
         if kind == _NUMBERS:
             link.reply(number, json.dumps(self._numbers()).encode())
+            return
+        if kind == _DISCONNECTED:
+            self.sessions.disconnected(bytes(body))
             return
         if type(body) is not bytes:
             link.as_bytes, body = True, bytes(body)
@@ -318,6 +328,11 @@ class HeadGateway(Sending):
         else:
             self.send(owner, request)
         return True
+
+    def disconnected(self, session: bytes) -> None:
+        owner = self.owners.get(session)
+        if owner is not None:
+            owner.tell_disconnected(session)
 
     def running(self) -> int:
         return len(self.owners)

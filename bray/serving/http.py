@@ -1,176 +1,20 @@
-"""A client's connection: its life, limits and back-pressure, and HTTP/1.1 for `POST /step` on httptools' parser. `tcp.py` is the other transport.
-
-Everything between the parser and the session table is here.
-"""
+"""HTTP/1.1 for `POST /step` on httptools' parser: everything between the parser and the session table. `tcp.py` is the other transport."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import resource
 from collections import deque
 from time import perf_counter
 from typing import Any
 
 import httptools
 
-from bray.serving.config import ServiceConfig
+from bray.serving.connection import SLOW, Connection, Front
 from bray.serving.protocol import KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
-from bray.serving.sessions import Request, Sessions
-from bray.serving.turns import MAX_OUTSTANDING, SMALL, TurnReader
+from bray.serving.request import Request
+from bray.serving.turns import MAX_OUTSTANDING, SMALL
 
 logger = logging.getLogger("bray.serving")
-
-HIGH_WATER = 256 << 10
-"""Bytes of replies that a client has not read; above that its requests are not read either."""
-LINGER_S = 1.0
-"""How long a refused client may go on sending."""
-SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
-
-
-class Front:
-    """The open connections of one worker."""
-
-    def __init__(self, sessions: Sessions, config: ServiceConfig):
-        self.sessions, self.config = sessions, config
-        self.open: dict[Connection, None] = {}
-        self.accepted = self.refused = self.bytes_in = self.bytes_out = 0
-        self.unknown = 0  # requests refused before they could be told apart: malformed, too large, wrong token
-        self.held = 0
-        """Bytes of bodies that are arriving or being answered."""
-        self.access = sessions.access
-        self.closing = False
-        # Clients must not take the last files: Actors, the other workers and the admin port need some.
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.max_open = config.max_connections if files < 0 else min(config.max_connections, files * 3 // 4)
-        if self.max_open < config.max_connections:
-            logger.info(
-                "this process may open %d files: it takes %d connections, not %d; `ulimit -n` allows more",
-                files,
-                self.max_open,
-                config.max_connections,
-            )
-
-    def no_room(self) -> Refusal:
-        most = self.config.max_bodies >> 20
-        return Refusal(503, "overloaded", f"this worker holds bodies of {most} MiB already: try again later")
-
-    def sweep(self, now: float | None = None) -> None:
-        """Close connections that take too long to send, to read, or to come back."""
-        now = perf_counter() if now is None else now
-        for connection in list(self.open):
-            connection.check(now)
-
-    async def close(self) -> None:
-        """Close every connection once its replies are written."""
-        self.closing = True
-        for connection in list(self.open):
-            connection.shut()
-        for _ in range(100):
-            if not self.open:
-                return
-            await asyncio.sleep(0.02)
-        for connection in list(self.open):
-            if connection.transport is not None:
-                connection.transport.abort()
-
-
-class Connection(TurnReader):
-    """One client."""
-
-    __slots__ = ("address", "idle_since", "lingers_since", "receiving_since", "sessions")
-
-    def __init__(self, front: Front):
-        super().__init__(front, front.sessions.loop)
-        self.sessions = front.sessions
-        self.address = ""  # what the client is counted by; nothing where it was turned away
-        self.receiving_since: float | None = None  # a request has begun and is not complete
-        self.lingers_since: float | None = None  # refused: what still arrives is thrown away
-        self.idle_since = perf_counter()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport
-        if len(self.front.open) >= self.front.max_open or self.front.closing:
-            self.front.refused += 1
-            self.transport.abort()
-            return
-        address = self.front.access.client(transport)
-        refusal = self.front.access.admit(address)
-        self.front.open[self] = None
-        self.transport.set_write_buffer_limits(high=HIGH_WATER)
-        if refusal is None:
-            self.front.accepted += 1
-            self.address = address
-        else:
-            self.front.refused += 1
-            if len(self.front.open) <= self.front.max_open // 2:
-                self.turn_away(refusal)
-            else:  # the word that it gets keeps it open for a moment: a flood must not fill the places of others
-                self.transport.abort()
-
-    def turn_away(self, refusal: Refusal) -> None:
-        """A client that has too many connections."""
-        self.transport.abort()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self.front.open.pop(self, None)
-        self.front.access.leave(self.address)
-
-    def answered(self) -> None:
-        self.outstanding -= 1
-        if self.paused:
-            self.resume()
-        if not self.outstanding:
-            self.idle_since = perf_counter()
-
-    def check(self, now: float) -> None:
-        config = self.front.config
-        if self.transport is None:
-            return
-        if self.lingers_since is not None:
-            if now - self.lingers_since > LINGER_S:
-                self.transport.abort()
-        elif self.stuck_since is not None and now - self.stuck_since > config.request_timeout_s:
-            self.transport.abort()
-        elif self.receiving_since is not None and not self.paused:
-            if now - self.receiving_since > config.request_timeout_s:
-                self.too_slow()
-        elif not self.outstanding and now - self.idle_since > self._may_be_silent():
-            if self.transport.is_closing():  # a client that has not read its last reply in all that time
-                self.transport.abort()
-            else:
-                self.transport.close()
-
-    def linger(self) -> None:
-        """Say that this was the last reply, and read on for a little: closing on unread bytes would reset the connection, and the
-        client would never see why."""
-        self.lingers_since = perf_counter()
-        if self.transport is not None and not self.transport.is_closing():
-            self.resume()
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-
-    def _may_be_silent(self) -> float:
-        config = self.front.config
-        return min(config.keep_alive_s, config.first_request_s) if self.new else config.keep_alive_s
-
-    @property
-    def new(self) -> bool:
-        """Whether no request has come yet."""
-        return True
-
-    def too_slow(self) -> None:
-        raise NotImplementedError
-
-    def shut(self) -> None:
-        """Take no more requests; close when nothing is outstanding (the service ends)."""
-        self.ended = True
-        if self.transport is not None and not self.outstanding:
-            self.transport.close()
-
-
-# --- HTTP -------------------------------------------------------------------------------------------------------------------
 
 _OTHER, _SESSION, _KIND, _KEY, _TOKEN, _LENGTH, _CODING, _EXPECT, _UPGRADE, _AGAIN, _SECRET, _FORWARDED = range(12)
 _HEADERS = {
@@ -193,6 +37,7 @@ _lookup = SPELLINGS.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
 _SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
+_TWICE = b"two sessions in one head" * 32  # longer than a name may be
 
 
 def _header(name: bytes) -> int:
@@ -242,6 +87,7 @@ class HttpConnection(Connection):
         "_session",
         "_size",
         "_skips",
+        "_tail",
         "_token",
         "_url",
         "parser",
@@ -260,7 +106,7 @@ class HttpConnection(Connection):
 
     def _begin(self) -> None:
         self._url = self._session = self._kind = self._key = self._token = self._length = b""
-        self._body = self._secret = self._forwarded = b""
+        self._body = self._secret = self._forwarded = self._tail = b""
         self._chunks: bytearray | None = None
         self._fields: tuple[bytes, bytes] | None = None  # session and key of a chunked request, as its head said
         self._size = self._head = self._asks = 0
@@ -290,6 +136,9 @@ class HttpConnection(Connection):
         return end, 1
 
     def feed(self, data: bytes | memoryview) -> None:
+        if self._in_head and self._head and self._chunks is None and self._ends_too_late(data):
+            self._too_long()
+            return
         rest: Any = data
         while True:
             try:
@@ -333,8 +182,15 @@ class HttpConnection(Connection):
             self._head += len(data) if self._head else len(data) - data.rfind(self._url)
         elif self._size == self._chunk_at:  # else these are bytes of a chunk, which have their own limit
             self._head += len(data) if self._head else 1
+        self._tail = (self._tail + data)[-3:]
         if self._head > self._max_header:
             self._too_long()
+
+    def _ends_too_late(self, data: bytes | memoryview) -> bool:
+        """Whether a head that goes on in these bytes is longer than one may be. Asked before they are parsed: the request might be answered."""
+        joined = self._tail + bytes(data)
+        end = joined.find(b"\r\n\r\n") + 4 - len(self._tail)
+        return self._head + (end if end > 0 else len(data)) > self._max_header
 
     def on_message_begin(self) -> None:
         if not self.ended:
@@ -353,7 +209,8 @@ class HttpConnection(Connection):
             if not what:
                 return
         if what == _SESSION:
-            self._session = value
+            # the same one twice is a proxy's doing, which writes what an older client calls game_id as session too
+            self._session = _TWICE if self._session and self._session != value else value
         elif what == _KIND:
             self._kind = value
         elif what == _KEY:
@@ -447,6 +304,8 @@ class HttpConnection(Connection):
             self.ended = True
         if self.front.access.marks:
             self.front.access.mark(request, self._secret, self._client())
+        if self.carried is not None:
+            self.carry(request)
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -481,6 +340,8 @@ class HttpConnection(Connection):
                 return Refusal(400, "bad_kind", f"{expected}, got {show(self._kind)}")
         self._number = number
         if len(self._session) > MAX_NAME or len(self._key) > MAX_NAME:
+            if self._session == _TWICE:
+                return malformed("expected one session (or game_id) header, got two that differ")
             return malformed(f"a session and a key have at most {MAX_NAME} bytes")
         return None
 
@@ -577,4 +438,4 @@ class HttpConnection(Connection):
         if request is self._last:
             self.linger()
         elif close:
-            transport.close()
+            self.close()

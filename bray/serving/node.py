@@ -10,7 +10,8 @@ from bray.errors import BrayError
 from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers, has_no_room
 from bray.serving.link import Address, Link, Listener, connect, machine_id
 from bray.serving.protocol import AUTO, START, Refusal
-from bray.serving.sessions import Request, Sessions
+from bray.serving.request import Request
+from bray.serving.sessions import Sessions
 from bray.serving.table import Table
 
 _BEAT_S = 0.2
@@ -123,6 +124,11 @@ class NodeGateway(Sending):
 
     def release(self, session: bytes) -> None:
         self.table.release(session)
+
+    def disconnected(self, session: bytes) -> None:
+        peer = self._peers.get(self.owners.get(session, -1))
+        if peer is not None:
+            peer.tell_disconnected(session)
 
     def lent(self, actors: int) -> None:
         self.table.lend(actors)

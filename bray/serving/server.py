@@ -9,9 +9,7 @@ import os
 import resource
 import socket
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,11 +17,13 @@ from bray._version import __version__
 from bray.errors import ConfigError
 from bray.serving.admin import MAX_ADMIN, AdminGuard
 from bray.serving.config import ServiceConfig
-from bray.serving.http import Front, HttpConnection
+from bray.serving.connection import Front
+from bray.serving.http import HttpConnection
 from bray.serving.protocol import KIND_NAMES, REASONS
 from bray.serving.sessions import LATENCY_BOUNDS, Sessions
 from bray.serving.tcp import FirstByte
 from bray.serving.tls import HANDSHAKE_S, ServerTls
+from bray.serving.watchdog import LoopWatchdog
 
 logger = logging.getLogger("bray.serving")
 
@@ -99,7 +99,7 @@ class Server:
         self.front = Front(self.sessions, self.config)
         self._guard = AdminGuard(self.config, self.access.audit)
         self._tls = None if self.config.tls_cert is None else ServerTls(self.config.tls_cert, self.config.tls_key)
-        self._watchdog = LoopWatchdog(self.sessions, self.config.blocked_after_s)
+        self._watchdog = LoopWatchdog(self.sessions.loop, self.sessions.whose_code_runs, self.config.blocked_after_s)
 
     async def listen(self, shared: bool | None = None, admin: socket.socket | None = None) -> None:
         """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers.
@@ -290,41 +290,3 @@ def prometheus(rows: list[Numbers]) -> str:
             last = base
         lines.append(f"{name} {value:.10g}")
     return "\n".join(lines) + "\n"
-
-
-class LoopWatchdog:
-    """A thread that notices when the event loop stands still, and says whose code stands there."""
-
-    def __init__(self, sessions: Sessions, blocked_after_s: float):
-        self._sessions, self._limit = sessions, blocked_after_s
-        self._thread_id = threading.get_ident()
-        self._beat = time.monotonic()
-        self.blocked = 0
-        self._over = threading.Event()
-        self._pulse()
-        self._thread = threading.Thread(target=self._watch, name="bray-watchdog", daemon=True)
-        self._thread.start()
-
-    def _pulse(self) -> None:
-        self._beat = time.monotonic()
-        self._timer = self._sessions.loop.call_later(self._limit / 4, self._pulse)
-
-    def _watch(self) -> None:
-        told = None
-        while not self._over.wait(self._limit / 4):
-            beat = self._beat
-            if time.monotonic() - beat > self._limit and told != beat:
-                told = beat
-                self.blocked += 1
-                stack = traceback.format_stack(sys._current_frames().get(self._thread_id))
-                logger.error(
-                    "the event loop has stood still for %.1f s in %s: every session of this worker waits. It is here:\n%s",
-                    time.monotonic() - beat,
-                    self._sessions.whose_code_runs(),
-                    "".join(stack[-8:]).rstrip(),
-                )
-
-    def close(self) -> None:
-        self._over.set()
-        self._timer.cancel()
-        self._thread.join(timeout=1.0)

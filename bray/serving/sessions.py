@@ -25,69 +25,17 @@ from bray.serving.access import BAD_SECRET, Access
 from bray.serving.actor import FAILURES, Actor
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import AUTO, END, KIND_NAMES, START, TICK, Refusal, malformed, no_session, show
+from bray.serving.request import Gateway, Request
 
 logger = logging.getLogger("bray.serving")
 
 LATENCY_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the latency histogram, in seconds; one more bucket holds the rest."""
 _LOGGED_PER_MINUTE = 20  # tracebacks; an Actor that fails at every tick must not fill the disk
-
-
-class Request:
-    """One request, from whatever transport. `secret` and `address` are of its client, and set only where something depends on them."""
-
-    __slots__ = ("address", "arrived", "body", "key", "kind", "secret", "session")
-    address: str
-    secret: bytes
-
-    def __init__(self, kind: int, session: bytes, key: bytes, body: bytes):
-        self.kind, self.session, self.key, self.body = kind, session, key, body
-        self.arrived = perf_counter()
-
-    def reply(self, status: int, body: bytes) -> None:
-        raise NotImplementedError
-
-    @property
-    def client(self) -> bytes:
-        """Its secret and address as bytes, for another worker."""
-        secret, address = getattr(self, "secret", b""), getattr(self, "address", "")
-        return secret + b" " + address.encode() if secret or address else b""
-
-    @client.setter
-    def client(self, data: bytes) -> None:
-        if data:
-            self.secret, _, address = data.partition(b" ")
-            self.address = address.decode()
-
-
-class Gateway:
-    """The other workers, where there are any: by default nobody who could take a request."""
-
-    def place(self, request: Request) -> bool:
-        """Choose the owner of a new session: True = here; else the request is on its way there, or was refused."""
-        raise NotImplementedError
-
-    def forward(self, request: Request) -> bool:
-        """Send a request to the owner of its session; False when nobody owns it."""
-        return False
-
-    def spill(self, request: Request) -> bool:
-        """Send a stateless request to a worker with a free slot; False when there is none."""
-        return False
-
-    def release(self, session: bytes) -> None:
-        """A session of this worker is over."""
-
-    def lent(self, actors: int) -> None:
-        """So many of this worker's slots are taken by stateless requests."""
-
-    def running(self) -> int:
-        """Sessions of all workers."""
-        return 0
-
-    def idle(self) -> bool:
-        """Whether no request is on its way to another worker."""
-        return True
+_DEFAULT_REPLIES = {
+    START: b"Game Started",
+    END: b"Game Stopped",
+}  # clients of older services wait for ever for an empty reply over TCP
 
 
 class Session:
@@ -144,6 +92,7 @@ class Sessions:
         self._calling: Session | Request | None = None  # whose Actor is being called, or for whom one is being made
         self._logged = 0
         self._limited = LimitedLog(logger)
+        self._warned: set[tuple[type, str]] = set()  # classes and methods that return text
         self._stuck: dict[Session, None] = {}
         self._losing: set[asyncio.Task[None]] = set()
         self._limit = config.max_pending  # 0 once nothing new is taken
@@ -329,14 +278,29 @@ class Sessions:
             self._failed(session, request, error)
 
     def _odd_reply(self, session: Session, request: Request, reply: Any) -> None:
-        """What is not bytes: nothing at all is fine where no answer is expected."""
-        if isinstance(reply, (bytes, bytearray, memoryview)):
-            self._finish(session, request, 200, bytes(reply))
-        elif reply is None and request.kind in (START, END):
-            self._finish(session, request, 200, b"")
+        """A reply that is not bytes. A start and an end need not return anything."""
+        if reply is None and request.kind in _DEFAULT_REPLIES:
+            self._finish(session, request, 200, _DEFAULT_REPLIES[request.kind])
+            return
+        try:
+            body = self._as_bytes(session, KIND_NAMES[request.kind], reply)
+        except TypeError as e:
+            self._failed(session, request, e)
         else:
-            kind = KIND_NAMES[request.kind]
-            self._failed(session, request, TypeError(f"expected {kind} to return bytes, got {type(reply).__name__}"))
+            self._finish(session, request, 200, body)
+
+    def _as_bytes(self, session: Session, method: str, reply: Any) -> bytes:
+        """What an Actor returned, as bytes. Text is taken as UTF-8, with a warning once per class and method."""
+        if isinstance(reply, (bytes, bytearray, memoryview)):
+            return bytes(reply)
+        if isinstance(reply, str):
+            cls = type(session.actor)
+            if (cls, method) not in self._warned:
+                self._warned.add((cls, method))
+                what = "%s.%s returns text, which is sent as UTF-8: return bytes (text.encode())"
+                logger.warning(what, cls.__name__, method)
+            return reply.encode()
+        raise TypeError(f"expected {method} to return bytes, got {type(reply).__name__}")
 
     def _failed(self, session: Session, request: Request, error: BaseException) -> None:
         refusal = self._refusal(session, request, error)
@@ -419,9 +383,7 @@ class Sessions:
             await _value(session.start(request.session.decode("utf-8", "replace"), b""))
             answer = await _value(session.tick(request.body))
             await _value(session.finish(b""))
-            if not isinstance(answer, (bytes, bytearray, memoryview)):
-                raise TypeError(f"expected tick to return bytes, got {type(answer).__name__}")
-            status, body, reuse = 200, bytes(answer), True
+            status, body, reuse = 200, self._as_bytes(session, "tick", answer), True
         except (*FAILURES, asyncio.CancelledError) as e:
             if request in self.running:  # else its deadline passed, and it has been answered
                 refusal = self._refusal(session, request, e)
@@ -491,10 +453,7 @@ class Sessions:
         if fallback is not None and request.kind in (TICK, AUTO):
             self._calling = session
             try:
-                reply = fallback(request.body)
-                if not isinstance(reply, (bytes, bytearray, memoryview)):
-                    raise TypeError(f"expected fallback to return bytes, got {type(reply).__name__}")
-                return 200, bytes(reply)
+                return 200, self._as_bytes(session, "fallback", fallback(request.body))
             except FAILURES as e:
                 self._log_error(f"{type(session.actor).__name__}.fallback failed", request, e)
             finally:
@@ -506,6 +465,22 @@ class Sessions:
     def _end_idle_sessions(self) -> None:
         before = perf_counter() - self.config.idle_timeout_s
         for session in [s for s in self.sessions.values() if s.request is None and not s.waiting and s.last < before]:
+            self.expired += 1
+            self.lose(session)
+
+    def disconnected(self, name: bytes) -> None:
+        """A connection that carried requests of a session has closed: end the session, unless it goes on over another one in time."""
+        session, wait = self.sessions.get(name), self.config.disconnect_timeout_s
+        if session is None:
+            if self.gateway is not None:
+                self.gateway.disconnected(name)
+        elif session.request is not None:  # it counts from its last answer
+            self.loop.call_later(0.1, self.disconnected, name)
+        elif wait is not None:
+            self.loop.call_later(wait, self._end_if_silent_since, session, session.last)
+
+    def _end_if_silent_since(self, session: Session, last: float) -> None:
+        if self.sessions.get(session.name) is session and session.request is None and session.last == last:
             self.expired += 1
             self.lose(session)
 
@@ -559,8 +534,8 @@ class Sessions:
         if self._losing:  # Actors that still save what their sessions did
             await asyncio.wait(self._losing, timeout=self.config.tick_timeout_s)
 
-    def whose_code_runs(self) -> str:
-        """For the log of a loop that stands still: asked from another thread."""
+    def whose_code_runs(self) -> str | None:
+        """The Actor (and session) that the event loop is busy with, None where there is none: asked from another thread."""
         task = asyncio.current_task(self.loop)
         running = [s for s in list(self.running.values()) if task is not None and s.task is task]
         caller = running[0] if running else self._calling
@@ -568,7 +543,7 @@ class Sessions:
             return f"{type(caller.actor).__name__} (session {show(caller.name)})"
         if caller is not None:
             return f"the making of an Actor (session {show(caller.session)})"
-        return "no Actor"
+        return None
 
     # --- the log ------------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.http import SLOW, Connection, Front, HttpConnection
+from bray.serving.connection import SLOW, Connection, Front
+from bray.serving.http import HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
-from bray.serving.sessions import Request
+from bray.serving.request import Request
 from bray.serving.turns import MAX_OUTSTANDING
 
 _HEAD = REQUEST_HEAD.size
@@ -138,6 +139,8 @@ class TcpConnection(Connection):
         self._checked = False
         if self.front.access.marks:
             self.front.access.mark(request, b"", self.address)
+        if self.carried is not None:
+            self.carry(request)
         self.sessions.handle(request)
         if self.outstanding >= MAX_OUTSTANDING:
             self.pause()
@@ -197,7 +200,7 @@ class TcpConnection(Connection):
         self.transport.write(data)
         if not self.outstanding:
             if self.front.closing:
-                self.transport.close()
+                self.close()
             elif self.ended:
                 self.linger()
 

@@ -453,7 +453,7 @@ def _send(deciding: Any, outputs: Any) -> Any:
 
 def _number(reward: Any) -> float:
     try:
-        number = math.nan if isinstance(reward, str) else float(reward)
+        number = math.nan if isinstance(reward, (str, bool)) else float(reward)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:

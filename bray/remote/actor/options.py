@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from bray.config.declare import Amount, Count, Port, Positive, Whole
-from bray.serving.config import AccessConfig
+from bray.config.declare import Amount, Count, Whole
+from bray.serving.config import ServiceSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorOptions(AccessConfig):
+class ActorOptions(ServiceSettings):
     """What a RemoteActor can be told, in Python and in launch files."""
 
-    port: Port = 8000
-    """Port that games call; 0 = any free one. The port after it has metrics and health."""
+    host: str | None = None
+    """Address to listen on; `null` = this machine alone where the cluster is this machine, else every network."""
     num_workers: Count = 2
     """Processes on each node."""
     actors_per_worker: Count = 10
@@ -23,9 +22,3 @@ class ActorOptions(AccessConfig):
     """CPUs of each process."""
     memory_per_worker: Whole = 512
     """Memory of each process, in MB."""
-    use_tcp: bool = False
-    """Answer framed TCP too, on the same port."""
-    use_gateway: Literal["node", "head"] | None = "node"
-    """`node`: any process of a node takes a session's requests; `head`: one address for all nodes; `null`: a session keeps to its connection."""
-    tick_timeout_s: Positive = 30.0
-    """A tick that takes longer is cancelled, and answered with an error or the `fallback`."""

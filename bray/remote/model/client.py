@@ -118,6 +118,8 @@ class Client(Follower):
         super().__init__(name)
         self.is_open = False
         self.has_kwargs = False
+        self.has_answered = False
+        """Whether a forward has come back: one that has never is still being loaded."""
         self.ask: Callable[..., Awaitable[Any]] = self._ask_workers
         """`ask(args, batch, step, with_step)`: the outputs, when awaited. The client must be open."""
         self._definition: Definition | None = None

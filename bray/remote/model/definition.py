@@ -34,8 +34,10 @@ class Definition:
     """What the Model was found to take; None when no arguments were given."""
     checkpoint_interval: int | None = None
     """Steps between saved versions; None = every `checkpoint_every_s` seconds. The first version is saved at the start, the newest at the end
-    too, and the newest five stay."""
+    too."""
     checkpoint_every_s: float = 60.0
+    keep_checkpoints: int = 5
+    """Newest versions that stay, beside those of the trainer's checkpoints."""
     checkpoint: str | int | None = None
     """What to start from: a step of this trial, or a path; None = the newest version of this trial."""
     max_batch_size: int = 1
@@ -69,6 +71,10 @@ class Definition:
             raise ConfigError(
                 f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for one every checkpoint_every_s seconds; "
                 f"got {self.checkpoint_interval}"
+            )
+        if type(self.keep_checkpoints) is not int or self.keep_checkpoints < 1:
+            raise ConfigError(
+                f"model {self.name!r}: expected keep_checkpoints to be a whole number >= 1, got {self.keep_checkpoints!r}"
             )
         if not self.checkpoint_every_s > 0:
             raise ConfigError(f"model {self.name!r}: expected checkpoint_every_s > 0, got {self.checkpoint_every_s}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.errors import ConfigError, MissingComponent
+from bray.errors import ConfigError, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote.master.handle import add_graph, set_tensorboard_step
 from bray.remote.model.client import Client, client_of, forget
@@ -27,6 +28,9 @@ from bray.remote.model.keeper import Keeper
 from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
 from bray.remote.model.worker import ModelWorker
 from bray.rundir import RunDir
+
+_LOADING_S = 120.0  # a model that has not answered by then will not
+_AGAIN_S = 0.2
 
 
 class RemoteModel:
@@ -90,10 +94,16 @@ class RemoteModel:
         if kwargs or client.has_kwargs:
             args = client.definition.engine_args(args, kwargs)
         try:
-            return await client.ask(args, batch, step, with_step)
+            out = await client.ask(args, batch, step, with_step)
+        except Unreachable:
+            if client.has_answered:
+                raise
+            out = await _ask_until_it_answers(client, args, batch, step, with_step)
         except Exception as e:
             client.definition.explain(e, args, batch)
             raise
+        client.has_answered = True
+        return out
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
         """`(outputs, step)` of a batch of arrays, if this process does its forwards itself and they are quick; else None: await `forward`."""
@@ -211,6 +221,11 @@ class RemoteModel:
         """Seconds between its saved versions, where they do not go by steps."""
         return self._known().definition.checkpoint_every_s
 
+    @property
+    def keep_checkpoints(self) -> int:
+        """How many of the newest checkpoints stay, beside the best one."""
+        return self._known().definition.keep_checkpoints
+
     def _known(self) -> Client:
         """The client of this process, open or not."""
         if self._client is None or self._client.ended:
@@ -227,6 +242,18 @@ async def forward(model: str, *args: Any, **kwargs: Any) -> Any:
     if handle is None:
         handle = _handles[model] = _found(model)
     return await handle.forward(*args, **kwargs)
+
+
+async def _ask_until_it_answers(client: Client, *asked: Any) -> Any:
+    """A model whose workers have not answered yet may still be loading: ask again, as long as whoever waits (a tick has its deadline) does."""
+    until = time.monotonic() + _LOADING_S
+    while True:
+        await asyncio.sleep(_AGAIN_S)
+        try:
+            return await client.ask(*asked)
+        except Unreachable:
+            if time.monotonic() > until:
+                raise
 
 
 def _found(name: str) -> RemoteModel:

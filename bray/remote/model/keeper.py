@@ -31,8 +31,6 @@ from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, wr
 
 logger = logging.getLogger("bray.remote")
 
-KEEP = 5
-"""Versions kept in the run directory, besides clones, members of the pool, and what checkpoints hold."""
 POLL_S = 20.0
 GAP_S = 0.012  # between two followers that are told of a new version
 MOST_GAPS_S = 0.12  # between the first and the last
@@ -360,7 +358,7 @@ class Keeper:
         given_up = self._state["given_up"]
         order = [s for s in versions if s in given_up] + [s for s in versions if s not in given_up]
         kept = set(self._run.steps())
-        for step in order[:-KEEP]:
+        for step in order[: -self.definition.keep_checkpoints]:
             if step not in kept and not self._run.is_protected(step, self.name):
                 self._run.weights_path(step, self.name).unlink(missing_ok=True)
 

@@ -116,6 +116,7 @@ class RankDriver(Driver):
         self._published = self._saved = self._evaluated = self._reuses = 0
         self._saved_at = self._reported_at = time.monotonic()
         self._save_every: float | None = None
+        self._keep = _KEEP
         self._reported = 0
         self._publishing: Promise | None = None
         self._publish_step = 0
@@ -322,7 +323,7 @@ class RankDriver(Driver):
             "episode_return_mean": row.get("episode_return_mean"),
         }
         self._run_dir.save_checkpoint(
-            self.steps, self._weights_now(), state, meta, name=self.remote_model.name, best=best, keep=_KEEP
+            self.steps, self._weights_now(), state, meta, name=self.remote_model.name, best=best, keep=self._keep
         )
         self._best = best_score
         if replay is not None:
@@ -344,6 +345,7 @@ class RankDriver(Driver):
         if self.ranks.first:
             weights, step = self.remote_model.get_weights()
             self._save_every = getattr(self.remote_model, "checkpoint_every_s", None)
+            self._keep = getattr(self.remote_model, "keep_checkpoints", _KEEP)
             start = {"weights": dict(weights), "model_step": int(step), "saved": None}
             if self._run_path is not None:
                 self._owns_dir = not (self._run_path / "trainer.json").exists()  # else the session has locked it
