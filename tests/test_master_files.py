@@ -34,6 +34,7 @@ def test_rows_and_events_of_a_master(tmp_path):
         master.add_image("picture", np.zeros((3, 8, 6), np.float32), step=1)
         master.add_video("clip", np.zeros((2, 4, 3, 8, 8), np.uint8), step=1)
         master.add_histogram("weights", torch.randn(100), step=2)
+        master.Metric("spread", max_samples=10).merge(np.arange(12))
         master.add_graph(torch.nn.Linear(3, 2), (torch.zeros(1, 3),))
         with pytest.raises(DataError, match="expected dimensions CHW"):
             master.add_image("bad", np.zeros((3, 3)))
@@ -51,6 +52,7 @@ def test_rows_and_events_of_a_master(tmp_path):
     assert found.Images("clip")[0].width == 16
     assert found.Images("clip")[0].encoded_image_string[:3] == b"GIF"
     assert found.Histograms("weights")[0].histogram_value.num == 100
+    assert found.Histograms("spread")[0].histogram_value.num == 10
     assert found.Graph().node
 
 
