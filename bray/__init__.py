@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from bray import compat
 from bray._version import __version__
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ _NAMES = {
     "bray.serving.state": "State",
     "bray.tree": "NestedArray",
 }
+compat.install()
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -138,7 +140,7 @@ def __getattr__(name: str) -> Any:
     if name == "fake":
         return import_module("bray.fake")
     if name not in _HOMES:
-        raise AttributeError(f"module 'bray' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        return compat.old_name(name, __all__)
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

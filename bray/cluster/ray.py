@@ -32,6 +32,7 @@ from bray.cluster.protocol import (
 )
 from bray.cluster.ray_start import alive_nodes
 from bray.cluster.session import ClusterSession, SessionInfo, enter, session
+from bray.compat import let_ray_get_take_ours
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.rundir import log_to
@@ -50,6 +51,7 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
     _survive_sigterm()
+    let_ray_get_take_ours()
     sys.path.extend(p for p in info.modules if p not in sys.path)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("bray").setLevel(logging.INFO)

@@ -16,7 +16,9 @@ import numpy as np
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import ClusterSession, current, session
+from bray.compat import old_keywords
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
+from bray.inference.host import Promise
 from bray.remote.master.worker import KEPT, KINDS, LAST_KINDS, Key, Labels, Master, Merged
 
 logger = logging.getLogger("bray")
@@ -173,6 +175,7 @@ def _labels(given: Mapping[str, Any]) -> Labels:
     return tuple(sorted((k, str(v)) for k, v in given.items()))
 
 
+@old_keywords("query")
 def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:
     """What all processes have merged under this name; None where nothing came in the time window."""
     flush()
@@ -362,9 +365,11 @@ def _picture(image: np.ndarray, dataformats: str, tag: str) -> np.ndarray:
 # --- shared values ----------------------------------------------------------------------------------------------------
 
 
-def set(key: str, value: Any) -> None:
-    """Share a value with all processes of the session."""
-    _ask("set", key, value)
+def set(key: str, value: Any) -> Promise:
+    """Share a value with all processes of the session. When this returns, they see it."""
+    told = _recorder().master().call("set", key, value, retry=True, timeout=_PATIENCE)
+    told.result()
+    return told
 
 
 def get(key: str, default: Any = None) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
+from bray.compat import old_keywords
 from bray.errors import ConfigError, MissingComponent
 from bray.inference.host import Promise
 from bray.remote.master.handle import add_graph, set_tensorboard_step
@@ -42,6 +43,7 @@ class RemoteModel:
     settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.definition.Definition`
     """
 
+    @old_keywords("RemoteModel")
     def __init__(
         self,
         name: str,
@@ -158,6 +160,7 @@ class RemoteModel:
         ref, step = self._known().keeper.call("weights", retry=True).result()
         return session().cluster.get(ref), step
 
+    @old_keywords("get_model")
     def get_model(self) -> Any:
         """A torch module of your own, with the newest weights."""
         about = self._known().keeper.call("about", retry=True).result()

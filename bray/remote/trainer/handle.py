@@ -22,6 +22,7 @@ import msgspec
 
 from bray.cluster import io
 from bray.cluster.session import ClusterSession, session
+from bray.compat import as_trainer, old_keywords, train as old_train
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.serving.link import Link, Listener
@@ -50,6 +51,7 @@ class RemoteTrainer:
     cpus_per_worker  CPUs of each rank; None: 1
     """
 
+    @old_keywords("RemoteTrainer")
     def __init__(
         self,
         name: str | None = None,
@@ -93,6 +95,8 @@ class RemoteTrainer:
         """
         from bray.remote.trainer.worker import Plan
 
+        if train is old_train:
+            train, kwargs = None, as_trainer(kwargs)
         if train is None:
             plan = self._driven(*args, **kwargs)
         elif callable(train):
