@@ -80,7 +80,7 @@ def test_json(server, tcp):
         with pytest.raises(ClientError, match="JSON was expected; got b'ended'") as e:
             c.end({"last": True})
         assert e.value.code == "bad_reply"
-        with pytest.raises(TypeError, match=r"expected bytes, str, or a dict or list.*got int"):
+        with pytest.raises(TypeError, match=r"expected bytes, str, a protobuf message, or a dict or list.*got int"):
             c.tick(3)
 
 

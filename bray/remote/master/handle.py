@@ -249,7 +249,7 @@ class Metric:
         merge(f"{self.name}/min", float(last.min()), **labels)
         for p, at in zip(self.PERCENTILES, np.percentile(last, self.PERCENTILES), strict=True):
             merge(f"{self.name}/p{p}", at, **labels)
-        _recorder().master().tell("add_summary", _histogram(self.name, last).SerializeToString(), None)
+        _recorder().master().tell("add_histogram", self.name, last.copy())
         if self.print_report:
             logger.info("%s", self.report())
 
@@ -315,21 +315,10 @@ def add_video(tag: str, video: Any, step: int | None = None, fps: float = 4) -> 
 
 def add_histogram(tag: str, values: Any, step: int | None = None, bins: int = 30) -> None:
     """How values are distributed."""
-    _add(_histogram(tag, values, bins), step)
-
-
-def _histogram(tag: str, values: Any, bins: int = 30) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
     flat = np.array(_values(values))
     if not flat.size or not np.isfinite(flat).all():
         raise DataError(f"add_histogram({tag!r}): expected finite numbers, got {flat.size} of which some are not")
-    counts, edges = np.histogram(flat, bins=bins)
-    made = HistogramProto(
-        min=flat.min(), max=flat.max(), num=flat.size, sum=flat.sum(), sum_squares=(flat * flat).sum(),
-        bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
-    )  # fmt: skip
-    return Summary(value=[Summary.Value(tag=tag, histo=made)])
+    _ask("add_histogram", tag, flat, step, bins)
 
 
 def add_graph(model: Any, forward_args: Any) -> None:

@@ -19,6 +19,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
 from bray.limited_log import OncePer
@@ -288,6 +290,17 @@ class Master:
         with self._lock:
             self._pending.append((summary, step))
             self._dirty = True
+
+    def add_histogram(self, tag: str, values: np.ndarray, step: int | None = None, bins: int = 30) -> None:
+        """Of finite values. It is made here: importing TensorBoard would keep the games of another process waiting."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        counts, edges = np.histogram(values, bins=bins)
+        made = HistogramProto(
+            min=values.min(), max=values.max(), num=values.size, sum=values.sum(), sum_squares=(values * values).sum(),
+            bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
+        )  # fmt: skip
+        self.add_summary(Summary(value=[Summary.Value(tag=tag, histo=made)]).SerializeToString(), step)
 
     def add_graph(self, graph: bytes) -> None:
         self._board.put_graph(graph)
