@@ -289,3 +289,46 @@ def test_a_project_of_the_first_bray_trains_from_its_launch_file(tmp_path):
     assert rows[-1]["learner_steps_total"] == 6, said
     assert {"imitation", "logit/p50", "logit/max"} <= set(rows[-1])
     assert "Traceback" not in said
+
+
+# --- components made inside an Actor ----------------------------------------------------------------------------------
+
+
+class Maker(bray.Actor):
+    """Makes what it needs by itself, as Actors of the first Bray do."""
+
+    def __init__(self, model):
+        self.model = model
+        self.early = bray.RemoteBuffer("early", size=4, batch_size=2, num_workers=2)
+
+    async def start(self, session, data):
+        self.late = bray.RemoteBuffer("late", size=4, batch_size=2, num_workers=1)
+        self.opponent = bray.RemoteModel(self.model).clone()
+        return b"started"
+
+    async def tick(self, data):
+        out = await self.opponent.forward(np.ones(3, np.float32))
+        await self.early.push({"x": out})
+        self.late.push({"x": out})
+        return b"%d" % self.opponent.step
+
+    async def end(self, data):
+        return b"ended"
+
+
+@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+def test_buffers_and_clones_may_be_made_inside_an_actor(tmp_path, kind):
+    with opened(tmp_path, kind):
+        net = torch.nn.Linear(3, 2)
+        model = bray.RemoteModel("m", model=net, forward_args=(np.zeros(3, np.float32),))
+        model.publish_weights(net.state_dict(), step=5).result()
+        service = bray.RemoteActor(port=0, num_workers=2, actors_per_worker=2)
+        service.serve(Actor=Maker, model="m")
+        clients = [bray.Client("127.0.0.1", service.port) for _ in range(2)]
+        for client in clients:
+            assert client.start() == b"started"
+        assert [client.tick(b"") for client in clients for _ in range(2)] == [b"5"] * 4
+        for name in ("early", "late"):
+            assert bray.RemoteBuffer(name).pop(timeout=30)["x"].shape == (2, 2)
+        for client in clients:
+            client.end()

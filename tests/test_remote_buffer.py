@@ -691,8 +691,8 @@ def test_waiting_on_the_io_loop_is_told_what_to_do(session):
 
     with pytest.raises(RuntimeError, match=r"await pop_async\(\)"):
         io.run(wrong(), 10)
-    with pytest.raises(RuntimeError, match="there is no buffer 'new', and the io loop must not wait"):
-        io.run(make(), 10)
+    if session.cluster.kind == "local":  # else the shards are other processes
+        assert io.run(make(), 10).name == "new"
     with pytest.raises(RuntimeError, match="sources are added by the main program"):
         io.run(add(), 10)
     assert int(io.run(right(), 10)["i"]) == 5

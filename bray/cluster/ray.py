@@ -245,6 +245,10 @@ class RayCluster:
     ) -> Member:
         if name in self.names():
             raise name_taken(name)
+        if session().member not in ("", "master"):  # else it would end with this process, which Ray may restart
+            resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "node": node}
+            wait = BUSY_TIMEOUT + START_TIMEOUT
+            return self.find("master").call("start_member", name, cls, args, resources, kwargs, timeout=wait).result()
         self._check_feasible(name, cpus, gpus, memory, node)
         made: Any = ray.cloudpickle.dumps((cls, args, kwargs))
         if len(made) > _INLINE:
@@ -371,8 +375,12 @@ class RayCluster:
         if not ray.is_initialized():
             return
         try:
-            running = set(self.names())
-            for name in reversed([n for n in self._kept if n in running]):  # the master, started first, goes last
+            running = self.names()
+            ours = [n for n in self._kept if n in running]
+            for name in (
+                *(n for n in running if n not in ours),
+                *reversed(ours),
+            ):  # the master, started first, goes last
                 with contextlib.suppress(Exception):
                     self.stop(name)
         except Exception as e:  # what could be saved is saved

@@ -312,19 +312,22 @@ def _find_or_make(asked: BufferSettings) -> BufferSettings:
 
 def _make(asked: BufferSettings) -> BufferSettings:
     cluster = session().cluster
-    if io.is_loop():
-        raise RuntimeError(
-            f"there is no buffer {asked.name!r}, and the io loop must not wait until it is made: make it in the main program or a thread"
-        )
-    names = [f"buffer/{asked.name}/{i}" for i in range(asked.shards)]
-    with ThreadPoolExecutor(1 if cluster.kind == "local" else min(8, len(names))) as pool:  # a process takes seconds
-        started = [pool.submit(cluster.start, name, BufferShard, asked, i) for i, name in enumerate(names)]
-    errors = [f.exception() for f in started]
-    if any(errors):
-        for name, error in zip(names, errors, strict=True):
-            if error is None:
-                cluster.stop(name)
-        raise next(e for e in errors if e is not None)
+
+    def start(index: int) -> None:
+        cluster.start(f"buffer/{asked.name}/{index}", BufferShard, asked, index)
+
+    start(0)  # of several processes that make the buffer, the one that makes its first shard makes them all
+    try:
+        if cluster.kind == "local":
+            for index in range(1, asked.shards):
+                start(index)
+        elif asked.shards > 1:
+            with ThreadPoolExecutor(min(8, asked.shards - 1)) as pool:  # a process takes seconds
+                list(pool.map(start, range(1, asked.shards)))
+    except BaseException:
+        for index in range(asked.shards):
+            cluster.stop(f"buffer/{asked.name}/{index}")
+        raise
     return asked
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, UnknownName
 from bray.limited_log import OncePer
@@ -328,6 +329,14 @@ class Master:
             self._counters[key] = number + 1
         self._save()
         return number
+
+    # --- members --------------------------------------------------------------------------------------------------------
+
+    async def start_member(
+        self, name: str, cls: type, args: tuple[Any, ...], resources: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Member:
+        """Start a member for a process that may end before the session does."""
+        return await asyncio.to_thread(session().cluster.start, name, cls, *args, **resources, **kwargs)
 
     # --- what survives a restart ------------------------------------------------------------------------------------------------
 
