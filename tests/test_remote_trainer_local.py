@@ -150,6 +150,25 @@ def test_the_end_of_a_session_saves_the_training(tmp_path):
         assert remote.step == summary["model_step"] + 3
 
 
+def test_a_chosen_checkpoint_is_where_the_trainer_goes_on_too(local_session, caplog):  # noqa: F811
+    def run(steps, **settings):
+        RemoteModel("m", net(), (np.zeros(3, np.float32),), checkpoint_interval=5, **settings)
+        asked = {"num_steps": steps, "checkpoint_interval": 5, "weights_publish_interval": 5}
+        return RemoteTrainer("t").train(trainer=Regression, model="m", buffers=["b"], **asked).result(60)
+
+    filled()
+    assert run(20)["model_step"] == 20
+    again = run(12, checkpoint=10)
+    assert (again["resumed_from"], again["model_step"]) == (10, 12)
+    saved = RunDir(local_session.path).load_checkpoint()
+    optimizer = saved.state["arrays"]["learner"]["optimizer"]
+    assert saved.step == 12
+    assert int(optimizer["state"][0]["step"]) == 12  # it had made 10 steps then, not 20
+    other = run(3, checkpoint=str(saved.path / "model.safetensors"))
+    assert (other["resumed_from"], other["steps"]) == (None, 3)
+    assert "no state of the trainer: optimizer and counters begin anew" in caplog.text
+
+
 def test_two_trainers_side_by_side_and_one_name_twice():
     for name in "ab":
         model(name)

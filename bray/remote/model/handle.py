@@ -214,6 +214,12 @@ class RemoteModel:
         """Seconds between its saved versions, where they do not go by steps."""
         return self._known().definition.checkpoint_every_s
 
+    @property
+    def chosen_start(self) -> tuple[str, str | int | None]:
+        """(which definition this is, its `checkpoint`): a trainer starts from there too, once per definition."""
+        definition = self._known().definition
+        return definition.id, definition.checkpoint
+
     def _known(self) -> Client:
         """The client of this process, open or not."""
         if self._client is None or self._client.ended:

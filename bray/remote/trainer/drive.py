@@ -26,7 +26,7 @@ from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
-from bray.rundir import RunDir, pack_state, unpack_state, writing
+from bray.rundir import Checkpoint, RunDir, pack_state, unpack_state, writing
 from bray.train.driver import Driver, Hook, Side
 from bray.train.health import Health
 from bray.train.ranks import Ranks
@@ -313,6 +313,7 @@ class RankDriver(Driver):
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
         best_score = score if best else self._best
         state["json"] |= {"first": self.first, "rows": self.rows, "best": best_score, "ranks": states}
+        state["json"]["definition"] = self._chosen_start[0]
         meta = {
             "trainer": self.name,
             "ranks": self.ranks.size,
@@ -338,6 +339,31 @@ class RankDriver(Driver):
         rng = getattr(self.learner, "rng", None)
         return None if rng is None else rng.bit_generator.state
 
+    def _find_saved(self, run: RunDir) -> Checkpoint | None:
+        """The checkpoint to go on from: the newest, or the one of the step that the model was told to start from."""
+        if run.pointer("latest") is None:
+            return None
+        saved = run.load_checkpoint()
+        if "arrays" not in saved.state:
+            raise CheckpointError(
+                f"{run.path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
+                f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
+            )
+        definition, chosen = self._chosen_start
+        if chosen is None or saved.state["json"].get("definition") == definition:  # the latter: this rank was restarted
+            return saved
+        if str(chosen).isdecimal() and int(chosen) in run.steps():
+            return run.load_checkpoint(int(chosen))
+        logger.warning(
+            "trainer %s: model %s starts from checkpoint %s, of which there is no state of the trainer: optimizer and counters begin anew",
+            self.name, self.remote_model.name, chosen,
+        )  # fmt: skip
+        return None
+
+    @property
+    def _chosen_start(self) -> tuple[str, str | int | None]:
+        return getattr(self.remote_model, "chosen_start", ("", None))
+
     def _resume(self) -> None:
         """Go on from the newest checkpoint, else from the model's weights; equal on all ranks."""
         start: dict[str, Any] = {}
@@ -350,17 +376,10 @@ class RankDriver(Driver):
                 self._run_dir = open_run(self._run_path) if self._owns_dir else RunDir(self._run_path)
                 if self._about is not None:
                     self._about(self._run_dir)
-                if self._run_dir.pointer("latest") is not None:
-                    saved = self._run_dir.load_checkpoint()
-                    if "arrays" not in saved.state:
-                        raise CheckpointError(
-                            f"{self._run_path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
-                            f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
-                        )
+                if (saved := self._find_saved(self._run_dir)) is not None:
                     start.update(weights=saved.weights, saved=saved.state, step=saved.step)
-            if (
-                start["saved"] is None
-            ):  # parts of a Learner that no model holds (critics) are as the first rank drew them
+            if start["saved"] is None:
+                # parts of a Learner that no model holds (critics) are as the first rank drew them
                 start["drawn"] = self.learner.state_dict()
         start = unpack_state(self.ranks.broadcast(pack_state(start) if self.ranks.first else b""))
         load_weights(self.model, start["weights"])  # in place: the optimizer may hold views of them
@@ -394,7 +413,7 @@ class RankDriver(Driver):
         self._published = start["model_step"]
         if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
-        if self.resumed is None:
+        if self.resumed is None or self._chosen_start[1] is not None:
             self._checkpoint()  # the run can be continued, served and evaluated from its first second
         self.model.train()
         self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten
