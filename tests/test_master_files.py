@@ -1,6 +1,8 @@
 """What a master writes: rows, TensorBoard's events, and a state that survives."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -160,3 +162,27 @@ def test_a_damaged_state_is_set_aside(tmp_path):
     third = Master(str(tmp_path))
     assert third.get("a") is None
     assert (tmp_path / "master.damaged").exists()
+
+
+def test_a_script_that_just_ends_leaves_its_last_row(tmp_path):
+    script = (
+        "import bray, numpy as np, torch\n"
+        "bray.init('project', 'trial', cluster='local')\n"
+        "bray.RemoteModel('m', torch.nn.Linear(3, 2), (np.zeros(3, np.float32),), tensorboard_step=True)\n"
+        "bray.merge('loss', 0.5)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert made.stderr == ""
+    (row,) = rows_of(tmp_path / "project" / "trial")
+    assert (row["loss"], row["learner_steps_total"]) == (0.5, 0)
+
+
+def test_a_model_of_an_earlier_run_of_the_trial_is_not_missed(tmp_path, caplog):
+    with opened(tmp_path, "local"):
+        master.set_tensorboard_step("of-before")
+    caplog.clear()
+    with opened(tmp_path, "local") as session:
+        master.merge("loss", 0.5)
+    assert "the last row has no learner_steps_total" not in caplog.text
+    assert caplog.text.count("there is no model") <= 1
+    assert rows_of(session.path)[-1]["loss"] == 0.5

@@ -18,6 +18,7 @@ from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
 from bray.remote.buffer import connection, reader, slabs, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
+from bray.remote.buffer.iterators import PrefetchBuffer
 from bray.remote.buffer.worker import BufferShard
 from tests.buffer_for_tests import session_of
 
@@ -671,6 +672,17 @@ def test_producers_spread_over_the_shards(session):
     settings = RemoteBuffer("b", num_workers=4, density=25).settings
     firsts = {writer.RemoteWriter(settings, [object() for _ in range(4)])._order[0] for _ in range(200)}
     assert len(firsts) > 100
+
+
+def test_a_consumer_that_has_ended_takes_nothing_more(session):
+    buffer = RemoteBuffer("b", size=8, batch_size=1, num_workers=1)
+    ahead = PrefetchBuffer(buffer, size=1)
+    buffer.push(sample(0))
+    assert int(next(ahead)["i"][0]) == 0
+    ahead.close()
+    for i in range(3):
+        buffer.push(sample(i)).result(10)
+    assert buffer.numbers()["waiting"] == 3
 
 
 def test_waiting_on_the_io_loop_is_told_what_to_do(session):

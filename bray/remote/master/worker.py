@@ -7,6 +7,7 @@ are saved in the run directory (`master.state`): a master that is killed resumes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ import numpy as np
 
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
-from bray.errors import BrayError, DataError, UnknownName
+from bray.errors import BrayError, DataError, MissingComponent, UnknownName
 from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
 from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
@@ -132,7 +133,7 @@ class Master:
 
     async def close(self) -> None:
         self._ticking.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        self._close()  # not in a thread: there are none when the interpreter ends
 
     def _close(self) -> None:
         self._http.shutdown()
@@ -197,7 +198,8 @@ class Master:
                 keeper = session().cluster.find(f"model/{self._model}")
                 self._last_step = keeper.call("step", timeout=_STEP_TIMEOUT).result()
             except BrayError as e:
-                logger.warning("the step of model %r is unknown and left out of a row: %s", self._model, e)
+                if self._once.due():
+                    logger.warning("the step of model %r is unknown and left out of a row: %s", self._model, e)
                 return None
         return self._last_step
 
@@ -208,7 +210,12 @@ class Master:
     async def training_has_ended(self) -> None:
         """The trainers have stopped: fetch the final step of the model while the model still runs."""
         if self._model is not None and not self._step_is_final:
-            self._last_step = await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
+            with contextlib.suppress(
+                MissingComponent
+            ):  # it was chosen when this trial ran before, and is not there now
+                self._last_step = (
+                    await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
+                )
             self._step_is_final = True
 
     def _row(self) -> None:
