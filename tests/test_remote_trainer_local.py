@@ -116,6 +116,8 @@ def test_errors_of_the_users_code_are_the_promises_and_end_the_session():
     with pytest.raises(KeyError, match="advantage") as caught:
         end.result(60)
     assert any(entry.name == "loss" for entry in caught.traceback)
+    assert RunDir(sessions.session().path).load_checkpoint().step == 2
+    assert "step 2 is saved: the same command goes on from there" in caught.value.__notes__
     with pytest.raises(KeyError, match="advantage") as caught:
         sessions.run_until_asked_to_stop()
     assert any("trainer broken" in note for note in caught.value.__notes__)
@@ -298,7 +300,7 @@ def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learn
         ),
         (
             {"trainer": Regression, "model": "m", "buffers": ["b"], "num_steps": 0},
-            "num_steps: expected a whole number >= 1",
+            "num_steps: expected a whole number > 0",
         ),
         ({"train": 3}, "expected a function, got 3"),
     ],
@@ -306,6 +308,14 @@ def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learn
 def test_what_is_asked_for_is_checked(kwargs, said):
     with pytest.raises(ConfigError, match=said):
         RemoteTrainer().train(**kwargs)
+
+
+def test_gpus_of_a_rank():
+    assert RemoteTrainer("t").gpus_per_worker == 0
+    assert RemoteTrainer("t", use_gpu=True).gpus_per_worker == 1
+    assert RemoteTrainer("t", use_gpu=True, gpus_per_worker=0.5).gpus_per_worker == 0.5
+    with pytest.raises(ConfigError, match="together with use_gpu=True"):
+        RemoteTrainer("t", gpus_per_worker=0.5)
 
 
 def test_unknown_arguments_and_resources():

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from bray.config import ConfigSource, load_yaml, parse_assignments, resolve
 from bray.errors import ConfigError, UnknownName, did_you_mean
 from bray.launch.settings import KINDS, ActorSettings, BufferSettings, LaunchSettings, TrainerSettings
+from bray.remote.trainer.options import gpus_of_rank
 
 _TOP = tuple(f.name for f in dataclasses.fields(LaunchSettings))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # it becomes part of file names and of the names in the cluster
@@ -121,7 +122,7 @@ def _ask(c: Component) -> ResourceRequest | None:
     if c.kind == "trainer":
         n = s.num_workers or 1
         cpus = 1.0 if s.cpus_per_worker is None else s.cpus_per_worker
-        return ResourceRequest(c.name, n, n * cpus, float(n) if s.use_gpu else 0.0, 0, "any node")
+        return ResourceRequest(c.name, n, n * cpus, n * gpus_of_rank(s.use_gpu, s.gpus_per_worker), 0, "any node")
     return None
 
 
