@@ -185,6 +185,11 @@ _MADE: Mapping[str, Callable[[], Any]] = {
 }
 
 
+def is_old_train(given: Any) -> bool:
+    """Whether this is `bray.train`: the function above, or the package of that name where something has imported it."""
+    return given is train or (isinstance(given, ModuleType) and given.__name__ == "bray.train")
+
+
 def as_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords of `RemoteTrainer.train(train=bray.train, ...)` as those of `train(trainer=...)`."""
     warn_once("train=bray.train", "RemoteTrainer.train(trainer=MyTrainer, model=..., buffers=[...], eval={...})")

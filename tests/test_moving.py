@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import re
 import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -332,3 +334,69 @@ def test_buffers_and_clones_may_be_made_inside_an_actor(tmp_path, kind):
             assert bray.RemoteBuffer(name).pop(timeout=30)["x"].shape == (2, 2)
         for client in clients:
             client.end()
+
+
+# --- docs/moving.md ---------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parent.parent / "docs" / "moving.md").read_text()
+
+
+def test_the_page_has_every_old_spelling():
+    table = PAGE.partition("## Old and new")[2].partition("\n## ")[0]
+    words = [key for keys in compat.KEYWORDS.values() for key in keys]
+    words += [m for m in compat.MODULES if not any(other.startswith(m + ".") for other in compat.MODULES)]
+    words += ["bray.train", "RemoteStateDumper", "get_trial_launch_path", "export_onnx", "get_step", "horovod"]
+    words += ["TorchPrefetchBuffer", "get_metrics_worker", "unflatten_nested_array", "secret=", "actor=", "bray.ray"]
+    assert [word for word in words if word not in table] == []
+
+
+@pytest.mark.slow
+def test_the_trainer_of_the_page_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "moved.py").write_text(code)
+    made = subprocess.run(
+        [sys.executable, "moved.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    assert sorted(p.stem for p in (tmp_path / "runs/moved/v1/models/m").glob("*.safetensors"))[-1] == "10"
+
+
+def test_the_old_training_loop_is_translated(local_session):  # noqa: F811
+    """As launch scripts call it: `train=bray.train`, handles by the old keywords, None for what is left to its default."""
+
+    class Old(bray.Trainer):
+        def __init__(self, name, config, model):
+            self.model, self.name = model, config["own"]["name"]
+
+        def loss(self, replay):
+            return (self.model(replay["x"]) - replay["y"]).square().mean()
+
+        def eval(self, replay):
+            bray.merge("evaluated", 1)
+
+    net = torch.nn.Linear(3, 2)
+    model = bray.RemoteModel("m", model=net, forward_args=(np.zeros(3, np.float32),))
+    bray.set("config", {"own": {"name": "t"}})
+    buffers = {name: bray.RemoteBuffer(name, size=16, batch_size=2, num_workers=1) for name in ("b", "e")}
+    for buffer in buffers.values():
+        buffer.push(*[{"x": np.ones(3, np.float32), "y": np.ones(2, np.float32)} for _ in range(24)])
+    end = bray.RemoteTrainer(name="t").train(
+        train=bray.train,
+        name="t",
+        Trainer=Old,
+        remote_model=model,
+        remote_buffers={"b": buffers["b"]},
+        buffer_weights=None,
+        batch_size=1,
+        batch_kind="concate",
+        prefetch_size=None,
+        max_reuse=None,
+        clip_grad_max_norm=1.0,
+        weights_publish_interval=1,
+        num_steps=4,
+        remote_eval_buffer=buffers["e"],
+        eval_interval=2,
+        eval_steps=1,
+    )
+    assert end.result(60)["model_step"] == 4
+    assert bray.query("evaluated", "cnt") == 2

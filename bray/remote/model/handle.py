@@ -39,8 +39,7 @@ class RemoteModel:
     model                a torch module; the processes that need it get copies
     forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: running the module shows
                          which. `forward_kwargs` likewise
-    tensorboard_graph, tensorboard_step    show the module in TensorBoard; the x axis is this model's step
-    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.definition.Definition`
+    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.options.ModelOptions`
     """
 
     @old_keywords("RemoteModel")
@@ -50,8 +49,6 @@ class RemoteModel:
         model: Any = None,
         forward_args: tuple[Any, ...] = (),
         forward_kwargs: Mapping[str, Any] | None = None,
-        tensorboard_graph: bool = False,
-        tensorboard_step: bool = False,
         **settings: Any,
     ):
         self.name = name
@@ -62,9 +59,9 @@ class RemoteModel:
         elif settings.get("override_model", True) or not _exists(name):
             example = find_example(model, tuple(forward_args), forward_kwargs or {})
             _start(Definition(name, example, **settings), model, get_torch_model_weights(model), 0)
-        if tensorboard_graph and model is not None:
+        if settings.get("tensorboard_graph") and model is not None:
             add_graph(model, self.get_torch_forward_args())
-        if tensorboard_step:
+        if settings.get("tensorboard_step"):
             set_tensorboard_step(name)
 
     def __reduce__(self) -> tuple[Any, ...]:

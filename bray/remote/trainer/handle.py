@@ -22,7 +22,7 @@ import msgspec
 
 from bray.cluster import io
 from bray.cluster.session import ClusterSession, session
-from bray.compat import as_trainer, old_keywords, train as old_train
+from bray.compat import as_trainer, is_old_train, old_keywords
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.trainer.options import gpus_of_rank
@@ -88,7 +88,7 @@ class RemoteTrainer:
         """
         from bray.remote.trainer.worker import Plan
 
-        if train is old_train:
+        if is_old_train(train):
             train, kwargs = None, as_trainer(kwargs)
         if train is None:
             plan = self._driven(*args, **kwargs)
