@@ -53,7 +53,12 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     _survive_sigterm()
     let_ray_get_take_ours()
     sys.path.extend(p for p in info.modules if p not in sys.path)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(logging.WARNING)  # the rest is in bray.log
+    # In place of what Ray Train has set up, which would show every line of ours.
+    logging.basicConfig(
+        handlers=[shown], level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True
+    )
     logging.getLogger("bray").setLevel(logging.INFO)
     opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")
