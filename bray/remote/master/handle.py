@@ -7,6 +7,7 @@ import io as bytes_io
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -149,14 +150,15 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
     for kind in desc or ():
         if kind not in KINDS:
             raise UnknownName("key of desc", kind, KINDS, f"bray.merge({name!r})")
-    values = _values(value)
-    finite = [v for v in values if math.isfinite(v)]
-    if len(finite) < len(values):
-        logger.warning(
-            "bray.merge(%r): %d of %d values are not finite, left out", name, len(values) - len(finite), len(values)
-        )
-    if finite:
-        _recorder().add(name, _labels(labels) if labels else (), finite, desc or {})
+    _add_values(name, _values(value), desc or {}, labels)
+
+
+def _add_values(name: str, values: Sequence[float], desc: Mapping[str, str], labels: Mapping[str, Any]) -> None:
+    if not all(map(math.isfinite, values)):
+        count, values = len(values), [v for v in values if math.isfinite(v)]
+        logger.warning("bray.merge(%r): %d of %d values are not finite, left out", name, count - len(values), count)
+    if values:
+        _recorder().add(name, _labels(labels) if labels else (), values, desc)
 
 
 def _values(given: Any) -> list[float]:
@@ -219,7 +221,8 @@ class Metric:
                 f"Metric({name!r}): expected max_samples >= 1 and low_bound <= up_bound, got {max_samples}, {low_bound}, {up_bound}"
             )
         self.name, self.up_bound, self.low_bound, self.print_report = name, up_bound, low_bound, print_report
-        self._values = np.empty(max_samples)
+        self._last: deque[float] = deque(maxlen=max_samples)
+        self._max_samples = max_samples
         self.count = 0
         """Values within the bounds."""
         self.outside = 0
@@ -231,31 +234,31 @@ class Metric:
         values = [v for v in given if self.low_bound <= v <= self.up_bound]
         if outside := len(given) - len(values):
             self.outside += outside
-            merge(f"{self.name}/outside", [1] * outside, {"sum": f"{self.name} out of bounds"}, **labels)
-        merge(self.name, values, **labels)
-        room = len(self._values)
+            _add_values(f"{self.name}/outside", [1.0] * outside, {"sum": f"{self.name} out of bounds"}, labels)
+        if values:
+            _add_values(self.name, values, {}, labels)
         while values:
-            at = self.count % room
-            part, values = values[: room - at], values[room - at :]
-            self._values[at : at + len(part)] = part
+            room = self._max_samples - self.count % self._max_samples
+            part, values = values[:room], values[room:]
+            self._last.extend(part)
             self.count += len(part)
-            if self.count % room == 0:
+            if len(part) == room:
                 self._publish(labels)
 
     def _publish(self, labels: Mapping[str, Any]) -> None:
         """The distribution of the last `max_samples` values. It does not wait for the master: a game may be waiting for this process."""
-        last = self._values
+        last = np.array(self._last)
         merge(f"{self.name}/max", float(last.max()), **labels)
         merge(f"{self.name}/min", float(last.min()), **labels)
         for p, at in zip(self.PERCENTILES, np.percentile(last, self.PERCENTILES), strict=True):
             merge(f"{self.name}/p{p}", at, **labels)
-        _recorder().master().tell("add_histogram", self.name, last.copy())
+        _recorder().master().tell("add_histogram", self.name, last)
         if self.print_report:
             logger.info("%s", self.report())
 
     def report(self) -> str:
         """The last values in one line."""
-        last = self._values[: min(self.count, len(self._values))]
+        last = np.array(self._last)
         if not len(last):
             return f"{self.name}: no values yet, {self.outside} out of bounds"
         percentiles = zip(self.PERCENTILES, np.percentile(last, self.PERCENTILES), strict=True)
