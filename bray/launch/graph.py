@@ -268,8 +268,9 @@ class _Reader:
 
     def read_settings(self, name: str, kind: str, values: dict[str, Any]) -> None:
         cls = KINDS[kind]
-        known = {o.key for o in options(cls).values()}
-        for field_name in values.keys() & (options(cls).keys() - known):  # `class_`, which is written `class`
+        declared = options(typing.cast(type, cls))
+        known = {o.key for o in declared.values()}
+        for field_name in values.keys() & (declared.keys() - known):  # `class_`, which is written `class`
             self.problems.append(self.unknown_key(cls, [name, field_name]))
         own = cls.FREE or (cls is ActorSettings and values.get("module") is not None)
         extra = {k: v for k, v in values.items() if own and k not in known and k != "kind"}
@@ -383,7 +384,10 @@ class _Reader:
             if c.kind in ("model", "trainer") and s.algo is None and not from_run:
                 missing = [k for k in ("module", "class_") if hasattr(s, k) and getattr(s, k) is None]
                 for key in missing:
-                    self.problem((name,), f"expected `{options(type(s))[key].key}: ...` under it (or `algo: ...`)")
+                    self.problem(
+                        (name,),
+                        f"expected `{options(typing.cast(type, type(s)))[key].key}: ...` under it (or `algo: ...`)",
+                    )
             if c.kind == "agent" and s.model is not None:
                 needs(name, ("model",), s.model, "An agent needs its model wherever it acts: enable it there too.")
             elif c.kind == "actor":

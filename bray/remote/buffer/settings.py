@@ -52,7 +52,10 @@ class BufferSettings(BufferOptions):
 
     def make_limit(self) -> RateLimit | None:
         """Of rows that come in per row drawn."""
-        return None if self.pushed_per_sampled is None else RateLimit(*map(float, self.pushed_per_sampled))
+        if self.pushed_per_sampled is None:
+            return None
+        least, most = self.pushed_per_sampled
+        return RateLimit(float(least), float(most))
 
     @property
     def shards(self) -> int:
