@@ -9,6 +9,7 @@ import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bray import compat
 from bray._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -73,11 +74,12 @@ def _public_names() -> dict[str, str]:
 
 _HOMES = _public_names()
 __all__ = sorted([*_HOMES, "__version__"])
+compat.install()
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'bray' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        return compat.old_name(name, __all__)
     value = import_module("bray.fake") if name == "fake" else getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -80,7 +80,7 @@ def test_json(server, tcp):
         with pytest.raises(ClientError, match="JSON was expected; got b'ended'") as e:
             c.end({"last": True})
         assert e.value.code == "bad_reply"
-        with pytest.raises(TypeError, match=r"expected bytes, str, or a dict or list.*got int"):
+        with pytest.raises(TypeError, match=r"expected bytes, str, a protobuf message, or a dict or list.*got int"):
             c.tick(3)
 
 
@@ -595,3 +595,14 @@ def test_works_where_poll_is_missing(monkeypatch, strict):
         c.start()
         strict.hang_up()
         assert c.tick(b"x") == b"x"
+
+
+@BOTH
+def test_protobuf_messages_in_and_out(server, tcp):
+    wrappers = pytest.importorskip("google.protobuf.wrappers_pb2")
+    with client(server, tcp) as c:
+        c.start()
+        output = wrappers.StringValue()
+        assert c.tick(wrappers.StringValue(value="left"), output) is output
+        assert output.value == "left"
+        assert c.step(wrappers.StringValue(value="up"), wrappers.StringValue()).value == "up"

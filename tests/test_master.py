@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, DataError, UnknownName
 from bray.remote import master
 from bray.remote.master import handle
 from tests.ray_for_tests import opened
@@ -165,6 +165,30 @@ def test_metric_leaves_out_what_is_beyond_its_bounds(session, caplog):
     assert "bounded: mean 2.5" in caplog.text
     with pytest.raises(ConfigError, match="max_samples"):
         master.Metric("bounded", max_samples=0)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_an_array_counts_as_its_values(session, kind):
+    name = f"array/{kind.__name__}"
+    master.merge(name, kind([[1.0, 2.0], [3.0, 6.0]]), {"last_100_max": "largest"})
+    master.merge(name, 8)
+    assert [master.query(name, k) for k in ("cnt", "sum", "avg", "last_100_max")] == [5, 20, 4, 8]
+
+
+def test_what_is_no_number_is_refused_with_its_type(session):
+    with pytest.raises(DataError, match="expected a number, an array or a tensor of numbers, got dict"):
+        master.merge("odd", {"a": 1})
+
+
+def test_metric_of_arrays_has_percentiles(session):
+    metric = master.Metric("logits", up_bound=99, max_samples=50)
+    metric.merge(np.arange(60.0).reshape(6, 10))  # the first 50 are published, 10 wait
+    metric.merge(torch.full((3,), 100.0))
+    assert (metric.count, metric.outside) == (60, 3)
+    shown = {k: master.query(f"logits/{k}", "avg") for k in ("max", "min", "p50", "p90", "outside")}
+    assert shown == {"max": 49, "min": 0, "p50": 24.5, "p90": pytest.approx(44.1), "outside": 1}
+    assert master.query("logits", "avg") == 29.5
+    assert master.query("logits/outside", "sum") == 3
 
 
 @on_ray

@@ -1,6 +1,8 @@
 """What a master writes: rows, TensorBoard's events, and a state that survives."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ def test_rows_and_events_of_a_master(tmp_path):
         master.add_image("picture", np.zeros((3, 8, 6), np.float32), step=1)
         master.add_video("clip", np.zeros((2, 4, 3, 8, 8), np.uint8), step=1)
         master.add_histogram("weights", torch.randn(100), step=2)
+        master.Metric("spread", max_samples=10).merge(np.arange(12))
         master.add_graph(torch.nn.Linear(3, 2), (torch.zeros(1, 3),))
         with pytest.raises(DataError, match="expected dimensions CHW"):
             master.add_image("bad", np.zeros((3, 3)))
@@ -51,6 +54,7 @@ def test_rows_and_events_of_a_master(tmp_path):
     assert found.Images("clip")[0].width == 16
     assert found.Images("clip")[0].encoded_image_string[:3] == b"GIF"
     assert found.Histograms("weights")[0].histogram_value.num == 100
+    assert found.Histograms("spread")[0].histogram_value.num == 10
     assert found.Graph().node
 
 
@@ -158,3 +162,27 @@ def test_a_damaged_state_is_set_aside(tmp_path):
     third = Master(str(tmp_path))
     assert third.get("a") is None
     assert (tmp_path / "master.damaged").exists()
+
+
+def test_a_script_that_just_ends_leaves_its_last_row(tmp_path):
+    script = (
+        "import bray, numpy as np, torch\n"
+        "bray.init('project', 'trial', cluster='local')\n"
+        "bray.RemoteModel('m', torch.nn.Linear(3, 2), (np.zeros(3, np.float32),), tensorboard_step=True)\n"
+        "bray.merge('loss', 0.5)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert made.stderr == ""
+    (row,) = rows_of(tmp_path / "project" / "trial")
+    assert (row["loss"], row["learner_steps_total"]) == (0.5, 0)
+
+
+def test_a_model_of_an_earlier_run_of_the_trial_is_not_missed(tmp_path, caplog):
+    with opened(tmp_path, "local"):
+        master.set_tensorboard_step("of-before")
+    caplog.clear()
+    with opened(tmp_path, "local") as session:
+        master.merge("loss", 0.5)
+    assert "the last row has no learner_steps_total" not in caplog.text
+    assert caplog.text.count("there is no model") <= 1
+    assert rows_of(session.path)[-1]["loss"] == 0.5

@@ -116,6 +116,8 @@ def test_errors_of_the_users_code_are_the_promises_and_end_the_session():
     with pytest.raises(KeyError, match="advantage") as caught:
         end.result(60)
     assert any(entry.name == "loss" for entry in caught.traceback)
+    assert RunDir(sessions.session().path).load_checkpoint().step == 2
+    assert "step 2 is saved: the same command goes on from there" in caught.value.__notes__
     with pytest.raises(KeyError, match="advantage") as caught:
         sessions.run_until_asked_to_stop()
     assert any("trainer broken" in note for note in caught.value.__notes__)
@@ -148,6 +150,25 @@ def test_the_end_of_a_session_saves_the_training(tmp_path):
         again = RemoteTrainer("t").train(trainer=Regression, model="m", buffers=["b"], num_steps=summary["steps"] + 3)
         assert again.result(60)["resumed_from"] == summary["model_step"]
         assert remote.step == summary["model_step"] + 3
+
+
+def test_a_chosen_checkpoint_is_where_the_trainer_goes_on_too(local_session, caplog):  # noqa: F811
+    def run(steps, **settings):
+        RemoteModel("m", net(), (np.zeros(3, np.float32),), checkpoint_interval=5, **settings)
+        asked = {"num_steps": steps, "checkpoint_interval": 5, "weights_publish_interval": 5}
+        return RemoteTrainer("t").train(trainer=Regression, model="m", buffers=["b"], **asked).result(60)
+
+    filled()
+    assert run(20)["model_step"] == 20
+    again = run(12, checkpoint=10)
+    assert (again["resumed_from"], again["model_step"]) == (10, 12)
+    saved = RunDir(local_session.path).load_checkpoint()
+    optimizer = saved.state["arrays"]["learner"]["optimizer"]
+    assert saved.step == 12
+    assert int(optimizer["state"][0]["step"]) == 12  # it had made 10 steps then, not 20
+    other = run(3, checkpoint=str(saved.path / "model.safetensors"))
+    assert (other["resumed_from"], other["steps"]) == (None, 3)
+    assert "no state of the trainer: optimizer and counters begin anew" in caplog.text
 
 
 def test_two_trainers_side_by_side_and_one_name_twice():
@@ -279,7 +300,7 @@ def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learn
         ),
         (
             {"trainer": Regression, "model": "m", "buffers": ["b"], "num_steps": 0},
-            "num_steps: expected a whole number >= 1",
+            "num_steps: expected a whole number > 0",
         ),
         ({"train": 3}, "expected a function, got 3"),
     ],
@@ -287,6 +308,14 @@ def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learn
 def test_what_is_asked_for_is_checked(kwargs, said):
     with pytest.raises(ConfigError, match=said):
         RemoteTrainer().train(**kwargs)
+
+
+def test_gpus_of_a_rank():
+    assert RemoteTrainer("t").gpus_per_worker == 0
+    assert RemoteTrainer("t", use_gpu=True).gpus_per_worker == 1
+    assert RemoteTrainer("t", use_gpu=True, gpus_per_worker=0.5).gpus_per_worker == 0.5
+    with pytest.raises(ConfigError, match="together with use_gpu=True"):
+        RemoteTrainer("t", gpus_per_worker=0.5)
 
 
 def test_unknown_arguments_and_resources():

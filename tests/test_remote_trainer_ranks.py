@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 
+from bray.errors import ConfigError, Unreachable
+from bray.remote.trainer.worker import is_worth_another_try
 from bray.train.driver import Hook
 from bray.train.ranks import DistributedLearner, RankLost, Ranks, average_gradients, is_rank_lost
 from tests.trainer_for_tests import (
@@ -416,3 +418,21 @@ def test_the_death_of_a_rank_is_told_from_an_error_of_the_users_code(outcome):
     assert "rank 0 of 2 lost another one" in said
     assert not is_rank_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_rank_lost(ConnectionResetError("Connection reset by peer"))
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_nccl_that_is_set_up_wrongly_is_told_from_a_dead_rank(monkeypatch, alive):
+    """It is an error of the setup, shown at once, where every rank still answers; else the ranks are started again."""
+
+    def fails(*_, **__):
+        raise RuntimeError("NCCL error in: unhandled system error\nno socket interface found")
+
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "get_backend": "nccl"}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "new_group", lambda backend: "gloo")
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    monkeypatch.setattr(dist, "monitored_barrier", (lambda *_: None) if alive else fails)
+    with pytest.raises(ConfigError if alive else Unreachable) as caught:
+        Ranks().check_gpus(torch.device("cpu"))
+    assert is_worth_another_try(caught.value) is not alive
+    assert "no socket interface found" in str(caught.value)

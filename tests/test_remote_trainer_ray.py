@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -179,3 +181,32 @@ def test_a_killed_rank_is_started_again_and_training_goes_on(parts, ray_session)
         assert now[0] != before[0]
         assert now[1] != before[1]
     assert not end.done()  # it goes on until the session ends
+
+
+PRINTS = """
+import sys, bray
+
+def train():
+    print("printed by the rank")
+    bray.logger.info("said by the rank")
+    bray.logger.warning("warned by the rank")
+
+if __name__ == "__main__":
+    bray.init("project", "trial", num_cpus=4, object_store_memory=100 << 20)
+    bray.RemoteTrainer().train(train=train).result(300)
+    bray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_rank_prints_is_shown_once(tmp_path):
+    (tmp_path / "prints.py").write_text(PRINTS)
+    env = {**os.environ, "RAY_ADDRESS": "local", "RAY_DEDUP_LOGS": "0"}
+    made = subprocess.run(
+        [sys.executable, "prints.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=True
+    )
+    shown = made.stdout + made.stderr
+    assert shown.count("printed by the rank") == 1, shown
+    assert shown.count("warned by the rank") == 1, shown
+    assert "said by the rank" not in shown
+    assert "said by the rank" in (tmp_path / "project" / "trial" / "bray.log").read_text()

@@ -50,6 +50,24 @@ def test_run_until_asked_to_stop_raises_what_a_component_raised(tmp_path):
         sessions.session()
 
 
+def test_ctrl_c_while_a_session_ends_by_itself_interrupts_nothing(tmp_path):
+    with opened(tmp_path, "local") as session:
+        ended = []
+        session.stop_hooks.append(lambda: ended.append("stopped"))
+        session.stop_hooks.append(lambda: os.kill(os.getpid(), signal.SIGINT))  # called first
+        sessions.run_until_asked_to_stop(lambda: True)
+        assert ended == ["stopped"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_interrupts_the_end_of_a_session(tmp_path):
+    with opened(tmp_path, "local") as session:
+        left = [signal.SIGINT, signal.SIGINT]
+        session.stop_hooks.append(lambda: [os.kill(os.getpid(), left.pop()) for _ in left[:]])
+        with pytest.raises(KeyboardInterrupt):
+            sessions.run_until_asked_to_stop(lambda: True)
+
+
 def test_run_until_asked_to_stop_ends_at_a_signal(tmp_path):
     with opened(tmp_path, "local"):
 

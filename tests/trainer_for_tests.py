@@ -119,9 +119,7 @@ def drive_of(
         "t",
         trainer=cls,
         config=config or {"t": {}},
-        learning_rate=rate,
-        clip_grad_max_norm=norm,
-        settings=Settings(**settings),
+        settings=Settings(learning_rate=rate, clip_grad_max_norm=norm, **settings),
     )
     return worker.assemble(
         plan,

@@ -23,8 +23,9 @@ class Client(GameSession):
         client.end()
     ```
 
-    `data` may be bytes (sent as they are, the reply is bytes), a str (sent as UTF-8, the reply is bytes), or a dict or
-    list (sent as JSON, and the reply is parsed as JSON; an empty reply is None).
+    `data` may be bytes (sent as they are, the reply is bytes), a str (sent as UTF-8, the reply is bytes), a protobuf message
+    (`tick(message, output)` fills the message `output`), or a dict or list (sent as JSON, and the reply is parsed as JSON; an
+    empty reply is None).
 
     `timeout` bounds each call in seconds, waiting and retries included. At most `retries` further attempts are made,
     with growing pauses, when nothing was executed: no connection, 503, and 429 at `start` or `step`. A request that was

@@ -58,7 +58,10 @@ class GameSession:
         tcp: bool = False,
         tls: Any = False,
         retries: int = 5,
+        **old: Any,
     ):
+        for name in old:
+            raise TypeError(f"{type(self).__name__}: there is no {name}=" + _OLD.get(name, ""))
         if not timeout > 0:
             raise ValueError(f"timeout: expected seconds > 0, got {timeout!r}")
         if retries < 0:
@@ -81,9 +84,9 @@ class GameSession:
         """Start a session and return the Actor's answer. Its name is `game`, or `game-agent-name` with an agent."""
         return self._run(self._start(game, agent, data))
 
-    def tick(self, data: Any, *, idempotent: bool = False) -> Any:
-        """One decision: send the state of the game, get the Actor's answer."""
-        return self._run(self._in_session(TICK, data, idempotent))
+    def tick(self, data: Any, output: Any = None, *, idempotent: bool = False) -> Any:
+        """One decision: send the state of the game, get the Actor's answer. `output`: a protobuf message that is filled with it."""
+        return self._run(self._in_session(TICK, data, idempotent, output))
 
     _tick = tick
 
@@ -93,9 +96,9 @@ class GameSession:
 
     stop = end
 
-    def step(self, data: Any, *, idempotent: bool = False) -> Any:
+    def step(self, data: Any, output: Any = None, *, idempotent: bool = False) -> Any:
         """A decision without a session: a pooled Actor starts, ticks and ends in one."""
-        return self._run(self._request(AUTO, data, idempotent))
+        return self._run(self._request(AUTO, data, idempotent, output=output))
 
     def close(self) -> Any:
         """Close the connection, unless it is shared. The session lives on until it is ended or expires."""
@@ -117,11 +120,11 @@ class GameSession:
         self._started = True
         return answer
 
-    async def _in_session(self, kind: bytes, data: Any, idempotent: bool = False) -> Any:
+    async def _in_session(self, kind: bytes, data: Any, idempotent: bool = False, output: Any = None) -> Any:
         if not self._session:
             raise ClientError(0, "not_started", "expected a session, there is none: call start() first")
         self._started = self._started and kind is not END
-        return await self._request(kind, data, idempotent)
+        return await self._request(kind, data, idempotent, output=output)
 
     async def _leave(self, error: BaseException | None) -> None:
         """The end of a `with` block."""
@@ -138,13 +141,16 @@ class GameSession:
     async def _close(self) -> None:
         self._transport.close()
 
-    async def _request(self, kind: bytes, data: Any, idempotent: bool = False, timeout: float | None = None) -> Any:
+    async def _request(
+        self, kind: bytes, data: Any, idempotent: bool = False, timeout: float | None = None, output: Any = None
+    ) -> Any:
         body, as_json = encode(data)
         attempts = _Attempts(kind, timeout or self.timeout, self.retries, idempotent)
         async with self._turn:
             while True:
                 try:
-                    return decode(await self._exchange(kind, body, attempts.deadline), as_json)
+                    reply = await self._exchange(kind, body, attempts.deadline)
+                    return decode(reply, as_json) if output is None else _fill(output, reply)
                 except ClientError as error:
                     pause = attempts.pause(error)
                 await self._transport.sleep(pause)
@@ -168,6 +174,19 @@ class GameSession:
 
     def _where(self) -> str:
         return f"session {self.session!r} at {self.host}:{self.port}"
+
+
+_OLD = {
+    "actor": ", which played without a service: call the methods of your Actor yourself, or serve it with bray.RemoteActor",
+    "secret": ": `token=` is what a service checks",
+}
+"""Arguments of the first Bray's client."""
+
+
+def _fill(output: Any, reply: bytes) -> Any:
+    """A protobuf message, with what came."""
+    output.ParseFromString(reply)
+    return output
 
 
 def _field(name: str, value: str | bytes | None) -> bytes:

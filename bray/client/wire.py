@@ -283,7 +283,11 @@ def encode(data: Any) -> tuple[bytes, bool]:
         return data.encode(), False
     if isinstance(data, (bytearray, memoryview)):
         return bytes(data), False
-    raise TypeError(f"expected bytes, str, or a dict or list to send as JSON; got {type(data).__name__}")
+    if hasattr(data, "SerializeToString"):
+        return data.SerializeToString(), False
+    raise TypeError(
+        f"expected bytes, str, a protobuf message, or a dict or list to send as JSON; got {type(data).__name__}"
+    )
 
 
 _NOTHING = (b"", b"Game Started", b"Game Stopped")  # the last two: to a start and an end that the Actor did not answer

@@ -148,7 +148,10 @@ class Hosted:
         try:
             self.worker = make()
             if (start := getattr(self.worker, "start", None)) is not None:
-                io.run(start())
+                if io.is_loop():  # of local mode: an Actor makes a buffer or a clone, and cannot wait for its own loop
+                    io.spawn(start(), f"starting {name}")
+                else:
+                    io.run(start())
         except BaseException as e:
             self.failure = Failure.of(e, self.where)
             logger.error("%s could not be started", self.where, exc_info=e)

@@ -32,6 +32,7 @@ from bray.cluster.protocol import (
 )
 from bray.cluster.ray_start import alive_nodes
 from bray.cluster.session import ClusterSession, SessionInfo, enter, session
+from bray.compat import let_ray_get_take_ours
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.rundir import log_to
@@ -50,8 +51,14 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     """In a worker process: take part in the session."""
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
     _survive_sigterm()
+    let_ray_get_take_ours()
     sys.path.extend(p for p in info.modules if p not in sys.path)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(logging.WARNING)  # the rest is in bray.log
+    # In place of what Ray Train has set up, which would show every line of ours.
+    logging.basicConfig(
+        handlers=[shown], level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True
+    )
     logging.getLogger("bray").setLevel(logging.INFO)
     opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")
@@ -243,6 +250,10 @@ class RayCluster:
     ) -> Member:
         if name in self.names():
             raise name_taken(name)
+        if session().member not in ("", "master"):  # else it would end with this process, which Ray may restart
+            resources = {"cpus": cpus, "gpus": gpus, "memory": memory, "node": node}
+            wait = BUSY_TIMEOUT + START_TIMEOUT
+            return self.find("master").call("start_member", name, cls, args, resources, kwargs, timeout=wait).result()
         self._check_feasible(name, cpus, gpus, memory, node)
         made: Any = ray.cloudpickle.dumps((cls, args, kwargs))
         if len(made) > _INLINE:
@@ -369,8 +380,12 @@ class RayCluster:
         if not ray.is_initialized():
             return
         try:
-            running = set(self.names())
-            for name in reversed([n for n in self._kept if n in running]):  # the master, started first, goes last
+            running = self.names()
+            ours = [n for n in self._kept if n in running]
+            for name in (
+                *(n for n in running if n not in ours),
+                *reversed(ours),
+            ):  # the master, started first, goes last
                 with contextlib.suppress(Exception):
                     self.stop(name)
         except Exception as e:  # what could be saved is saved

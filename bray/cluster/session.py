@@ -151,10 +151,17 @@ def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float
 
     poll  called about every `every` seconds; True ends the session
     """
-    asked = threading.Event()
+    asked, ending = threading.Event(), False
+
+    def ask(signum: int, _: Any) -> None:
+        # A second Ctrl-C interrupts the ending. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
+        if ending and asked.is_set() and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.set()
+
     old = {}
     if threading.current_thread() is threading.main_thread():
-        old = {s: signal.signal(s, lambda *_: asked.set()) for s in _ENDING if signal.getsignal(s) != signal.SIG_IGN}
+        old = {s: signal.signal(s, ask) for s in _ENDING if signal.getsignal(s) != signal.SIG_IGN}
     try:
         while not asked.wait(every):
             for name, end in session().watched:
@@ -164,9 +171,7 @@ def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float
             if poll is not None and poll():
                 break
     finally:
-        # A second Ctrl-C interrupts what follows. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
-        if signal.SIGINT in old:
-            signal.signal(signal.SIGINT, old.pop(signal.SIGINT))
+        ending = True
         try:
             shutdown()
         finally:

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bray.config import ConfigSource, load_yaml, parse_assignments, resolve
+from bray.config.declare import options
 from bray.errors import ConfigError, UnknownName, did_you_mean
 from bray.launch.settings import KINDS, ActorSettings, BufferSettings, LaunchSettings, TrainerSettings
+from bray.remote.trainer.options import gpus_of_rank
 
 _TOP = tuple(f.name for f in dataclasses.fields(LaunchSettings))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")  # it becomes part of file names and of the names in the cluster
@@ -121,7 +123,7 @@ def _ask(c: Component) -> ResourceRequest | None:
     if c.kind == "trainer":
         n = s.num_workers or 1
         cpus = 1.0 if s.cpus_per_worker is None else s.cpus_per_worker
-        return ResourceRequest(c.name, n, n * cpus, float(n) if s.use_gpu else 0.0, 0, "any node")
+        return ResourceRequest(c.name, n, n * cpus, n * gpus_of_rank(s.use_gpu, s.gpus_per_worker), 0, "any node")
     return None
 
 
@@ -229,10 +231,10 @@ class _Reader:
 
     def unknown_key(self, cls: type, path: list[str]) -> str:
         """The nearest key of the same component. A section's own name would make all its keys look near."""
-        *inside, leaf = [_spelled(part) for part in path]
+        *inside, leaf = path
         for part in inside[1:]:
             cls = next(a for a in typing.get_args(typing.get_type_hints(cls)[part]) if a is not type(None))
-        hint = did_you_mean(leaf, [_spelled(f.name) for f in dataclasses.fields(cls)], most=99)
+        hint = did_you_mean(leaf, [o.key for o in options(cls).values()], most=99)
         own = " Settings of your own belong in a `kind: config` component." if "Did you mean" not in hint else ""
         return f"unknown key {'.'.join([*inside, leaf])!r} ({self.where(*inside, leaf)}).{hint}{own}"
 
@@ -266,7 +268,10 @@ class _Reader:
 
     def read_settings(self, name: str, kind: str, values: dict[str, Any]) -> None:
         cls = KINDS[kind]
-        known = {_spelled(f.name) for f in dataclasses.fields(cls)}
+        declared = options(typing.cast(type, cls))
+        known = {o.key for o in declared.values()}
+        for field_name in values.keys() & (declared.keys() - known):  # `class_`, which is written `class`
+            self.problems.append(self.unknown_key(cls, [name, field_name]))
         own = cls.FREE or (cls is ActorSettings and values.get("module") is not None)
         extra = {k: v for k, v in values.items() if own and k not in known and k != "kind"}
         if kind != "config":
@@ -279,10 +284,8 @@ class _Reader:
         for source in self.sources:
             inner = source.values.get(name)
             if isinstance(inner, dict):
-                kept = {_field(k): v for k, v in inner.items() if k != "kind" and k not in extra}
-                sources.append(
-                    ConfigSource(source.name, {name: kept}, _renamed(source.lines), _renamed(source.texts))
-                )  # fmt: skip
+                kept = {k: v for k, v in inner.items() if k != "kind" and k not in extra}
+                sources.append(ConfigSource(source.name, {name: kept}, source.lines, source.texts))
         settings = self.resolved(name, cls, sources)
         if settings is not None:
             self.all[name] = Component(name, kind, settings, extra, self.where(name))
@@ -381,7 +384,10 @@ class _Reader:
             if c.kind in ("model", "trainer") and s.algo is None and not from_run:
                 missing = [k for k in ("module", "class_") if hasattr(s, k) and getattr(s, k) is None]
                 for key in missing:
-                    self.problem((name,), f"expected `{_spelled(key)}: ...` under it (or `algo: ...`)")
+                    self.problem(
+                        (name,),
+                        f"expected `{options(typing.cast(type, type(s)))[key].key}: ...` under it (or `algo: ...`)",
+                    )
             if c.kind == "agent" and s.model is not None:
                 needs(name, ("model",), s.model, "An agent needs its model wherever it acts: enable it there too.")
             elif c.kind == "actor":
@@ -487,19 +493,6 @@ def _get(values: Any, key: Sequence[str]) -> Any:
 
 def _a(kind: str | None) -> str:
     return f"an {kind}" if kind in ("agent", "actor") else f"a {kind}"
-
-
-def _spelled(field_name: str) -> str:
-    return {"class_": "class", "class__": "class_"}.get(field_name, field_name)
-
-
-def _field(key: str) -> str:
-    """`class` as a field; whoever writes `class_` into a file gets an unknown key."""
-    return {"class": "class_", "class_": "class__"}.get(key, key)
-
-
-def _renamed(places: dict[tuple[str, ...], Any] | None) -> dict[tuple[str, ...], Any] | None:
-    return None if places is None else {(*k[:1], *(_field(p) for p in k[1:])): v for k, v in places.items()}
 
 
 def _merged(old: Any, new: Any) -> Any:

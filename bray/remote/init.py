@@ -13,6 +13,7 @@ from bray.cluster.local import LocalCluster
 from bray.cluster.protocol import Cluster
 from bray.cluster.ray_start import start_ray
 from bray.cluster.session import ClusterSession, SessionInfo, current, enter, shutdown
+from bray.compat import let_ray_get_take_ours
 from bray.errors import ConfigError, UnknownName
 from bray.remote.master.handle import start_master
 from bray.rundir import RunDir, log_to
@@ -69,6 +70,7 @@ def init(
             modules=tuple(os.path.abspath(p) for p in sys.path),
         )
         info, made = _make_cluster(cluster, info, ray_kwargs)
+        let_ray_get_take_ours()
         opened = enter(ClusterSession(info, made, run=run, log=log_to(Path(info.numbers) / "bray.log")))
     except BaseException:
         run.close()

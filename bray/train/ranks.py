@@ -7,6 +7,7 @@ gradients are on GPUs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bray.errors import Unreachable
+from bray.errors import ConfigError, Unreachable
 
 
 class RankLost(Unreachable):
     """Another rank has died: the group is started again."""
 
 
+_ALIVE_S = 20.0  # in which a rank that is alive notices that NCCL does not work
 _OF_COLLECTIVES = ("gloo/", "NCCL", "ProcessGroup", "c10d")
 
 
@@ -52,6 +54,23 @@ class Ranks:
             operation()
         except RuntimeError as e:
             raise RankLost(f"rank {self.rank} of {self.size} lost another one: {e}") from e
+
+    def check_gpus(self, device: torch.device) -> None:
+        """Add up one number on the GPUs before anything depends on it. NCCL that is set up wrongly fails here, on ranks that are all alive; the
+        same error later means that a rank has died."""
+        if self._control is None:
+            return
+        try:
+            x = torch.ones(1, device=device)
+            dist.all_reduce(x)
+            float(x)  # waits for it
+        except RuntimeError as e:
+            self._run(lambda: dist.monitored_barrier(self._control, timedelta(seconds=_ALIVE_S)))
+            why = str(e).strip().splitlines()[-1]
+            raise ConfigError(
+                f"the GPUs of the {self.size} ranks do not reach each other: {why} NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME names the "
+                "network interface; ranks that share a GPU need gpus_per_worker below 1"
+            ) from e
 
     def all_reduce_sum(self, *numbers: float) -> list[float]:
         """The sums of some numbers over all ranks."""

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.errors import ConfigError, DataError, Ended, MissingComponent, Unreachable
+from bray.errors import ConfigError, DataError, Ended, MissingComponent, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
+from bray.remote.buffer.options import BufferOptions
 from bray.remote.buffer.pending import Pushed
 from bray.remote.buffer.reader import PREFETCH, Reader, Sampler
 from bray.remote.buffer.settings import BufferSettings
@@ -37,39 +38,20 @@ _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just 
 class RemoteBuffer:
     """The buffer of this name, made if there is none. An existing one is found by its name alone, or with the settings it was made with.
 
-    name         unique in the session
-    size         batches it holds in memory (samples, where batch_size is None), all workers together
-    batch_size   samples per batch; None: samples come out one by one, as they were pushed
-    num_workers  shards, each a process
-    density      percentage of the shards that a producer connects to, at least one; less saves connections where producers are
-                 many. Consumers connect to all.
-    store        "queue": each sample goes to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait (`drop=False`).
-                 "uniform", "prioritized": the newest size * batch_size samples; batches are drawn from them and carry `id` and `weight`
-    alpha, eps   priorities count as (|priority| + eps) ** alpha; new samples get the largest so far
-    beta         exponent of the importance weights; the attribute may be changed during a training
-    max_reuse    a sample is drawn at most this many times
-    pushed_per_sampled  (least, most): rows that come in per row drawn, over about the last 30 s (`bray.data.RateLimit`). Draws wait while there
-                 are fewer, pushes with drop=False while there are more
+    name      unique in the session
+    settings  size=8, batch_size=128, store="uniform", ...: the fields of `bray.remote.buffer.options.BufferOptions`, each explained there. The
+              first ones may be given by position, in that order
+
+    "queue" gives each sample to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait (`drop=False`). "uniform"
+    and "prioritized" hold the newest size * batch_size samples; batches are drawn from them and carry `id` and `weight`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        size: int = 512,
-        batch_size: int | None = None,
-        num_workers: int = 2,
-        density: int = 100,
-        store: str = "queue",
-        *,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        eps: float = 1e-5,
-        max_reuse: int | None = None,
-        pushed_per_sampled: tuple[float, float] | None = None,
-    ):
-        least, most = (0.0, math.inf) if pushed_per_sampled is None else pushed_per_sampled
-        limits = float(least), float(most)
-        asked = BufferSettings(name, size, batch_size, num_workers, density, store, alpha, beta, eps, max_reuse, limits)
+    def __init__(self, name: str, *by_position: Any, **settings: Any):
+        known = [f.name for f in fields(BufferOptions)]
+        for key in settings:
+            if key not in known:
+                raise UnknownName("setting", key, known, f"buffer {name!r}")
+        asked = BufferSettings(name, **dict(zip(known, by_position, strict=False)), **settings)
         self.settings = _find_or_make(asked)
 
     @property
@@ -315,19 +297,22 @@ def _find_or_make(asked: BufferSettings) -> BufferSettings:
 
 def _make(asked: BufferSettings) -> BufferSettings:
     cluster = session().cluster
-    if io.is_loop():
-        raise RuntimeError(
-            f"there is no buffer {asked.name!r}, and the io loop must not wait until it is made: make it in the main program or a thread"
-        )
-    names = [f"buffer/{asked.name}/{i}" for i in range(asked.shards)]
-    with ThreadPoolExecutor(1 if cluster.kind == "local" else min(8, len(names))) as pool:  # a process takes seconds
-        started = [pool.submit(cluster.start, name, BufferShard, asked, i) for i, name in enumerate(names)]
-    errors = [f.exception() for f in started]
-    if any(errors):
-        for name, error in zip(names, errors, strict=True):
-            if error is None:
-                cluster.stop(name)
-        raise next(e for e in errors if e is not None)
+
+    def start(index: int) -> None:
+        cluster.start(f"buffer/{asked.name}/{index}", BufferShard, asked, index)
+
+    start(0)  # of several processes that make the buffer, the one that makes its first shard makes them all
+    try:
+        if cluster.kind == "local":
+            for index in range(1, asked.shards):
+                start(index)
+        elif asked.shards > 1:
+            with ThreadPoolExecutor(min(8, asked.shards - 1)) as pool:  # a process takes seconds
+                list(pool.map(start, range(1, asked.shards)))
+    except BaseException:
+        for index in range(asked.shards):
+            cluster.stop(f"buffer/{asked.name}/{index}")
+        raise
     return asked
 
 

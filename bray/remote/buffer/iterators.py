@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.compat import old_keywords
 from bray.errors import ConfigError, UnknownName
 from bray.remote.buffer.reader import forget_interrupt, interrupt
 from bray.tree import NestedArray
+
+_JOINED: dict[str, Callable[[Sequence[NestedArray]], Any]] = {"stack": tree.stack, "concate": tree.concat}
+"""Ways to make one tree of several."""
 
 
 class BatchBuffer(Iterator[Any]):
@@ -25,8 +29,8 @@ class BatchBuffer(Iterator[Any]):
     or as a list (None). The last batch, when the buffer ends, may be smaller."""
 
     def __init__(self, buffer: Iterable[NestedArray], batch_size: int, kind: str | None = "stack"):
-        if kind not in ("stack", "concate", None):
-            raise UnknownName("kind of batch", str(kind), ("stack", "concate"))
+        if kind is not None and kind not in _JOINED:
+            raise UnknownName("kind of batch", str(kind), _JOINED)
         if batch_size < 1:
             raise ConfigError(f"a batch has at least 1 item, got batch_size {batch_size}")
         self.buffer, self.batch_size, self.kind = iter(buffer), batch_size, kind
@@ -39,15 +43,14 @@ class BatchBuffer(Iterator[Any]):
                 break
         if not items:
             raise StopIteration
-        if self.kind is None:
-            return items
-        return tree.stack(items) if self.kind == "stack" else tree.concat(items)
+        return items if self.kind is None else make_batch(items, self.kind)
 
 
 class TorchTensorBuffer(Iterator[Any]):
     """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned memory while the
     caller goes on."""
 
+    @old_keywords("TorchTensorBuffer")
     def __init__(self, buffer: Iterable[NestedArray], device: Any = None):
         import torch
 
@@ -230,6 +233,9 @@ def handle_nested_array(nested: NestedArray, handler: Callable[[Any], Any]) -> N
     return tree.map(handler, nested)
 
 
-def make_batch(samples: Sequence[NestedArray]) -> NestedArray:
-    """Trees of one structure -> one tree `[len(samples), ...]`."""
-    return tree.stack(samples)
+@old_keywords("make_batch")
+def make_batch(samples: Sequence[NestedArray], kind: str = "stack") -> NestedArray:
+    """Trees of one structure -> one tree `[len(samples), ...]`; kind "concate" joins them along their first axis instead."""
+    if kind not in _JOINED:
+        raise UnknownName("kind of batch", str(kind), _JOINED)
+    return _JOINED[kind](samples)

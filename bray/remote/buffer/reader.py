@@ -84,11 +84,16 @@ class Reader:
 
     def tick(self) -> None:
         """Called every second where ports may be used: stop fetching ahead for an iteration that pauses."""
+        if time.monotonic() >= self._asked_at + PAUSE_S:
+            self.pause()
+
+    def pause(self) -> None:
+        """Stop fetching ahead, unless somebody waits. The next iteration begins again."""
         with self._lock:
-            if not self.prefetch or self._waiters or time.monotonic() < self._asked_at + PAUSE_S:
+            if not self.prefetch or self._waiters:
                 return
             self.prefetch = 0
-        self._withdraw()
+        self._run(self._withdraw)
 
     def give_up(self, promise: Any) -> bool:
         """Stop waiting; False where the result has come meanwhile."""
@@ -105,6 +110,7 @@ class Reader:
         for promise in [w for w in list(self._waiters) if w.thread == thread]:
             if self.give_up(promise):
                 _settle(promise, error=Ended("the wait was interrupted"))
+        self.pause()  # what is pushed now is for others
 
     def put_back(self, make: Make) -> None:
         """Whoever waited for this was interrupted: it goes to the next caller."""

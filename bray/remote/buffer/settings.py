@@ -7,25 +7,17 @@ from dataclasses import dataclass
 
 from bray.data.limit import RateLimit
 from bray.errors import ConfigError, UnknownName
+from bray.remote.buffer.options import BufferOptions
 
 STORES = ("queue", "uniform", "prioritized")
 
 
 @dataclass(frozen=True)
-class BufferSettings:
-    """How a buffer was made, known to all its handles. `RemoteBuffer` explains each."""
+class BufferSettings(BufferOptions):
+    """How a buffer was made, known to all its handles."""
 
     name: str
-    size: int = 512
-    batch_size: int | None = None
-    num_workers: int = 2
-    density: int = 100
-    store: str = "queue"
-    alpha: float = 0.6
-    beta: float = 0.4
-    eps: float = 1e-5
-    max_reuse: int | None = None
-    pushed_per_sampled: tuple[float, float] = (0.0, math.inf)
+    """Unique in the session."""
 
     def __post_init__(self) -> None:
         if self.store not in STORES:
@@ -43,7 +35,7 @@ class BufferSettings:
         sampled = self.store != "queue"
         if sampled and self.batch_size is None:
             raise ConfigError(f"buffer {self.name!r}: store={self.store!r} draws batches: give batch_size")
-        if not sampled and (self.max_reuse is not None or self.pushed_per_sampled != (0.0, math.inf)):
+        if not sampled and (self.max_reuse is not None or self.pushed_per_sampled is not None):
             raise ConfigError(
                 f"buffer {self.name!r}: a queue gives each sample once; max_reuse and pushed_per_sampled are for store='uniform' "
                 "and 'prioritized' (PrefetchBuffer has a max_reuse for the batches of a queue)"
@@ -56,7 +48,14 @@ class BufferSettings:
         ):
             if not low <= number <= high:
                 raise ConfigError(f"buffer {self.name!r}: {name} is between {low} and {high}, got {number}")
-        RateLimit(*self.pushed_per_sampled)  # checks them
+        self.make_limit()  # checks it
+
+    def make_limit(self) -> RateLimit | None:
+        """Of rows that come in per row drawn."""
+        if self.pushed_per_sampled is None:
+            return None
+        least, most = self.pushed_per_sampled
+        return RateLimit(float(least), float(most))
 
     @property
     def shards(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 from collections import deque
@@ -20,7 +19,6 @@ import numpy as np
 
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.data.limit import RateLimit
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
@@ -71,8 +69,7 @@ class BufferShard:
                 capacity, settings.store == "prioritized", settings.alpha, settings.eps, settings.max_reuse
             )
         self._store: Any = self._queue or self._ring
-        limited = settings.pushed_per_sampled != (0.0, math.inf)
-        self._limit = RateLimit(*settings.pushed_per_sampled) if limited else None
+        self._limit = settings.make_limit()
         self._pushes: deque[tuple[Chunk, Callable[..., None]]] = deque()  # wait for room
         self._pops: deque[_Pop] = deque()  # wait for samples
         self._draws: deque[Callable[[], None]] = deque()  # wait for the rate limit

@@ -7,7 +7,8 @@ import io as bytes_io
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import ClusterSession, current, session
+from bray.compat import old_keywords
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
+from bray.inference.host import Promise
 from bray.remote.master.worker import KEPT, KINDS, LAST_KINDS, Key, Labels, Master, Merged
 
 logger = logging.getLogger("bray")
@@ -64,17 +67,17 @@ class _Recorder:
             self._master = self.of.cluster.find("master")
         return self._master
 
-    def add(self, name: str, labels: Labels, value: float, desc: Mapping[str, str]) -> None:
+    def add(self, name: str, labels: Labels, values: Sequence[float], desc: Mapping[str, str]) -> None:
         with self._lock:
             entry = self._gathered.get((name, labels))
             if entry is None:
                 entry = self._gathered[name, labels] = Merged()
-            entry.sum += value
-            entry.cnt += 1
+            entry.sum += sum(values)
+            entry.cnt += len(values)
             if desc:
                 entry.desc.update(desc)
             if name in KEPT or not entry.desc.keys().isdisjoint(LAST_KINDS):
-                entry.values.append(value)
+                entry.values += values
             due, self._due = self._due, True
         if not due:
             loop = io.loop()
@@ -137,7 +140,7 @@ def _recorder() -> _Recorder:
 
 
 def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
-    """Add a value (a number, an array or a tensor with one element) to the number `name`, from any process.
+    """Add a value, or every value of an array or tensor, to the number `name`, from any process. What is not finite is left out.
 
     desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg, last_100_avg, last_100_min, last_100_max` go to
             TensorBoard, each with its description; without it the average of the last minute. The last 100 values are kept only where
@@ -147,17 +150,34 @@ def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels
     for kind in desc or ():
         if kind not in KINDS:
             raise UnknownName("key of desc", kind, KINDS, f"bray.merge({name!r})")
-    number = float(value.detach() if hasattr(value, "detach") else value)
-    if not math.isfinite(number):
-        logger.warning("bray.merge(%r, %s): not a finite number, left out", name, number)
-        return
-    _recorder().add(name, _labels(labels) if labels else (), number, desc or {})
+    _add_values(name, _values(value), desc or {}, labels)
+
+
+def _add_values(name: str, values: Sequence[float], desc: Mapping[str, str], labels: Mapping[str, Any]) -> None:
+    if not all(map(math.isfinite, values)):
+        count, values = len(values), [v for v in values if math.isfinite(v)]
+        logger.warning("bray.merge(%r): %d of %d values are not finite, left out", name, count - len(values), count)
+    if values:
+        _recorder().add(name, _labels(labels) if labels else (), values, desc)
+
+
+def _values(given: Any) -> list[float]:
+    """Every value of a number, an array or a tensor."""
+    if isinstance(given, (float, int)):
+        return [float(given)]
+    try:
+        return _array(given).astype(np.float64).ravel().tolist()
+    except (TypeError, ValueError) as e:
+        raise DataError(
+            f"expected a number, an array or a tensor of numbers, got {type(given).__name__} ({e})"
+        ) from None
 
 
 def _labels(given: Mapping[str, Any]) -> Labels:
     return tuple(sorted((k, str(v)) for k, v in given.items()))
 
 
+@old_keywords("query")
 def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:
     """What all processes have merged under this name; None where nothing came in the time window."""
     flush()
@@ -179,15 +199,18 @@ def flush() -> None:
 
 
 class Metric:
-    """A number with bounds: values outside of them are counted, and left out of everything else.
+    """A number with bounds and a distribution. Values outside of the bounds are counted, and left out of everything else.
 
-    max_samples   values that `report` looks back on
-    print_report  log a report each time that many have come
+    max_samples   each time so many values have come, their maximum, minimum and percentiles (`NAME/max`, `NAME/min`, `NAME/p30`, ...) are
+                  merged and their histogram goes to TensorBoard. `report` looks back on as many
+    print_report  log a report then, too
     """
+
+    PERCENTILES = (30, 50, 90, 95, 99)
 
     def __init__(
         self,
-        name: str,
+        name: str = "metric",
         up_bound: float = math.inf,
         low_bound: float = -math.inf,
         max_samples: int = 2048,
@@ -198,33 +221,51 @@ class Metric:
                 f"Metric({name!r}): expected max_samples >= 1 and low_bound <= up_bound, got {max_samples}, {low_bound}, {up_bound}"
             )
         self.name, self.up_bound, self.low_bound, self.print_report = name, up_bound, low_bound, print_report
-        self._values = np.empty(max_samples)
+        self._last: deque[float] = deque(maxlen=max_samples)
+        self._max_samples = max_samples
         self.count = 0
         """Values within the bounds."""
         self.outside = 0
         """Values out of bounds."""
 
     def merge(self, value: Any, **labels: Any) -> None:
-        number = float(value)
-        if not self.low_bound <= number <= self.up_bound:
-            self.outside += 1
-            merge(f"{self.name}/outside", 1, {"sum": f"{self.name} out of bounds"}, **labels)
-            return
-        self._values[self.count % len(self._values)] = number
-        self.count += 1
-        merge(self.name, number, **labels)
-        if self.print_report and self.count % len(self._values) == 0:
+        """Add a value, or every value of an array or tensor."""
+        given = _values(value)
+        values = [v for v in given if self.low_bound <= v <= self.up_bound]
+        if outside := len(given) - len(values):
+            self.outside += outside
+            _add_values(f"{self.name}/outside", [1.0] * outside, {"sum": f"{self.name} out of bounds"}, labels)
+        if values:
+            _add_values(self.name, values, {}, labels)
+        while values:
+            room = self._max_samples - self.count % self._max_samples
+            part, values = values[:room], values[room:]
+            self._last.extend(part)
+            self.count += len(part)
+            if len(part) == room:
+                self._publish(labels)
+
+    def _publish(self, labels: Mapping[str, Any]) -> None:
+        """The distribution of the last `max_samples` values. It does not wait for the master: a game may be waiting for this process."""
+        last = np.array(self._last)
+        merge(f"{self.name}/max", float(last.max()), **labels)
+        merge(f"{self.name}/min", float(last.min()), **labels)
+        for p, at in zip(self.PERCENTILES, np.percentile(last, self.PERCENTILES), strict=True):
+            merge(f"{self.name}/p{p}", at, **labels)
+        _recorder().master().tell("add_histogram", self.name, last)
+        if self.print_report:
             logger.info("%s", self.report())
 
     def report(self) -> str:
         """The last values in one line."""
-        last = self._values[: min(self.count, len(self._values))]
+        last = np.array(self._last)
         if not len(last):
             return f"{self.name}: no values yet, {self.outside} out of bounds"
-        p = np.percentile(last, (0, 50, 90, 99, 100))
+        percentiles = zip(self.PERCENTILES, np.percentile(last, self.PERCENTILES), strict=True)
         return (
-            f"{self.name}: mean {last.mean():.4g}, std {last.std():.4g}, min {p[0]:.4g}, p50 {p[1]:.4g}, p90 {p[2]:.4g}, "
-            f"p99 {p[3]:.4g}, max {p[4]:.4g} of {len(last)} values; {self.outside} out of bounds"
+            f"{self.name}: mean {last.mean():.4g}, std {last.std():.4g}, min {last.min():.4g}, "
+            + ", ".join(f"p{p} {at:.4g}" for p, at in percentiles)
+            + f", max {last.max():.4g} of {len(last)} values; {self.outside} out of bounds"
         )
 
 
@@ -277,17 +318,10 @@ def add_video(tag: str, video: Any, step: int | None = None, fps: float = 4) -> 
 
 def add_histogram(tag: str, values: Any, step: int | None = None, bins: int = 30) -> None:
     """How values are distributed."""
-    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
-
-    flat = _array(values).astype(np.float64).ravel()
+    flat = np.array(_values(values))
     if not flat.size or not np.isfinite(flat).all():
         raise DataError(f"add_histogram({tag!r}): expected finite numbers, got {flat.size} of which some are not")
-    counts, edges = np.histogram(flat, bins=bins)
-    made = HistogramProto(
-        min=flat.min(), max=flat.max(), num=flat.size, sum=flat.sum(), sum_squares=(flat * flat).sum(),
-        bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
-    )  # fmt: skip
-    _add(Summary(value=[Summary.Value(tag=tag, histo=made)]), step)
+    _ask("add_histogram", tag, flat, step, bins)
 
 
 def add_graph(model: Any, forward_args: Any) -> None:
@@ -323,9 +357,11 @@ def _picture(image: np.ndarray, dataformats: str, tag: str) -> np.ndarray:
 # --- shared values ----------------------------------------------------------------------------------------------------
 
 
-def set(key: str, value: Any) -> None:
-    """Share a value with all processes of the session."""
-    _ask("set", key, value)
+def set(key: str, value: Any) -> Promise:
+    """Share a value with all processes of the session. When this returns, they see it."""
+    told = _recorder().master().call("set", key, value, retry=True, timeout=_PATIENCE)
+    told.result()
+    return told
 
 
 def get(key: str, default: Any = None) -> Any:

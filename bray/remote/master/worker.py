@@ -7,6 +7,7 @@ are saved in the run directory (`master.state`): a master that is killed resumes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -19,8 +20,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bray.cluster.protocol import Member
 from bray.cluster.session import session
-from bray.errors import BrayError, DataError, UnknownName
+from bray.errors import BrayError, DataError, MissingComponent, UnknownName
 from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
 from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
@@ -129,7 +133,7 @@ class Master:
 
     async def close(self) -> None:
         self._ticking.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._close)
+        self._close()  # not in a thread: there are none when the interpreter ends
 
     def _close(self) -> None:
         self._http.shutdown()
@@ -194,7 +198,8 @@ class Master:
                 keeper = session().cluster.find(f"model/{self._model}")
                 self._last_step = keeper.call("step", timeout=_STEP_TIMEOUT).result()
             except BrayError as e:
-                logger.warning("the step of model %r is unknown and left out of a row: %s", self._model, e)
+                if self._once.due():
+                    logger.warning("the step of model %r is unknown and left out of a row: %s", self._model, e)
                 return None
         return self._last_step
 
@@ -205,7 +210,12 @@ class Master:
     async def training_has_ended(self) -> None:
         """The trainers have stopped: fetch the final step of the model while the model still runs."""
         if self._model is not None and not self._step_is_final:
-            self._last_step = await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
+            with contextlib.suppress(
+                MissingComponent
+            ):  # it was chosen when this trial ran before, and is not there now
+                self._last_step = (
+                    await session().cluster.find(f"model/{self._model}").call("step", timeout=_STEP_TIMEOUT)
+                )
             self._step_is_final = True
 
     def _row(self) -> None:
@@ -289,6 +299,17 @@ class Master:
             self._pending.append((summary, step))
             self._dirty = True
 
+    def add_histogram(self, tag: str, values: np.ndarray, step: int | None = None, bins: int = 30) -> None:
+        """Of finite values. It is made here: importing TensorBoard would keep the games of another process waiting."""
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        counts, edges = np.histogram(values, bins=bins)
+        made = HistogramProto(
+            min=values.min(), max=values.max(), num=values.size, sum=values.sum(), sum_squares=(values * values).sum(),
+            bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
+        )  # fmt: skip
+        self.add_summary(Summary(value=[Summary.Value(tag=tag, histo=made)]).SerializeToString(), step)
+
     def add_graph(self, graph: bytes) -> None:
         self._board.put_graph(graph)
 
@@ -315,6 +336,14 @@ class Master:
             self._counters[key] = number + 1
         self._save()
         return number
+
+    # --- members --------------------------------------------------------------------------------------------------------
+
+    async def start_member(
+        self, name: str, cls: type, args: tuple[Any, ...], resources: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Member:
+        """Start a member for a process that may end before the session does."""
+        return await asyncio.to_thread(session().cluster.start, name, cls, *args, **resources, **kwargs)
 
     # --- what survives a restart ------------------------------------------------------------------------------------------------
 

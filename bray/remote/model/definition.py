@@ -16,6 +16,7 @@ import numpy as np
 from bray import tree
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.inference import rows
+from bray.remote.model.options import ModelOptions
 
 logger = logging.getLogger("bray.remote")
 
@@ -25,37 +26,13 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Definition:
+class Definition(ModelOptions):
     """The settings of a RemoteModel, and what its Model takes. The Model itself travels beside it."""
 
     name: str
     """Also of its directory in the run directory: models/NAME."""
     example: Example | None = None
     """What the Model was found to take; None when no arguments were given."""
-    checkpoint_interval: int | None = None
-    """Steps between saved versions; None = every `checkpoint_every_s` seconds. The first version is saved at the start, the newest at the end
-    too."""
-    checkpoint_every_s: float = 60.0
-    keep_checkpoints: int = 5
-    """Newest versions that stay, beside those of the trainer's checkpoints."""
-    checkpoint: str | int | None = None
-    """What to start from: a step of this trial, or a path; None = the newest version of this trial."""
-    max_batch_size: int = 1
-    """Samples that one forward takes together."""
-    num_workers: int = 0
-    """Processes that do forwards; 0 = the process that asks does them itself."""
-    cpus_per_worker: float = 1
-    gpus_per_worker: float = 0
-    """With a GPU a worker runs on that."""
-    memory_per_worker: float = 1024
-    """MB"""
-    use_onnx: str | None = None
-    """"train": an ONNX graph whose weights are inputs; "infer": constant ones, rebuilt for each version; "quantize": int8; None: torch. Torch
-    answers until the graph is made and checked."""
-    local_mode: bool = False
-    """The process that asks does the forwards itself, whatever `num_workers` says."""
-    override_model: bool = True
-    """False: take the running model of this name, and the graph of an earlier run."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Of this definition: another one of the same name is another model."""
 
@@ -134,7 +111,7 @@ class Definition:
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    known = [f.name for f in fields(Definition) if f.name not in ("name", "example", "id")]
+    known = [f.name for f in fields(ModelOptions)]
     for key in settings:
         if key not in known:
             raise UnknownName("setting", key, known, f"model {name!r}")

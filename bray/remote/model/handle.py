@@ -19,6 +19,7 @@ import numpy as np
 from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
+from bray.compat import old_keywords
 from bray.errors import ConfigError, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote.master.handle import add_graph, set_tensorboard_step
@@ -42,18 +43,16 @@ class RemoteModel:
     model                a torch module; the processes that need it get copies
     forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: running the module shows
                          which. `forward_kwargs` likewise
-    tensorboard_graph, tensorboard_step    show the module in TensorBoard; the x axis is this model's step
-    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.definition.Definition`
+    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.options.ModelOptions`
     """
 
+    @old_keywords("RemoteModel")
     def __init__(
         self,
         name: str,
         model: Any = None,
         forward_args: tuple[Any, ...] = (),
         forward_kwargs: Mapping[str, Any] | None = None,
-        tensorboard_graph: bool = False,
-        tensorboard_step: bool = False,
         **settings: Any,
     ):
         self.name = name
@@ -64,9 +63,9 @@ class RemoteModel:
         elif settings.get("override_model", True) or not _exists(name):
             example = find_example(model, tuple(forward_args), forward_kwargs or {})
             _start(Definition(name, example, **settings), model, get_torch_model_weights(model), 0)
-        if tensorboard_graph and model is not None:
+        if settings.get("tensorboard_graph") and model is not None:
             add_graph(model, self.get_torch_forward_args())
-        if tensorboard_step:
+        if settings.get("tensorboard_step"):
             set_tensorboard_step(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -168,6 +167,7 @@ class RemoteModel:
         ref, step = self._known().keeper.call("weights", retry=True).result()
         return session().cluster.get(ref), step
 
+    @old_keywords("get_model")
     def get_model(self) -> Any:
         """A torch module of your own, with the newest weights."""
         about = self._known().keeper.call("about", retry=True).result()
@@ -225,6 +225,12 @@ class RemoteModel:
     def keep_checkpoints(self) -> int:
         """How many of the newest checkpoints stay, beside the best one."""
         return self._known().definition.keep_checkpoints
+
+    @property
+    def chosen_start(self) -> tuple[str, str | int | None]:
+        """(which definition this is, its `checkpoint`): a trainer starts from there too, once per definition."""
+        definition = self._known().definition
+        return definition.id, definition.checkpoint
 
     def _known(self) -> Client:
         """The client of this process, open or not."""

@@ -11,25 +11,28 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from annotated_types import Gt
 
+from bray.config.declare import Count, describe, options
 from bray.data.experience import Batch, EndOfData
-from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Unreachable
+from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged, Unreachable
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
-from bray.rundir import RunDir, pack_state, unpack_state, writing
+from bray.remote.trainer.options import TrainOptions
+from bray.rundir import Checkpoint, RunDir, pack_state, unpack_state, writing
 from bray.train.driver import Driver, Hook, Side
 from bray.train.health import Health
-from bray.train.ranks import Ranks
+from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
@@ -42,36 +45,22 @@ _REPORT_EVERY = 60.0
 _LOCK_PATIENCE = 15.0  # a rank that was killed may hold the directory a moment longer
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TrainOptions):
     """What a training is told, as `RemoteTrainer.train` takes it."""
 
-    buffer_weights: Sequence[float] | None = None
-    batch_size: int = 1
-    batch_kind: str | None = "concate"
-    prefetch_size: int = 1
-    max_reuse: int = 0
-    accumulate: int = 1
-    weights_publish_interval: int = 1
-    num_steps: int | None = None
-    checkpoint_interval: int | None = None
-    eval_interval: int = 1000
-    eval_steps: int = 10
-    hooks: Sequence[Hook] = field(default=())
+    eval_interval: Count = 1000
+    """Steps between evaluations."""
+    eval_steps: Count = 10
+    """Batches of an evaluation."""
+    hooks: tuple[Hook, ...] = ()
+    """More of the loop."""
 
     def __post_init__(self) -> None:
-        for key in (
-            "batch_size",
-            "accumulate",
-            "weights_publish_interval",
-            "num_steps",
-            "checkpoint_interval",
-            "eval_interval",
-            "eval_steps",
-        ):
+        for key, option in options(Settings).items():
             value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ConfigError(f"{key}: expected a whole number >= 1, got {value}")
+            if value is not None and Gt(0) in option.metadata and not value > 0:
+                raise ConfigError(f"{key}: expected {describe(option.hint)}, got {value}")
 
 
 class RankDriver(Driver):
@@ -143,6 +132,9 @@ class RankDriver(Driver):
         """Run to the end; the summary."""
         try:
             self.run()
+        except Exception as e:
+            self._save_after(e)
+            raise
         finally:
             self.close()
             for feed in (*self._feeds, *([self._eval_feed] if self._eval_feed else [])):
@@ -284,11 +276,25 @@ class RankDriver(Driver):
         if self._unsaved is not None:
             raise self._unsaved
 
-    def _checkpoint(self) -> None:
+    def _save_after(self, error: Exception) -> None:
+        """The user's code has raised: save what was learnt, where this rank can do so alone. Ranks that lost another one start again."""
+        saves = self.ranks.first and self._run_dir is not None and self.steps > self._saved
+        if not saves or isinstance(error, (Unreachable, Diverged, CheckpointError)) or is_rank_lost(error):
+            return
+        try:
+            self._checkpoint(alone=True)
+        except Exception as e:
+            logger.warning("trainer %s: step %d could not be saved: %s", self.name, self.steps, e)
+        else:
+            error.add_note(f"step {self.steps} is saved: the same command goes on from there")
+
+    def _checkpoint(self, alone: bool = False) -> None:
+        """`alone`: the other ranks do not take part, and their random numbers are not saved."""
         self.save_now = False
         if self._run_path is None:
             return
-        states = self.ranks.gather(pack_state({"process": random_state(), "learner": self._rng_state()}))
+        state = pack_state({"process": random_state(), "learner": self._rng_state()})
+        states = [state] if alone else self.ranks.gather(state)
         self._saved, self._saved_at = self.steps, time.monotonic()
         if not self.ranks.first:
             return
@@ -314,6 +320,7 @@ class RankDriver(Driver):
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
         best_score = score if best else self._best
         state["json"] |= {"first": self.first, "rows": self.rows, "best": best_score, "ranks": states}
+        state["json"]["definition"] = self._chosen_start[0]
         meta = {
             "trainer": self.name,
             "ranks": self.ranks.size,
@@ -339,6 +346,31 @@ class RankDriver(Driver):
         rng = getattr(self.learner, "rng", None)
         return None if rng is None else rng.bit_generator.state
 
+    def _find_saved(self, run: RunDir) -> Checkpoint | None:
+        """The checkpoint to go on from: the newest, or the one of the step that the model was told to start from."""
+        if run.pointer("latest") is None:
+            return None
+        saved = run.load_checkpoint()
+        if "arrays" not in saved.state:
+            raise CheckpointError(
+                f"{run.path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
+                f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
+            )
+        definition, chosen = self._chosen_start
+        if chosen is None or saved.state["json"].get("definition") == definition:  # the latter: this rank was restarted
+            return saved
+        if str(chosen).isdecimal() and int(chosen) in run.steps():
+            return run.load_checkpoint(int(chosen))
+        logger.warning(
+            "trainer %s: model %s starts from checkpoint %s, of which there is no state of the trainer: optimizer and counters begin anew",
+            self.name, self.remote_model.name, chosen,
+        )  # fmt: skip
+        return None
+
+    @property
+    def _chosen_start(self) -> tuple[str, str | int | None]:
+        return getattr(self.remote_model, "chosen_start", ("", None))
+
     def _resume(self) -> None:
         """Go on from the newest checkpoint, else from the model's weights; equal on all ranks."""
         start: dict[str, Any] = {}
@@ -352,17 +384,10 @@ class RankDriver(Driver):
                 self._run_dir = open_run(self._run_path) if self._owns_dir else RunDir(self._run_path)
                 if self._about is not None:
                     self._about(self._run_dir)
-                if self._run_dir.pointer("latest") is not None:
-                    saved = self._run_dir.load_checkpoint()
-                    if "arrays" not in saved.state:
-                        raise CheckpointError(
-                            f"{self._run_path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
-                            f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
-                        )
+                if (saved := self._find_saved(self._run_dir)) is not None:
                     start.update(weights=saved.weights, saved=saved.state, step=saved.step)
-            if (
-                start["saved"] is None
-            ):  # parts of a Learner that no model holds (critics) are as the first rank drew them
+            if start["saved"] is None:
+                # parts of a Learner that no model holds (critics) are as the first rank drew them
                 start["drawn"] = self.learner.state_dict()
         start = unpack_state(self.ranks.broadcast(pack_state(start) if self.ranks.first else b""))
         load_weights(self.model, start["weights"])  # in place: the optimizer may hold views of them
@@ -396,7 +421,7 @@ class RankDriver(Driver):
         self._published = start["model_step"]
         if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
-        if self.resumed is None:
+        if self.resumed is None or self._chosen_start[1] is not None:
             self._checkpoint()  # the run can be continued, served and evaluated from its first second
         self.model.train()
         self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten

@@ -22,8 +22,10 @@ import msgspec
 
 from bray.cluster import io
 from bray.cluster.session import ClusterSession, session
+from bray.compat import as_trainer, is_old_train, old_keywords
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
+from bray.remote.trainer.options import gpus_of_rank
 from bray.serving.link import Link, Listener
 
 if TYPE_CHECKING:
@@ -45,20 +47,21 @@ class RemoteTrainer:
         trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)   # a bray.Trainer, or a Learner
 
     name             of its section in `config`, and of its checkpoints where the run has those of another trainer already (`trainers/NAME`)
-    use_gpu          one GPU for each rank; None: no
-    num_workers      ranks; None: 1
-    cpus_per_worker  CPUs of each rank; None: 1
+    use_gpu, num_workers, cpus_per_worker, gpus_per_worker    where the ranks run: `bray.remote.trainer.options.RankOptions` explains each
     """
 
+    @old_keywords("RemoteTrainer")
     def __init__(
         self,
         name: str | None = None,
         use_gpu: bool | None = None,
         num_workers: int | None = None,
         cpus_per_worker: float | None = None,
+        gpus_per_worker: float | None = None,
     ):
         self.name = name or "default"
         self.use_gpu = bool(use_gpu)
+        self.gpus_per_worker = gpus_of_rank(self.use_gpu, gpus_per_worker)
         self.num_workers = 1 if num_workers is None else num_workers
         self.cpus_per_worker = 1.0 if cpus_per_worker is None else float(cpus_per_worker)
         if self.num_workers < 1 or self.cpus_per_worker < 0:
@@ -78,21 +81,15 @@ class RemoteTrainer:
 
         trainer                   a `bray.Trainer`, a Learner, or either as "module:Class"; may be left out where config[name] has `algo`
         model, buffers            names or handles; the model that is trained, and where its batches come from
-        buffer_weights            the share of each buffer; None: equal shares
         eval                      None, or {buffer, interval, steps}: every `interval` steps, `steps` batches of that buffer go to `Trainer.eval`
-        batch_size, batch_kind    batches of the buffer that are put together, and how: "concate", "stack" or None (a list)
-        prefetch_size, max_reuse  batches made ready beforehand; how often one is trained on again while the next is not ready
-        accumulate                batches per step, whose gradients are averaged
-        learning_rate             of the optimizer; None: 5e-4 (a Learner has its own)
-        clip_grad_max_norm        None: gradients are not clipped (a Learner has its own)
-        weights_publish_interval  steps between two versions of the model
-        num_steps                 steps in all, those before a restart included; None: until the session ends
-        checkpoint_interval       steps between checkpoints of the trainer; None: every minute. There is one at the end too
+        num_steps, batch_size, ...  the fields of `bray.remote.trainer.options.TrainOptions`, each explained there
         config, name              what the Trainer is made with
         hooks                     more `Hook`s of the loop
         """
         from bray.remote.trainer.worker import Plan
 
+        if is_old_train(train):
+            train, kwargs = None, as_trainer(kwargs)
         if train is None:
             plan = self._driven(*args, **kwargs)
         elif callable(train):
@@ -117,7 +114,7 @@ class RemoteTrainer:
         from bray.remote.trainer.worker import Plan
 
         name = given.pop("name", None) or self.name
-        of_plan = ("trainer", "model", "buffers", "config", "learning_rate", "clip_grad_max_norm", "seed")
+        of_plan = ("trainer", "model", "buffers", "config", "seed")
         of_settings = [f.name for f in fields(Settings) if not f.name.startswith("eval_")]
         for key in given:
             if key not in (known := (*of_plan, *of_settings, "eval", "name")):
@@ -254,7 +251,7 @@ class _RayRun(_Run):
         assert isinstance(ranks, RayCluster)
         self._cluster = ranks
         cpus = max(trainer.cpus_per_worker, 0.001)  # Ray places nothing that asks for nothing
-        self._resources = {"CPU": cpus, **({"GPU": 1.0} if trainer.use_gpu else {})}
+        self._resources = {"CPU": cpus, **({"GPU": trainer.gpus_per_worker} if trainer.use_gpu else {})}
         self._over = False
         ranks.check_group(*self._wants())
         try:
@@ -296,7 +293,10 @@ class _RayRun(_Run):
             partial(
                 rank_main, self.session.info, self.plan.name, self._listener.address, [self._made], self.trainer.use_gpu
             ),
-            torch_config=rt.torch.TorchConfig(timeout_s=1800),
+            # NCCL refuses ranks that share a GPU
+            torch_config=rt.torch.TorchConfig(
+                timeout_s=1800, backend="gloo" if self.trainer.gpus_per_worker % 1 else None
+            ),
             scaling_config=rt.ScalingConfig(
                 num_workers=self.trainer.num_workers, use_gpu=self.trainer.use_gpu, resources_per_worker=self._resources
             ),
@@ -347,6 +347,7 @@ class _RayRun(_Run):
 _RAY_TRAIN = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead rank is noticed
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # what a rank prints is shown by Ray already; this would show it again
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more; a node that goes is noticed by its ranks' deaths
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of the user's code mean what they mean elsewhere
 }

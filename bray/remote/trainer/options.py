@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bray.config.declare import Amount, Count, Positive, Whole
+from bray.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,11 +14,20 @@ class RankOptions:
     """What a RemoteTrainer can be told, in Python and in launch files."""
 
     use_gpu: bool | None = None
-    """Train on GPUs, one for each process; `null` = no."""
+    """Train on GPUs; `null` = no."""
     num_workers: Count | None = None
     """Processes (ranks) that train together; `null` = 1."""
     cpus_per_worker: Amount | None = None
     """CPUs of each process; `null` = 1."""
+    gpus_per_worker: Positive | None = None
+    """GPUs of each process, with `use_gpu`; `null` = 1. Processes may share one: 0.5 is half of it."""
+
+
+def gpus_of_rank(use_gpu: bool | None, gpus_per_worker: float | None) -> float:
+    """GPUs that one process asks for."""
+    if gpus_per_worker is not None and (not use_gpu or gpus_per_worker <= 0):
+        raise ConfigError(f"gpus_per_worker={gpus_per_worker:g}: expected more than 0, together with use_gpu=True")
+    return (1.0 if gpus_per_worker is None else float(gpus_per_worker)) if use_gpu else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,7 @@ class TrainOptions:
     weights_publish_interval: Count = 1
     """Steps between publishing the weights to the model."""
     num_steps: Count | None = None
-    """Steps to train, those of earlier starts of the trial included; `null` = until the run is stopped."""
+    """Steps to train in all, counted from the model's step when the training began: a run that is resumed makes those that are left, and none
+    where it was done. `null` = until the run is stopped."""
     checkpoint_interval: Count | None = None
     """Steps between checkpoints of the trainer (its optimizer, its counters); `null` = as often as the model says by `checkpoint_every_s`."""

@@ -57,8 +57,6 @@ class Plan:
     buffers: tuple[Any, ...] = ()
     eval_buffer: Any = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    learning_rate: float | None = None
-    clip_grad_max_norm: float | None = 1.0
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
 
@@ -108,9 +106,7 @@ def assemble(
     s = plan.settings
     cls = find_class(plan.trainer)
     if hasattr(cls, "loss"):
-        learner: Any = LossLearner(
-            cls, plan.name, plan.config, model, ranks, plan.learning_rate, plan.clip_grad_max_norm
-        )
+        learner: Any = LossLearner(cls, plan.name, plan.config, model, ranks, s.learning_rate, s.clip_grad_max_norm)
         rows = {name: _as_rows(plan, name, buffer, model) for name, buffer in buffers.items()}
         feed = Feed(
             rows, s.buffer_weights, s.batch_size, s.batch_kind, learner.handle_batch, s.prefetch_size, s.max_reuse,
@@ -264,6 +260,7 @@ def rank_main(info: SessionInfo, name: str, address: Address, made: list[Any], u
     try:
         plan: Plan = session().cluster.get(made[0])  # only now: the user's modules are found on the session's path
         device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+        ranks.check_gpus(device)
         with _Line(address, plan) as line:
             result = execute(plan, device, line.started)
             if plan.train is None and ranks.first:

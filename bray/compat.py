@@ -1,0 +1,326 @@
+"""Code of the first Bray: module names, public names and keywords that are spelled otherwise here.
+
+What has a counterpart works, with one warning that names it; what has none is an error that says what to write instead. docs/moving.md has the
+whole table. New code uses nothing of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any, TypeVar
+
+from bray.errors import ConfigError, did_you_mean
+
+logger = logging.getLogger("bray")
+_warned: set[str] = set()
+
+
+def warn_once(old: str, new: str) -> None:
+    """Say what is written instead of an old spelling: once per process."""
+    if old not in _warned:
+        _warned.add(old)
+        logger.warning("%s is of the first Bray; write %s", old, new)
+
+
+# --- keywords ---------------------------------------------------------------------------------------------------------
+
+Translate = Callable[[Any, Mapping[str, Any]], Mapping[str, Any] | None]
+"""The value of an old keyword, all keywords -> new keywords; None where the value is a new one already."""
+
+
+def _renamed(to: str) -> tuple[str, Translate]:
+    return f"{to}=", lambda value, _: {to: value}
+
+
+def _ignored(new: str) -> tuple[str, Translate]:
+    return new, lambda value, _: {}
+
+
+def _framework(value: Any, _: Any) -> Mapping[str, Any]:
+    if value not in (None, "torch", "pytorch"):
+        raise ConfigError(f"framework={value!r}: Bray trains PyTorch models only")
+    return {}
+
+
+def _onnx(value: Any, _: Any) -> Mapping[str, Any] | None:
+    return {"use_onnx": "train" if value else None} if isinstance(value, bool) else None
+
+
+def _newest(value: Any, _: Any) -> Mapping[str, Any]:
+    if value not in (None, -1):
+        raise ConfigError(f"get_model(step={value!r}): write model.clone({value!r}).get_model()")
+    return {}
+
+
+def _no_parts(value: Any, _: Any) -> Mapping[str, Any]:
+    raise ConfigError(
+        "make_batch(parts=): there is none; take the lengths before: [len(bray.tree.leaves(s)[0]) for s in samples]"
+    )
+
+
+def _window(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"kind": ("time_window_" if value else "") + given.get("kind", "avg")}
+
+
+KEYWORDS: Mapping[str, Mapping[str, tuple[str, Translate]]] = {
+    "AgentActor": {
+        "name": _ignored("AgentActor without a name; RemoteActor(name=) has it"),
+        "Agents": _renamed("agents"),
+        "TickInput": _renamed("tick_input_proto"),
+        "TickOutput": _renamed("tick_output_proto"),
+        "TickInputProto": _renamed("tick_input_proto"),
+        "TickOutputProto": _renamed("tick_output_proto"),
+    },
+    "RemoteTrainer": {
+        "framework": ("RemoteTrainer without it: models are PyTorch's", _framework),
+        "total_cpus_ratio": _ignored("num_workers= and cpus_per_worker=: CPUs are asked for by number"),
+    },
+    "RemoteModel": {"use_onnx": ("use_onnx='train' (or 'infer', 'quantize', None)", _onnx)},
+    "get_model": {"step": ("get_model(), which has the newest weights", _newest)},
+    "TorchTensorBuffer": {"to_gpu": ("device='cuda' or 'cpu'", lambda on, _: {"device": "cuda" if on else "cpu"})},
+    "make_batch": {
+        "concate": ("kind='concate' or 'stack'", lambda on, _: {"kind": "concate" if on else "stack"}),
+        "parts": ("no parts", _no_parts),
+    },
+    "query": {"time_window": ("kind='time_window_avg' (or 'avg': of all values)", _window)},
+}
+"""Function or class: old keyword: (what to write instead, how its value is translated)."""
+
+
+def translate(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call of `name`, in today's spelling."""
+    for key, (new, to_new) in KEYWORDS[name].items():
+        if key in given and (made := to_new(given[key], given)) is not None:
+            warn_once(f"{name}({key}=)", new)
+            del given[key]
+            given.update(made)
+    return given
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def old_keywords(name: str) -> Callable[[F], F]:
+    """Decorates a function or a constructor: it takes the old keywords of `name` too."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **(translate(name, kwargs) if kwargs else kwargs))
+
+        return called  # type: ignore[return-value]
+
+    return decorate
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+_MOVED = {
+    "flatten_nested_array": ("bray.tree", "leaves"),
+    "split_batch": ("bray.tree", "split"),
+    "FakeActor": ("bray.fake.actor", "FakeActor"),
+}
+"""Old name: (module, name) today, of what is not a public name of `bray`."""
+_NO_LONGER = {
+    "export_onnx": "`bray export RUN_DIR` writes ONNX files; RemoteModel(..., use_onnx='train') answers through one",
+    "get_step": 'bray.RemoteModel("NAME").step is the step of a model',
+    "get_metrics_worker": "bray.init starts what adds up numbers; bray.merge and bray.query reach it",
+    "TorchPrefetchBuffer": "bray.PrefetchBuffer(bray.TorchTensorBuffer(buffer, device), size=1)",
+    "unflatten_nested_array": "bray.handle_nested_array applies a function to every array and keeps the structure",
+}
+
+
+def old_name(name: str, known: Iterable[str]) -> Any:
+    """`bray.NAME` for a name that is none of today's; AttributeError with the new spelling where it has no counterpart."""
+    if name in _MADE:
+        return _MADE[name]()
+    if name in _NO_LONGER:
+        raise AttributeError(f"bray.{name} is of the first Bray and gone: {_NO_LONGER[name]} (docs/moving.md)")
+    raise AttributeError(f"module 'bray' has no attribute {name!r}.{did_you_mean(name, list(known))}")
+
+
+def _ray() -> Any:
+    warn_once("bray.ray", "import ray")
+    return import_module("ray")
+
+
+def _state_dumper() -> Callable[..., None]:
+    def RemoteStateDumper(name: str = "state") -> None:
+        """Nothing has to be started: an AgentActor with `episode_save_interval` saves episodes itself."""
+        warn_once("bray.RemoteStateDumper()", "nothing: an actor with episode_save_interval saves its episodes itself")
+
+    return RemoteStateDumper
+
+
+def _launch_path() -> Callable[[], str]:
+    def get_trial_launch_path() -> str:
+        """The directory of the session's TensorBoard events."""
+        warn_once("bray.get_trial_launch_path()", "str(bray.init(...).path)")
+        return str(import_module("bray.cluster.session").session().numbers)
+
+    return get_trial_launch_path
+
+
+def train(**_: Any) -> None:
+    """The first Bray's training loop. RemoteTrainer.train takes it for its own."""
+    raise ConfigError(
+        "bray.train is not called by itself: RemoteTrainer(name).train(trainer=MyTrainer, model='m', buffers=['b'])"
+    )
+
+
+_MADE: Mapping[str, Callable[[], Any]] = {
+    "ray": _ray,
+    "train": lambda: train,
+    "RemoteStateDumper": _state_dumper,
+    "get_trial_launch_path": _launch_path,
+}
+
+
+def is_old_train(given: Any) -> bool:
+    """Whether this is `bray.train`: the function above, or the package of that name where something has imported it."""
+    return given is train or (isinstance(given, ModuleType) and given.__name__ == "bray.train")
+
+
+def as_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `RemoteTrainer.train(train=bray.train, ...)` as those of `train(trainer=...)`."""
+    warn_once("train=bray.train", "RemoteTrainer.train(trainer=MyTrainer, model=..., buffers=[...], eval={...})")
+    new = {"Trainer": "trainer", "remote_model": "model", "remote_buffers": "buffers"}
+    made = {new.get(k, k): v for k, v in given.items()}
+    if isinstance(made.get("buffers"), Mapping):
+        made["buffers"] = list(made["buffers"].values())
+    evaluation = [made.pop(k, None) for k in ("remote_eval_buffer", "eval_interval", "eval_steps")]
+    if evaluation[0] is not None:
+        pairs = zip(("buffer", "interval", "steps"), evaluation, strict=True)
+        made["eval"] = {k: v for k, v in pairs if v is not None}
+    made.setdefault("config", import_module("bray.remote.master").get("config"))
+    return {k: v for k, v in made.items() if v is not None or k == "clip_grad_max_norm"}
+
+
+# --- ray.get ----------------------------------------------------------------------------------------------------------
+
+
+def let_ray_get_take_ours() -> None:
+    """`ray.get` of what `bray.set`, `push` and `add_source` return gives its result: the first Bray returned references of Ray. Where Ray is not
+    imported yet, this waits until it is."""
+    ray: Any = sys.modules.get("ray")
+    if ray is not None:
+        _patch(ray)
+    elif not any(isinstance(finder, _RayImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RayImport())
+
+
+def _patch(ray: Any) -> None:
+    original = ray.get
+    if hasattr(original, "takes_ours"):
+        return
+
+    @functools.wraps(original)
+    def get(refs: Any, **kwargs: Any) -> Any:
+        if isinstance(refs, list) and any(map(_is_ours, refs)):
+            return [get(ref, **kwargs) for ref in refs]
+        return refs.result(kwargs.get("timeout")) if _is_ours(refs) else original(refs, **kwargs)
+
+    get.takes_ours = True  # type: ignore[attr-defined]
+    ray.get = get
+
+
+class _RayImport(MetaPathFinder):
+    """Waits for `import ray`."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != "ray":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_patch(module: ModuleType) -> None:
+                execute(module)
+                _patch(module)
+
+            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
+        return spec
+
+
+def _is_ours(ref: Any) -> bool:
+    return type(ref).__module__.startswith("bray.") and hasattr(ref, "result")
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+MODULES: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(
+        (
+            *("bray.actor", "bray.actor.actor", "bray.actor.agent", "bray.actor.base"),
+            *("bray.buffer", "bray.buffer.buffer", "bray.buffer.utils", "bray.master", "bray.master.master"),
+            *("bray.metric", "bray.metric.metric", "bray.metric.validate", "bray.model", "bray.model.model"),
+            *("bray.model.onnx", "bray.trainer", "bray.trainer.base", "bray.trainer.trainer"),
+            *("bray.utils", "bray.utils.nested_array"),
+        ),
+        (),
+    ),
+    "bray.render": ("render",),
+    "bray.fake.fake_actor": ("fake", "actor"),
+    "bray.fake.fake_gamecore": ("fake", "gamecore"),
+}
+"""Old modules; those that were started with `python -m` with the command of today."""
+
+HOROVOD = """horovod is not there, and not needed: `train` is called inside a process group of torch.distributed. Write
+    import torch.distributed as dist                     for    import horovod.torch as hvd; hvd.init()
+    dist.get_rank(), dist.get_world_size()               for    hvd.rank(), hvd.size()
+    dist.all_reduce(x)                                   for    x = hvd.allreduce(x, op=hvd.Sum)
+    torch.nn.parallel.DistributedDataParallel(model)     for    hvd.DistributedOptimizer(optimizer), hvd.broadcast_parameters(...)
+A bray.Trainer needs none of it: gradients of its loss are averaged over all ranks (docs/moving.md)"""
+
+
+class _OldModules(MetaPathFinder, Loader):
+    """Asked by `import` when nobody else has found a module. Those of the first Bray hand out the public names of this one."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname == "horovod":
+            raise ModuleNotFoundError(HOROVOD, name="horovod")
+        if fullname not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, is_package=any(m.startswith(f"{fullname}.") for m in MODULES))
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        command = MODULES[name]
+        warn_once(name, f"`bray {' '.join(command)}`" if command else "the names of `import bray`")
+        module.__getattr__ = _public_name  # type: ignore[method-assign]
+
+    def get_code(self, name: str) -> CodeType:
+        """For `python -m NAME`."""
+        return compile(f"from bray.compat import run_command\nrun_command({name!r})", name, "exec")
+
+
+def _public_name(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    module, today = _MOVED.get(name, ("bray", name))
+    return getattr(import_module(module), today)
+
+
+def run_command(module: str) -> None:
+    """`python -m MODULE ...` becomes the command that has its place."""
+    command = MODULES[module]
+    if not command:
+        raise SystemExit(f"python -m {module}: there is nothing to run; see docs/moving.md")
+    warn_once(f"python -m {module}", f"`bray {' '.join(command)}`")
+    os.execv(sys.executable, [sys.executable, "-m", "bray", *command, *sys.argv[1:]])
+
+
+def install() -> None:
+    """Let `import` find the old modules. `import bray` does it."""
+    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
+        sys.meta_path.append(_OldModules())
