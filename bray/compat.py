@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from bray.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("bray")
-_warned: set[str] = set()
+warned: set[str] = set()
 
 
 def warn_once(old: str, new: str) -> None:
     """Say what is written instead of an old spelling: once per process."""
-    if old not in _warned:
-        _warned.add(old)
+    if old not in warned:
+        warned.add(old)
         logger.warning("%s is of the first Bray; write %s", old, new)
 
 

@@ -22,7 +22,7 @@ from tests.ray_for_tests import local_session, opened  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(compat, "_warned", set())
+    monkeypatch.setattr(compat, "warned", set())
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
