@@ -24,6 +24,7 @@ from rich.text import Text
 from bray._version import __version__
 from bray.cli.options import Doctor
 from bray.cli.show import say
+from bray.errors import how_to_install
 
 _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "amx_bf16": "AMX bf16",
@@ -150,6 +151,8 @@ def _memory() -> list[Check]:
 # --- the installation -------------------------------------------------------------------------------------------------
 
 
+DISTRIBUTION = "bray-rl"
+"""What is installed: `bray` on the package index is other software."""
 HALVES = {"train": "torch", "serve": "httptools"}
 """The two halves of an installation, and the package that tells whether one was wanted."""
 
@@ -163,14 +166,21 @@ def _packages() -> list[Check]:
     tested = _tested_versions()
     out: dict[str, Check] = {}
     extras = ["", *[half for half, package in HALVES.items() if _has(package)]]
-    for line in importlib.metadata.requires("bray") or []:
+    for line in _requirements():
         requirement = Requirement(line)
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             out.setdefault(requirement.name, _package(requirement, tested))
     for half in HALVES:
         if half not in extras:
-            out[half] = Check(half, f"not installed: pip install 'bray[{half}]' brings it")
+            out[half] = Check(half, f"not installed: {how_to_install(half)}")
     return list(out.values())
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that nobody installed
+        return []
 
 
 def _package(requirement: Requirement, tested: dict[str, Requirement]) -> Check:

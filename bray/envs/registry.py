@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from bray.envs.config import EnvConfig
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, UnknownName, how_to_install
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
 
@@ -96,7 +96,7 @@ def missing_package(name: str, entry_point: str, cause: Exception | None = None)
     """The error for an environment whose package is not installed."""
     for module, (package, extra) in _EXTRAS.items():
         if entry_point.startswith(module):
-            return ConfigError(f"{name} needs the package {package}: pip install 'bray[{extra}]'")
+            return ConfigError(f"{name} needs the package {package}: {how_to_install(extra)}")
     return ConfigError(f"{name} needs a package that is not installed: {cause}")
 
 

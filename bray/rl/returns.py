@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from bray.compiled import compiled
 
 
 def gae(
@@ -35,7 +36,7 @@ def standardize(x: np.ndarray, valid: np.ndarray, eps: float = 1e-8) -> np.ndarr
     return ((x - rows.mean()) / (rows.std() + eps)).astype(np.float32)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _gae(value, reward, terminated, truncated, valid, gamma, lambda_):  # pragma: no cover - compiled
     steps, batch = reward.shape
     advantage = np.zeros((steps, batch), np.float32)

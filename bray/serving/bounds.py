@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from bray.limited_log import OncePer
-from bray.serving.numbers import mark_outside
 from bray.spec import Space
 
 logger = logging.getLogger("bray.serving")
@@ -36,15 +35,14 @@ class Bounds:
 
     def rows_outside(self, batch: Any) -> int:
         """How many observations of a batch are outside."""
-        rows, count = None, 0
+        rows: Any = False
         for keys, low, high in self._leaves:
             x = _part(batch, keys)
-            if x.dtype != low.dtype:
-                x = x.astype(low.dtype)
-            if rows is None:
-                rows = np.zeros(len(x), np.bool_)
-            count += mark_outside(x.reshape(len(x), -1), low, high, rows)
-        return count
+            x = x.reshape(len(x), -1)
+            # Almost always all are inside: comparing bytes with what the bounds leave of x is the quickest way to know.
+            if np.maximum(np.minimum(x, high), low).tobytes() != x.tobytes():
+                rows = rows | ((x < low) | (x > high)).any(1)
+        return int(np.count_nonzero(rows))
 
 
 class OutsideCount:
@@ -90,7 +88,7 @@ def _bounded(space: Space, keys: tuple[Any, ...]) -> Any:
 
 def _limits(space: Space) -> tuple[np.ndarray, np.ndarray]:
     """Bounds in the space's own type, flat."""
-    dtype = np.dtype("float32" if space.dtype == "float16" else space.dtype)  # compiled code has no float16
+    dtype = np.dtype(space.dtype)
     info: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
     out = []
     for bound, none in zip(space.bounds(), (info.min, info.max), strict=True):
