@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
-    {"_version", "errors", "limited_log", "tree", "spec", "schedules", "compiled"},
+    {"_version", "errors", "limited_log", "log_format", "tree", "spec", "schedules", "compiled"},
     {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},

@@ -17,6 +17,7 @@ from rich.text import Text
 from bray.cli.options import Acting, Reading
 from bray.config.schema import rows
 from bray.errors import BrayError, ConfigError, UnknownName
+from bray.log_format import JsonLines, LogFormat, set_log_format
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -81,15 +82,22 @@ class _Handler(logging.Handler):
     """Looks up stderr at each message: a live display redirects it while it is on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        print(self.format(record), file=sys.stderr)
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
 @contextlib.contextmanager
-def log_shown(level: str = "warning") -> Iterator[None]:
-    """Within: what the "bray" logger has to say from `level` on is said on stderr."""
+def log_shown(level: str = "warning", format: LogFormat = "text") -> Iterator[None]:
+    """Within: what the "bray" logger has to say from `level` on is said on stderr, as text or as JSON."""
     if level.lower() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS, "--log-level")
     handler, logger = _Handler(_LEVELS[level.lower()]), logging.getLogger("bray")
+    handler.setFormatter(JsonLines() if format == "json" else _Plain())
+    set_log_format(format)
     before = logger.level
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:
@@ -99,6 +107,7 @@ def log_shown(level: str = "warning") -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+        set_log_format("text")
 
 
 def trusting(options: Reading) -> bool | Callable[[str], bool]:

@@ -34,6 +34,7 @@ from bray.cluster.ray_start import alive_nodes
 from bray.cluster.session import ClusterSession, SessionInfo, enter, session
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
+from bray.log_format import log_formatter, set_log_format
 from bray.rundir import log_to
 
 logger = logging.getLogger("bray.remote")
@@ -51,7 +52,10 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
     _survive_sigterm()
     sys.path.extend(p for p in info.modules if p not in sys.path)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    set_log_format(info.log_format)
+    stderr = logging.StreamHandler()
+    stderr.setFormatter(log_formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[stderr], level=logging.WARNING)
     logging.getLogger("bray").setLevel(logging.INFO)
     opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")

@@ -14,6 +14,7 @@ from bray.cluster.protocol import Cluster
 from bray.cluster.ray_start import start_ray
 from bray.cluster.session import ClusterSession, SessionInfo, current, enter, shutdown
 from bray.errors import ConfigError, UnknownName
+from bray.log_format import log_format
 from bray.remote.master.handle import start_master
 from bray.rundir import RunDir, log_to
 
@@ -67,6 +68,7 @@ def init(
             token=secrets.token_bytes(16),
             one_machine=True,
             modules=tuple(os.path.abspath(p) for p in sys.path),
+            log_format=log_format(),
         )
         info, made = _make_cluster(cluster, info, ray_kwargs)
         opened = enter(ClusterSession(info, made, run=run, log=log_to(Path(info.numbers) / "bray.log")))
