@@ -34,8 +34,9 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
     Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same numbers, bit for bit, for the few rows of a
     service. numpy's own `exp` rounds otherwise.
     """
-    rows: list[list[float]] = logits.tolist()
-    at: list[float | None] = [None] * len(rows) if u is None else u.tolist()
+    if u is None:
+        return _most_likely(logits, mask)
+    rows, at = logits.tolist(), u.tolist()
     if mask is None:
         drawn = [_draw(row, v) for row, v in zip(rows, at, strict=True)]
     else:
@@ -43,7 +44,15 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
     return np.array([i for i, _ in drawn], np.int64), np.array([logp for _, logp in drawn], np.float32)
 
 
-def _draw_legal(logits: list[float], u: float | None, legal: list[bool]) -> tuple[int, float]:
+def _most_likely(logits: np.ndarray, mask: np.ndarray | None) -> Drawn:
+    x = logits if mask is None else np.where(mask, logits, np.float32(NEVER))
+    logp = -np.log(np.exp(x - x.max(1, keepdims=True)).sum(1))
+    if mask is not None:
+        logp[~mask.any(1)] = 0.0
+    return x.argmax(1), logp
+
+
+def _draw_legal(logits: list[float], u: float, legal: list[bool]) -> tuple[int, float]:
     choices = [i for i, yes in enumerate(legal) if yes]
     if not choices:  # an episode's end
         return 0, 0.0
@@ -51,20 +60,17 @@ def _draw_legal(logits: list[float], u: float | None, legal: list[bool]) -> tupl
     return choices[best], logp
 
 
-def _draw(logits: list[float], u: float | None) -> tuple[int, float]:
+def _draw(logits: list[float], u: float) -> tuple[int, float]:
     """(index, log probability) of one of these choices."""
     top = max(logits)
     weights = [exp(x - top) for x in logits]
     total = reduce(add, weights)  # one after the other: `sum` is more exact from Python 3.12 on
-    if u is None:
-        best = logits.index(top)
-    else:
-        left, best = u * total, -1
-        for weight in weights:
-            left -= weight
-            best += 1  # rounding may leave a crumb: the last one takes it
-            if left < 0.0:
-                break
+    left, best = u * total, -1
+    for weight in weights:
+        left -= weight
+        best += 1  # rounding may leave a crumb: the last one takes it
+        if left < 0.0:
+            break
     return best, logits[best] - top - log(total)
 
 

@@ -228,5 +228,10 @@ def test_a_service_draws_what_training_draws_bit_for_bit(how, scale):
         logits = np.round(scale * rng.standard_normal((64, n)), 2).astype(np.float32)  # some are equal
         u = rng.random(64) if "drawn" in how else None
         mask = rng.random((64, n)) < 0.4 if "mask" in how else None  # in some rows nothing is legal
-        for here, there in zip(D.draw_rows(logits, u, mask), compiled_draws(logits, u, mask), strict=True):
-            assert (here.dtype, here.tobytes()) == (there.dtype, there.tobytes())
+        (action, logp), (trained, trained_logp) = D.draw_rows(logits, u, mask), compiled_draws(logits, u, mask)
+        assert (action.dtype, action.tobytes()) == (trained.dtype, trained.tobytes())
+        assert logp.dtype == trained_logp.dtype
+        if u is None:
+            np.testing.assert_allclose(logp, trained_logp, 1e-5, 1e-5)
+        else:
+            assert logp.tobytes() == trained_logp.tobytes()
