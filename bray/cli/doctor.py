@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,6 +39,7 @@ _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "sve": "SVE",
 }
 _SMOKE_SECONDS = 2.0
+_CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -177,10 +179,18 @@ def _packages() -> list[Check]:
 
 
 def _requirements() -> list[str]:
+    """Of the installation; of the checkout, where nobody has installed it."""
     try:
         return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:  # a checkout that nobody installed
-        return []
+    except importlib.metadata.PackageNotFoundError:
+        if not (file := _CHECKOUT / "pyproject.toml").is_file():
+            return []
+    project = tomllib.loads(file.read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra, needed in project["optional-dependencies"].items():
+        for name, _, marker in (line.partition(";") for line in needed):
+            lines.append(f"{name}; extra == '{extra}'" + (f" and ({marker})" if marker else ""))
+    return lines
 
 
 def _package(requirement: Requirement, tested: dict[str, Requirement]) -> Check:
@@ -201,7 +211,7 @@ def _canonical(name: str) -> str:
 
 
 def _tested_versions() -> dict[str, Requirement]:
-    path = Path(__file__).parents[2] / "constraints.txt"
+    path = _CHECKOUT / "constraints.txt"
     out = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
