@@ -367,3 +367,24 @@ def test_a_generated_client_plays_a_game(service, tmp_path):
     ports = [str(service.port), str(service.admin_port)]
     played = subprocess.run([python, "-c", GAME, *ports], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (played.returncode, played.stdout) == (0, f"{service.action}\n"), played.stderr
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "operating.md").read_text()
+
+
+def test_the_page_names_every_alert_and_files_that_are_there():
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    assert re.findall(r"^\| `(Bray\w+)` \|", PAGE, re.M) == [rule["alert"] for rule in rules]
+    for link in re.findall(r"\]\(([^)#]+)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link
+    for file in re.findall(r"(?<![/\w])(?:deploy|docker|docs)/[\w./-]+\.\w+", PAGE):
+        assert (ROOT / file).is_file(), file
+
+
+def test_the_game_of_the_page_is_played_by_the_generated_client():
+    page = PAGE.split("```python\n")[1].split("```")[0]
+    played = [line.strip() for line in page.splitlines() if "step.sync" in line]
+    assert [re.search(r"StepKind\.(\w+)", line)[1] for line in played] == ["START", "TICK", "END"]
+    compile(page, "operating.md", "exec")

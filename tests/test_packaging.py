@@ -64,9 +64,10 @@ def built(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave)
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt", "MANIFEST.in"):
         shutil.copy(ROOT / name, source / name)
-    build = "import sys; from setuptools import build_meta as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for kind in ("sdist", "wheel"):
+        build = f"import sys; from setuptools.build_meta import build_{kind}; build_{kind}(sys.argv[1])"
+        done = subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     return folder
 
 
@@ -105,7 +106,7 @@ def test_the_metadata_is_valid_and_a_service_needs_neither_torch_nor_numba(built
     assert not of["serve"] & {"torch", "numba", "gymnasium", "ray"}
     assert of["serve"] >= {"onnxruntime", "httptools", "numpy"}
     assert of["train"] >= {"torch", "numba"}
-    assert of[""] == of["serve"] & of["train"]
+    assert not of[""] & {"onnxruntime", "torch", "numba"}
 
 
 def test_twine_takes_both(built):
@@ -114,7 +115,7 @@ def test_twine_takes_both(built):
         pytest.skip("twine is not installed here: pip install twine, anywhere on the PATH")
     files = [str(x) for x in built.iterdir() if x.suffix in (".whl", ".gz")]
     done = subprocess.run([twine, "check", "--strict", *files], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
+    assert (done.returncode, len(files)) == (0, 2), done.stdout
 
 
 # --- an installation that belongs to somebody else --------------------------------------------------------------------
