@@ -26,6 +26,7 @@ _LOG_SQRT_2PI = 0.5 * _LOG_2PI
 
 Rng = np.random.Generator | None
 Drawn = tuple[np.ndarray, np.ndarray]
+_FEW = 16  # logits up to which plain Python takes the largest quicker than numpy
 
 
 def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None) -> Drawn:
@@ -34,9 +35,10 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
     Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same numbers, bit for bit, for the few rows of a
     service. numpy's own `exp` rounds otherwise.
     """
-    if u is None:
+    if u is None and logits.size > _FEW:
         return _most_likely(logits, mask)
-    rows, at = logits.tolist(), u.tolist()
+    rows: list[list[float]] = logits.tolist()
+    at: list[float | None] = [None] * len(rows) if u is None else u.tolist()
     if mask is None:
         drawn = [_draw(row, v) for row, v in zip(rows, at, strict=True)]
     else:
@@ -52,7 +54,7 @@ def _most_likely(logits: np.ndarray, mask: np.ndarray | None) -> Drawn:
     return x.argmax(1), logp
 
 
-def _draw_legal(logits: list[float], u: float, legal: list[bool]) -> tuple[int, float]:
+def _draw_legal(logits: list[float], u: float | None, legal: list[bool]) -> tuple[int, float]:
     choices = [i for i, yes in enumerate(legal) if yes]
     if not choices:  # an episode's end
         return 0, 0.0
@@ -60,17 +62,20 @@ def _draw_legal(logits: list[float], u: float, legal: list[bool]) -> tuple[int, 
     return choices[best], logp
 
 
-def _draw(logits: list[float], u: float) -> tuple[int, float]:
+def _draw(logits: list[float], u: float | None) -> tuple[int, float]:
     """(index, log probability) of one of these choices."""
     top = max(logits)
     weights = [exp(x - top) for x in logits]
     total = reduce(add, weights)  # one after the other: `sum` is more exact from Python 3.12 on
-    left, best = u * total, -1
-    for weight in weights:
-        left -= weight
-        best += 1  # rounding may leave a crumb: the last one takes it
-        if left < 0.0:
-            break
+    if u is None:
+        best = logits.index(top)
+    else:
+        left, best = u * total, -1
+        for weight in weights:
+            left -= weight
+            best += 1  # rounding may leave a crumb: the last one takes it
+            if left < 0.0:
+                break
     return best, logits[best] - top - log(total)
 
 

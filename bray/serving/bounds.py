@@ -20,6 +20,7 @@ class Bounds:
 
     def __init__(self, space: Space):
         self._leaves = list(_bounded(space, ()))
+        self._limits = [_limited_columns(low, high) for _, low, high in self._leaves]
 
     def __bool__(self) -> bool:
         return bool(self._leaves)
@@ -35,14 +36,24 @@ class Bounds:
 
     def rows_outside(self, batch: Any) -> int:
         """How many observations of a batch are outside."""
-        rows: Any = False
-        for keys, low, high in self._leaves:
+        rows = None
+        for (keys, low, high), limits in zip(self._leaves, self._limits, strict=True):
             x = _part(batch, keys)
             x = x.reshape(len(x), -1)
-            # Almost always all are inside: comparing bytes with what the bounds leave of x is the quickest way to know.
-            if np.maximum(np.minimum(x, high), low).tobytes() != x.tobytes():
-                rows = rows | ((x < low) | (x > high)).any(1)
-        return int(np.count_nonzero(rows))
+            if not _all_inside(x, low, high, limits):
+                outside = ((x < low) | (x > high)).any(1)
+                rows = outside if rows is None else rows | outside
+        return 0 if rows is None else int(np.count_nonzero(rows))
+
+
+_SMALL = 64  # numbers of a batch up to which plain Python is quicker than numpy
+
+
+def _all_inside(x: np.ndarray, low: np.ndarray, high: np.ndarray, limits: list[tuple[int, Any, Any]]) -> bool:
+    """As good as always: the quickest way to know it. `limits` are those of the columns that have any."""
+    if x.size <= _SMALL:
+        return all(least <= row[j] <= most for row in x.tolist() for j, least, most in limits)
+    return np.maximum(np.minimum(x, high), low).tobytes() == x.tobytes()
 
 
 class OutsideCount:
@@ -84,6 +95,13 @@ def _bounded(space: Space, keys: tuple[Any, ...]) -> Any:
         info: Any = np.finfo(low.dtype) if low.dtype.kind == "f" else np.iinfo(low.dtype)
         if (low > info.min).any() or (high < info.max).any():
             yield keys, low, high
+
+
+def _limited_columns(low: np.ndarray, high: np.ndarray) -> list[tuple[int, Any, Any]]:
+    """(column, least, most) where a type's own range is narrowed."""
+    info: Any = np.finfo(low.dtype) if low.dtype.kind == "f" else np.iinfo(low.dtype)
+    columns = enumerate(zip(low.tolist(), high.tolist(), strict=True))
+    return [(j, least, most) for j, (least, most) in columns if least > info.min or most < info.max]
 
 
 def _limits(space: Space) -> tuple[np.ndarray, np.ndarray]:
