@@ -1,6 +1,7 @@
 """docs/operating.md: the files of deploy/, metrics, logs and the OpenAPI file, against a real `bray serve`."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -18,7 +19,9 @@ import yaml
 
 import bray
 from bray.cli.main import main
+from bray.cli.show import log_shown
 from bray.experiment import Experiment, export_graph
+from bray.rundir import logging_to
 from bray.serving.metrics import HELP
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +99,23 @@ def test_every_line_of_the_log_is_json_when_asked_for(service):
     lines = [json.loads(line) for line in service.logs]
     assert any(line["message"].startswith("serving on") and line["level"] == "info" for line in lines)
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]) for line in lines)
+
+
+def test_log_files_of_a_launch_are_json_when_asked_for(tmp_path, capsys):
+    with log_shown("info", "json"), logging_to(tmp_path / "bray.log"):
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            logging.getLogger("bray.serving").exception("an Actor raised %s", "ö")
+    for text in (capsys.readouterr().err, (tmp_path / "bray.log").read_text()):
+        line = json.loads(text)
+        assert (line["level"], line["logger"], line["message"]) == ("error", "bray.serving", "an Actor raised ö")
+        assert line["exception"].endswith("ValueError: two\nlines")
+    with logging_to(tmp_path / "text.log"):
+        logging.getLogger("bray").warning("plain again")
+    assert (tmp_path / "text.log").read_text().endswith("WARNING plain again\n")
+    assert main(["launch", "--help"]) == 0
+    assert "--log-format" in capsys.readouterr().out
 
 
 def test_another_log_format_is_refused(capsys):
