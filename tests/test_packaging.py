@@ -43,7 +43,7 @@ def texts():
 
 def test_nothing_sends_anybody_to_other_software_of_our_name():
     """`bray` on the package index is not this Bray."""
-    wrong = re.compile(r"pip install [^\n]*?['\"` ]bray(?![\w./-])|(?<![\w-])bray\[")
+    wrong = re.compile(r"pip install (?:[^\n`|&;]*[ '\"])?bray(?![\w./-])|(?<![\w-])bray\[")
     found = [f"{file.relative_to(ROOT)}: {hit}" for file, text in texts() for hit in wrong.findall(text)]
     assert found == []
 
