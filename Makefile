@@ -18,6 +18,7 @@ setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip uninstall -q -y bray 2>/dev/null  # how the distribution was called before 0.2
 	$(BIN)/pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 

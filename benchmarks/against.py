@@ -43,9 +43,9 @@ _SERVE = """
 import json, subprocess, sys, tempfile, time
 from bray.experiment import Experiment
 with tempfile.TemporaryDirectory() as folder:
-    exp = Experiment("PPO", "CartPole-v1", path=folder + "/run", config={"stop": {"env_steps_total": 2000}})
-    for _ in exp.train():
-        pass
+    train = "import sys, bray; list(bray.Experiment('PPO', 'CartPole-v1', path=sys.argv[1]).train(stop={'env_steps_total': 2000}))"
+    subprocess.run([sys.executable, "-c", train, folder + "/run"], check=True)  # training compiles, a service does not
+    exp = Experiment.load(folder + "/run")
     with exp.serve(port=0, block=False) as server:
         games = subprocess.Popen([sys.executable, "-c", GAMES, str(server.port)], stdout=subprocess.PIPE, text=True)
         time.sleep(3.0)

@@ -8,10 +8,12 @@ A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import reduce
+from math import exp, log
+from operator import add
 from typing import Any
 
-import numba
 import numpy as np
 
 from bray.spec import ActionLayout, ActionPart
@@ -21,23 +23,72 @@ NEVER = -1e9
 choice masked (a dead row) counts as uniform."""
 _LOG_2PI = math.log(2.0 * math.pi)
 _LOG_SQRT_2PI = 0.5 * _LOG_2PI
-_NO_MASK = np.empty((0, 0), np.bool_)
-_MOST_LIKELY = np.empty(0)
 
 Rng = np.random.Generator | None
 Drawn = tuple[np.ndarray, np.ndarray]
+_FEW = 16  # logits up to which plain Python takes the largest quicker than numpy
+
+
+def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None) -> Drawn:
+    """One draw per row by inverting the cumulative distribution at u[b] (no u: the most likely) and its log probability.
+
+    Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same numbers, bit for bit, for the few rows of a
+    service. numpy's own `exp` rounds otherwise.
+    """
+    if u is None and logits.size > _FEW:
+        return _most_likely(logits, mask)
+    rows: list[list[float]] = logits.tolist()
+    at: list[float | None] = [None] * len(rows) if u is None else u.tolist()
+    if mask is None:
+        drawn = [_draw(row, v) for row, v in zip(rows, at, strict=True)]
+    else:
+        drawn = [_draw_legal(row, v, legal) for row, v, legal in zip(rows, at, mask.tolist(), strict=True)]
+    return np.array([i for i, _ in drawn], np.int64), np.array([logp for _, logp in drawn], np.float32)
+
+
+def _most_likely(logits: np.ndarray, mask: np.ndarray | None) -> Drawn:
+    x = logits if mask is None else np.where(mask, logits, np.float32(NEVER))
+    logp = -np.log(np.exp(x - x.max(1, keepdims=True)).sum(1))
+    if mask is not None:
+        logp[~mask.any(1)] = 0.0
+    return x.argmax(1), logp
+
+
+def _draw_legal(logits: list[float], u: float | None, legal: list[bool]) -> tuple[int, float]:
+    choices = [i for i, yes in enumerate(legal) if yes]
+    if not choices:  # an episode's end
+        return 0, 0.0
+    best, logp = _draw([logits[i] for i in choices], u)
+    return choices[best], logp
+
+
+def _draw(logits: list[float], u: float | None) -> tuple[int, float]:
+    """(index, log probability) of one of these choices."""
+    top = max(logits)
+    weights = [exp(x - top) for x in logits]
+    total = reduce(add, weights)  # one after the other: `sum` is more exact from Python 3.12 on
+    if u is None:
+        best = logits.index(top)
+    else:
+        left, best = u * total, -1
+        for weight in weights:
+            left -= weight
+            best += 1  # rounding may leave a crumb: the last one takes it
+            if left < 0.0:
+                break
+    return best, logits[best] - top - log(total)
 
 
 class Categorical:
     """One of n choices: n logits."""
 
     masked = True
+    draw_rows: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None], Drawn] = staticmethod(draw_rows)
+    """Training puts the compiled form here (`bray.rl.draws`)."""
 
     def draw(self, params: np.ndarray, rng: Rng, mask: np.ndarray | None) -> Drawn:
         """Actions and their log probability, `[B]` each; without `rng` the most likely."""
-        u = rng.random(len(params)) if rng is not None else _MOST_LIKELY
-        legal = _NO_MASK if mask is None else np.ascontiguousarray(mask)
-        return _draw_choices(np.ascontiguousarray(params), u, legal)
+        return self.draw_rows(params, None if rng is None else rng.random(len(params)), mask)
 
     def read(self, params: Any, mask: Any) -> Any:
         """What `log_prob` and `entropy` share: the log probabilities of all choices."""
@@ -125,33 +176,3 @@ def log_prob_entropy(layout: ActionLayout, dist: Any, action: Any, mask: Any = N
 
 def _sum(terms: list[Any]) -> Any:
     return sum(terms[1:], start=terms[0])
-
-
-@numba.njit(cache=True, nogil=True)
-def _draw_choices(logits, u, mask):  # pragma: no cover - compiled
-    """One draw per row by inverting the cumulative distribution at u[b] (empty u: the most likely) and its log probability."""
-    batch, n = logits.shape
-    action = np.empty(batch, np.int64)
-    logp = np.empty(batch, np.float32)
-    for b in range(batch):
-        top = -np.inf
-        best = 0
-        for i in range(n):
-            if (mask.size == 0 or mask[b, i]) and logits[b, i] > top:
-                top = logits[b, i]
-                best = i
-        total = 0.0
-        for i in range(n):
-            if mask.size == 0 or mask[b, i]:
-                total += np.exp(logits[b, i] - top)
-        if u.size:
-            left = u[b] * total
-            for i in range(n):
-                if mask.size == 0 or mask[b, i]:
-                    left -= np.exp(logits[b, i] - top)
-                    best = i  # rounding may leave a crumb: the last legal choice takes it
-                    if left < 0.0:
-                        break
-        action[b] = best
-        logp[b] = logits[b, best] - top - np.log(total) if total != 0.0 else 0.0  # nothing is legal: an episode's end
-    return action, logp

@@ -24,6 +24,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from bray._version import __version__
+
 
 class BrayError(Exception):
     """Base of all errors that are shown to the user as one message, without a traceback."""
@@ -124,3 +126,8 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:
         return ""
     more = f", … ({len(names)} in all)" if len(names) > most else ""
     return " Known: " + ", ".join(sorted(names)[:most]) + more + "."
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds an extra of Bray. The package index has other software under the name bray, so that no hint may send anybody there."""
+    return f"pip install '.[{extra}]' in Bray's repository, or './bray_rl-{__version__}-py3-none-any.whl[{extra}]' with its wheel"

@@ -21,9 +21,10 @@ from bray.errors import BrayError, ConfigError, UnknownName
 from bray.rundir import write_atomic
 from bray.serving.access import with_environment
 from bray.serving.config import ServedModelConfig, ServiceConfig
+from bray.serving.metrics import Numbers
 from bray.serving.model import ServedModel, TorchEngine, VersionLocks
 from bray.serving.policy_actor import PolicyActor
-from bray.serving.server import Numbers, Server
+from bray.serving.server import Server
 from bray.serving.values import body_limit
 from bray.serving.workers import Ready, serve as serve_workers
 

@@ -1,7 +1,7 @@
-"""Writes the tables of keys into the pages: `python docs/tables.py`.
+"""Writes the tables of keys and metrics into the pages: `python docs/tables.py`.
 
-A table stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. `tests/test_options.py` fails when
-a page is stale.
+A table of keys stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. Metrics stand after `<!-- metrics -->`.
+`tests/test_options.py` fails when a page is stale.
 """
 
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bray.cli.schema import find_sections
 from bray.config.schema import markdown
+from bray.serving.metrics import HELP
 
 PAGES = sorted(Path(__file__).parent.glob("*.md"))
 
@@ -20,6 +21,10 @@ def updated(text: str) -> str:
         (section,) = [cls for name, cls in find_sections(found[1]).items() if name == found[1]]
         return f"<!-- keys: {found[1]} -->\n{markdown(section)}\n<!-- end -->"
 
+    metrics = "\n".join(
+        ["| metric | meaning |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in HELP.items())]
+    )
+    text = re.sub(r"(?s)<!-- metrics -->\n.*?<!-- end -->", f"<!-- metrics -->\n{metrics}\n<!-- end -->", text)
     return re.sub(r"(?s)<!-- keys: (\S+) -->\n.*?<!-- end -->", table, text)
 
 

@@ -557,7 +557,7 @@ BLOCKED = """
 import importlib.abc, sys
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "gymnasium"):
+        if name.split(".")[0] in ("torch", "gymnasium", "numba", "llvmlite"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 import os
@@ -598,7 +598,7 @@ def test_a_deployment_on_an_open_port_has_every_protection(project, tmp_path, mo
 
 @contextlib.contextmanager
 def launched(folder, *words):
-    """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch and gymnasium."""
+    """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch, numba and gymnasium."""
     (folder / "sitecustomize.py").write_text(BLOCKED)
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "bray", "launch", "--config", str(RL), "--mode", "deploy", *words],

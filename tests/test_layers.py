@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
-    {"_version", "compat", "errors", "limited_log", "tree", "spec", "schedules"},
+    {"_version", "compat", "compiled", "errors", "limited_log", "log_format", "tree", "spec", "schedules"},
     {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
@@ -29,6 +29,7 @@ LAYERS = [
 # Within the first two layers and among the siblings of the third: who may use whom.
 WITHIN = {
     "compat": {"errors"},
+    "errors": {"_version"},
     "tree": {"errors"},
     "spec": {"errors"},
     "schedules": {"errors"},

@@ -9,6 +9,7 @@ from torch.distributions import Categorical, Independent, Normal, TanhTransform,
 
 from bray import distributions as D
 from bray.algos.sac import squashed_sample
+from bray.rl.draws import draw_rows as compiled_draws
 from bray.spec import ActionLayout, Space
 
 
@@ -214,3 +215,23 @@ def test_squashed_log_prob_is_right_where_tanh_is_flat():
     assert log_prob.item() == pytest.approx(-0.5 * math.log(2 * math.pi) - (2 * math.log(2) - 40.0), abs=1e-4)
     (grad,) = torch.autograd.grad(log_prob.sum(), dist)
     assert grad[0].tolist() == pytest.approx([2.0, -1.0], abs=1e-5)
+
+
+# --- a service draws without compiled code ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.1, 1.0, 30.0, 300.0])
+@pytest.mark.parametrize("how", ["drawn", "drawn with a mask", "most likely", "most likely with a mask"])
+def test_a_service_draws_what_training_draws_bit_for_bit(how, scale):
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 5, 18, 200):
+        logits = np.round(scale * rng.standard_normal((64, n)), 2).astype(np.float32)  # some are equal
+        u = rng.random(64) if "drawn" in how else None
+        mask = rng.random((64, n)) < 0.4 if "mask" in how else None  # in some rows nothing is legal
+        (action, logp), (trained, trained_logp) = D.draw_rows(logits, u, mask), compiled_draws(logits, u, mask)
+        assert (action.dtype, action.tobytes()) == (trained.dtype, trained.tobytes())
+        assert logp.dtype == trained_logp.dtype
+        if u is None:
+            np.testing.assert_allclose(logp, trained_logp, 1e-5, 1e-5)
+        else:
+            assert logp.tobytes() == trained_logp.tobytes()

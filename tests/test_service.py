@@ -845,7 +845,7 @@ SERVE_WITHOUT_TORCH = """
 import importlib.abc, sys
 class Block(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "gymnasium", "matplotlib", "tensorboard", "ray"):
+        if name.split(".")[0] in ("torch", "gymnasium", "matplotlib", "tensorboard", "ray", "numba", "llvmlite"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 from bray.cli.main import main
@@ -879,7 +879,7 @@ def serve_process(*args):
 
 
 def test_bray_serve_without_torch_in_two_workers(run):
-    """The command, in an environment where torch and the environment's package cannot be imported."""
+    """The command, in an environment where torch, numba and the environment's package cannot be imported."""
     first, *_, last = steps_of(run)
     exp = {step: Experiment.load(run, step) for step in (first, last)}
     with serve_process(run, "--port", "0", "admin_port=0", "--workers", "2", "--tcp", "follow_every_s=0.1") as process:
@@ -970,7 +970,7 @@ def test_commands_that_need_torch_say_so():
     code = [sys.executable, "-c", SERVE_WITHOUT_TORCH, "train", "--run", "PPO", "--env", "CartPole-v1"]
     done = subprocess.run(code, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
-    assert "pip install 'bray[train]'" in done.stderr
+    assert "pip install '.[train]' in Bray's repository" in done.stderr
     assert "Traceback" not in done.stderr
 
 

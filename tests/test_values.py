@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from bray.errors import DataError
-from bray.serving import numbers
 from bray.serving.agent import AgentActor
 from bray.serving.bounds import Bounds
 from bray.serving.policy_actor import TickMessage
@@ -17,7 +16,6 @@ from bray.serving.protocol import Refusal
 from bray.serving.values import MAX_JSON, Observations, TooMuchText, body_limit, reader
 from bray.spec import EnvSpec, Space
 
-numbers.load()
 CHOICE = Space("discrete", (), "int64", n=(2,), start=(0,))
 FOUR = Space("box", (4,), "float32")
 BOTH = Space("dict", names=("a", "b"), parts=(FOUR, Space("tuple", parts=(FOUR, CHOICE))))

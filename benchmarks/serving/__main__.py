@@ -1,4 +1,4 @@
-"""python -m benchmarks.serving [echo|tcp|affinity|model|cnn ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
+"""python -m benchmarks.serving [echo|tcp|affinity|model|cnn|capacity ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
 
 `bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0 (BENCH_CORES) and the load generator (load.cpp,
 compiled with g++ when first needed) on core 1. One JSON line per measurement, one per case with medians and ratios. `cpu_us` is
@@ -78,7 +78,13 @@ def answers(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int, env: dict[str, str] | None = None, wait: float = 60.0) -> Iterator[int]:
+def server(
+    command: list[str],
+    port: int,
+    env: dict[str, str] | None = None,
+    wait: float = 60.0,
+    ready: Callable[[int], bool] = answers,
+) -> Iterator[int]:
     """A server on core 0; yields its process id once the port answers."""
     base = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     base |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -92,7 +98,7 @@ def server(command: list[str], port: int, env: dict[str, str] | None = None, wai
     try:
         until = time.monotonic() + wait
         while True:
-            if answers(port):
+            if ready(port):
                 break
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"did not start: {' '.join(command)}")
@@ -312,6 +318,13 @@ def with_model(case: str, kind: str, size: int, repeat: int, seconds: float) -> 
             )
 
 
+def capacity(repeat: int, seconds: float) -> None:
+    """What one core serves: benchmarks/serving/capacity.py."""
+    from benchmarks.serving import capacity
+
+    capacity.capacity(repeat, seconds)
+
+
 def main() -> None:
     cases = {
         "echo": echo,
@@ -319,6 +332,7 @@ def main() -> None:
         "affinity": affinity,
         "model": lambda r, s: with_model("model", "mlp", 1024, r, s),
         "cnn": lambda r, s: with_model("cnn", "cnn", 4 * 84 * 84, r, s),
+        "capacity": capacity,
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *cases], default=[], help=f"{', '.join(cases)}; none: all")

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from rich.text import Text
 from bray._version import __version__
 from bray.cli.options import Doctor
 from bray.cli.show import say
+from bray.errors import how_to_install
 
 _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "amx_bf16": "AMX bf16",
@@ -38,6 +40,7 @@ _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
 }
 SMOKE_SECONDS = 2.0
 """How long the trial training of `bray doctor` runs."""
+_CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,8 @@ def _memory() -> list[Check]:
 # --- the installation -------------------------------------------------------------------------------------------------
 
 
+DISTRIBUTION = "bray-rl"
+"""What is installed: `bray` on the package index is other software."""
 HALVES = {"train": "torch", "serve": "httptools"}
 """The two halves of an installation, and the package that tells whether one was wanted."""
 
@@ -164,14 +169,29 @@ def _packages() -> list[Check]:
     tested = _tested_versions()
     out: dict[str, Check] = {}
     extras = ["", *[half for half, package in HALVES.items() if _has(package)]]
-    for line in importlib.metadata.requires("bray") or []:
+    for line in _requirements():
         requirement = Requirement(line)
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
             out.setdefault(requirement.name, _package(requirement, tested))
     for half in HALVES:
         if half not in extras:
-            out[half] = Check(half, f"not installed: pip install 'bray[{half}]' brings it")
+            out[half] = Check(half, f"not installed: {how_to_install(half)}")
     return list(out.values())
+
+
+def _requirements() -> list[str]:
+    """Of the installation; of the checkout, where nobody has installed it."""
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        if not (file := _CHECKOUT / "pyproject.toml").is_file():
+            return []
+    project = tomllib.loads(file.read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra, needed in project["optional-dependencies"].items():
+        for name, _, marker in (line.partition(";") for line in needed):
+            lines.append(f"{name}; extra == '{extra}'" + (f" and ({marker})" if marker else ""))
+    return lines
 
 
 def _package(requirement: Requirement, tested: dict[str, Requirement]) -> Check:
@@ -192,7 +212,7 @@ def _canonical(name: str) -> str:
 
 
 def _tested_versions() -> dict[str, Requirement]:
-    path = Path(__file__).parents[2] / "constraints.txt"
+    path = _CHECKOUT / "constraints.txt"
     out = {}
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:

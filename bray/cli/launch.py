@@ -52,7 +52,7 @@ def launch(options: Launch) -> int:
         _draw(graph, options.graph)
     if options.graph is not None and not options.check:
         return 0
-    with log_shown(options.log_level):
+    with log_shown(options.log_level, options.log_format):
         deployed = _deployed(graph)
         check_modules(graph, deployed)
         if options.check:

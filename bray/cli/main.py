@@ -19,16 +19,18 @@ import typer
 from bray.cli.flags import make_function
 from bray.cli.options import COMMANDS
 from bray.config.hints import hint
-from bray.errors import BrayError, did_you_mean
+from bray.errors import BrayError, did_you_mean, how_to_install
 
 NOT_YET = ("tune", "dashboard")
 """Commands that are planned and are not there."""
 
 _EXTRAS = {
-    **dict.fromkeys(("torch", "gymnasium", "tensorboard", "matplotlib", "imageio", "PIL", "onnxscript"), "train"),
-    **dict.fromkeys(("httptools", "onnxruntime", "onnx", "numba"), "serve"),
+    **dict.fromkeys(
+        ("torch", "gymnasium", "tensorboard", "matplotlib", "imageio", "PIL", "onnxscript", "numba"), "train"
+    ),
+    **dict.fromkeys(("httptools", "onnxruntime", "onnx"), "serve"),
 }
-"""Packages that `pip install bray` leaves out, and the extra that brings them."""
+"""Packages that an installation without extras leaves out, and the extra that brings them."""
 _FAKE = "Partners to develop against: a service without an agent, games without a game."
 _KNOWN = sorted({name.split()[0] for name in COMMANDS})
 
@@ -107,9 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         if debug or e.name not in _EXTRAS:
             traceback.print_exception(_without_ours(e))
             return 1
-        return _complain(
-            f"this command needs {e.name}, which is not installed: pip install 'bray[{_EXTRAS[e.name]}]'", 2
-        )
+        return _complain(f"this command needs {e.name}, which is not installed: {how_to_install(_EXTRAS[e.name])}", 2)
     except Exception as e:
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not debug:
             return _complain(

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
+from bray.log_format import LogFormat
 
 RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
 LaunchFile = Annotated[Path, Flag("--config", "FILE")]
@@ -140,7 +141,15 @@ class Collect(Acting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(Options):
+class Logging(Options):
+    """What runs for days and is watched by programs."""
+
+    log_format: Annotated[LogFormat, Flag(metavar="text|json")] = "text"
+    """json: a JSON object per line of the log, with time, level, logger, process, message and exception."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Logging):
     """Answer live games with trained policies: POST /step with start, tick ..., end. See docs/serving.md.
 
     `bray schema serve` lists every KEY.
@@ -204,7 +213,7 @@ class Export(Reading):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch(Reading):
+class Launch(Logging, Reading):
     """Start the components of a launch file: models, buffers, agents, trainers. Ctrl-C ends it.
 
     `bray schema KIND` lists the keys of a component; see docs/launch.md.

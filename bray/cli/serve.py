@@ -22,6 +22,7 @@ from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import TICK, Refusal
 from bray.serving.record import About, Step, read_recording
 
+logger = logging.getLogger("bray.serving")
 _KEYS = {"sample", *(key for section in SECTIONS.values() for key in options_of(section))}  # sample: `act` in 0.1
 
 
@@ -31,9 +32,13 @@ def _torch_engine(path: Path, step: int, trust: bool = False) -> tuple[Any, Any]
     return torch_engine(path, step, trust)
 
 
-@log_shown("info")
 def serve(options: Serve, flags: ConfigSource) -> int:
     """Serve until a signal; returns the exit code. `flags` sets keys of the service and its models."""
+    with log_shown("info", options.log_format):
+        return _serve(options, flags)
+
+
+def _serve(options: Serve, flags: ConfigSource) -> int:
     if options.sample:
         models = flags.values.setdefault("model", {})
         models["act"] = renamed_act(models.get("act"), True, "--sample")
@@ -46,6 +51,9 @@ def serve(options: Serve, flags: ConfigSource) -> int:
     logging.captureWarnings(True)
 
     def ready(port: int, admin_port: int) -> None:
+        if options.log_format == "json":  # all that is said is JSON
+            logger.info("serving on %s:%d, admin port %s:%d", service.host, port, service.admin_host, admin_port)
+            return
         rows = [(name, str(path)) for name, path in runs.items()]
         facts([*rows, ("admin", f"http://{service.admin_host}:{admin_port}/metrics  /models  /healthz  /readyz")])
         kinds = "HTTP and TCP" if service.use_tcp else "HTTP"

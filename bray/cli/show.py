@@ -17,6 +17,7 @@ from rich.text import Text
 from bray.cli.options import Acting, Reading
 from bray.config.schema import rows
 from bray.errors import BrayError, ConfigError, UnknownName
+from bray.log_format import JsonLines, LogFormat, set_log_format
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -87,7 +88,12 @@ class _Handler(logging.Handler):
     """Looks up stderr at each message: a live display redirects it while it is on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+        print(self.format(record), file=sys.stderr)
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage()}"
 
 
 class _Shown:
@@ -107,16 +113,19 @@ class _Shown:
 
 
 @contextlib.contextmanager
-def log_shown(level: str = "warning") -> Iterator[_Shown]:
-    """Within: what the "bray" logger has to say from `level` on is said on stderr."""
+def log_shown(level: str = "warning", format: LogFormat = "text") -> Iterator[_Shown]:
+    """Within: what the "bray" logger has to say from `level` on is said on stderr, as text or as JSON."""
     shown = _Shown()
     shown.set(level)
+    shown.handler.setFormatter(JsonLines() if format == "json" else _Plain())
+    set_log_format(format)
     shown.logger.addHandler(shown.handler)
     try:
         yield shown
     finally:
         shown.logger.removeHandler(shown.handler)
         shown.logger.setLevel(shown.before)
+        set_log_format("text")
 
 
 def trusting(options: Reading) -> bool | Callable[[str], bool]:

@@ -35,6 +35,7 @@ from bray.cluster.session import ClusterSession, SessionInfo, enter, session
 from bray.compat import let_ray_get_take_ours
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
+from bray.log_format import log_formatter, set_log_format
 from bray.rundir import log_to
 
 logger = logging.getLogger("bray.remote")
@@ -53,12 +54,12 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     _survive_sigterm()
     let_ray_get_take_ours()
     sys.path.extend(p for p in info.modules if p not in sys.path)
+    set_log_format(info.log_format)
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(logging.WARNING)  # the rest is in bray.log
+    shown.setFormatter(log_formatter("%(levelname)s %(name)s: %(message)s"))
     # In place of what Ray Train has set up, which would show every line of ours.
-    logging.basicConfig(
-        handlers=[shown], level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True
-    )
+    logging.basicConfig(handlers=[shown], level=logging.WARNING, force=True)
     logging.getLogger("bray").setLevel(logging.INFO)
     opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from bray.cluster.protocol import Node
-from bray.errors import ConfigError
+from bray.errors import ConfigError, how_to_install
 
 logger = logging.getLogger("bray.remote")
 
@@ -29,7 +29,7 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         import ray
     except ImportError:
         raise ConfigError(
-            "cluster='ray' needs Ray, which is not installed: pip install 'bray[remote]', or use cluster='local'"
+            f"cluster='ray' needs Ray, which is not installed. Use cluster='local', or {how_to_install('remote')}"
         ) from None
     hook: Any = import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect = False  # the environment variable comes too late where Ray was imported before us

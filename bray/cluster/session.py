@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from bray.cluster.protocol import Cluster
 from bray.errors import ConfigError
 from bray.inference.host import Promise
+from bray.log_format import LogFormat
 from bray.rundir import RunDir
 from bray.serving.link import Address, Handle, Link, Listener, connect
 
@@ -35,6 +36,7 @@ class SessionInfo(NamedTuple):
     """The cluster is this machine alone."""
     modules: tuple[str, ...]
     """`sys.path` of the process that called `init`."""
+    log_format: LogFormat = "text"
 
     @property
     def namespace(self) -> str:

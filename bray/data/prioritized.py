@@ -7,9 +7,11 @@ tree is a pure function of its leaves (no drift, and a checkpoint needs the leav
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from functools import partial
 
+import numpy as np
+
+from bray.compiled import compiled
 from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK
 from bray.errors import DataError
 
@@ -93,14 +95,14 @@ class SumTree:
         return late, largest
 
 
-@njit(cache=True, nogil=True, inline="always")
+@partial(compiled, inline="always")
 def _sum(tree, i):
     """Eight neighbours, in the order in which a descent halves them."""
     left = (tree[i] + tree[i + 1]) + (tree[i + 2] + tree[i + 3])
     return left + ((tree[i + 4] + tree[i + 5]) + (tree[i + 6] + tree[i + 7]))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _lift(tree, offsets, nodes):
     """Recompute the ancestors of some leaves, level by level; `nodes` is overwritten. Neighbours that share a parent cost
     one sum, so sorted slots (as stratified draws are) are cheapest."""
@@ -115,7 +117,7 @@ def _lift(tree, offsets, nodes):
                 tree[here + node] = _sum(tree, below + (node << 3))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _rebuild(tree, offsets):
     for level in range(1, offsets.shape[0]):
         below, here = offsets[level - 1], offsets[level]
@@ -123,7 +125,7 @@ def _rebuild(tree, offsets):
             tree[here + node] = _sum(tree, below + (node << 3))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _turn(tree, offsets, flags, enter, leave, count, priority):
     nodes = np.empty(2 * count, np.int64)
     n = 0
@@ -140,7 +142,7 @@ def _turn(tree, offsets, flags, enter, leave, count, priority):
     _lift(tree, offsets, nodes[:n])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
     n = u.shape[0]
     total = tree[-1]
@@ -190,7 +192,7 @@ def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
         weight[i] = np.exp(-beta * np.log(tree[slots[i]] / least))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _update(tree, offsets, flags, id, priority, oldest, newest, alpha, eps, largest):
     for i in range(id.shape[0]):
         if not np.isfinite(priority[i]):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from bray.compiled import compiled
 from bray.data.flags import ENDED, TERMINATED, VALID
 
 
@@ -21,7 +21,7 @@ def nstep_windows(
     return total, discount, after
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _windows(reward, flags, slots, newest, num_envs, n, gamma, total, discount, after):
     for i in range(slots.shape[0]):
         slot = slots[i]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numba
+from bray.compiled import compiled
 
 
-@numba.njit(cache=True)
+@compiled
 def first_outside(x, low, high):
     """The first position of the flat batch `x` whose value is not within [low, high] (NaN is not), or -1."""
     n = low.size

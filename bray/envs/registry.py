@@ -15,7 +15,7 @@ import gymnasium as gym
 from bray.envs.config import EnvConfig
 from bray.envs.families import family_of_id, family_of_module
 from bray.envs.missing import what_is_missing
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError, UnknownName, how_to_install
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
 
@@ -155,7 +155,7 @@ def missing_package(name: str, entry_point: str, cause: Exception | None = None)
     """The error for an environment whose package is not installed."""
     for module, (package, extra) in _EXTRAS.items():
         if entry_point.startswith(module):
-            return ConfigError(f"{name} needs the package {package}: pip install 'bray[{extra}]'")
+            return ConfigError(f"{name} needs the package {package}: {how_to_install(extra)}")
     what = what_is_missing(cause) if isinstance(cause, ImportError) else None
     return ConfigError(f"{name} needs {what or f'a package that is not installed: {cause}'}")
 

@@ -15,6 +15,7 @@ from bray.cluster.ray_start import start_ray
 from bray.cluster.session import ClusterSession, SessionInfo, current, enter, shutdown
 from bray.compat import let_ray_get_take_ours
 from bray.errors import ConfigError, UnknownName
+from bray.log_format import log_format
 from bray.remote.master.handle import start_master
 from bray.rundir import RunDir, log_to
 
@@ -68,6 +69,7 @@ def init(
             token=secrets.token_bytes(16),
             one_machine=True,
             modules=tuple(os.path.abspath(p) for p in sys.path),
+            log_format=log_format(),
         )
         info, made = _make_cluster(cluster, info, ray_kwargs)
         let_ray_get_take_ours()

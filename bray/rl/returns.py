@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
+
+from bray.compiled import compiled
 
 Array = Any
 """numpy array or torch tensor."""
@@ -198,7 +199,7 @@ def _cat(first: Array, second: Array) -> Array:
     return np.concatenate([first, second]) if isinstance(first, np.ndarray) else torch.cat([first, second])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _discounted_sum(x, decay):  # pragma: no cover - compiled
     steps, batch = x.shape
     out = np.empty_like(x)
@@ -210,7 +211,7 @@ def _discounted_sum(x, decay):  # pragma: no cover - compiled
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _gae(value, reward, terminated, truncated, valid, gamma, lambda_):  # pragma: no cover - compiled
     steps, batch = reward.shape
     advantage = np.zeros((steps, batch), np.float32)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bray.errors import UnknownName
 from bray.limited_log import OncePer
+from bray.log_format import log_formatter
 from bray.rundir.files import writing
 
 logger = logging.getLogger("bray")
@@ -42,7 +43,7 @@ def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
     with writing(Path(path), "nothing was changed"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
+    handler.setFormatter(log_formatter("%(asctime)s %(levelname)-7s %(message)s"))
     handler.setLevel(_LEVELS[level.upper()])
     logger.addHandler(handler)
     if logger.level == logging.NOTSET or logger.level > handler.level:

@@ -21,12 +21,11 @@ import numpy as np
 
 from bray import act, tree
 from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
-from bray.errors import BrayError, CheckpointError, ConfigError, DataError
+from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
 from bray.inference.graph import refuse_external_data
 from bray.rundir import RunDir, check_seal, read_plain
 from bray.rundir.reader import most_bytes
-from bray.serving import numbers
 from bray.serving.bounds import Bounds, OutsideCount
 from bray.serving.config import ServedModelConfig
 from bray.serving.graph import export_graph
@@ -166,7 +165,6 @@ class ServedModel:
 
     def open(self, desired: Mapping[str, Any] | None = None) -> None:
         """Load the first versions; fails with what is wrong with the run."""
-        numbers.load()
         desired = desired or self.desired_versions({"pin": None})
         for label, step in self._steps(desired).items():
             if step not in self.versions:
@@ -293,7 +291,7 @@ class ServedModel:
         run, name = self.run, self.config.engine
         if name == "torch":
             if self.torch_engine is None:
-                raise ConfigError("--engine torch needs what training needs: pip install 'bray[train]'")
+                raise ConfigError(f"--engine torch needs what training needs: {how_to_install('train')}")
             # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not have
             engine, self.policy = self.torch_engine(run.path, step)
             return engine

@@ -19,6 +19,7 @@ from bray.serving.admin import MAX_ADMIN, AdminGuard
 from bray.serving.config import ServiceConfig
 from bray.serving.connection import Front
 from bray.serving.http import HttpConnection
+from bray.serving.metrics import Numbers, prometheus
 from bray.serving.protocol import KIND_NAMES, REASONS
 from bray.serving.sessions import LATENCY_BOUNDS, Sessions
 from bray.serving.tcp import FirstByte
@@ -26,10 +27,6 @@ from bray.serving.tls import HANDSHAKE_S, ServerTls
 from bray.serving.watchdog import LoopWatchdog
 
 logger = logging.getLogger("bray.serving")
-
-Numbers = dict[str, float]
-"""One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3, 'bray_requests_total{kind="tick",status="200"}': 9}`."""
-
 
 Route = Callable[[str, str, bytes], Awaitable[tuple[int, str, bytes]]]
 """Answers (method, path, body) with (status, content type, body)."""
@@ -267,26 +264,3 @@ class Server:
 def _resident() -> float:
     with open("/proc/self/statm") as f:
         return float(int(f.read().split()[1]) * resource.getpagesize())
-
-
-def prometheus(rows: list[Numbers]) -> str:
-    """Numbers of all workers in Prometheus' text format, added up; they say which worker only where a sum would mean nothing."""
-    out: dict[str, float] = {}
-    for row in rows:
-        for name, value in row.items():
-            out[name] = out.get(name, 0.0) + value
-    out["bray_workers"] = len(rows)
-    lines, last = [], None
-    for name, value in sorted(out.items(), key=lambda item: item[0].split("{")[0]):
-        family = name.split("{")[0]
-        base = (
-            family.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
-            if "_seconds_" in family
-            else family
-        )
-        if base != last:
-            kind = "histogram" if base != family else ("counter" if family.endswith("_total") else "gauge")
-            lines.append(f"# TYPE {base} {kind}")
-            last = base
-        lines.append(f"{name} {value:.10g}")
-    return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from bray import tree
 from bray.errors import ConfigError, DataError
 from bray.serving.bounds import Bounds
 from bray.serving.messages import MAX_JSON
-from bray.serving.numbers import is_array, read_numbers
+from bray.serving.numbers import has_structure, read_numbers, structure
 from bray.spec import ACTION_MASK, EnvSpec, Space
 
 Reader = Callable[[Any], Any]
@@ -21,7 +21,6 @@ _SHOWN = (
     1 << 12
 )  # bytes; what does not fit is decoded for the message only up to this size: decoded it may be thirty times as large
 _SMALL = 512  # bytes of text below which an array's numbers are decoded into lists
-_PIECE = 1 << 16  # bytes of an array's text that are decoded at once
 _NUMBER, _BASE64, _BESIDE = 26, 11, 1 << 16
 """The most bytes of a number in text and in base64 (a double), and of all that is sent beside the arrays."""
 _decode_any = msgspec.json.Decoder().decode
@@ -133,30 +132,25 @@ def _array_reader(space: Space, where: str, max_json: int) -> Reader:
     high = low + np.reshape(space.n, shape) if whole else None
     floats = dtype.kind == "f"
     limits = None if floats or whole or dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    sizes, size = np.array(shape, np.int64), math.prod(shape)
-    least, most = (-math.inf, math.inf) if floats else limits or _INT64
-    has_text = dtype in _WRITTEN
+    size = math.prod(shape)
+    expected = structure(shape) if size <= max_json else b""  # more cannot be written in max_json bytes
     decode_small = _small_decoder(len(shape))
-
-    def read_plain(text: np.ndarray) -> np.ndarray | None:
-        flat = np.empty(size, np.float64 if floats else np.int64)
-        if not read_numbers(text, sizes, not floats, least, most, flat):
-            return None
-        x = flat.astype(dtype).reshape(shape)
-        return x if high is None or ((low <= x) & (x < high)).all() else None
 
     def read_text(value: msgspec.Raw) -> np.ndarray | None:
         """The array that is written there; None where there is none of this shape."""
-        text = np.frombuffer(value, np.uint8)
-        if text.size > max_json:
+        text = bytes(value)
+        if len(text) > max_json:
             raise TooMuchText(
-                f"{where}: expected at most {max_json} bytes of JSON (max_json), got {text.size}: "
+                f"{where}: expected at most {max_json} bytes of JSON (max_json), got {len(text)}: "
                 'send {"base64": ..., "dtype": ...} instead'
             )
-        x = read_plain(text) if has_text else None
-        if x is not None or not is_array(text, sizes):
-            return x
-        return checked(np.concatenate(_pieces(value, dtype if floats else None, where)).reshape(shape))
+        if not has_structure(text, expected):
+            return None
+        try:
+            x = read_numbers(text, dtype)
+        except (ValueError, OverflowError) as e:  # more digits than anything holds
+            raise DataError(f"{where}: {e}; expected numbers") from None
+        return None if x is None else checked(x.reshape(shape))
 
     def read(value: Any) -> np.ndarray:
         if type(value) is msgspec.Raw:
@@ -206,9 +200,6 @@ def _array_reader(space: Space, where: str, max_json: int) -> Reader:
 
 
 _BRACE = ord("{")  # of an array in base64
-_INT64 = (-(1 << 63), (1 << 63) - 1)
-_WRITTEN = [np.dtype(x) for x in ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4")]
-"""Whose numbers are read from text; those of other types are few."""
 
 
 def _small_decoder(depth: int) -> Callable[[msgspec.Raw], Any]:
@@ -227,21 +218,6 @@ def _small_decoder(depth: int) -> Callable[[msgspec.Raw], Any]:
             return None
 
     return decode_small
-
-
-def _pieces(value: msgspec.Raw, dtype: np.dtype | None, where: str) -> list[np.ndarray]:
-    """The numbers of an array's text, in order. They are decoded piece by piece: as objects they are many times as large as their text."""
-    flat = bytes(value).translate(None, b"[] \t\r\n")
-    out, at = [], 0
-    while at < len(flat):
-        end = flat.find(b",", at + _PIECE)
-        end = len(flat) if end < 0 else end
-        try:
-            out.append(np.array(_decode(b"[%b]" % flat[at:end], where), dtype))
-        except OverflowError as e:
-            raise DataError(f"{where}: expected numbers ({e})") from None
-        at = end + 1
-    return out
 
 
 def _encoded(value: msgspec.Raw, where: str) -> Any:

@@ -34,7 +34,6 @@ from bray.data.piece import Piece
 from bray.errors import DataError, did_you_mean
 from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
-from bray.serving import numbers
 from bray.serving.actor import FAILURES
 from bray.serving.agent import Agent, State
 from bray.serving.protocol import malformed
@@ -135,7 +134,6 @@ class Player:
         sample = self.spec.observation.sample(np.random.default_rng(0))
         if self.observations.in_obs:
             sample[ACTION_MASK] = tree.map(np.ones_like, sample[ACTION_MASK])
-        numbers.load()
         obs, mask = self.observations.read(msgspec.Raw(json.dumps(plain(sample)).encode()))
         state = SimpleNamespace(obs=obs, mask=mask, first=True, memory=self.initial_state)
         for rows in (1, 2, 4, 8, 16, 32):

@@ -29,6 +29,7 @@ from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine, is_recurrent
+from bray.rl.draws import use_compiled_draws
 from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
@@ -127,6 +128,7 @@ class LiveSource(Source):
         if self.server is not None:
             return
         self._closing = False
+        use_compiled_draws()
         self.player.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
         config = {"policy": {"player": self.player}}

@@ -17,6 +17,7 @@ from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
+from bray.rl.draws import use_compiled_draws
 from bray.train.health import blame_policy
 from bray.train.source import Source
 
@@ -57,6 +58,7 @@ class Rollout:
         rewards: RewardTransform | None = None,
         initial_state: Callable[[int], Any] | None = None,
     ):
+        use_compiled_draws()
         self.env, self.engine, self.policy, self.rng, self.mode, self.rewards = env, engine, policy, rng, mode, rewards
         self.returns = np.zeros(env.num_envs)
         self.lengths = np.zeros(env.num_envs, np.int64)

@@ -1,4 +1,4 @@
-"""Atari games: `pip install 'bray[atari]'`. Pong unless told otherwise."""
+"""Atari games, by Bray's extra `atari`. Pong unless told otherwise."""
 
 from __future__ import annotations
 

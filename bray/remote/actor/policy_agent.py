@@ -61,7 +61,9 @@ def make_player(name: str, config: Any) -> Player:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
     from bray.remote.algo import exploring_model, named_setup, refuse_store, store_of
+    from bray.rl.draws import use_compiled_draws
 
+    use_compiled_draws()
     section = config[name]
     setup = named_setup(config, name)
     model = _find_model(name, section)

@@ -281,7 +281,11 @@ class Master:
                 last = base
             text = "{" + ",".join(f"{k}={json.dumps(v)}" for k, v in labels) + "}" if labels else ""
             lines += [f"{base}_sum{text} {series.total.sum:.10g}", f"{base}_count{text} {series.total.cnt}"]
-        lines += ["# TYPE bray_seconds_total counter", f"bray_seconds_total {self._elapsed():.1f}"]
+        lines += [
+            "# HELP bray_seconds_total Seconds since the session began.",
+            "# TYPE bray_seconds_total counter",
+            f"bray_seconds_total {self._elapsed():.1f}",
+        ]
         return "\n".join(lines) + "\n"
 
     def metrics_port(self) -> int:
