@@ -71,9 +71,11 @@ def when_and_where() -> dict[str, Any]:
     return {"date": time.strftime("%Y-%m-%d %H:%M:%S"), "pid": os.getpid(), "hostname": _HOSTNAME}
 
 
-def describe(about: str, row: dict[str, Any] | None, place: Path | None) -> str:
-    """`repr` of an experiment."""
-    steps = "not trained yet" if not row else f"{short(row.get('env_steps_total'))} env steps"
+def describe(about: str, row: dict[str, Any] | None, place: Path | None, loaded: Path | None = None) -> str:
+    """`repr` of an experiment; `loaded`: the checkpoint that its weights come from."""
+    steps = f"{short(row.get('env_steps_total'))} env steps" if row else "not trained yet"
+    if not row and loaded is not None:
+        steps = f"loaded from {loaded}"
     returned = (row or {}).get("episode_return_mean")
     parts = [
         about,
