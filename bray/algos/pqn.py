@@ -10,9 +10,9 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray import act, tree
+from bray import tree
 from bray.act import Clock
-from bray.algos import base, rows
+from bray.algos import base, dqn, rows
 from bray.algos.base import Update, drawn, to_torch
 from bray.config.declare import RateSchedule, ShareSchedule
 from bray.data.experience import Rollouts
@@ -69,14 +69,10 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
     return rows.rollouts(config, model)
 
 
-class Policy(act.Policy):
-    """Beside the environment: epsilon-greedy over the Model's action values, which the targets are made of."""
+class Policy(dqn.Policy):
+    """As DQN acts; the action values stay with the rows, because the targets are made of them."""
 
     keeps = ("q",)
-
-    def __init__(self, config: Config, spec: EnvSpec):
-        self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
-        super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon}))
 
 
 class Learner(base.Learner):

@@ -362,8 +362,8 @@ class Experiment:
         )
 
     def __repr__(self) -> str:
-        place, loaded = self._dir and self._dir.path, self.loaded and self.loaded[0]
-        return describe(self._title, self.last_row, place, loaded)
+        place = self._dir.path if self._dir is not None else None
+        return describe(self._title, self.last_row, place, self.loaded[0] if self.loaded else None)
 
     def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
         """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
