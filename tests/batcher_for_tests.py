@@ -31,8 +31,9 @@ def either_loop(request):
 
 @pytest.fixture(autouse=True)
 def no_threads_left():
+    before = set(threading.enumerate())
     yield
-    ours = [t for t in threading.enumerate() if t.name == "bray-batcher"]
+    ours = [t for t in threading.enumerate() if t.name == "bray-batcher" and t not in before]
     end = time.monotonic() + LIMIT_S / 4
     while any(t.is_alive() for t in ours) and time.monotonic() < end:
         gc.collect()

@@ -76,5 +76,5 @@ def test_dir_lists_the_public_names_and_nothing_else():
     assert dir(bray) == sorted(bray.__all__)
     assert {"Experiment", "RemoteModel", "register_env", "fake", "__version__"} <= set(dir(bray))
     assert not {"cli", "ast", "Any", "TYPE_CHECKING", "annotations"} & set(dir(bray))
-    with pytest.raises(AttributeError, match="public names: Actor, "):
+    with pytest.raises(AttributeError, match="Known: Actor, "):
         bray.no_such_name  # noqa: B018

@@ -118,10 +118,15 @@ CASES = {
             {"layer_type": "linear", "layer_dim": 8, "activation": "relu"},
         ],
     ),
-    "quantiles": lambda: (
-        QNetwork(EnvSpec("x", BOX, CHOICE), ModelConfig(), dueling=True, num_atoms=5),
+    "atoms": lambda: (
+        QNetwork(EnvSpec("x", BOX, CHOICE), ModelConfig(), dueling=True, num_atoms=5, support=(0.0, 1.0)),
         EnvSpec("x", BOX, CHOICE),
         ("q", "logits"),
+    ),
+    "quantiles": lambda: (
+        QNetwork(EnvSpec("x", BOX, CHOICE), ModelConfig(), num_atoms=5),
+        EnvSpec("x", BOX, CHOICE),
+        ("q", "quantiles"),
     ),
 }
 

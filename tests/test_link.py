@@ -175,10 +175,12 @@ def test_silent_strangers_are_few_and_leave_nothing_behind(listener, caplog):
         sock.send(b"\0" * 10)  # half a frame
     assert all(ended(sock) for sock in silent[: 100 - link_module.MAX_STRANGERS])
     assert talk(listener, False, lambda link: link.request(ECHO, b"fine")) == b"fine"
+    deadline = time.monotonic() + 10
+    while listener.links and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not listener.links
     for sock in silent:
         sock.close()
-    deadline = time.monotonic() + 10
     while links_in_memory() > before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert links_in_memory() <= before

@@ -86,7 +86,7 @@ def test_embed_looks_up_a_discrete_observation():
         (VECTOR, {"layer_type": "norm", "norm_type": "batchnorm"}, "unknown norm type"),
         (VECTOR, {"layer_type": "linear", "layer_dim": [2, 3]}, "positive integer or a list of one"),
         (VECTOR, {"layer_type": "linear", "layer_dim": [2], "activation": "rlu"}, "Did you mean"),
-        (VECTOR, "linear", "dict with 'layer_type'"),
+        (VECTOR, "linear", "expected keys and values, got 'linear'"),
     ],
 )
 def test_layers_that_cannot_work_are_refused(space, layer, message):
