@@ -11,7 +11,7 @@ from launch_end_for_tests import Launched
 from bray.figures import read_results
 from bray.rundir import RunDir
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds that a busy machine may take; a quiet one takes 2 to 4."""
 
 
