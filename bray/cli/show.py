@@ -88,7 +88,7 @@ class _Handler(logging.Handler):
     """Looks up stderr at each message: a live display redirects it while it is on."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        sys.stderr.write(f"{self.format(record)}\n")  # in one piece: workers write to the same place
 
 
 class _Plain(logging.Formatter):
