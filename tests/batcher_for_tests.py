@@ -29,11 +29,20 @@ def either_loop(request):
     return go
 
 
+_before: set[threading.Thread] = set()
+
+
+def batcher_threads():
+    """Threads of the batchers of this test; tests of other files may have left theirs to the collector."""
+    return [t for t in threading.enumerate() if t.name == "bray-batcher" and t not in _before]
+
+
 @pytest.fixture(autouse=True)
 def no_threads_left():
-    before = set(threading.enumerate())
+    _before.clear()
+    _before.update(threading.enumerate())
     yield
-    ours = [t for t in threading.enumerate() if t.name == "bray-batcher" and t not in before]
+    ours = batcher_threads()
     end = time.monotonic() + LIMIT_S / 4
     while any(t.is_alive() for t in ours) and time.monotonic() < end:
         gc.collect()
@@ -92,7 +101,7 @@ async def until(condition):
 
 def worker_thread():
     """The thread of the only batcher that has one."""
-    (thread,) = [t for t in threading.enumerate() if t.name == "bray-batcher"]
+    (thread,) = batcher_threads()
     return thread
 
 

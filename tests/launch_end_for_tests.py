@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -96,6 +97,7 @@ class Launched:
         self.process = subprocess.Popen(
             [*command_before, sys.executable, "-u", "small_ray.py", *words],
             cwd=folder, env=env, stdout=subprocess.PIPE, stderr=self.err, text=True, process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
         )  # fmt: skip
         self.lines = []
         self.num_games, self.games = games, None

@@ -19,6 +19,7 @@ from tests.batcher_for_tests import (  # noqa: F401  (fixtures)
     LIMIT_S,
     THREAD,
     Doubler,
+    batcher_threads,
     check,
     either_loop,
     no_threads_left,
@@ -185,7 +186,7 @@ def test_callers_of_a_thread_that_dies_get_an_error_and_the_next_get_a_new_threa
             m.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", no_memory, raising=False)
             lost = [b.submit(sample(2)), b.submit(sample(3))]
             await until(lambda: fn.sizes)
-            await until(lambda: not any(t.name == "bray-batcher" for t in threading.enumerate()))
+            await until(lambda: not batcher_threads())
         late = b.submit(sample(4))
         for f in lost:
             with pytest.raises(BrayError, match="thread that ran the forward has died"):

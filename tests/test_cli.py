@@ -208,13 +208,13 @@ def test_a_name_is_given_once(monkeypatch):
     assert "ppo" not in algos.ALGORITHMS
 
     for register in (nn.register_model, nn.register_preprocessor):
-        register("mine", nn.ActorCritic)
+        register("twice", nn.ActorCritic)
         with pytest.raises(
-            ConfigError, match=r"'mine' is bray.nn.heads:ActorCritic already .* bray.nn.heads:QNetwork;"
+            ConfigError, match=r"'twice' is bray.nn.heads:ActorCritic already .* bray.nn.heads:QNetwork;"
         ):
-            register("mine", nn.QNetwork)
-        register("mine", nn.QNetwork, replace=True)
-    assert encoders.find_class("model", "mine") is nn.QNetwork
+            register("twice", nn.QNetwork)
+        register("twice", nn.QNetwork, replace=True)
+    assert encoders.find_class("model", "twice") is nn.QNetwork
 
 
 def test_an_algorithm_says_where_it_is_written(capsys, tmp_path, monkeypatch):
