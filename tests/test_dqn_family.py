@@ -208,3 +208,9 @@ def test_a_memory_is_refused(algo):
 def test_a_network_of_ones_own_without_a_distribution_is_refused(algo):
     with pytest.raises(ConfigError, match="learns distributions of returns with a head of its own"):
         algo.make_model(algo.Config(), SPEC, ModelConfig(custom_model=torch.nn.Linear(3, 4)))
+
+
+@pytest.mark.parametrize(("risk", "eta"), [("cvar", 0.0), ("cvar", 1.5), ("cpw", 0.0)])
+def test_attitudes_to_risk_that_mean_nothing_are_refused(risk, eta):
+    with pytest.raises(ConfigError, match=f"risk={risk} needs an eta above 0.*got {eta}"):
+        iqn.Config(risk=risk, eta=eta)

@@ -19,7 +19,7 @@ from bray.rundir import RunDir
 from bray.train.config import DataConfig, LiveConfig, RunConfig
 
 SECTIONS = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "live": LiveConfig, "data": DataConfig} | {
-    name: get_algo(name).Config for name in ("PPO", "A2C", "DQN", "SAC")
+    name: get_algo(name).Config for name in ALGORITHMS
 }
 
 
@@ -138,6 +138,11 @@ WITHOUT_RANGE = {
     "run.seed": "any of 64 bits, checked where it is used",
     "env.clip_rewards": "a sign, a number or a pair; checked where it is used",
     "SAC.target_entropy": "any number is an entropy",
+    "C51.v_min": "any return; below v_max, checked by the Config",
+    "C51.v_max": "any return; above v_min, checked by the Config",
+    "Rainbow.v_min": "as of C51",
+    "Rainbow.v_max": "as of C51",
+    "IQN.eta": "depends on risk, checked by the Config",
 }
 
 

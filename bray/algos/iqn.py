@@ -35,7 +35,12 @@ class Config(dqn.Config):
     risk: Literal["neutral", "cpw", "cvar", "pow", "wang"] = "neutral"
     """Which outcomes count when it acts: all alike, or as `bray.rl.transforms.distort` says."""
     eta: float = 0.71
-    """How strongly; for cvar the worst part of the outcomes that counts alone."""
+    """How strongly: above 0 for cpw; for cvar the part of the outcomes, the worst ones, that counts (above 0, at most 1)."""
+
+    def __post_init__(self) -> None:
+        if (self.risk in ("cpw", "cvar") and self.eta <= 0) or (self.risk == "cvar" and self.eta > 1):
+            expected = "above 0 and at most 1" if self.risk == "cvar" else "above 0"
+            raise ConfigError(f"risk={self.risk} needs an eta {expected}, got {self.eta}")
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:

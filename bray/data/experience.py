@@ -62,7 +62,7 @@ class Experience:
     piece_length: int | None = None
     """Rows that a source collects per piece; None = any number."""
     state_every: int = 1
-    """A Model's recurrent state is stored every so many rows of a piece."""
+    """Number of rows between two stored recurrent states of a piece."""
     iteration_steps: int | None = None
     """Environment steps of an iteration; None = an iteration is one batch."""
 

@@ -31,7 +31,7 @@ class AtariConfig:
     fire_reset: bool = True
     """Press FIRE once at the start of an episode in games that have it."""
     episodic_life: bool = False
-    """A lost life is `terminated` for the learner; the game goes on."""
+    """The learner sees a lost life as `terminated`, while the game continues."""
     full_action_space: bool = False
     """All 18 joystick positions instead of those the game uses."""
     repeat_action_probability: Share | None = None

@@ -71,7 +71,7 @@ class FireReset(gym.Wrapper):
 
 
 class EpisodicLife(gym.Wrapper):
-    """A lost life is `terminated` for the learner; the game goes on. Reads `info["lives"]`, which Atari games give."""
+    """The learner sees a lost life as `terminated`, while the game continues. Reads `info["lives"]`, which Atari games set."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)

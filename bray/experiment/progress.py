@@ -18,7 +18,7 @@ _HOSTNAME = socket.gethostname()
 
 
 class Rows(Iterator[Row]):
-    """The result rows of a training that goes on as they are asked for. One that is never asked warns."""
+    """Result rows; training advances when the next row is requested. Warns if no row ever was."""
 
     def __init__(self, rows: Generator[Row, None, None]):
         self._rows = rows

@@ -1,7 +1,6 @@
 """`custom_model`: a network of the user's own in place of ours (docs/networks.md).
 
-It is built as `Net(spec, config)`, as `Net(obs_dim, act_dim)` where its parameters are named like that, or it is there already (an
-instance). It returns the dict that the algorithm reads, or what tutorials return: a tensor, or a tuple. It has a memory if its `forward`
+A class is called as `Net(spec, config)`, or as `Net(obs_dim, act_dim)` if its parameters have such names; an instance is used as it is. It returns the dict that the algorithm reads, or what tutorials return: a tensor, or a tuple. It has a memory if its `forward`
 takes a state beside the observation. What does not fit is answered with one message that shows the signature.
 """
 

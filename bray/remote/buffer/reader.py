@@ -88,7 +88,7 @@ class Reader:
             self.pause()
 
     def pause(self) -> None:
-        """Stop fetching ahead, unless somebody waits. The next iteration begins again."""
+        """Stop prefetching unless a caller is waiting. The next iteration restarts it."""
         with self._lock:
             if not self.prefetch or self._waiters:
                 return
