@@ -11,7 +11,7 @@ from bray.cli.schema import find_sections
 from bray.config.schema import markdown
 from bray.serving.metrics import HELP
 
-PAGES = sorted(Path(__file__).parent.glob("*.md"))
+PAGES = sorted(Path(__file__).parent.rglob("*.md"))
 
 
 def updated(text: str) -> str:
