@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from bray.cluster import io, session as sessions
+from bray.cluster import io, ray_start, session as sessions
 from bray.errors import ConfigError, DataError, MissingComponent, RemoteError, ResourceError, Unreachable
 from tests.ray_for_tests import opened
 
@@ -252,3 +253,40 @@ def test_nodes(session):
     (node,) = session.cluster.nodes()
     assert node.head
     assert node.cpus >= 1
+
+
+# --- a Ray that is noted or named, and gone
+
+
+@pytest.fixture
+def closed_port():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # bound and not listening: nobody else gets it, and it refuses
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("ray.init waits for minutes at such an address"))
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+
+
+def test_a_ray_address_where_nothing_answers_is_said_at_once(no_ray, closed_port, monkeypatch):
+    with pytest.raises(ConfigError, match=f"address={closed_port}: nothing answers"):
+        ray_start.start_ray("tests", {"address": closed_port})
+    monkeypatch.setenv("RAY_ADDRESS", closed_port)
+    with pytest.raises(ConfigError, match=f"RAY_ADDRESS={closed_port}: nothing answers.*unset RAY_ADDRESS"):
+        ray_start.start_ray("tests", {})
+    with pytest.raises(ConfigError, match="nothing answers"):
+        ray_start.running_nodes()
+
+
+def test_the_note_of_a_ray_that_ended_is_passed_over_with_a_warning(no_ray, closed_port, monkeypatch, tmp_path, caplog):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(closed_port)
+    assert ray_start.running_nodes() == []
+    assert "does not answer: a new one is started here" in caplog.text

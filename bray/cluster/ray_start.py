@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ logger = logging.getLogger("bray.remote")
 # Ray starts a cluster by itself when a thread that has outlived its session asks it for something.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
+CONNECT_S = 5.0
+"""How long an address may take to accept a connection."""
 _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")
 
 
@@ -36,17 +39,16 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
     if ray.is_initialized():
         return False, False
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
-    if kwargs.get("address") is None and os.environ.get("RAY_ADDRESS") == "local":
-        kwargs["address"] = "local"
+    address = kwargs.get("address")
+    kwargs["address"] = address or _running_address() or "local"
     with _hold_sigterm():
-        if kwargs.get("address") is None:
-            joining = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
-            try:
-                ray.init(**{**joining, "address": "auto"})
-                return True, False
-            except ConnectionError:
-                kwargs["address"] = "local"
         if kwargs["address"] != "local":
+            if address is None:
+                kwargs = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
+            elif not _answers(address):
+                raise ConfigError(
+                    f"address={address}: nothing answers there; start Ray there (`ray start --head`), or leave it out to start one here"
+                )
             ray.init(**kwargs)
             return True, False
         kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
@@ -55,6 +57,40 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         with _own_process_groups(), _on_loopback("_node_ip_address" not in kwargs):
             ray.init(**kwargs)
     return True, True
+
+
+def _running_address() -> str | None:
+    """Where the Ray is that `RAY_ADDRESS` or Ray's own notes on this machine name; None where one is to be started. Asked by a plain
+    connection first, because `ray.init` tries an address where nothing listens for minutes without a word."""
+    if named := os.environ.get("RAY_ADDRESS"):
+        if named != "local" and not _answers(named):
+            raise ConfigError(
+                f"RAY_ADDRESS={named}: nothing answers there; start Ray there (`ray start --head`), or unset RAY_ADDRESS to start one here"
+            )
+        return named
+    services: Any = import_module("ray._private.services")
+    try:
+        noted: str = services.canonicalize_bootstrap_address("auto")
+    except ConnectionError:
+        return None
+    if _answers(noted):
+        return noted
+    logger.warning(
+        "the Ray at %s, the last one noted on this machine, does not answer: a new one is started here", noted
+    )
+    return None
+
+
+def _answers(address: str) -> bool:
+    """Whether somebody accepts connections at `host:port`. What is spelt otherwise (`auto`, `ray://...`) is left to Ray."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or "/" in host:
+        return True
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -154,10 +190,10 @@ def running_nodes() -> list[Node]:
         return []
     if ray.is_initialized():
         return alive_nodes()
-    try:
-        ray.init(address="auto", logging_level=logging.WARNING, log_to_driver=False)
-    except ConnectionError:
+    address = _running_address()
+    if address in (None, "local"):
         return []
+    ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     try:
         return alive_nodes()
     finally:
