@@ -81,3 +81,11 @@ def test_the_demo_reaches_475(tmp_path, monkeypatch, capsys):
     assert runpy.run_path(str(EXAMPLES / "demo.py"))["main"]() == 0
     (path,) = (tmp_path / "demo").iterdir()
     assert read_results(path)[-1]["episode_return_mean"] >= 475
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "opened"), [([], 1.0), (["--plain", "--steps", "60000"], 0.0)])
+def test_a_curriculum_opens_the_lock_that_plain_training_does_not(tmp_path, monkeypatch, arguments, opened):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["curriculum.py", *arguments])
+    assert runpy.run_path(str(EXAMPLES / "curriculum.py"))["main"]() == opened

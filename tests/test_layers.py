@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
-    {"_version", "compat", "compiled", "errors", "limited_log", "log_format", "tree", "spec", "schedules"},
+    {"_version", "compat", "compiled", "errors", "limited_log", "log_format", "named", "tree", "spec", "schedules"},
     {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
@@ -32,6 +32,7 @@ WITHIN = {
     "errors": {"_version"},
     "tree": {"errors"},
     "spec": {"errors"},
+    "named": {"errors"},
     "schedules": {"errors"},
     "rundir": {"metrics"},
     "figures": {"rundir", "metrics"},

@@ -24,6 +24,7 @@ from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
+from bray.train.callbacks import Callbacks
 from bray.train.config import RunConfig
 from bray.train.live import LiveTraining
 
@@ -102,7 +103,7 @@ def _one_experiment(source: ConfigSource) -> ConfigSource:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-class Signals:
+class Signals(Callbacks):
     """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at once."""
 
     def __init__(self) -> None:
@@ -131,8 +132,8 @@ class Signals:
         with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write
             say("finishing this iteration, then saving; the same again ends at once", "dim")
 
-    def passed_on(self, row: Any = None) -> None:
-        """A signal that came before `train` began to listen."""
+    def on_train_result(self, experiment: Any, row: Any) -> None:
+        """A signal that came before `train` began to listen is passed on."""
         if self.number is not None and self.experiment is not None:
             self.experiment.request_stop()
 
@@ -211,7 +212,7 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     title = f"{run.algorithm} on {exp.env_id}"
     sinks = [] if options.quiet else [TerminalSink(title, run.stop, terminal())]
     went_on = False
-    for _ in exp.train(sinks=sinks, on_result=signals.passed_on, show=False):
+    for _ in exp.train(sinks=sinks, callbacks=signals, show=False):
         went_on = True
     signals.experiment = None  # from here on a signal ends at once: all is saved
     reached = exp.reached

@@ -63,6 +63,7 @@ class InProcessVecEnv(VecEnv):
         self._starts = [0] * self.num_envs  # the step at which each environment's episode began
         self._lost = [False] * self.num_envs  # the log no longer reaches back to there
         self._trim_at = 1024
+        self._each: Callable[[Any], Any] | None = None  # the last one that was called with each environment
 
     def _require_same_spaces(self) -> None:
         a = self._envs[0]
@@ -228,6 +229,8 @@ class InProcessVecEnv(VecEnv):
                 log.warning("%s: closing it raised %s: %s", self._where(i), type(e).__name__, e)
         self._limits[i] = _or_never(limit)
         self._steps[i] = self._envs[i].step
+        if self._each is not None:
+            self._each(self.users_env(i))
 
     # --- exact resume -------------------------------------------------------------------------------------------------
 
@@ -319,6 +322,16 @@ class InProcessVecEnv(VecEnv):
             self._log.append(tree.stack(rows))
 
     # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        self._each = fn
+        return [fn(self.users_env(i)) for i in range(self.num_envs)]
+
+    def users_env(self, i: int) -> Any:
+        env = self._envs[i]
+        while type(env).__module__.startswith(("bray.", "gymnasium.wrappers.")) and hasattr(env, "env"):
+            env = env.env
+        return env
 
     def render(self) -> np.ndarray | None:
         return self._envs[0].render()

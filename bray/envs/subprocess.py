@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -434,6 +434,12 @@ class SubprocessVecEnv(VecEnv):
         self.dead = self._view["dead"].copy()
         self._last = obs = tree.map(np.copy, self._view["obs"])
         return tree.map(np.copy, obs)
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        self._collect(self.num_envs)  # a worker answers one question at a time; the next step returns what comes here
+        self._share.each = cloudpickle.dumps(fn)  # to our own children, for lambdas too
+        answers = self._ask_all("foreach_env", [(self._share.each,)] * len(self._workers))
+        return [result for answer in answers for result in answer]
 
     def render(self) -> np.ndarray | None:
         self._collect(self.num_envs)  # a worker answers one question at a time; the next step returns what comes here

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from bray.envs.spaces import BatchCheck
-from bray.errors import CheckpointError, EnvError
+from bray.errors import CheckpointError, ConfigError, EnvError
 from bray.spec import EnvSpec
 from bray.tree import NestedArray
 
@@ -87,6 +88,18 @@ class VecEnv(ABC):
     def render(self) -> np.ndarray | None:
         """A picture of the first environment, where it can draw itself."""
         return None
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """`fn(env)` for every environment, and what it returned. One that is rebuilt later is given to the last such `fn` too."""
+        raise ConfigError(
+            f"{self.spec.id}: its environments are one piece of compiled code here; set env.vector=inprocess (or subprocess) to reach each of them"
+        )
+
+    def users_env(self, i: int) -> Any:
+        """Environment i, without our wrappers."""
+        raise ConfigError(
+            f"{self.spec.id}: its environments are not objects of this process; set env.vector=inprocess, or use foreach_env"
+        )
 
     def close(self) -> None:  # noqa: B027  native forms may hold nothing
         """Free windows, processes and memory."""

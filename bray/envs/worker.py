@@ -85,6 +85,8 @@ class Share:
     episodes: list[int] | None = None
     """Where this worker replaces a dead one: the episodes its environments were in, and which of them begin the next one."""
     begin: list[bool] | None = None
+    each: bytes | None = None
+    """The last function that was called with each environment, as `cloudpickle` has it."""
 
     def make(self, memory: Any, failures: list[str]) -> tuple[InProcessVecEnv, dict[str, Any]]:
         """The environments, and their rows of the shared arrays."""
@@ -96,6 +98,8 @@ class Share:
                 gym.envs.registration.load_env_creator(self.gym_spec.entry_point)  # registers it, in most packages
             gym.registry.setdefault(self.gym_spec.id, self.gym_spec)
         envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
+        if self.each is not None:
+            envs.foreach_env(pickle.loads(self.each))  # our own bytes, from our own parent
         rows = slice(self.numbers.start, self.numbers.stop)
         view = tree.index(SharedArrays(self.spec, config.num_envs).view(memory), rows)
         if self.episodes is not None and self.begin is not None:
@@ -163,6 +167,8 @@ def _serve(conn: Connection, envs: InProcessVecEnv, failures: list[str], view: d
         return infos
 
     def call(method: str, *arguments: Any) -> Any:
+        if method == "foreach_env":
+            return envs.foreach_env(pickle.loads(*arguments))  # our own bytes, from our own parent
         result = getattr(envs, method)(*arguments)
         if method not in ("reset", "set_state"):
             return result

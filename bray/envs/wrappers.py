@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,8 @@ from gymnasium.wrappers.utils import create_zero_array
 
 from bray.envs.atari import area_taps, resize
 from bray.envs.vector import LIFE_LOST
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError
+from bray.named import load_named
 from bray.spec import ACTION_MASK
 
 
@@ -333,15 +333,5 @@ def apply(wrapper: Any, env: gym.Env) -> gym.Env:
 
 
 def _find(name: str) -> Callable[..., gym.Env]:
-    if name in WRAPPERS:
-        return WRAPPERS[name]
-    if ":" in name:
-        module_name, _, attribute = name.partition(":")
-        try:
-            return getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as e:
-            raise ConfigError(f"env.wrappers: cannot load {name!r}: {e}") from e
-    theirs = {k for k in dir(gym.wrappers) if k[0].isupper()}
-    if name in theirs:
-        return getattr(gym.wrappers, name)
-    raise UnknownName("wrapper", name, {*WRAPPERS, *theirs}, where="env.wrappers")
+    theirs = {k: v for k, v in vars(gym.wrappers).items() if k[0].isupper()}
+    return load_named(name, "wrapper", "env.wrappers", {**theirs, **WRAPPERS})

@@ -22,17 +22,19 @@ from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
-from bray.experiment.policy import ServedPolicy, check_mode, launched_model
+from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
 from bray.experiment.setup import Check, run_path, set_up
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import Sink, TerminalSink
+from bray.metrics.trackers import make_trackers
 from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
+from bray.train.callbacks import make_callbacks
 from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.health import Health
@@ -101,6 +103,7 @@ class Experiment:
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
         self._health = Health()
+        self._callbacks = make_callbacks(None)
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -149,21 +152,26 @@ class Experiment:
         self,
         stop: Mapping[str, float] | None = None,
         sinks: Sequence[Sink] = (),
-        on_result: Callable[[dict[str, Any]], None] | None = None,
+        callbacks: Any = None,
         show: bool = True,
     ) -> Rows:
         """Train until a stop condition holds (or forever): an iterator that gives one result row per iteration, and trains only while it is asked
-        for them. Saves as configured and at the end. `show=False` leaves out the window that `run.show_figure` asks for."""
+        for them. Saves as configured and at the end. `callbacks`: `bray.Callbacks`, one or several, beside those of the config. `show=False`
+        leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
-        return Rows(self._train(stop, sinks, on_result, show))
+        own = make_callbacks(callbacks).callbacks
+        self._callbacks = make_callbacks([*self.config["run"].callbacks, *own])
+        return Rows(self._train(stop, sinks, show))
 
-    def fit(self, stop: Mapping[str, float] | None = None, progress: bool = True) -> dict[str, Any]:
+    def fit(
+        self, stop: Mapping[str, float] | None = None, progress: bool = True, callbacks: Any = None
+    ) -> dict[str, Any]:
         """Train until a stop condition holds, showing progress; returns the last result row."""
         until = check_stop(stop) if stop is not None else self.config["run"].stop
         if not until:
             raise ConfigError('fit trains to an end, and none is given: exp.fit({"env_steps_total": 100_000})')
         about = f"{self.config['run'].algorithm} on {self.env_id}"
-        for _ in self.train(until, [TerminalSink(about, until)] if progress else []):
+        for _ in self.train(until, [TerminalSink(about, until)] if progress else [], callbacks):
             pass
         return self.last_row or {}
 
@@ -171,16 +179,18 @@ class Experiment:
         self,
         stop: Mapping[str, float],
         sinks: Sequence[Sink],
-        on_result: Callable[[dict[str, Any]], None] | None,
         show: bool,
     ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
+        settings = {key: value for key, value, _ in self.config.rows()}
+        trackers = make_trackers(run.track, self.path, self._title, settings)
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         graph = self._graph_export()
         self._looked_at = began = time.monotonic()
         training.start()
-        with rundir.logging_to(directory.log), open_sinks(directory, sinks) as out:
+        training.watch_episodes(self._callbacks)
+        with rundir.logging_to(directory.log), open_sinks(directory, [*trackers, *sinks]) as out:
             if training.iteration:
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
@@ -191,8 +201,7 @@ class Experiment:
                     row = self._iterate(stop)
                     if row is None:
                         break
-                    if on_result is not None:
-                        on_result(row)
+                    self._callbacks.on_train_result(self, row)
                     self.last_row = row
                     self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
@@ -243,7 +252,9 @@ class Experiment:
             return None
         if eval_freq and training.iteration % eval_freq == 0:
             assert isinstance(training, LocalTraining)
-            row |= training.evaluate()
+            evaluated = training.evaluate()
+            self._callbacks.on_evaluate(self, evaluated)
+            row |= evaluated
         self._time += time.perf_counter() - began
         return row | {"time_total_s": self._time, **when_and_where()}
 
@@ -261,6 +272,14 @@ class Experiment:
     def all_saved(self) -> bool:
         """Whether the newest checkpoint holds all iterations."""
         return self._training is not None and self._saved_at == self._training.iteration
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
+        their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
+        training = self.training
+        if not isinstance(training, LocalTraining):
+            raise ConfigError("foreach_env needs environments that Bray steps, not live games or files")
+        return training.env.foreach_env(fn)
 
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
@@ -336,6 +355,7 @@ class Experiment:
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
+        self._callbacks.on_checkpoint(self, path)
         return path
 
     # --- curves -------------------------------------------------------------------------------------------------------
@@ -553,9 +573,6 @@ class Experiment:
     def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
         """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`). Blocks until a
         signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
-        from bray.service import Service, configure, serve
-        from bray.serving.background import BackgroundServer
-
         if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
             self.save()
         if self._dir is not None:
@@ -565,12 +582,7 @@ class Experiment:
         else:
             raise ConfigError("there is nothing to serve yet: train first, or load a run")
         given = {"port": port, "versions": {version: 1.0}, **settings}
-        service_config, model_config = configure([ConfigSource("python", given)])
-        runs = {path.resolve().name: path}
-        if block:
-            return serve(runs, service_config, model_config, torch_engine)
-        service = Service(runs, model_config, torch_engine=torch_engine)
-        return BackgroundServer(service.make_actor, service_config, service.prepare)
+        return serve_run(path, given, torch_engine, block)
 
     def close(self) -> None:
         if self._training is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from bray import tree
 from bray.act import GREEDY, MODES, TRAINED, Tick, decide_now
+from bray.config import ConfigSource
 from bray.errors import ConfigError, UnknownName
 from bray.rundir.trust import module_of
 from bray.serving.values import Observations
@@ -71,3 +73,16 @@ def launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
             f"the network of model {name} is made by {module}, which cannot be imported here ({e}): run this where the project is"
         ) from None
     return made[0]
+
+
+def serve_run(path: Path, given: dict[str, Any], torch_engine: Any, block: bool) -> Any:
+    """Answer games with the policy of a run directory: until a signal comes, or in a thread of this process."""
+    from bray.service import Service, configure, serve
+    from bray.serving.background import BackgroundServer
+
+    service_config, model_config = configure([ConfigSource("python", given)])
+    runs = {path.resolve().name: path}
+    if block:
+        return serve(runs, service_config, model_config, torch_engine)
+    service = Service(runs, model_config, torch_engine=torch_engine)
+    return BackgroundServer(service.make_actor, service_config, service.prepare)

@@ -38,6 +38,10 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     run, env, model = (config.get(k) or {} for k in ("run", "env", "model"))
     if _is_path(run.get("algorithm")):
         yield "run.algorithm", run["algorithm"], None
+    for callback in run.get("callbacks") or ():
+        name = callback.get("name") if isinstance(callback, Mapping) else callback
+        if _is_path(name):
+            yield "run.callbacks", name, callback
     name = env.get("id")
     if _is_path(name) or str(name).startswith("GymV"):  # adapters of old gym import what their arguments name
         yield "env.id", name, [env.get("env_config"), env.get("per_env")]

@@ -52,6 +52,11 @@ class RunConfig:
     export_graph_after_s: Amount | None = 20.0
     """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere needs beside the weights;
     null = not while training (`bray export` writes it too)."""
+    callbacks: Annotated[list[Any], Flag(metavar="MODULE:CLASS")] = field(default_factory=list)
+    """Code of your own at the events of a training: names `module:Class` of `bray.Callbacks`, or dicts {name, arguments...}; ours is
+    EarlyStopping."""
+    track: Annotated[list[str], Flag(metavar="NAME")] = field(default_factory=list)
+    """Services that result rows go to, beside the files of the run: wandb, mlflow."""
     log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
     """What is said on the terminal: debug, info, warning (or warn), error."""
     save_figure: bool = True

@@ -25,10 +25,11 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
-from bray.errors import UnknownName
+from bray.errors import ConfigError, UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.rundir import RunDir
+from bray.train.callbacks import CallbackList
 from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
@@ -154,6 +155,14 @@ class Driver:
     def steps(self) -> int:
         """Gradient steps: the version of the weights."""
         return int(self.learner.steps)
+
+    def watch_episodes(self, callbacks: CallbackList) -> None:
+        """Tell them of every episode's start, steps and end."""
+        if callbacks.watch() is not None:
+            raise ConfigError(
+                "callbacks of episodes (on_episode_start, _step, _end) need environments that Bray steps, not live games or files; an Agent of the "
+                "games has its own on_episode (docs/serving.md)"
+            )
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.spec import EnvSpec
+from bray.train.callbacks import CallbackList
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
@@ -103,6 +104,13 @@ class LocalTraining(Driver):
         )
         self.rollout.reset(run.seed)
         super().__init__([side], [EnvSource(self.rollout, side.experience, run.record)])
+
+    def watch_episodes(self, callbacks: CallbackList) -> None:
+        self.rollout.watch = callbacks.watch()
+
+    def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
+        row, watch = super().iterate(most_episodes), self.rollout.watch
+        return row if row is None or watch is None else row | watch.row()
 
     @property
     def depends_on_timing(self) -> bool:

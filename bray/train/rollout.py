@@ -18,6 +18,7 @@ from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
+from bray.train.callbacks import EpisodeWatch
 from bray.train.health import blame_policy
 from bray.train.source import Source
 
@@ -77,6 +78,8 @@ class Rollout:
         self.episodes_left: int | None = None
         """Episodes that still count; those beyond are not told of."""
         self.seconds = {"env": 0.0, "forward": 0.0}
+        self.watch: EpisodeWatch | None = None
+        """Whom steps are told to, where callbacks want to know."""
         self._broken = False  # a step did not come to its end: nobody knows where the environments are
 
     @property
@@ -89,6 +92,8 @@ class Rollout:
 
     def step(self) -> Step:
         """One decision in every environment."""
+        if self.watch is not None:
+            self.watch.before_step(self)
         obs, first, state, env = self.obs, self.first, self.state, self.env
         dead, waits = env.dead, env.waits
         valid = ~dead
@@ -107,7 +112,7 @@ class Rollout:
             extras = self._under_way = self._taken(extras)
         t1 = time.perf_counter()
         try:
-            self.obs, reward, terminated, truncated, _ = env.step(actions)
+            self.obs, reward, terminated, truncated, infos = env.step(actions)
         except BaseException as e:
             self._broken = True
             blame_policy(e, actions)
@@ -133,7 +138,10 @@ class Rollout:
         learned = reward
         if self.rewards is not None:
             learned = self.rewards(reward, env.dead, valid if waits else None)
-        return Step(obs, valid, first, state, outputs, extras, learned, terminated, truncated, actions)
+        step = Step(obs, valid, first, state, outputs, extras, learned, terminated, truncated, actions)
+        if self.watch is not None:
+            self.watch.after_step(self, step, reward, infos)
+        return step
 
     def _end(self, environments: list[int]) -> None:
         for b in environments:

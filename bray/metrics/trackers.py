@@ -1,0 +1,137 @@
+"""Rows for Weights & Biases and MLflow: `run.track=[wandb, mlflow]`. Both read their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, ...)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bray.errors import ConfigError, UnknownName
+from bray.metrics.rows import ENV_STEPS, Row
+from bray.metrics.sinks import Sink
+from bray.rundir.files import write_atomic
+
+logger = logging.getLogger("bray")
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+class _Tracker:
+    """A run of a tracking service: made with the first row, and found again by a file in the run directory when a training is resumed."""
+
+    name: str
+    _told = False
+
+    def __init__(self, directory: Path, title: str, config: Mapping[str, Any]):
+        self.directory, self.title, self.config = directory, title, config
+        self._file = directory / f"{self.name}.json"
+
+    def known_id(self) -> str | None:
+        return json.loads(self._file.read_text())["id"] if self._file.exists() else None
+
+    def remember(self, run_id: str) -> None:
+        write_atomic(self._file, json.dumps({"id": run_id}) + "\n")
+
+    def write(self, row: Row) -> None:
+        """A service that does not answer does not end a training: it is told once."""
+        try:
+            self.log(row)
+        except Exception as e:
+            if not self._told:
+                logger.warning(
+                    "run.track: %s takes no numbers now, training goes on: %s: %s", self.name, type(e).__name__, e
+                )
+            self._told = True
+
+    def log(self, row: Row) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
+        """Neither service can drop numbers: those of a resumed run lie over what was logged after its checkpoint."""
+
+
+class WandbSink(_Tracker):
+    """A run of the project that WANDB_PROJECT names (else `bray`), with env steps as x axis."""
+
+    name = "wandb"
+    _run: Any = None
+
+    def log(self, row: Row) -> None:
+        if self._run is None:
+            import wandb
+
+            project, known = os.environ.get("WANDB_PROJECT", "bray"), self.known_id()
+            self._run = wandb.init(
+                project=project, name=self.title, config=dict(self.config), dir=self.directory, id=known, resume="allow"
+            )
+            self._run.define_metric("*", step_metric=ENV_STEPS)
+            self.remember(self._run.id)
+        self._run.log(_numbers(row))
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MlflowSink(_Tracker):
+    """A run of the experiment that MLFLOW_EXPERIMENT_NAME names (else `bray`); without MLFLOW_TRACKING_URI in `mlruns` beside the run directory."""
+
+    name = "mlflow"
+    _client: Any = None
+    _id = ""
+
+    def log(self, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        if self._client is None:
+            self._open()
+        steps, now = int(row.get(ENV_STEPS) or 0), int(time.time() * 1000)
+        metrics = [Metric(k.replace("%", "percent"), float(v), now, steps) for k, v in _numbers(row).items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def _open(self) -> None:
+        from mlflow.tracking import MlflowClient
+
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else mlflow-skinny has no store but a server
+        uri = os.environ.get("MLFLOW_TRACKING_URI", (self.directory.resolve().parent / "mlruns").as_uri())
+        self._client = MlflowClient(uri)
+        if (known := self.known_id()) is not None:
+            self._id = known
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "bray")
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        self._id = self._client.create_run(experiment, run_name=self.title).info.run_id
+        for key, value in self.config.items():
+            self._client.log_param(self._id, key, str(value)[:500])
+        self.remember(self._id)
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._id)
+
+
+TRACKERS = {"wandb": (WandbSink, "wandb", "wandb"), "mlflow": (MlflowSink, "mlflow", "mlflow-skinny")}
+
+
+def make_trackers(names: Sequence[str], directory: Path, title: str, config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks of these names; `config` is written down with the run."""
+    sinks: list[Sink] = []
+    for name in names:
+        if name not in TRACKERS:
+            raise UnknownName("tracker", name, TRACKERS, "run.track")
+        sink, module, package = TRACKERS[name]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"run.track: {name} needs the package {package}: pip install {package}")
+        sinks.append(sink(directory, title, config))
+    return sinks

@@ -1,0 +1,184 @@
+"""Callbacks: the user's own code at the events of a training, and the episodes that it is told of."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.errors import ConfigError
+from bray.named import load_named
+
+WINDOW = 100  # episodes, as for `episode_return_mean`
+
+
+class Episode:
+    """An episode that is being played, as callbacks see it."""
+
+    def __init__(self, rollout: Any, number: int, env_index: int):
+        self._rollout, self.id, self.env_index = rollout, number, env_index
+        self.length, self.total_reward = int(rollout.lengths[env_index]), float(rollout.returns[env_index])
+        """Steps and rewards so far, before any change to rewards that the config asks for."""
+        self.user_data: dict[str, Any] = {}
+        """Whatever the callbacks want to remember until the episode ends."""
+        self.custom_metrics: dict[str, float] = {}
+        """Numbers of this episode; rows hold `custom_metrics/NAME_mean`, `_min` and `_max` of the last 100 episodes."""
+        self.action: Any = None
+        self.reward = 0.0
+        self.info: dict[str, Any] = {}
+        self.terminated = self.truncated = False
+
+    @property
+    def obs(self) -> Any:
+        """The newest observation."""
+        return tree.index(self._rollout.obs, self.env_index)
+
+    @property
+    def env(self) -> Any:
+        """The environment itself, where it runs in this process (`env.vector=inprocess`)."""
+        return self._rollout.env.users_env(self.env_index)
+
+    def __repr__(self) -> str:
+        return f"<Episode {self.id} of environment {self.env_index}, {self.length} steps, return {self.total_reward:g}>"
+
+
+class Callbacks:
+    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first."""
+
+    def on_episode_start(self, episode: Episode) -> None:
+        """Before the first action. After a resume it is called for the episodes that go on, too."""
+
+    def on_episode_step(self, episode: Episode) -> None:
+        """After each step; `episode.obs`, `.action`, `.reward`, `.info` are the newest."""
+
+    def on_episode_end(self, episode: Episode) -> None:
+        """After the last step; `episode.terminated` or `.truncated` says how it ended."""
+
+    def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
+        """After each iteration, before its row is written: numbers may be added to it. `experiment.request_stop()` ends the training,
+        `experiment.foreach_env(fn)` reaches every environment before its next step."""
+
+    def on_evaluate(self, experiment: Any, result: dict[str, Any]) -> None:
+        """After an evaluation (`eval_freq`), with its numbers, which may be changed."""
+
+    def on_checkpoint(self, experiment: Any, path: Path) -> None:
+        """After a checkpoint was written to this directory."""
+
+
+class EarlyStopping(Callbacks):
+    """End the training when `metric` has not become better in `patience` rows that have it."""
+
+    def __init__(self, metric: str = "episode_return_mean", patience: int = 20, min_delta: float = 0.0):
+        if patience < 1:
+            raise ConfigError(f"EarlyStopping: patience is a whole number above 0, got {patience}")
+        self.metric, self.patience, self.min_delta = metric, patience, min_delta
+        self.best, self.waited = -math.inf, 0
+
+    def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
+        value = row.get(self.metric)
+        if value is None:
+            return
+        if value > self.best + self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            experiment.request_stop()
+
+
+def make_callbacks(given: Any) -> CallbackList:
+    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}: one of these or a list."""
+    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return CallbackList([_make(one) for one in listed])
+
+
+def _make(given: Any) -> Callbacks:
+    arguments: dict[str, Any] = {}
+    if isinstance(given, dict):
+        arguments = {k: v for k, v in given.items() if k != "name"}
+        given = given.get("name")
+    made = (
+        load_named(given, "callbacks", "run.callbacks", {"EarlyStopping": EarlyStopping})
+        if isinstance(given, str)
+        else given
+    )
+    if isinstance(made, type) and issubclass(made, Callbacks):
+        try:
+            return made(**arguments)
+        except TypeError as e:
+            raise ConfigError(f"callbacks: {made.__name__} does not take {arguments or 'no arguments'}: {e}") from e
+    if not isinstance(made, Callbacks):
+        raise ConfigError(f"callbacks: expected bray.Callbacks (an object, a class, or `module:Class`), got {made!r}")
+    return made
+
+
+class CallbackList(Callbacks):
+    """Several as one, and what they count."""
+
+    def __init__(self, callbacks: Sequence[Callbacks]):
+        self.callbacks = list(callbacks)
+        for event in ("on_train_result", "on_evaluate", "on_checkpoint"):
+            setattr(self, event, self._each(event))
+
+    def _each(self, event: str) -> Any:
+        calls = [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
+
+        def call(*arguments: Any) -> None:
+            for each in calls:
+                each(*arguments)
+
+        call.count = len(calls)  # type: ignore[attr-defined]
+        return call
+
+    def watch(self) -> EpisodeWatch | None:
+        """What a Rollout tells of its steps; None where nobody wants to know."""
+        events = [self._each(f"on_episode_{event}") for event in ("start", "step", "end")]
+        return EpisodeWatch(*events) if any(event.count for event in events) else None
+
+
+class EpisodeWatch:
+    """Follows the episodes of a Rollout and calls for each start, step and end."""
+
+    def __init__(self, on_start: Any, on_step: Any, on_end: Any):
+        self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
+        self._episodes: dict[int, Episode] = {}
+        self._number = 0
+        self._metrics: dict[str, deque[float]] = {}
+
+    def before_step(self, rollout: Any) -> None:
+        for b in np.flatnonzero(~rollout.env.dead & ~rollout.env.waiting).tolist():
+            if b not in self._episodes:
+                episode = self._episodes[b] = Episode(rollout, self._number, b)
+                self._number += 1
+                self._on_start(episode)
+
+    def after_step(self, rollout: Any, step: Any, reward: np.ndarray, infos: Any) -> None:
+        for b in np.flatnonzero(step.valid).tolist():
+            episode = self._episodes[b]
+            episode.length += 1
+            episode.reward = float(reward[b])
+            episode.total_reward += episode.reward
+            episode.action, episode.info = tree.index(step.action, b), infos[b] if infos else {}
+            episode.terminated, episode.truncated = bool(step.terminated[b]), bool(step.truncated[b])
+            self._on_step(episode)
+            if rollout.env.dead[b]:
+                self._on_end(episode)
+                del self._episodes[b]
+                self._add(episode.custom_metrics.items())
+
+    def _add(self, metrics: Iterable[tuple[str, float]]) -> None:
+        for name, value in metrics:
+            self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
+
+    def row(self) -> dict[str, float]:
+        """`custom_metrics/NAME_mean`, `_min`, `_max` of the episodes that have ended."""
+        out: dict[str, float] = {}
+        for name, values in self._metrics.items():
+            out |= {f"custom_metrics/{name}_mean": math.fsum(values) / len(values)}
+            out |= {f"custom_metrics/{name}_min": min(values), f"custom_metrics/{name}_max": max(values)}
+        return out

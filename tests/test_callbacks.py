@@ -1,0 +1,219 @@
+"""Callbacks, numbers of one's own in result rows, and functions that reach every environment."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import bray
+from bray.cli.main import main
+from bray.errors import ConfigError, EnvError
+from bray.rundir.trust import UntrustedRun
+from bray.train.callbacks import EarlyStopping
+
+
+class Phased(gym.Env):
+    """Episodes of `phase` steps; rewards tell the phase."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    to_fail = 0
+
+    def __init__(self, **_):
+        self.phase, self.steps = 3, 0
+
+    def set_phase(self, phase):
+        self.phase = phase
+        return phase
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if Phased.to_fail:
+            Phased.to_fail -= 1
+            raise RuntimeError("the game fell over")
+        return np.zeros(2, np.float32), float(self.phase), self.steps >= self.phase, False, {"phase": self.phase}
+
+
+def experiment(tmp_path, **more):
+    config = {"num_envs": 2, "vector": "inprocess", "rollout_length": 16, **more}
+    return bray.Experiment(run="PPO", env=Phased, path=tmp_path / "run", config=config)
+
+
+class Watcher(bray.Callbacks):
+    def __init__(self):
+        self.seen = []
+
+    def on_episode_start(self, episode):
+        episode.user_data["rewards"] = []
+        self.seen.append(("start", episode.id, episode.env_index, episode.length))
+
+    def on_episode_step(self, episode):
+        episode.user_data["rewards"].append(episode.reward)
+        assert episode.info["phase"] == episode.env.phase
+        assert episode.obs.shape == (2,)
+        assert int(episode.action) in (0, 1)
+
+    def on_episode_end(self, episode):
+        assert episode.terminated
+        assert not episode.truncated
+        assert episode.total_reward == sum(episode.user_data["rewards"])
+        assert episode.length == 3
+        episode.custom_metrics["late"] = episode.id
+        self.seen.append(("end", episode.id, episode.env_index, episode.length))
+
+    def on_train_result(self, experiment, row):
+        row["mine"] = row["custom_metrics/late_max"]
+
+    def on_checkpoint(self, experiment, path):
+        self.seen.append(("checkpoint", path.name))
+
+    def on_evaluate(self, experiment, result):
+        self.seen.append(("evaluated", result["eval/return_mean"]))
+        result["eval/judged"] = True
+
+
+def test_callbacks_see_every_episode_in_order_and_add_numbers_to_rows(tmp_path):
+    exp, watcher = experiment(tmp_path, eval_freq=1), Watcher()
+    rows = list(exp.train({"training_iteration": 2}, callbacks=watcher))
+    episodes = [event for event in watcher.seen if event[0] in ("start", "end")]
+    for index in (0, 1):  # 32 rows of a cycle of 4: three steps and the row that begins the next episode
+        mine = [event for event in episodes if event[2] == index]
+        assert [event[0] for event in mine] == ["start", "end"] * 8
+        assert all(start[1] == end[1] for start, end in zip(mine[::2], mine[1::2], strict=True))
+    assert sorted(event[1] for event in episodes if event[0] == "start") == list(range(16))
+    assert rows[-1]["custom_metrics/late_min"] == 0
+    assert rows[-1]["custom_metrics/late_mean"] == 7.5
+    assert rows[-1]["mine"] == rows[-1]["custom_metrics/late_max"] == 15
+    assert ("evaluated", 9.0) in watcher.seen
+    assert rows[-1]["eval/judged"] is True
+    assert any(event[0] == "checkpoint" for event in watcher.seen)
+    exp.close()
+
+
+@pytest.mark.parametrize("vector", ["inprocess", "subprocess"])
+def test_a_function_reaches_every_environment_before_its_next_step(tmp_path, vector):
+    class Harder(bray.Callbacks):
+        def on_train_result(self, experiment, row):
+            self.returned = experiment.foreach_env(lambda env: env.set_phase(5))
+
+    exp, harder = experiment(tmp_path, vector=vector, wrappers=["RecordEpisodeStatistics"]), Harder()
+    rows = exp.train({"training_iteration": 2}, callbacks=harder)
+    assert next(rows)["episode_length_mean"] == 3
+    assert harder.returned == [5, 5]
+    assert next(rows)["episode_return_max"] == 25
+    exp.close()
+
+
+def test_an_environment_that_is_rebuilt_is_given_to_the_function_too(tmp_path, monkeypatch):
+    exp = experiment(tmp_path, max_restarts=9)
+    exp.foreach_env(lambda env: env.set_phase(7))
+    monkeypatch.setattr(Phased, "to_fail", 2)
+    rows = list(exp.train({"training_iteration": 2}))
+    assert exp.training.env.restarts == 2
+    assert exp.foreach_env(lambda env: env.phase) == [7, 7]
+    assert rows[-1]["episode_return_max"] == 49
+    exp.close()
+
+
+def test_compiled_environments_say_how_to_reach_each_of_them(tmp_path):
+    exp = bray.Experiment(run="PPO", env="CartPole-v1", config={"vector": "native", "num_envs": 2}, path=tmp_path)
+    with pytest.raises(ConfigError, match=r"set env\.vector=inprocess"):
+        exp.foreach_env(lambda env: env)
+    exp.close()
+
+
+def test_what_a_function_raises_in_another_process_is_told(tmp_path):
+    exp = experiment(tmp_path, vector="subprocess")
+    with pytest.raises(EnvError, match="has no attribute 'set_fase'"):
+        exp.foreach_env(lambda env: env.set_fase(1))
+    assert exp.foreach_env(lambda env: env.phase) == [3, 3]
+    exp.close()
+
+
+def test_early_stopping_ends_a_training_that_does_not_improve(tmp_path):
+    exp = experiment(tmp_path, callbacks=[{"name": "EarlyStopping", "patience": 3}])
+    assert len(list(exp.train({"training_iteration": 50}))) == 4
+    exp.close()
+    with pytest.raises(ConfigError, match="patience"):
+        EarlyStopping(patience=0)
+
+
+def test_an_error_in_a_callback_ends_the_training_and_loses_nothing(tmp_path):
+    class Broken(bray.Callbacks):
+        def on_episode_end(self, episode):
+            if episode.id > 4:
+                raise ZeroDivisionError("mine")
+
+    exp = experiment(tmp_path)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        list(exp.train({"training_iteration": 9}, callbacks=[Broken]))
+    exp.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, "expected bray.Callbacks"),
+        (["EarlyStoping"], "Did you mean 'EarlyStopping'"),
+        (["os:path"], "expected bray.Callbacks"),
+        (["no_such_module:Mine"], "cannot load 'no_such_module:Mine'"),
+        ([{"name": "EarlyStopping", "patients": 3}], "does not take {'patients': 3}"),
+    ],
+)
+def test_what_are_no_callbacks_is_refused(tmp_path, given, message):
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        exp.train({"training_iteration": 1}, callbacks=given)
+    exp.close()
+
+
+MINE = """
+import bray
+class Mine(bray.Callbacks):
+    def on_train_result(self, experiment, row):
+        row["steps_doubled"] = 2 * row["env_steps_total"]
+"""
+
+
+def test_callbacks_are_named_on_the_command_line_and_go_on_after_a_resume(tmp_path, monkeypatch):
+    (tmp_path / "my_callbacks.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = [
+        "train",
+        "--run",
+        "PPO",
+        "--env",
+        "CartPole-v1",
+        "--quiet",
+        "--trial",
+        "a",
+        "--callbacks",
+        "my_callbacks:Mine",
+    ]
+    assert main([*run, "--stop", '{"training_iteration": 1}']) == 0
+    exp = bray.Experiment.resume(tmp_path / "runs" / "a")
+    (row,) = exp.train({"training_iteration": 2})
+    assert row["steps_doubled"] == 2 * row["env_steps_total"]
+    exp.close()
+
+
+def test_a_stranger_s_run_may_not_name_callbacks_unasked(tmp_path, monkeypatch):
+    exp = bray.Experiment(run="PPO", env="CartPole-v1", path=tmp_path / "run")
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("callbacks: []", "callbacks: ['os:system']"))
+    with pytest.raises(UntrustedRun, match="os:system"):
+        bray.Experiment.load(tmp_path / "run")
+
+
+def test_live_games_have_no_callbacks_of_episodes(tmp_path):
+    exp = bray.Experiment(run="PPO", live=True, obs="float32[2]", actions=2, port=0, path=tmp_path / "run")
+    with pytest.raises(ConfigError, match="not live games"):
+        list(exp.train({"training_iteration": 1}, callbacks=Watcher()))
+    exp.close()
