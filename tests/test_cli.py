@@ -102,7 +102,6 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--steps", "9", "--stop", '{"timesteps_total": 9}'], "--steps 9 and --stop both say how many env steps"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "-episode_retrun_max"], "unknown key of a result row 'episode_retrun_max' (run.checkpoint_score). Did you mean 'episode_return_max'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "eval/return_min"], "nothing is evaluated: set eval_freq (--eval-freq N)"),
-        (["train", "--run", "PPO", "--env", "CartPole-v1", "--num-workers", "2"], "num_workers=2: rollouts in other processes (Ray) are not there yet"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "word"], "expected key=value on the command line, got 'word'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--seed", "1", "--seed", "1"], "expected different seeds, got [1, 1]"),
         (["train", "--resume", "x", "--env", "CartPole-v1", "--seed", "1"], "resumes that run: leave out --env, --seed"),

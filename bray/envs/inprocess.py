@@ -185,7 +185,8 @@ class InProcessVecEnv(VecEnv):
             warn_once(log, f"{self._build.name}: {what}.")
 
     def _episode_seed(self, i: int) -> int:
-        number = self._build.worker_index * self._build.config.num_envs + self.first + i
+        before = max(0, self._build.worker_index - 1)  # workers are numbered from 1: they play what one process would
+        number = before * self._build.config.num_envs + self.first + i
         return episode_seed(self._seed, number, self.episodes[i])
 
     def _rewards(self, reward: list[Any]) -> np.ndarray:

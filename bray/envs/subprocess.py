@@ -15,16 +15,9 @@ import math
 import multiprocessing
 import os
 import pickle
-import select
-import signal
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
@@ -35,150 +28,12 @@ import numpy as np
 from bray import tree
 from bray.envs.build import Builder, built_spec
 from bray.envs.inprocess import FORM, episodes_state
+from bray.envs.process import START_TIMEOUT, Child, Lost, portable, unpack
 from bray.envs.spaces import BatchCheck, caster
 from bray.envs.vector import Infos, StepResult, VecEnv
-from bray.envs.worker import ENDING, QUIET, STEP, STOP, Share, SharedArrays, run_worker
+from bray.envs.worker import QUIET, STEP, Share, SharedArrays, serve_share
 from bray.errors import ConfigError, EnvError
 from bray.tree import NestedArray
-
-_START_TIMEOUT = 120.0
-
-
-class _Lost(Exception):
-    """A worker that died or did not answer in time."""
-
-
-class _Process:
-    """One worker, seen from the parent."""
-
-    def __init__(self, memory: Any, share: bytes, needs_main: bool):
-        context = multiprocessing.get_context("spawn")
-        self.conn, theirs = context.Pipe()
-        handle, self._trace_path = tempfile.mkstemp(prefix="bray-env-")
-        self._trace = os.fdopen(handle)
-        by_main = threading.current_thread() is threading.main_thread()
-        arguments = (theirs, memory, share, self._trace_path, os.getpid(), by_main)
-        self.process = context.Process(target=run_worker, args=arguments, daemon=True, name="bray-env")
-        with _main_only_if(needs_main), _signals_held_back():
-            self.process.start()
-        theirs.close()  # so that the worker's death is seen as the end of the pipe
-        self._poll = None
-        if hasattr(select, "poll"):
-            self._poll = select.poll()
-            self._poll.register(self.conn.fileno(), select.POLLIN)
-
-    def send(self, message: bytes) -> None:
-        try:
-            self.conn.send_bytes(message)
-        except OSError:  # its end of the pipe is gone, or ours is closed because it was killed
-            raise _Lost("died") from None
-
-    def receive(self, timeout: float | None) -> bytes:
-        try:
-            if timeout is not None and not self._ready(timeout):
-                raise _Lost(f"did not answer within {timeout:g} s")
-            return self.conn.recv_bytes()
-        except (EOFError, OSError):
-            raise _Lost("died") from None
-
-    def _ready(self, timeout: float) -> bool:
-        return bool(self._poll.poll(timeout * 1000)) if self._poll is not None else self.conn.poll(timeout)
-
-    def started(self) -> None:
-        """Wait until its environments exist; what they raised is raised here."""
-        try:
-            _unpack(self.receive(_START_TIMEOUT))
-        except _Lost as e:
-            self.kill()
-            raise EnvError(
-                f"a worker process of the environments {e} while starting (exit code {self.process.exitcode}). If your environment "
-                "is defined in the script you run, put the training under `if __name__ == '__main__':`."
-            ) from None
-        except (ConfigError, EnvError):
-            self.kill()
-            raise
-        finally:
-            self._unlink()  # both sides hold it open
-
-    def stack(self) -> str:
-        """Where a hung worker is, or where a crashed one was."""
-        if self.process.is_alive() and hasattr(signal, "SIGUSR1") and self.process.pid:
-            os.kill(self.process.pid, signal.SIGUSR1)
-            self.process.join(0.2)  # the time to write it down
-        self._trace.seek(0)
-        return self._trace.read().strip()
-
-    def _unlink(self) -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(self._trace_path)
-
-    def kill(self) -> None:
-        self._unlink()
-        self.process.kill()
-        self.process.join()
-        self.conn.close()
-        self._trace.close()
-
-    def close(self) -> None:
-        if self._trace.closed:
-            return
-        with suppress(OSError):
-            self.conn.send_bytes(STOP)
-        self.process.join(1.0)
-        self.kill()
-
-
-def _unpack(answer: bytes) -> tuple[Any, list[str]]:
-    """(result, failures) of a worker's answer; its error is raised."""
-    kind, first, second = pickle.loads(answer)
-    if kind == "error":
-        raise ConfigError(second) if first == "config" else EnvError(second)
-    return first, second
-
-
-def _portable(share: Share) -> tuple[bytes, bool]:
-    """A share as bytes, and whether a worker has to run the user's script to understand them.
-
-    What a module defines is sent by its name. Lambdas, and what the script or notebook itself defines, are sent as code; the script is run again
-    only where that does not work. These bytes go from this process to its own child, and nowhere else."""
-    by_name = None
-    with suppress(pickle.PicklingError, AttributeError, TypeError):
-        by_name = pickle.dumps(share)
-    if by_name is not None and b"__main__" not in by_name:
-        return by_name, False
-    try:
-        return cloudpickle.dumps(share), False
-    except (pickle.PicklingError, AttributeError, TypeError):
-        if by_name is None:
-            raise
-        return by_name, True
-
-
-@contextmanager
-def _main_only_if(needed: bool) -> Iterator[None]:
-    """A spawned process runs the user's script again to find what is defined there. Where nothing of ours is, it need not."""
-    main = sys.modules.get("__main__")
-    if needed or main is None:
-        yield
-        return
-    hidden: dict[str, Any] = {k: main.__dict__[k] for k in ("__file__", "__spec__") if k in main.__dict__}
-    main.__dict__.pop("__file__", None)
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        main.__dict__.update(hidden)
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """A process started inside begins deaf to the signals that end a run: a whole process group gets them, and the workers are needed for saving."""
-    resource_tracker.ensure_running()  # it is started with its own mask, and leaves ours cleared
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class SubprocessVecEnv(VecEnv):
@@ -205,9 +60,9 @@ class SubprocessVecEnv(VecEnv):
         self._check = BatchCheck.of(self.spec) if config.check else None
         self.dead = self._waiting = np.zeros(self.num_envs, bool)
         self._sent: dict[int, float] = {}  # workers with a step under way, and since when
-        self._answers: dict[int, bytes | _Lost] = {}  # what has come of these, until a step returns it
+        self._answers: dict[int, bytes | Lost] = {}  # what has come of these, until a step returns it
         self._last: NestedArray = None
-        self._workers: list[_Process] = []
+        self._workers: list[Child] = []
         # Not weakref's: at exit this one comes before multiprocessing ends children by SIGTERM, which ours do not hear.
         self._finalizer = Finalize(self, _close_all, (self._workers,), exitpriority=10)
         try:
@@ -224,10 +79,11 @@ class SubprocessVecEnv(VecEnv):
         """Of the workers, in the order of their environments."""
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def _start(self, rows: slice, episodes: list[int] | None = None, begin: list[bool] | None = None) -> _Process:
+    def _start(self, rows: slice, episodes: list[int] | None = None, begin: list[bool] | None = None) -> Child:
         share = replace(self._share, numbers=range(rows.start, rows.stop), episodes=episodes, begin=begin)
         try:
-            return _Process(self._memory, *_portable(share))
+            told, needs_main = portable(share)
+            return Child(serve_share, (self._memory, told), "bray-env", needs_main)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise ConfigError(
                 f"{self.name} cannot be made in another process ({e}): its creator uses something that cannot be sent there. Make that inside "
@@ -290,7 +146,7 @@ class SubprocessVecEnv(VecEnv):
                 self._sent[w] = now
                 try:
                     worker.send(STEP)
-                except _Lost as e:
+                except Lost as e:
                     self._answers[w] = e
 
     def _collect(self, least: int, further: float = 0.0) -> None:
@@ -314,21 +170,21 @@ class SubprocessVecEnv(VecEnv):
                 if self._workers[w].conn in came:
                     self._receive(w)
                 elif now - self._sent[w] >= limit:
-                    self._answers[w] = _Lost(f"did not answer within {limit:g} s")
+                    self._answers[w] = Lost(f"did not answer within {limit:g} s")
             if now >= until:
                 return
 
     def _receive(self, w: int) -> None:
         try:
             self._answers[w] = self._workers[w].receive(self._timeout)
-        except _Lost as e:
+        except Lost as e:
             self._answers[w] = e
 
     def _take(self, w: int, infos: Infos) -> Infos:
         """Worker w's answer is done with: its infos are added, or it is replaced."""
         answer = self._answers.pop(w)
         del self._sent[w]
-        if isinstance(answer, _Lost):
+        if isinstance(answer, Lost):
             self._replace(w, answer)
         elif answer != QUIET and (some := self._result(answer)) is not None:
             infos = infos or [{} for _ in range(self.num_envs)]
@@ -348,11 +204,11 @@ class SubprocessVecEnv(VecEnv):
         w = next(w for w, rows in enumerate(self._rows) if i < rows.stop)
         try:
             row = self._ask(w, "get_state")["json"]["envs"][i - self._rows[w].start]
-        except (_Lost, EnvError):
+        except (Lost, EnvError):
             return f"{self.name}, environment {i}, episode {self._view['episode'][i]}"
         return f"{self.name}, environment {i}, episode {row['episode']}, step {row['steps']}"
 
-    def _replace(self, w: int, why: _Lost) -> None:
+    def _replace(self, w: int, why: Lost) -> None:
         """Kill a worker by its id, start another, and end its environments' episodes as truncated."""
         rows, worker, view = self._rows[w], self._workers[w], self._view
         where = worker.stack()
@@ -375,7 +231,7 @@ class SubprocessVecEnv(VecEnv):
 
     def _result(self, answer: bytes) -> Any:
         """What a worker answered; environments that raised (it has rebuilt them already) are counted."""
-        result, failures = _unpack(answer)
+        result, failures = unpack(answer)
         for report in failures:
             self._count_restart(report)
         return result
@@ -387,20 +243,20 @@ class SubprocessVecEnv(VecEnv):
     def _ask_all(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """The same question to every worker; every answer is read before one of them is an error, so that none is taken for that to the next question.
         Replays may be long; saving has a limit, and a reset has one where steps have."""
-        limit = max(self._timeout or 0.0, _START_TIMEOUT)
+        limit = max(self._timeout or 0.0, START_TIMEOUT)
         timeout = limit if method == "get_state" or (method == "reset" and self._timeout is not None) else None
-        lost: _Lost | None = None
+        lost: Lost | None = None
         asked, answers = [], []
         for worker, some in zip(self._workers, arguments, strict=True):
             try:
                 worker.send(pickle.dumps((method, *some)))
                 asked.append(worker)
-            except _Lost as e:
+            except Lost as e:
                 lost = e
         for worker in asked:
             try:
                 answers.append(worker.receive(timeout))
-            except _Lost as e:
+            except Lost as e:
                 worker.process.kill()  # what it may answer later would be too late; the next step finds it dead
                 lost = e
         if lost is not None:
@@ -443,12 +299,12 @@ class SubprocessVecEnv(VecEnv):
 
     def render(self) -> np.ndarray | None:
         self._collect(self.num_envs)  # a worker answers one question at a time; the next step returns what comes here
-        return None if isinstance(self._answers.get(0), _Lost) else self._ask(0, "render")
+        return None if isinstance(self._answers.get(0), Lost) else self._ask(0, "render")
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _close_all(workers: list[_Process]) -> None:
+def _close_all(workers: list[Child]) -> None:
     for worker in workers:
         worker.close()

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import importlib
-import multiprocessing
-import os
 import pickle
-import signal
-import sys
-import threading
-import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import gymnasium as gym
@@ -24,16 +16,13 @@ import numpy as np
 from bray import tree
 from bray.envs.build import Builder
 from bray.envs.inprocess import InProcessVecEnv
+from bray.envs.process import STOP, error_answer
 from bray.envs.spaces import leaves
-from bray.errors import ConfigError, EnvError
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
 
-ENDING = {signal.SIGINT, signal.SIGTERM}
-"""Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its workers."""
-STEP, QUIET, STOP = b"s", b"k", b"q"
-"""A step, the answer to it where no environment had an info or failed, and the end. All other messages are pickled:
-(method, *arguments) and ("ok", result, failures) or ("error", kind, text)."""
+STEP, QUIET = b"s", b"k"
+"""A step, and the answer to it where no environment had an info or failed. All other messages are pickled."""
 
 _ALIGN = 64
 _FLAGS = {
@@ -111,45 +100,19 @@ class Share:
         return envs, view
 
 
-def run_worker(conn: Connection, memory: Any, share: bytes, trace_path: str, parent: int, by_main_thread: bool) -> None:
-    """Serve one share of the environments until told to stop or the parent is gone."""
-    _die_with_parent(parent, by_main_thread)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: a game that an environment starts would inherit that
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    with open(trace_path, "w") as trace:
-        faulthandler.enable(trace)
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR1, trace)
-        failures: list[str] = []
-        try:
-            envs, view = pickle.loads(share).make(memory, failures)  # our own bytes, from our own parent
-        except BaseException as e:
-            conn.send(_error(e))
-            return
-        conn.send(("ok", None, []))
-        try:
-            _serve(conn, envs, failures, view)
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            pass  # the parent is gone or has given up on us
-        finally:
-            envs.close()
-
-
-def _die_with_parent(parent: int, by_main_thread: bool) -> None:
-    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the parent."""
-    if sys.platform == "linux" and by_main_thread:  # the kernel's signal comes when the starting *thread* ends
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    process = multiprocessing.parent_process()
-    if process is None or (by_main_thread and os.getppid() != parent):
-        os._exit(1)
-    sentinel = process.sentinel
-
-    def watch() -> None:
-        wait([sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def serve_share(conn: Connection, memory: Any, share: bytes) -> None:
+    """Serve one share of the environments until told to stop."""
+    failures: list[str] = []
+    try:
+        envs, view = pickle.loads(share).make(memory, failures)  # our own bytes, from our own parent
+    except BaseException as e:
+        conn.send(error_answer(e))
+        return
+    conn.send(("ok", None, []))
+    try:
+        _serve(conn, envs, failures, view)
+    finally:
+        envs.close()
 
 
 def _serve(conn: Connection, envs: InProcessVecEnv, failures: list[str], view: dict[str, Any]) -> None:
@@ -183,13 +146,6 @@ def _serve(conn: Connection, envs: InProcessVecEnv, failures: list[str], view: d
         except (EOFError, BrokenPipeError):
             raise
         except Exception as e:
-            answer = pickle.dumps(_error(e))
+            answer = pickle.dumps(error_answer(e))
         failures.clear()
         conn.send_bytes(answer)
-
-
-def _error(e: BaseException) -> tuple[str, str, str]:
-    """An error that the parent raises: our own are one message, others carry their traceback."""
-    kind = "config" if isinstance(e, ConfigError) else "env"
-    ours = isinstance(e, (ConfigError, EnvError))
-    return "error", kind, str(e) if ours else "".join(traceback.format_exception(e)).rstrip()

@@ -189,7 +189,8 @@ class Experiment:
         graph = self._graph_export()
         self._looked_at = began = time.monotonic()
         training.start()
-        training.watch_episodes(self._callbacks)
+        for source in training.sources:
+            source.watch(self._callbacks)
         with rundir.logging_to(directory.log), open_sinks(directory, [*trackers, *sinks]) as out:
             if training.iteration:
                 out.truncate_after(training.iteration, training.env_steps)
@@ -276,10 +277,7 @@ class Experiment:
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
-        training = self.training
-        if not isinstance(training, LocalTraining):
-            raise ConfigError("foreach_env needs environments that Bray steps, not live games or files")
-        return training.env.foreach_env(fn)
+        return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,40 +122,51 @@ class CallbackList(Callbacks):
 
     def __init__(self, callbacks: Sequence[Callbacks]):
         self.callbacks = list(callbacks)
-        for event in ("on_train_result", "on_evaluate", "on_checkpoint"):
-            setattr(self, event, self._each(event))
 
-    def _each(self, event: str) -> Any:
-        calls = [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
+    def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
+        for one in self.callbacks:
+            one.on_train_result(experiment, row)
 
-        def call(*arguments: Any) -> None:
-            for each in calls:
-                each(*arguments)
+    def on_evaluate(self, experiment: Any, result: dict[str, Any]) -> None:
+        for one in self.callbacks:
+            one.on_evaluate(experiment, result)
 
-        call.count = len(calls)  # type: ignore[attr-defined]
-        return call
+    def on_checkpoint(self, experiment: Any, path: Path) -> None:
+        for one in self.callbacks:
+            one.on_checkpoint(experiment, path)
+
+    def _asking(self, event: str) -> list[Any]:
+        return [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
+
+    @property
+    def watches(self) -> bool:
+        """Whether anybody wants to know of episodes."""
+        return any(self._asking(f"on_episode_{event}") for event in ("start", "step", "end"))
 
     def watch(self) -> EpisodeWatch | None:
         """What a Rollout tells of its steps; None where nobody wants to know."""
-        events = [self._each(f"on_episode_{event}") for event in ("start", "step", "end")]
-        return EpisodeWatch(*events) if any(event.count for event in events) else None
+        return (
+            EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))) if self.watches else None
+        )
 
 
 class EpisodeWatch:
     """Follows the episodes of a Rollout and calls for each start, step and end."""
 
-    def __init__(self, on_start: Any, on_step: Any, on_end: Any):
+    def __init__(self, on_start: list[Any], on_step: list[Any], on_end: list[Any]):
         self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
         self._episodes: dict[int, Episode] = {}
         self._number = 0
-        self._metrics: dict[str, deque[float]] = {}
+        self.ended: list[dict[str, float]] = []
+        """`custom_metrics` of the episodes that have ended since somebody took them."""
 
     def before_step(self, rollout: Any) -> None:
         for b in np.flatnonzero(~rollout.env.dead & ~rollout.env.waiting).tolist():
             if b not in self._episodes:
                 episode = self._episodes[b] = Episode(rollout, self._number, b)
                 self._number += 1
-                self._on_start(episode)
+                for call in self._on_start:
+                    call(episode)
 
     def after_step(self, rollout: Any, step: Any, reward: np.ndarray, infos: Any) -> None:
         for b in np.flatnonzero(step.valid).tolist():
@@ -165,18 +176,28 @@ class EpisodeWatch:
             episode.total_reward += episode.reward
             episode.action, episode.info = tree.index(step.action, b), infos[b] if infos else {}
             episode.terminated, episode.truncated = bool(step.terminated[b]), bool(step.truncated[b])
-            self._on_step(episode)
+            for call in self._on_step:
+                call(episode)
             if rollout.env.dead[b]:
-                self._on_end(episode)
+                for call in self._on_end:
+                    call(episode)
                 del self._episodes[b]
-                self._add(episode.custom_metrics.items())
+                self.ended.append(episode.custom_metrics)
 
-    def _add(self, metrics: Iterable[tuple[str, float]]) -> None:
-        for name, value in metrics:
-            self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
+
+class EpisodeMetrics:
+    """`custom_metrics` of the last 100 episodes that have them."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, deque[float]] = {}
+
+    def add(self, ended: Iterable[Mapping[str, float]]) -> None:
+        for metrics in ended:
+            for name, value in metrics.items():
+                self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
 
     def row(self) -> dict[str, float]:
-        """`custom_metrics/NAME_mean`, `_min`, `_max` of the episodes that have ended."""
+        """`custom_metrics/NAME_mean`, `_min`, `_max`."""
         out: dict[str, float] = {}
         for name, values in self._metrics.items():
             out |= {f"custom_metrics/{name}_mean": math.fsum(values) / len(values)}

@@ -29,7 +29,11 @@ class RunConfig:
     record: bool = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
-    """Rollout processes beside this one; only 0 works yet."""
+    """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
+    worker_timeout_s: Positive | None = None
+    """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
+    max_worker_restarts: Whole = 100
+    """Workers that may be replaced before the run ends with an error."""
     eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10

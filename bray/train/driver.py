@@ -25,11 +25,10 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
-from bray.errors import ConfigError, UnknownName
+from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.rundir import RunDir
-from bray.train.callbacks import CallbackList
 from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
@@ -155,14 +154,6 @@ class Driver:
     def steps(self) -> int:
         """Gradient steps: the version of the weights."""
         return int(self.learner.steps)
-
-    def watch_episodes(self, callbacks: CallbackList) -> None:
-        """Tell them of every episode's start, steps and end."""
-        if callbacks.watch() is not None:
-            raise ConfigError(
-                "callbacks of episodes (on_episode_start, _step, _end) need environments that Bray steps, not live games or files; an Agent of the "
-                "games has its own on_episode (docs/serving.md)"
-            )
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -385,6 +376,7 @@ class Driver:
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
+            **{k: v for source in self.sources for k, v in source.numbers().items()},
             "env_steps_per_second": (self.totals.env_steps - steps) / seconds,
             "time_this_iter_s": seconds,
         }

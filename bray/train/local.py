@@ -11,18 +11,19 @@ from torch import nn
 
 from bray import tree
 from bray.algos import algo_name, broken, make_experience
+from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.spec import EnvSpec
-from bray.train.callbacks import CallbackList
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
 from bray.train.rollout import EnvSource, Rollout
+from bray.train.workers import REPLAY_ROWS, Plan, WorkerSource, slot_places
 
 _PICTURE = 32  # pixels of a side, at least
 
@@ -76,24 +77,28 @@ class LocalTraining(Driver):
     """An algorithm at work on an environment, in this process."""
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
-        if run.num_workers:
-            raise ConfigError(
-                f"num_workers={run.num_workers}: rollouts in other processes (Ray) are not there yet, use num_workers=0"
-            )
         self.algo, self.run_config, self.env_config = algo, run, env
         self.device = resolve_device(run.device)
-        self.env = make_vec(env, seed=run.seed)
-        self.spec = self.env.spec
+        self.env = None if run.num_workers else make_vec(env, seed=run.seed)
+        self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
             side = make_side(algo, run, self.spec, model, config)
             if env.wait_num is not None:
                 _refuse_waiting(env.wait_num, side)
             if hasattr(side.experience, "check_rows"):
-                side.experience.check_rows(env.num_envs, env.wait_num or env.num_envs)
+                total = env.num_envs * max(1, run.num_workers)
+                side.experience.check_rows(total, env.wait_num or total)
+            source = self._play_here(side) if self.env is not None else self._play_in_workers(side, model)
         except BaseException:
-            self.env.close()
+            if self.env is not None:
+                self.env.close()
             raise
-        rewards = RewardTransform(env, env.num_envs, getattr(config, "gamma", 1.0))
+        super().__init__([side], [source])
+
+    def _play_here(self, side: Side) -> EnvSource:
+        run, env = self.run_config, self.env_config
+        assert self.env is not None
+        rewards = RewardTransform(env, env.num_envs, getattr(side.config, "gamma", 1.0))
         self.rollout = Rollout(
             self.env,
             acting_engine(side.model, side.policy, run.record),
@@ -103,21 +108,42 @@ class LocalTraining(Driver):
             initial_state=initial_state(side.model),
         )
         self.rollout.reset(run.seed)
-        super().__init__([side], [EnvSource(self.rollout, side.experience, run.record)])
+        assert side.experience.piece_length is not None
+        return EnvSource(self.rollout, side.experience.piece_length, side.experience.state_every, run.record)
 
-    def watch_episodes(self, callbacks: CallbackList) -> None:
-        self.rollout.watch = callbacks.watch()
+    def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
+        """Algorithms that replay learn while the next round is played; the others wait for rows of their newest weights."""
+        rows = side.experience.piece_length
+        assert rows is not None
+        replays = side.experience.iteration_steps is not None
 
-    def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
-        row, watch = super().iterate(most_episodes), self.rollout.watch
-        return row if row is None or watch is None else row | watch.row()
+        def weights() -> dict[str, np.ndarray]:
+            return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
+
+        places, size = slot_places(weights())
+        plan = Plan(
+            self.algo,
+            self.run_config,
+            self.env_config,
+            model,
+            side.config,
+            index=0,
+            rows=REPLAY_ROWS if rows == 1 else rows,
+            state_every=side.experience.state_every,
+            weights=places,
+            slot_bytes=size,
+        )
+        return WorkerSource(plan, weights, overlap=replays)
 
     @property
     def depends_on_timing(self) -> bool:
-        return self.env.waits
+        return self.env is not None and self.env.waits
 
     def describe(self) -> str:
         """Where pieces come from, in words."""
+        if self.env is None:
+            workers, n = self.run_config.num_workers, self.env_config.num_envs
+            return f"{workers} worker{'s' if workers > 1 else ''} with {n} env{'s' if n > 1 else ''} each"
         form = type(self.env).__name__.removesuffix("VecEnv")
         words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
         n = self.env.num_envs

@@ -12,13 +12,13 @@ import numpy as np
 
 from bray import tree
 from bray.act import SAMPLE, Clock, Policy, Tick, decide_now
-from bray.data.experience import Counts, Experience
+from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
-from bray.train.callbacks import EpisodeWatch
+from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
 from bray.train.health import blame_policy
 from bray.train.source import Source
 
@@ -220,10 +220,9 @@ class EnvSource(Source):
 
     exact = True
 
-    def __init__(self, rollout: Rollout, experience: Experience, record: bool = True):
-        self.rollout = rollout
-        assert experience.piece_length is not None
-        self.rows, self._state_every = experience.piece_length, experience.state_every
+    def __init__(self, rollout: Rollout, rows: int, state_every: int = 1, record: bool = True):
+        self.rollout, self.rows, self._state_every = rollout, rows, state_every
+        self._metrics = EpisodeMetrics()
         self._keep = rollout.policy.keeps
         self._later: TorchEngine | None = None
         if self._keep and rollout.state is None:
@@ -301,6 +300,24 @@ class EnvSource(Source):
     def publish(self, weights: Any, clock: Clock) -> None:
         """The parameters are shared: only their version is news."""
         self.rollout.version = clock.version
+
+    def watch(self, callbacks: CallbackList) -> None:
+        self.rollout.watch = callbacks.watch()
+
+    def ended_metrics(self) -> list[dict[str, float]]:
+        """`custom_metrics` of the episodes that have ended since the last call."""
+        watch = self.rollout.watch
+        if watch is None:
+            return []
+        ended, watch.ended = watch.ended, []
+        return ended
+
+    def numbers(self) -> dict[str, float]:
+        self._metrics.add(self.ended_metrics())
+        return self._metrics.row()
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self.rollout.env.foreach_env(fn)
 
     def seconds(self) -> dict[str, float]:
         spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}

@@ -13,7 +13,9 @@ from bray.act import Clock
 from bray.data.experience import Counts, EndOfData
 from bray.data.files import EpisodeReader
 from bray.data.piece import Piece
+from bray.errors import ConfigError
 from bray.spec import ActionLayout, Space
+from bray.train.callbacks import CallbackList
 
 
 class Source:
@@ -39,6 +41,22 @@ class Source:
     def seconds(self) -> dict[str, float]:
         """Time spent per phase since the last call."""
         return {}
+
+    def numbers(self) -> dict[str, float]:
+        """Of its own, for the result rows."""
+        return {}
+
+    def watch(self, callbacks: CallbackList) -> None:
+        """Tell callbacks of every episode's start, steps and end."""
+        if callbacks.watches:
+            raise ConfigError(
+                "callbacks of episodes (on_episode_start, _step, _end) need environments that Bray steps, not live games or files; an Agent of the "
+                "games has its own on_episode (docs/serving.md)"
+            )
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """`fn(env)` for every environment; what it returned, in their order."""
+        raise ConfigError("foreach_env needs environments that Bray steps, not live games or files")
 
     def get_state(self) -> dict[str, Any]:
         """{"arrays": tree, "json": plain data}"""

@@ -1,0 +1,218 @@
+"""Worker processes of this one, on this machine: started, asked, killed by their id.
+
+They end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can (Linux).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import cloudpickle
+
+from bray.errors import ConfigError, EnvError
+
+ENDING = {signal.SIGINT, signal.SIGTERM}
+"""Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its workers."""
+STOP = b"q"
+"""The message that ends a worker. Questions are pickled, (method, *arguments); so are answers, ("ok", result, failures) or ("error", kind, text)."""
+
+START_TIMEOUT = 120.0
+
+
+class Lost(Exception):
+    """A worker that died or did not answer in time."""
+
+
+class Child:
+    """A worker process, seen from its parent. It runs `serve(conn, *arguments)`, which answers questions at its end of a pipe."""
+
+    def __init__(self, serve: Callable[..., None], arguments: tuple[Any, ...], name: str, needs_main: bool = False):
+        context = multiprocessing.get_context("spawn")
+        self.conn, theirs = context.Pipe()
+        handle, self._trace_path = tempfile.mkstemp(prefix=f"{name}-")
+        self._trace = os.fdopen(handle)
+        by_main = threading.current_thread() is threading.main_thread()
+        setting = (theirs, self._trace_path, os.getpid(), by_main)
+        self.process = context.Process(target=run_child, args=(*setting, serve, arguments), daemon=True, name=name)
+        with _main_only_if(needs_main), _signals_held_back():
+            self.process.start()
+        theirs.close()  # so that the worker's death is seen as the end of the pipe
+        self._poll = None
+        if hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(self.conn.fileno(), select.POLLIN)
+
+    def send(self, message: bytes) -> None:
+        try:
+            self.conn.send_bytes(message)
+        except OSError:  # its end of the pipe is gone, or ours is closed because it was killed
+            raise Lost("died") from None
+
+    def receive(self, timeout: float | None) -> bytes:
+        try:
+            if timeout is not None and not self._ready(timeout):
+                raise Lost(f"did not answer within {timeout:g} s")
+            return self.conn.recv_bytes()
+        except (EOFError, OSError):
+            raise Lost("died") from None
+
+    def _ready(self, timeout: float) -> bool:
+        return bool(self._poll.poll(timeout * 1000)) if self._poll is not None else self.conn.poll(timeout)
+
+    def started(self) -> None:
+        """Wait until its environments exist; what they raised is raised here."""
+        try:
+            unpack(self.receive(START_TIMEOUT))
+        except Lost as e:
+            self.kill()
+            raise EnvError(
+                f"a worker process {e} while starting (exit code {self.process.exitcode}). If your environment "
+                "is defined in the script you run, put the training under `if __name__ == '__main__':`."
+            ) from None
+        except (ConfigError, EnvError):
+            self.kill()
+            raise
+        finally:
+            self._unlink()  # both sides hold it open
+
+    def stack(self) -> str:
+        """Where a hung worker is, or where a crashed one was."""
+        if self.process.is_alive() and hasattr(signal, "SIGUSR1") and self.process.pid:
+            os.kill(self.process.pid, signal.SIGUSR1)
+            self.process.join(0.2)  # the time to write it down
+        self._trace.seek(0)
+        return self._trace.read().strip()
+
+    def _unlink(self) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._trace_path)
+
+    def kill(self) -> None:
+        self._unlink()
+        self.process.kill()
+        self.process.join()
+        self.conn.close()
+        self._trace.close()
+
+    def close(self) -> None:
+        if self._trace.closed:
+            return
+        with suppress(OSError):
+            self.conn.send_bytes(STOP)
+        self.process.join(1.0)
+        self.kill()
+
+
+def unpack(answer: bytes) -> tuple[Any, list[str]]:
+    """(result, failures) of a worker's answer; its error is raised."""
+    kind, first, second = pickle.loads(answer)
+    if kind == "error":
+        raise ConfigError(second) if first == "config" else EnvError(second)
+    return first, second
+
+
+def portable(share: Any) -> tuple[bytes, bool]:
+    """What a worker is told as bytes, and whether it has to run the user's script to understand them.
+
+    What a module defines is sent by its name. Lambdas, and what the script or notebook itself defines, are sent as code; the script is run again
+    only where that does not work. These bytes go from this process to its own child, and nowhere else."""
+    by_name = None
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
+        by_name = pickle.dumps(share)
+    if by_name is not None and b"__main__" not in by_name:
+        return by_name, False
+    try:
+        return cloudpickle.dumps(share), False
+    except (pickle.PicklingError, AttributeError, TypeError):
+        if by_name is None:
+            raise
+        return by_name, True
+
+
+@contextmanager
+def _main_only_if(needed: bool) -> Iterator[None]:
+    """A spawned process runs the user's script again to find what is defined there. Where nothing of ours is, it need not."""
+    main = sys.modules.get("__main__")
+    if needed or main is None:
+        yield
+        return
+    hidden: dict[str, Any] = {k: main.__dict__[k] for k in ("__file__", "__spec__") if k in main.__dict__}
+    main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.update(hidden)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A process started inside begins deaf to the signals that end a run: a whole process group gets them, and the workers are needed for saving."""
+    resource_tracker.ensure_running()  # it is started with its own mask, and leaves ours cleared
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def run_child(
+    conn: Connection,
+    trace_path: str,
+    parent: int,
+    by_main: bool,
+    serve: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """In the child: serve until told to stop or the parent is gone."""
+    _die_with_parent(parent, by_main)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: a game that an environment starts would inherit that
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    with open(trace_path, "w") as trace:
+        faulthandler.enable(trace)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, trace)
+        with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone or has given up on us
+            serve(conn, *arguments)
+
+
+def _die_with_parent(parent: int, by_main_thread: bool) -> None:
+    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the parent."""
+    if sys.platform == "linux" and by_main_thread:  # the kernel's signal comes when the starting *thread* ends
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    process = multiprocessing.parent_process()
+    if process is None or (by_main_thread and os.getppid() != parent):
+        os._exit(1)
+    sentinel = process.sentinel
+
+    def watch() -> None:
+        wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def error_answer(e: BaseException) -> tuple[str, str, str]:
+    """An error that the parent raises: our own are one message, others carry their traceback."""
+    kind = "config" if isinstance(e, ConfigError) else "env"
+    ours = isinstance(e, (ConfigError, EnvError))
+    return "error", kind, str(e) if ours else "".join(traceback.format_exception(e)).rstrip()

@@ -1,0 +1,114 @@
+"""Rollout workers: processes that play for the one that learns."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+import bray
+from bray.errors import ConfigError, EnvError
+from tests.test_callbacks import Phased, Watcher
+
+
+def experiment(path=None, env="CartPole-v1", run="PPO", **config):
+    config = {"vector": "inprocess", "num_envs": 2, "num_workers": 2, "rollout_length": 32, **config}
+    if run != "PPO":
+        del config["rollout_length"]
+    return bray.Experiment(run=run, env=env, use_preset=False, path=path, config=config)
+
+
+def rows_of(exp, iterations=3):
+    rows = [exp.training.iterate() for _ in range(iterations)]
+    exp.close()
+    return rows
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param({"use_lstm": True, "lstm_cell_size": 16}, marks=pytest.mark.slow)])
+def test_workers_play_what_one_process_with_all_environments_plays(more):
+    alone = rows_of(experiment(num_workers=0, num_envs=4, **more))
+    with_workers = rows_of(experiment(**more))
+    for key in ("env_steps_total", "episodes_total", "episode_length_mean", "loss/policy_loss", "loss/value_loss"):
+        assert [row[key] for row in with_workers] == pytest.approx([row[key] for row in alone], rel=1e-6)
+    assert with_workers[-1]["workers/policy_lag"] == with_workers[-1]["workers/restarts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "env"), [("DQN", "CartPole-v1"), pytest.param("SAC", "Pendulum-v1", marks=pytest.mark.slow)]
+)
+def test_algorithms_that_replay_learn_while_workers_play_on(run, env):
+    rows = rows_of(experiment(run=run, env=env, learning_starts=200, num_envs=1), 2)
+    assert rows[-1]["learner_steps_total"] > 0
+    assert rows[-1]["workers/policy_lag"] > 0  # the round was played with the weights of the round before
+    again = rows_of(experiment(run=run, env=env, learning_starts=200, num_envs=1), 2)
+    assert [row["env_steps_total"] for row in again] == [row["env_steps_total"] for row in rows]
+    assert {k: v for k, v in again[-1].items() if k.startswith("loss/")} == {
+        k: v for k, v in rows[-1].items() if k.startswith("loss/")
+    }
+
+
+def test_a_run_with_workers_resumes_exactly(tmp_path):
+    whole = list(experiment(tmp_path / "whole").train({"training_iteration": 4}))
+    exp = experiment(tmp_path / "half")
+    list(exp.train({"training_iteration": 2}))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "half")
+    rest = list(exp.train({"training_iteration": 4}))
+    exp.close()
+    assert exp.exact
+    for key in ("env_steps_total", "episode_return_mean", "loss/policy_loss"):
+        assert [row[key] for row in rest] == [row[key] for row in whole[2:]]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_counted(caplog):
+    exp = experiment(max_worker_restarts=1)
+    source = exp.training.sources[0]
+    exp.training.iterate()
+    victim = source.process_ids[1]
+    os.kill(victim, signal.SIGKILL)
+    row = exp.training.iterate()
+    assert row["workers/restarts"] == 1
+    assert source.process_ids[1] != victim
+    assert f"rollout worker 2 (process {victim}) died" in caplog.text
+    assert row["env_steps_total"] > 200  # the round is whole
+    os.kill(source.process_ids[0], signal.SIGKILL)
+    with pytest.raises(EnvError, match=r"rollout worker 1 .*max_worker_restarts=1 are used up"):
+        exp.training.iterate()
+    exp.close()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_replaced():
+    exp = experiment(worker_timeout_s=30)
+    exp.training.iterate()
+    os.kill(exp.training.sources[0].process_ids[0], signal.SIGSTOP)
+    assert exp.training.iterate()["workers/restarts"] == 1
+    exp.close()
+
+
+def test_callbacks_and_functions_reach_the_environments_of_workers(tmp_path):
+    exp = bray.Experiment(
+        run="PPO", env=Phased, path=tmp_path / "run", num_workers=2, num_envs=1, vector="inprocess", rollout_length=16
+    )
+    assert exp.foreach_env(lambda env: env.phase) == [3, 3]
+    rows = list(exp.train({"training_iteration": 2}, callbacks=Watcher()))
+    assert rows[-1]["custom_metrics/late_max"] == 7  # each worker counts its own episodes
+    assert rows[-1]["mine"] == 7
+    exp.close()
+
+
+def test_an_environment_that_cannot_be_made_in_a_worker_is_told():
+    with pytest.raises((ConfigError, EnvError), match="no_such_env"):
+        experiment(env="no_such_env:Env").training.iterate()
+
+
+def test_each_worker_knows_its_number():
+    class Numbered(Phased):
+        def __init__(self, config):
+            super().__init__()
+            self.number = config.worker_index, config.vector_index
+
+    exp = experiment(env=Numbered)
+    assert exp.foreach_env(lambda env: tuple(env.number)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert np.array_equal(exp.evaluate(2)["eval/return_mean"], 9.0)
+    exp.close()
