@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -75,3 +76,9 @@ def presets() -> Iterator[tuple[str, str, ConfigSource]]:
 def preset(algo: str, env: str) -> ConfigSource | None:
     """The tuned settings for this algorithm and environment, if there are any."""
     return next((source for a, e, source in presets() if (a, e) == (algo, env)), None)
+
+
+def scores() -> list[dict[str, Any]]:
+    """What the algorithms were measured to reach, case by case: written by `python -m benchmarks.learning`. Numbers `[a, low, high]` are interquartile means over
+    the seeds with their 95 % intervals."""
+    return list(json.loads(resources.files("bray").joinpath("presets", "scores.json").read_text()))
