@@ -23,7 +23,7 @@ import bray.figures
 from benchmarks.learning.__main__ import CASES
 from bray.act import Clock, Tick
 from bray.algos import ALGORITHMS, a2c, dqn, get_algo, ppo, sac
-from bray.cli.listing import action_spaces
+from bray.cli.algos import action_spaces
 from bray.cli.main import main, make_app
 from bray.config import load_yaml, to_plain
 from bray.data.experience import Replay
@@ -55,9 +55,14 @@ def without_curves():
 # --- the documents ----------------------------------------------------------------------------------------------------
 
 
+def page_path(name):
+    """Named as the module is."""
+    return f"algorithms/{get_algo(name).__name__.rpartition('.')[2]}.md"
+
+
 def page(name):
     """The page of an algorithm, and what it says under each of its `##` headings."""
-    text = (DOCS / "algorithms" / f"{name.lower().replace('-', '')}.md").read_text()
+    text = (DOCS / page_path(name)).read_text()
     parts = re.split(r"^## (.+)$", text, flags=re.M)
     return parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -99,7 +104,7 @@ def test_every_algorithm_has_a_page_and_a_case(name):
     assert f"<!-- keys: {name} -->" in parts["Options"]
     assert f"<!-- scores: {name} -->" in parts["Measured"]
     assert name in {case.run for case in CASES.values()}
-    assert f"| [{name}](algorithms/{name.lower().replace('-', '')}.md) | " in (DOCS / "algorithms.md").read_text()
+    assert f"| [{name}]({page_path(name)}) | " in (DOCS / "algorithms.md").read_text()
 
 
 def test_the_links_of_the_pages_lead_somewhere():
@@ -146,7 +151,7 @@ OTHER = {
     "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
-            "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
+            "tau": {"tau": 0.1, "target_period": 250}, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
     "SAC": {"lr": 1e-3, "critic_lr": 1e-2, "alpha_lr": 0.1, "gamma": 0.5, "n_step": 3, "tau": 0.5, "initial_alpha": 0.01,
             "target_entropy": 3.0, "adapt_alpha": False, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0}, "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8,

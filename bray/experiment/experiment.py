@@ -16,7 +16,7 @@ import torch
 from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
-from bray.algos import algo_name
+from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
@@ -138,7 +138,7 @@ class Experiment:
             self._dir = RunDir.create(self.path)
             self._dir.write_config(self.config)
             self._dir.write_spec(self.training.spec)
-            policy = self.algo.Policy(self.config["algo"], self.training.spec)
+            policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
             self._dir.write_policy(about | describe_policy(policy, self.training.model))
         return self._dir
@@ -463,7 +463,7 @@ class Experiment:
         if self._served is None:
             spec = self._spec or self.training.spec
             model = self._training.model if self._training is not None else self._trained_model(spec)
-            self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
+            self._served = ServedPolicy(make_policy(self.algo, self.config["algo"], spec), model, spec)
         return self._served
 
     def _trained_model(self, spec: EnvSpec) -> torch.nn.Module:
