@@ -92,7 +92,7 @@ def test_documented_metrics_are_those_that_are_logged(name, tmp_path):
     others = numbers_of_a_run()
     if not any(k.startswith("replay/") for k in row):
         others = [k for k in others if not k.startswith("replay/")]
-    assert sorted([*others, *own]) == sorted([*row, "nan_metrics"])
+    assert sorted([*others, *own]) == sorted([*row, "nan_metrics", "health", "health/dead_units"])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

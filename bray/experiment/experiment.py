@@ -22,6 +22,7 @@ from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
+from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
@@ -100,7 +101,7 @@ class Experiment:
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
-        self._health = Health()
+        self._health, self._watch = Health(), Watch(self.config)
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -191,6 +192,7 @@ class Experiment:
                     row = self._iterate(stop)
                     if row is None:
                         break
+                    row |= self._watch.look(row, training)
                     if on_result is not None:
                         on_result(row)
                     self.last_row = row
@@ -443,6 +445,7 @@ class Experiment:
             self.exact = training.set_state(state, checkpoint.weights, path / "replay")
             saved = state["json"]
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
+            self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
                 self._best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps

@@ -97,7 +97,8 @@ def _preset_of(algo: str, env: str) -> list[ConfigSource]:
 def _refuse_exclusive(config: Resolved) -> None:
     """Raise where two options were set of which one switches the other off."""
     for section, values in config.sections.items():
-        known = options(type(values))
+        kind: type = type(values)
+        known = options(kind)
         set_ = [name for name, option in known.items() if getattr(values, name) != option.default]
         for name in set_:
             for other in [m.other for m in known[name].metadata if isinstance(m, Excludes)]:
