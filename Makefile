@@ -1,6 +1,7 @@
 # make demo       set up, train an agent, look at it
 # make test       lint, types, all tests (minutes)
 # make test-slow  learning curves and measurements (an hour or more)
+# make learn-quick  every algorithm on a small task, two seeds each (under an hour on two cores); the table is in build/learn-quick
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -12,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup system box2d demo test test-fast test-slow lint types format clean
+.PHONY: setup system box2d demo test test-fast test-slow learn-quick lint types format clean
 
 setup: $(STAMP)
 
@@ -41,6 +42,9 @@ test: setup system lint types
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow -n 1
+
+learn-quick: setup
+	$(BIN)/python -m benchmarks.learning --quick --jobs 2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Keys and rows that no other test turns: each one is changed by the command line, a file or Python, and something must change.
 
-The first part holds `docs/capabilities.md` and `docs/algorithms.md` to the code.
+The first part holds `docs/capabilities.md`, `docs/algorithms.md` and the pages of the algorithms to the code.
 """
 
 import csv
@@ -20,8 +20,10 @@ from torch import nn
 
 import bray
 import bray.figures
+from benchmarks.learning.__main__ import CASES
 from bray.act import Clock, Tick
-from bray.algos import a2c, dqn, ppo, sac
+from bray.algos import ALGORITHMS, a2c, dqn, get_algo, ppo, sac
+from bray.cli.algos import action_spaces
 from bray.cli.main import main, make_app
 from bray.config import load_yaml, to_plain
 from bray.data.experience import Replay
@@ -53,27 +55,62 @@ def without_curves():
 # --- the documents ----------------------------------------------------------------------------------------------------
 
 
-def section(name):
-    """The text of a `## name` section of docs/algorithms.md."""
-    return (DOCS / "algorithms.md").read_text().partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+def page_path(name):
+    """Named as the module is."""
+    return f"algorithms/{get_algo(name).__name__.rpartition('.')[2]}.md"
 
 
-@pytest.mark.parametrize(
-    ("name", "env"), [("PPO", "CartPole-v1"), ("A2C", "CartPole-v1"), ("DQN", "CartPole-v1"), ("SAC", "Pendulum-v1")]
-)
-def test_documented_metrics_are_those_that_are_logged(name, env, tmp_path):
-    config = {"rollout_length": 8} if name in ("PPO", "A2C") else {"learning_starts": 990, "train_every": 5, **PER}
-    exp = Experiment(
-        name, env, use_preset=False, path=tmp_path / "r", config={**config, "eval_freq": 1, "eval_episodes": 2}
-    )
+def page(name):
+    """The page of an algorithm, and what it says under each of its `##` headings."""
+    text = (DOCS / page_path(name)).read_text()
+    parts = re.split(r"^## (.+)$", text, flags=re.M)
+    return parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def numbers_of_a_run():
+    text = (DOCS / "algorithms.md").read_text().partition("\n## The numbers of a run\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `([\w/]+)` \|", text, re.M)
+
+
+def a_row_of(name, path):
+    """The first result row of a small training, on whichever of two environments the algorithm takes."""
+    algo = get_algo(name)
+    config = {"rollout_length": 8, "learning_starts": 990, "train_every": 5, **PER}
+    config = {k: v for k, v in config.items() if hasattr(algo.Config(), k)} | {"eval_freq": 1, "eval_episodes": 2}
+    env = "CartPole-v1" if "discrete" in action_spaces(algo) else "Pendulum-v1"
+    exp = Experiment(name, env, use_preset=False, path=path, config=config)
     (row,) = exp.train(stop={"training_iteration": 1})
     exp.close()
-    own = re.findall(r"^\| `((?:loss|policy)/\w+)` \|", section(name), re.M)
+    return row
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_documented_metrics_are_those_that_are_logged(name, tmp_path):
+    row = a_row_of(name, tmp_path / "r")
+    own = re.findall(r"^\| `((?:loss|policy)/\w+)` \|", page(name)[1]["Numbers in a row"], re.M)
     assert own == [k for k in row if k.startswith(("loss/", "policy/"))]
-    others = re.findall(r"^\| `([\w/]+)` \|", section("The numbers of a run"), re.M)
-    if hasattr(ALGOS[name].Config, "rollout_length"):
+    others = numbers_of_a_run()
+    if not any(k.startswith("replay/") for k in row):
         others = [k for k in others if not k.startswith("replay/")]
-    assert sorted([*others, *own]) == sorted([*row, "nan_metrics"])
+    assert sorted([*others, *own]) == sorted([*row, "nan_metrics", "health", "health/dead_units"])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_a_page_and_a_case(name):
+    start, parts = page(name)
+    assert start.startswith(f"# {name}\n")
+    assert f"bray train --run {name} --env " in start
+    assert list(parts) == ["Options", "Numbers in a row", "Implementation details", "Measured"]
+    assert f"<!-- keys: {name} -->" in parts["Options"]
+    assert f"<!-- scores: {name} -->" in parts["Measured"]
+    assert name in {case.run for case in CASES.values()}
+    assert f"| [{name}]({page_path(name)}) | " in (DOCS / "algorithms.md").read_text()
+
+
+def test_the_links_of_the_pages_lead_somewhere():
+    for file in [DOCS / "algorithms.md", *(DOCS / "algorithms").iterdir()]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", file.read_text()):
+            assert (file.parent / target).exists(), f"{file.name}: {target}"
 
 
 def test_every_capability_has_a_state_and_every_done_one_a_test():
@@ -114,7 +151,7 @@ OTHER = {
     "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
-            "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
+            "tau": {"tau": 0.1, "target_period": 250}, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
     "SAC": {"lr": 1e-3, "critic_lr": 1e-2, "alpha_lr": 0.1, "gamma": 0.5, "n_step": 3, "tau": 0.5, "initial_alpha": 0.01,
             "target_entropy": 3.0, "adapt_alpha": False, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0}, "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8,

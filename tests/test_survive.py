@@ -23,6 +23,7 @@ from bray.figures import read_results
 from bray.limited_log import OncePer
 from bray.rundir import RunDir, log_to
 from bray.train.health import Health
+from bray.train.symptoms import Symptoms
 
 HERE = Path(__file__).parent
 TINY = ["rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]
@@ -318,23 +319,23 @@ def rows_of(**numbers):
 
 
 def test_a_run_that_is_lost_is_told_in_words_once(caplog):
-    health = Health()
+    symptoms = Symptoms()
     for row in rows_of(**{"loss/value_loss": 1e25}):
-        health.check(row, str)
+        symptoms.look(row)
     assert caplog.text.count("loss/value_loss is 1e+25: this run is lost") == 1
     caplog.clear()
-    health = Health()
+    symptoms = Symptoms()
     for row in rows_of(**{"loss/entropy": 1e-6, "episode_return_mean": 9.3}):
-        health.check(row, str)
+        symptoms.look(row)
     assert (
         caplog.text.count("the policy always does the same (entropy 1e-06) and its return of 9.300 is no better") == 1
     )
     caplog.clear()
-    health = Health()
+    symptoms = Symptoms()
     for row in rows_of(**{"loss/entropy": 1e-6}):  # the same certainty, of a policy that has learnt
-        health.check(row | {"episode_return_mean": 20.0 * row["training_iteration"]}, str)
+        symptoms.look(row | {"episode_return_mean": 20.0 * row["training_iteration"]})
     for row in rows_of(**{"loss/kl": float("nan")}):  # a number that is not a loss, of sound weights
-        health.check(row, str)
+        Health().check(row, str)
     assert not caplog.text
 
 

@@ -1,9 +1,11 @@
-"""python -m benchmarks.learning CASE... [--seeds 0 1 2] [--jobs N] [--out DIR]
+"""python -m benchmarks.learning CASE... [--seeds 0 1 2] [--jobs N] [--minutes N] [--out DIR]
+python -m benchmarks.learning --quick [--jobs N]
 python -m benchmarks.learning CASE... --draw [--out DIR]
 
 For each seed: train with the preset that `bray train` uses, evaluate as we go (mean of 10 greedy episodes on fixed evaluation seeds) and
 stop when that mean reaches the reference score, N seeds side by side. Writes CASE.json, CASE.jsonl (the curves), CASE.png and the table in README.md, all beside
-this file. --draw makes CASE.png and the table anew from what was recorded.
+this file, and what `bray algos` and the pages of docs/algorithms tell of it (bray/presets/scores.json). --draw makes CASE.png and the tables anew from what was
+recorded. --quick: the first case of each algorithm, two seeds each, within 55 minutes, written to build/learn-quick.
 """
 
 from __future__ import annotations
@@ -18,27 +20,36 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import bray
+from benchmarks.learning.stats import summary
 from bray import figures
 from bray.experiment import Experiment
 
 HERE = Path(__file__).parent
+SCORES = Path(bray.__file__).parent / "presets" / "scores.json"
+QUICK = {"seeds": [0, 1], "minutes": 55.0, "out": HERE.parents[1] / "build" / "learn-quick"}
 
 
 @dataclass(frozen=True)
 class Case:
     run: str
     env: str
+    """An id, or `module:Class`."""
     target: float
     limit: int
     """Env steps within which the target is to be reached."""
     eval_freq: int
+    """Iterations between two evaluations."""
     seeds: int = 5
     config: dict[str, Any] = field(default_factory=dict)
+    must: Literal["reach", "stay below"] = "reach"
+    """`stay below`: a comparison that shows what an option is for; it passes where no evaluation reaches the target."""
+    use_preset: bool = True
+    """False: the shipped defaults."""
 
 
 CASES = {
@@ -56,8 +67,8 @@ CASES = {
 }
 
 
-def train(case: Case, seed: int, path: Path) -> dict[str, Any]:
-    """One seed, in one thread; what it took to reach the target."""
+def train(case: Case, seed: int, path: Path, seconds: float | None = None) -> dict[str, Any]:
+    """One seed, in one thread; what it took to reach the target. It is unfinished where `seconds` were over first."""
     torch.set_num_threads(1)
     stop = {"eval/return_mean": case.target, "env_steps_total": case.limit}
     exp = Experiment(
@@ -67,57 +78,70 @@ def train(case: Case, seed: int, path: Path) -> dict[str, Any]:
         seed=seed,
         eval_freq=case.eval_freq,
         config=case.config,
+        use_preset=case.use_preset,
         checkpoint_freq=0,
     )
     start = time.perf_counter()
-    row = list(exp.train(stop=stop))[-1]
+    rows = list(exp.train(stop=stop if seconds is None else {**stop, "time_total_s": seconds}))
     exp.close()
-    score = row.get("eval/return_mean")
+    row = rows[-1]
+    evaluated = [r for r in rows if r.get("eval/return_mean") is not None]
+    last = evaluated[-1] if evaluated else {}
+    score = last.get("eval/return_mean")
+    reached = score is not None and score >= case.target
+    finished = reached or row["env_steps_total"] >= case.limit
     return {
         "seed": seed,
-        "reached": score is not None and score >= case.target,
+        "passed": finished and reached == (case.must == "reach"),
+        "finished": finished,
         "env_steps": row["env_steps_total"],
         "eval_return_mean": score,
-        "eval_return_ci95": row.get("eval/return_ci95"),
+        "eval_return_ci95": last.get("eval/return_ci95"),
         "episode_return_mean": row["episode_return_mean"],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1) -> dict[str, Any]:
+def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until: float | None = None) -> dict[str, Any]:
+    """All seeds of a case; those that are not done by `until` (of `time.monotonic`) are cut off."""
     case = CASES[name]
     seeds = list(range(case.seeds)) if seeds is None else seeds
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
         with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            for result in pool.imap(functools.partial(_train, case), zip(seeds, paths, strict=True)):
+            for result in pool.imap(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
                 print(json.dumps({"case": name, **result}), flush=True)
                 results.append(result)
         record_curves(dict(zip(seeds, paths, strict=True)), out / f"{name}.jsonl")
-    record = {
-        "case": name,
-        "command": f"python -m benchmarks.learning {name}",
-        "run": case.run,
-        "env": case.env,
-        "target": case.target,
-        "within": case.limit,
-        "reached": f"{sum(r['reached'] for r in results)} of {len(results)}",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
-        ).stdout.strip(),
-        "versions": {"bray": bray.__version__, "torch": torch.__version__, "python": platform.python_version()},
-        "machine": platform.machine(),
-        "seeds": results,
-    }
+    record = make_record(name, case, results)
     (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(name, out)
     return record
 
 
-def _train(case: Case, job: tuple[int, Path]) -> dict[str, Any]:
-    return train(case, *job)
+def make_record(name: str, case: Case, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """CASE.json: what was asked, what came, and with what."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    return {
+        "case": name,
+        "command": f"python -m benchmarks.learning {name}",
+        "run": case.run,
+        "env": case.env,
+        "preset": case.use_preset,
+        "target": case.target,
+        "must": case.must,
+        "within": case.limit,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit.stdout.strip(),
+        "versions": {"bray": bray.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "machine": platform.machine(),
+        "seeds": results,
+    }
+
+
+def _train(case: Case, until: float | None, job: tuple[int, Path]) -> dict[str, Any]:
+    return train(case, *job, seconds=None if until is None else max(1.0, until - time.monotonic()))
 
 
 def record_curves(runs: dict[int, Path], out: Path) -> None:
@@ -144,36 +168,94 @@ def draw(name: str, out: Path) -> None:
         figures.learning_curve(paths, out / f"{name}.png", f"{case.run} on {case.env}", case.target)
 
 
+def read_records(out: Path) -> list[dict[str, Any]]:
+    """The recorded cases, by name."""
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+
+
+def score(record: dict[str, Any]) -> dict[str, Any]:
+    """What scores.json keeps of a record. Steps are those to the target; a seed that did not reach it counts with those that it took."""
+    seeds = record["seeds"]
+    kept = {k: record[k] for k in ("case", "run", "env", "preset", "target", "must", "within", "date", "commit")}
+    evaluated = [s["eval_return_mean"] for s in seeds if s["eval_return_mean"] is not None]
+    return kept | {
+        "seeds": len(seeds),
+        "passed": sum(s["passed"] for s in seeds),
+        "unfinished": sum(not s["finished"] for s in seeds),
+        "return": summary(evaluated) if evaluated else None,
+        "steps": summary([s["env_steps"] for s in seeds]),
+        "seconds": summary([s["seconds"] for s in seeds]),
+    }
+
+
+INTRO = """\
+# Learning curves
+
+Each row: the preset of `bray train --run ... --env ...` (or, where it says so, the defaults), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
+reaches the target. The command that made a row: `python -m benchmarks.learning CASE`. Numbers are interquartile means over the seeds with their 95 % bootstrap intervals
+(`stats.py`); seconds are those of one seed in one thread, among others on the same machine. A seed that was cut off by `--minutes` is unfinished, and has not passed.
+
+Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good evaluation, not
+a score that was held. "Below" is a comparison that must not reach its target: it passes where no evaluation does. In a picture each seed is a thin line to its own end; the mean and its band go as far as all seeds do, to where the
+first one was done (the curves are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five settings tried on seeds 0-2 or 0-3, which are among the
+seeds shown; PPO on Pendulum is one of eight settings tried on seeds 100-109 (the chosen one on all ten) after the first one, which had been
+looked at on seeds 0 and 1, had failed on seed 7: with gamma 0.9 it leaned at full torque near the bottom in some episodes (-541). That run of
+seed 7 was looked at for the cause; the new setting was then run on seeds 0-2 and 7, with nothing changed after. The others are the first setting
+tried, looked at on seed 0 or seeds 0 and 1 (DQN's loss changed from Huber to squared errors after that look). `make test-slow` trains each on
+seed 7, on which none was tuned. C51, QR-DQN, IQN, Rainbow and PQN are one of two settings (PQN: three) tried on seeds 100-102 beside DQN's
+preset; seeds 0-4 were run once, with nothing changed after.
+
+| case | algorithm, environment | target | within (steps) | passed | last evaluation | steps | seconds | steps, per seed | date, commit |
+|---|---|--:|--:|---|---|---|---|---|---|
+"""
+
+
+def span(numbers: list[float] | None) -> str:
+    """`20,281 [20,272, 20,287]`."""
+    if numbers is None:
+        return "none"
+    middle, low, high = (f"{x:,.0f}" if abs(x) >= 100 else f"{x:,.1f}" for x in numbers)
+    return f"{middle} [{low}, {high}]"
+
+
 def table(out: Path) -> None:
-    """README.md from the recorded JSON files."""
-    lines = [
-        "# Learning curves",
-        "",
-        "Each row: the preset of `bray train --run ... --env ...`, trained until the mean of 10 greedy evaluation episodes (fixed seeds)",
-        "reaches the target. The command that made a row: `python -m benchmarks.learning CASE`.",
-        "",
-        "Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good evaluation, not",
-        "a score that was held. In a picture each seed is a thin line to its own end; the mean and its band go as far as all seeds do, to where the",
-        "first one was done (the curves are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five settings tried on seeds 0-2 or 0-3, which are among the",
-        "seeds shown; PPO on Pendulum is one of eight settings tried on seeds 100-109 (the chosen one on all ten) after the first one, which had been",
-        "looked at on seeds 0 and 1, had failed on seed 7: with gamma 0.9 it leaned at full torque near the bottom in some episodes (-541). That run of",
-        "seed 7 was looked at for the cause; the new setting was then run on seeds 0-2 and 7, with nothing changed after. The others are the first setting",
-        "tried, looked at on seed 0 or seeds 0 and 1 (DQN's loss changed from Huber to squared errors after that look). `make test-slow` trains each on",
-        "seed 7, on which none was tuned. C51, QR-DQN, IQN, Rainbow and PQN are one of two settings (PQN: three) tried on seeds 100-102 beside DQN's",
-        "preset; seeds 0-4 were run once, with nothing changed after.",
-        "",
-        "| case | algorithm, environment | target | within (steps) | reached | steps needed, per seed | date, commit |",
-        "|---|---|--:|--:|---|---|---|",
-    ]
-    for path in sorted(out.glob("*.json")):
-        r = json.loads(path.read_text())
-        steps = ", ".join(f"{s['env_steps']:,}" + ("" if s["reached"] else " (not)") for s in r["seeds"])
-        lines.append(
-            f"| [{r['case']}]({r['case']}.png) | {r['run']}, {r['env']} | {r['target']} | {r['within']:,} | {r['reached']} | {steps} | {r['date']}, {r['commit']} |"
-        )
+    """README.md from the recorded JSON files; for those of this folder scores.json too."""
+    records = read_records(out)
+    lines = [_line(record, score(record)) for record in records]
     readme = out / "README.md"
     _, mark, rest = readme.read_text().partition("\n## ") if readme.exists() else ("", "", "")
-    readme.write_text("\n".join(lines) + "\n" + mark + rest)
+    readme.write_text(INTRO + "\n".join(lines) + "\n" + mark + rest)
+    if out.resolve() == HERE:
+        SCORES.write_text("[\n" + ",\n".join(json.dumps(score(record)) for record in records) + "\n]\n")
+
+
+def _line(record: dict[str, Any], s: dict[str, Any]) -> str:
+    steps = ", ".join(f"{x['env_steps']:,}" + _remark(x, record["must"]) for x in record["seeds"])
+    cut = f", {s['unfinished']} unfinished" if s["unfinished"] else ""
+    target = f"below {s['target']}" if s["must"] == "stay below" else s["target"]
+    cells = [
+        f"[{s['case']}]({s['case']}.png)",
+        f"{s['run']}, {s['env']}" + ("" if s["preset"] else " (defaults)"),
+        target,
+        f"{s['within']:,}",
+        f"{s['passed']} of {s['seeds']}{cut}",
+        *(span(s[k]) for k in ("return", "steps", "seconds")),
+        steps,
+        f"{s['date']}, {s['commit']}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _remark(seed: dict[str, Any], must: str) -> str:
+    if not seed["finished"]:
+        return " (unfinished)"
+    return "" if seed["passed"] else " (not)" if must == "reach" else " (reached it)"
+
+
+def quick_cases() -> list[str]:
+    """The first case of each algorithm."""
+    first = {case.run: name for name, case in reversed(CASES.items())}
+    return [name for name in CASES if name in first.values()]
 
 
 def main() -> None:
@@ -183,15 +265,23 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="*", help="default: as many as the case asks for")
     parser.add_argument("--jobs", type=int, default=1, help="seeds trained side by side")
+    parser.add_argument("--minutes", type=float, help="what is not done by then is cut off, and told as unfinished")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--draw", action="store_true", help="draw what was recorded, train nothing")
+    parser.add_argument("--quick", action="store_true", help="the first case of each algorithm, within 55 minutes")
     args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(cases=quick_cases(), **QUICK)
+        args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
     for name in args.cases or CASES:
         if args.draw:
             draw(name, args.out)
             continue
-        record = measure(name, args.seeds, args.out, args.jobs)
-        print(json.dumps({k: record[k] for k in ("case", "target", "within", "reached")}), flush=True)
+        record = measure(name, args.seeds, args.out, args.jobs, until)
+        kept = score(record)
+        print(json.dumps({k: kept[k] for k in ("case", "target", "must", "within", "passed", "seeds", "unfinished")}))
     table(args.out)
 
 

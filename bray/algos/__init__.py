@@ -94,6 +94,31 @@ def broken(name: str, why: str) -> ConfigError:
     return ConfigError(f"{name} is not an algorithm that Bray can train: {why}. An algorithm has{CONTRACT}")
 
 
+def refusal(algo: Any, spec: Any) -> str:
+    """Why an algorithm does not take these spaces, in its own words; empty where it does. It is asked for its Policy."""
+    try:
+        algo.Policy(algo.Config(), spec)
+    except Exception as e:  # one of the user's own may raise anything
+        return str(e) or type(e).__name__
+    return ""
+
+
+def takers(spec: Any) -> list[str]:
+    """The algorithms that take these spaces."""
+    return [name for name in ALGORITHMS if not refusal(get_algo(name), spec)]
+
+
+def make_policy(algo: Any, config: Any, spec: Any) -> Any:
+    """Its Policy. Where it does not take these spaces, the error names the algorithms that do."""
+    try:
+        return algo.Policy(config, spec)
+    except ConfigError as e:
+        if not refusal(algo, spec):
+            raise  # it is the config, not the spaces
+        known = ", ".join(takers(spec)) or "none of ours"
+        raise ConfigError(f"{e}. Algorithms that take these spaces: {known}") from None
+
+
 def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:
     """What an algorithm learns from: its own `experience`, else by the fields of its Config: `Rollouts` where it has a `rollout_length`, `Replay`
     where it has a `replay_size`."""

@@ -13,7 +13,7 @@ from bray import act
 from bray.act import Clock
 from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, ShareSchedule, Whole
+from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog
@@ -65,7 +65,7 @@ class Config:
     """Gradient steps per visit."""
     target_period: Count = 250
     """Gradient steps between two copies of the online network to the target network."""
-    tau: Annotated[float, Field(gt=0, le=1)] | None = None
+    tau: Annotated[Annotated[float, Field(gt=0, le=1)] | None, Excludes("target_period")] = None
     """Instead of copies, move the target this fraction of the way after every gradient step; null = copies."""
     epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""

@@ -16,7 +16,7 @@ from bray import act
 from bray.act import Clock
 from bray.algos import base
 from bray.algos.base import Update, drawn, to_torch
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, ShareSchedule, Whole
+from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
 from bray.errors import ConfigError
 from bray.nn import catalog
@@ -46,7 +46,7 @@ class Config:
     """Temperature at the start: how much one unit of entropy is worth."""
     target_entropy: float | None = None
     """Entropy that the temperature aims at; null = minus the number of action dimensions."""
-    adapt_alpha: bool = True
+    adapt_alpha: Annotated[bool, Excludes("target_entropy")] = True
     """Learn the temperature; false keeps `initial_alpha`."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
@@ -88,9 +88,7 @@ class Policy(act.Policy):
 
     def __init__(self, config: Config, spec: EnvSpec):
         if not spec.layout.continuous:
-            raise ConfigError(
-                f"SAC needs a Box action space, {spec.id} has {spec.action.kind}; PPO and DQN take discrete ones"
-            )
+            raise ConfigError(f"SAC needs a Box action space, {spec.id} has {spec.action.kind}")
         super().__init__(spec.layout, act.make_rule("squashed", {"learning_starts": config.learning_starts}))
 
 

@@ -308,10 +308,12 @@ class Runs(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Algos(Options):
-    """The algorithms, or all config keys of one."""
+    """The algorithms, what one of them is, or which fit an environment."""
 
     name: Annotated[str | None, Flag(metavar="[ALGO]", argument=True)] = None
-    """Show the config keys of this one."""
+    """Explain this one: papers, spaces, presets, scores, config keys."""
+    for_env: Annotated[str | None, Flag("--for", "ENV")] = None
+    """Play this environment at random for a moment, and say which algorithms fit it and which to try first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +437,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "render": (Render, "bray.cli.render:render"),
     "runs": (Runs, "bray.cli.runs:runs"),
     "plot": (Plot, "bray.cli.plot:plot"),
-    "algos": (Algos, "bray.cli.listing:algos"),
+    "algos": (Algos, "bray.cli.algos:algos"),
     "envs": (Envs, "bray.cli.listing:envs"),
     "check-env": (CheckEnv, "bray.cli.listing:check_env"),
     "doctor": (Doctor, "bray.cli.doctor:doctor"),

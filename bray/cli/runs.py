@@ -15,7 +15,7 @@ from bray.cli.options import Runs
 from bray.cli.show import plain_table, put, say
 from bray.errors import BrayError, ConfigError
 from bray.experiment.saved import read_config
-from bray.metrics import short
+from bray.metrics import HEALTH, short
 from bray.rundir import RunDir
 from bray.rundir.reader import open_plain, read_dict
 
@@ -36,6 +36,8 @@ class Run(NamedTuple):
     when: float
     """Unix time of its newest result."""
     trouble: str = ""
+    health: str = ""
+    """What has looked wrong in it."""
 
 
 def runs(options: Runs) -> int:
@@ -45,12 +47,13 @@ def runs(options: Runs) -> int:
         raise ConfigError(
             f"{options.path}: there is no run in it; `bray train` writes to runs/, --project says otherwise"
         )
-    table = plain_table("run", "algorithm", "env", ">seed", ">steps", ">best", "when")
+    wrong = ["looks wrong"] if any(run.health for run in found) else []
+    table = plain_table("run", "algorithm", "env", ">seed", ">steps", ">best", "when", *wrong)
     for run in found:
         when = datetime.fromtimestamp(run.when).strftime("%Y-%m-%d %H:%M")
         numbers = [short(x) for x in (run.seed, run.steps, run.best)]
         shown = [run.algorithm, run.env, *numbers] if not run.trouble else [Text(run.trouble, "yellow"), *[""] * 4]
-        table.add_row(Text(str(run.path), "bold"), *shown, when)
+        table.add_row(Text(str(run.path), "bold"), *shown, when, *(Text(run.health, "yellow") for _ in wrong))
     put(table)
     say(
         f"\n{len(found)} run{'s' if len(found) > 1 else ''}. `bray plot RUN ...` draws them, `bray eval RUN` plays one.",
@@ -87,15 +90,16 @@ def _read(path: Path, when: float) -> Run:
     latest, best = (_meta(directory, which) for which in ("latest", "best"))
     config = read_config(directory).values if (path / "config.yaml").exists() else {}
     run, env = config.get("run") or {}, config.get("env") or {}
-    score = best.get("eval/return_mean")
+    score, last = best.get("eval/return_mean"), _last_row(path)
     return Run(
         path,
         str(run.get("algorithm") or latest.get("algorithm") or "–"),
         str(env.get("id") or latest.get("env") or "–"),
         run.get("seed", latest.get("seed")),
-        _last_row(path).get("env_steps_total", latest.get("env_steps_total")),
+        last.get("env_steps_total", latest.get("env_steps_total")),
         best.get("episode_return_mean") if score is None else score,
         when,
+        health=str(last.get(HEALTH) or ""),
     )
 
 

@@ -77,6 +77,13 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class Excludes:
+    """In a field's `Annotated`: where this option is set, the other one of the same section has no effect."""
+
+    other: str
+
+
+@dataclass(frozen=True)
 class Option:
     """One field of a dataclass."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -75,3 +77,18 @@ def presets() -> Iterator[tuple[str, str, ConfigSource]]:
 def preset(algo: str, env: str) -> ConfigSource | None:
     """The tuned settings for this algorithm and environment, if there are any."""
     return next((source for a, e, source in presets() if (a, e) == (algo, env)), None)
+
+
+def other_versions(algo: str, env: str) -> list[str]:
+    """Environments with a preset of this algorithm that are another version of this one: CartPole-v1 for CartPole-v0."""
+    return [e for a, e, _ in presets() if a == algo and e != env and _without_version(e) == _without_version(env)]
+
+
+def _without_version(env: str) -> str:
+    return re.sub(r"-v\d+$", "", env)
+
+
+def scores() -> list[dict[str, Any]]:
+    """What the algorithms were measured to reach, case by case: written by `python -m benchmarks.learning`. Numbers `[a, low, high]` are interquartile means over
+    the seeds with their 95 % intervals."""
+    return list(json.loads(resources.files("bray").joinpath("presets", "scores.json").read_text()))

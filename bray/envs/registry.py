@@ -126,7 +126,8 @@ class EnvSource:
                 made = gym.envs.registration.load_env_creator(made)
             except Exception:  # making it says what is wrong
                 made = None
-        declared = (getattr(made, "metadata", None) or {}).get("step_ms")
+        metadata = getattr(made, "metadata", None)  # of a subclass of gym.Wrapper: a property
+        declared = metadata.get("step_ms") if isinstance(metadata, Mapping) else None
         family = family_of_module(module or "")
         return float(declared) if declared is not None else family.step_ms if family else 0.0
 

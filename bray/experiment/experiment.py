@@ -16,12 +16,13 @@ import torch
 from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
-from bray.algos import algo_name
+from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.goals import Score, check_stop, reached
+from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
@@ -102,7 +103,7 @@ class Experiment:
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
-        self._health = Health()
+        self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks(None)
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
@@ -141,7 +142,7 @@ class Experiment:
             self._dir = RunDir.create(self.path)
             self._dir.write_config(self.config)
             self._dir.write_spec(self.training.spec)
-            policy = self.algo.Policy(self.config["algo"], self.training.spec)
+            policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
             self._dir.write_policy(about | describe_policy(policy, self.training.model))
         return self._dir
@@ -202,6 +203,7 @@ class Experiment:
                     row = self._iterate(stop)
                     if row is None:
                         break
+                    row |= self._watch.look(row, training)
                     self._callbacks.on_train_result(self, row)
                     self.last_row = row
                     self._unless_full(partial(out.write, row))
@@ -461,6 +463,7 @@ class Experiment:
             self.exact = training.set_state(state, checkpoint.weights, path / "replay")
             saved = state["json"]
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
+            self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
                 self._best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
@@ -481,7 +484,7 @@ class Experiment:
         if self._served is None:
             spec = self._spec or self.training.spec
             model = self._training.model if self._training is not None else self._trained_model(spec)
-            self._served = ServedPolicy(self.algo.Policy(self.config["algo"], spec), model, spec)
+            self._served = ServedPolicy(make_policy(self.algo, self.config["algo"], spec), model, spec)
         return self._served
 
     def _trained_model(self, spec: EnvSpec) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,8 @@ from typing import Any
 
 from bray.algos import algo_name, get_algo
 from bray.config import ConfigSource, Resolved, resolve
-from bray.config.runfile import preset, spread_sections
+from bray.config.declare import Excludes, options, show
+from bray.config.runfile import other_versions, preset, spread_sections
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
 from bray.experiment.goals import STOP_ALIASES, check_stop
@@ -18,6 +20,8 @@ from bray.nn.catalog import ModelConfig
 from bray.train.config import DataConfig, LiveConfig, RunConfig
 from bray.train.live import ID as LIVE
 from bray.train.offline import ID as FILES
+
+logger = logging.getLogger("bray")
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ def set_up(
     layers = []
     if defaults := getattr(algo, "DEFAULTS", None):  # e.g. another network for this algorithm
         layers.append(ConfigSource(f"defaults of {name}", defaults))
-    if use_preset and isinstance(env, str) and (found := preset(name, env)):
-        layers.append(found)
+    if use_preset and isinstance(env, str):
+        layers += _preset_of(name, env)
     layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
@@ -71,7 +75,45 @@ def set_up(
     config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given])))
     if check is not None:
         check(config.to_dict())
+    else:  # a new run; one that was made before runs on
+        _refuse_exclusive(config)
     return Setup(algo, env, live, config)
+
+
+def _preset_of(algo: str, env: str) -> list[ConfigSource]:
+    """Its preset; where there is one for another version of the environment only, that is said."""
+    if found := preset(algo, env):
+        return [found]
+    if others := other_versions(algo, env):
+        logger.warning(
+            "%s has no preset for %s, only for %s, which is another environment: training with the defaults",
+            algo,
+            env,
+            ", ".join(others),
+        )
+    return []
+
+
+def _refuse_exclusive(config: Resolved) -> None:
+    """Raise where two options were set of which one switches the other off."""
+    for section, values in config.sections.items():
+        kind: type = type(values)
+        known = options(kind)
+        set_ = [name for name, option in known.items() if getattr(values, name) != option.default]
+        for name in set_:
+            for other in [m.other for m in known[name].metadata if isinstance(m, Excludes)]:
+                if other in set_:
+                    raise ConfigError(
+                        f"{_told(config, section, name)} and {_told(config, section, other)} exclude each other: "
+                        f"set one of them and leave the other at its default ({name}={show(known[name].default)}, "
+                        f"{other}={show(known[other].default)})"
+                    )
+
+
+def _told(config: Resolved, section: str, name: str) -> str:
+    """`algo.tau=0.01 (preset cartpole_dqn)`."""
+    key = f"{section}.{name}"
+    return f"{key}={show(getattr(config[section], name))} ({config.provenance.get(key, 'given')})"
 
 
 def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -> Any:

@@ -17,6 +17,8 @@ ITERATION = "training_iteration"
 ENV_STEPS = "env_steps_total"
 """The key that is the x axis of every curve."""
 NAN_METRICS = "nan_metrics"
+HEALTH = "health"
+"""The key that names what has looked wrong so far; rows of a run that looks sound do not have it."""
 
 Row = dict[str, Any]
 

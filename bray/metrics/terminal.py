@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bray.metrics.rows import ENV_STEPS, ITERATION, NAN_METRICS, Row, flatten_row
+from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, Row, flatten_row
 
 _NOTEBOOK_S = 0.5  # between two lines in a notebook
 
@@ -111,6 +111,8 @@ class TerminalSink:
             parts.append(f"{fraction:.0%}")
         if row.get(NAN_METRICS):
             parts.append("NOT A NUMBER: " + ", ".join(row[NAN_METRICS]))
+        if row.get(HEALTH):
+            parts.append(f"LOOKS WRONG: {row[HEALTH]}")
         return "  ".join(parts)
 
     def _table(self, row: Row, fraction: float | None) -> Any:
@@ -150,6 +152,8 @@ class TerminalSink:
             parts += [Text(), bar]
         if row.get(NAN_METRICS):
             parts.append(Text("not a number: " + ", ".join(row[NAN_METRICS]), "bold red"))
+        if row.get(HEALTH):
+            parts.append(Text(f"looks wrong: {row[HEALTH]}", "yellow"))
         return Panel(Group(*parts), title=Text(self.title), title_align="left", expand=False, border_style="dim")
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:

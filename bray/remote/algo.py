@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.algos import algo_name, get_algo, make_experience
+from bray.algos import algo_name, get_algo, make_experience, make_policy
 from bray.config import ConfigSource, Resolved, resolve
 from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
@@ -180,7 +180,7 @@ class AlgoSetup:
 
     def make_policy(self) -> Any:
         """The Policy beside a game."""
-        return self.algo.Policy(self.config, self.spec)
+        return make_policy(self.algo, self.config, self.spec)
 
     def make_experience(self) -> Any:
         """What the Learner learns from."""

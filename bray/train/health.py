@@ -1,8 +1,7 @@
-"""Whether a training is sound. Numbers that are not finite end it, with what and since when; numbers that say it is lost are told once, in words."""
+"""Whether a training is sound. Numbers that are not finite end it, with what and since when; what else looks wrong is said (`bray.train.symptoms`)."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,12 +12,6 @@ from bray import tree
 from bray.errors import Diverged
 from bray.metrics import ENV_STEPS, ITERATION, short
 
-logger = logging.getLogger("bray")
-
-HUGE = 1e20
-"""A loss beyond this is no loss any more: the next square of it is infinite."""
-_CERTAIN = 1e-3  # nats of entropy: the policy always does the same
-_PATIENCE = 5  # rows in a row, before it is said
 _ADVICE = "Lower the learning rate (lr), or clip gradients (max_grad_norm) and rewards (clip_rewards)"
 
 
@@ -57,9 +50,6 @@ class Health:
 
     def __init__(self) -> None:
         self._good: Mapping[str, Any] = {}  # the last row whose numbers were finite
-        self._first: float | None = None  # the return at the start
-        self._certain = 0
-        self._told: set[str] = set()
 
     def check(self, row: Mapping[str, Any], weights: Callable[[], str]) -> None:
         """Raise Diverged where a loss is not finite, or another number of the learner is not because of its weights; `weights()` says which are not."""
@@ -71,7 +61,6 @@ class Health:
                 raise self.diverged(f"{numbers}; {lost} are not finite" if lost else numbers, row)
             return
         self._good = row
-        self._look(row)
 
     def cause(self, error: Exception, lost: str) -> Diverged | None:
         """What to tell in place of an error that came of actions or weights that are not finite: whoever met them first is not to blame."""
@@ -92,32 +81,3 @@ class Health:
             f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the latest. {_ADVICE}, and go on from it: "
             "bray train --resume, or the same bray launch again."
         )
-
-    def _look(self, row: Mapping[str, Any]) -> None:
-        for key, value in row.items():
-            if key.startswith("loss/") and "loss" in key[5:] and abs(value or 0.0) > HUGE:
-                self._say(
-                    "loss", f"{key} is {value:.3g}: this run is lost, nothing is learnt from such numbers. {_ADVICE}."
-                )
-        self._look_at_entropy(row)
-
-    def _look_at_entropy(self, row: Mapping[str, Any]) -> None:
-        """A policy that always does the same, and is no better than at the start. Entropies of continuous actions have no zero."""
-        entropy, got = row.get("loss/entropy"), row.get("episode_return_mean")
-        if entropy is None or got is None:
-            return
-        if self._first is None:
-            self._first = got
-        better = got > self._first + 0.05 * abs(self._first)
-        self._certain = self._certain + 1 if abs(entropy) < _CERTAIN and not better else 0
-        if self._certain == _PATIENCE:
-            self._say(
-                "entropy",
-                f"the policy always does the same (entropy {entropy:.2g}) and its return of {short(got)} is no better than at the start "
-                f"({short(self._first)}): this run is lost. Begin another one with a lower lr or a higher entropy_coef.",
-            )
-
-    def _say(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            logger.warning("%s", message)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bray import tree
-from bray.algos import algo_name, broken, make_experience
+from bray.algos import algo_name, broken, make_experience, make_policy
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
@@ -33,7 +33,7 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     device = resolve_device(run.device)
     torch.set_num_threads(run.threads or threads_for(spec))
     torch.manual_seed(run.seed)
-    policy = algo.Policy(config, spec)
+    policy = make_policy(algo, config, spec)
     model = algo.make_model(config, spec, model_config)
     if not isinstance(model, nn.Module):
         raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")

@@ -34,6 +34,7 @@ from bray.train.driver import Driver, Hook, Side
 from bray.train.health import Health
 from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.source import Source
+from bray.train.symptoms import Symptoms
 
 logger = logging.getLogger("bray.remote")
 
@@ -42,6 +43,7 @@ SAVE_EVERY = 60.0
 _KEEP = 5
 _EVAL_WAIT = 30.0
 _REPORT_EVERY = 60.0
+_SYMPTOM_STEPS = 500  # gradient steps in a row that look bad before it is said
 _LOCK_PATIENCE = 15.0  # a rank that was killed may hold the directory a moment longer
 
 
@@ -114,7 +116,7 @@ class RankDriver(Driver):
         self._best: float | None = None
         self._unsaved: DiskFull | None = None  # why the last checkpoint is not there
         self._once = OncePer()
-        self._health = Health()
+        self._health, self._symptoms = Health(), Symptoms(patience=_SYMPTOM_STEPS)
         self._since, self._begun = time.monotonic(), 0
         ours = [
             Hook("before_run", RankDriver._resume, 10),
@@ -197,7 +199,9 @@ class RankDriver(Driver):
         assert self.update is not None
         metrics = self.update.metrics
         row = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
-        self._health.check(row | {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}, self.lost_weights)
+        row |= {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}
+        self._health.check(row, self.lost_weights)
+        self._symptoms.look(row)
         for name, value in metrics.items():  # on every rank: the log has their mean
             self._merge(name if "/" in name else f"loss/{name}", value, trainer=self.name)
         now = time.monotonic()

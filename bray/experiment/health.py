@@ -1,0 +1,38 @@
+"""What a run says of its own health: symptoms in its rows, and dead units counted now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bray.config import Resolved
+from bray.metrics import HEALTH, ITERATION
+from bray.train.driver import Driver
+from bray.train.symptoms import DEAD_UNITS, Symptoms
+from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
+
+COUNT_UNITS = 20
+"""Iterations between two looks for dead units: not seconds, so that another run of the seed has the same rows."""
+
+
+class Watch:
+    """Looks at each row of a run before it is written."""
+
+    def __init__(self, config: Resolved):
+        sections = [vars(config[name]) for name in ("model", "env", "algo")]
+        self.symptoms = Symptoms({k: v for section in sections for k, v in section.items()})
+
+    def resume(self, row: Mapping[str, Any] | None) -> None:
+        """Go on after this row: what was said in it is not said again."""
+        said = (row or {}).get(HEALTH) or ""
+        self.symptoms.told += [cause for cause in said.split(", ") if cause]
+
+    def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
+        """What belongs into the row: the share of dead units where they were counted, and the causes that were said so far."""
+        seen: dict[str, Any] = {}
+        if row[ITERATION] % COUNT_UNITS == 0:
+            obs = training.recent_observations(SAMPLE, SAMPLE_BYTES)
+            dead = None if obs is None else dead_share(training.model, obs)
+            seen |= {} if dead is None else {DEAD_UNITS: dead}
+        told = self.symptoms.look({**row, **seen})
+        return seen | ({HEALTH: ", ".join(told)} if told else {})

@@ -1,0 +1,118 @@
+"""benchmarks/learning: the statistics, what counts as passed, and the tables."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning.stats import interval, iqm, summary
+from bray.algos import ALGORITHMS
+from bray.config.runfile import scores
+
+
+@pytest.mark.parametrize(
+    ("values", "middle"),
+    [([7.0], 7.0), ([1, 3], 2.0), ([4, 1, 3, 2], 2.5), ([1, 2, 3, 4, 5], 3.0), ([0, 0, 10, 20, 100], 10.0)],
+)
+def test_the_interquartile_mean_by_hand(values, middle):
+    assert iqm(values) == pytest.approx(middle)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=9))
+def test_the_interquartile_mean_is_that_of_every_value_four_times(values):
+    """With each value four times the quarters cut between values: the plain definition."""
+    n, four = len(values), sorted(v for v in values for _ in range(4))
+    assert iqm(values) == pytest.approx(sum(four[n : 3 * n]) / (2 * n), abs=1e-9)
+
+
+def test_the_interval_holds_the_mean_and_narrows_with_more_seeds():
+    few, many = (np.random.default_rng(n).normal(100.0, 10.0, n) for n in (5, 200))
+    for values in (few, many):
+        low, high = interval(values)
+        assert min(values) <= low < iqm(values) < high <= max(values)
+    assert np.diff(interval(many)) < 0.3 * np.diff(interval(few))
+    assert interval(few) == interval(few)  # the same numbers, the same table
+    assert summary([3.0, 3.0, 3.0]) == [3.0, 3.0, 3.0]
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+SMALL = {
+    "num_envs": 2,
+    "rollout_length": 32,
+    "epochs": 1,
+    "minibatches": 1,
+    "eval_episodes": 2,
+    "fcnet_hiddens": [4],
+    "save_figure": False,
+}
+
+
+def small(target, **more):
+    return learning.Case("PPO", "CartPole-v1", target, 128, 1, config=SMALL, use_preset=False, **more)
+
+
+@pytest.mark.parametrize(
+    ("case", "seconds", "passed", "finished"),
+    [
+        (small(1.0), None, True, True),
+        (small(1e6), None, False, True),
+        (small(1e6, must="stay below"), None, True, True),
+        (small(1.0, must="stay below"), None, False, True),
+        (small(1e6, must="stay below"), 1e-9, False, False),  # cut off: nobody knows
+    ],
+)
+def test_what_passes(case, seconds, passed, finished, tmp_path):
+    result = learning.train(case, 7, tmp_path / "run", seconds)
+    assert (result["passed"], result["finished"]) == (passed, finished)
+    assert result["eval_return_mean"] > 0
+
+
+def test_a_case_names_an_environment_of_its_own(tmp_path):
+    case = learning.Case(
+        "PPO", "envs_for_tests:Scripted", 6.0, 64, 1, config={**SMALL, "env_config": {"terminate_at": 3}}
+    )
+    assert learning.train(case, 7, tmp_path / "run")["eval_return_mean"] == 6.0
+
+
+def seed(n, passed=True, finished=True, score=500.0):
+    return {
+        "seed": n,
+        "passed": passed,
+        "finished": finished,
+        "env_steps": 1000 * (n + 1),
+        "eval_return_mean": score,
+        "seconds": 2.0,
+    }
+
+
+def test_the_table_tells_what_did_not_pass(tmp_path):
+    results = {
+        "reached": (small(475), [seed(0), seed(1, False), seed(2, False, False, None)]),
+        "below": (small(200, must="stay below"), [seed(0), seed(1, False)]),
+    }
+    for name, (case, seeds) in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(learning.make_record(name, case, seeds)))
+    (tmp_path / "README.md").write_text("old\n\n## Kept\n")
+    learning.table(tmp_path)
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    below, reached = [line.split(" | ") for line in lines if line.startswith(("| [below]", "| [reached]"))]
+    assert reached[1:6] == ["PPO, CartPole-v1 (defaults)", "475", "128", "1 of 3, 1 unfinished", "500 [500, 500]"]
+    assert reached[8] == "1,000, 2,000 (not), 3,000 (unfinished)"
+    assert (below[2], below[4], below[8]) == ("below 200", "1 of 2", "1,000, 2,000 (reached it)")
+    assert lines[-1] == "## Kept"
+
+
+def test_shipped_scores_are_those_of_the_records():
+    assert scores() == [learning.score(record) for record in learning.read_records(learning.HERE)]
+    assert {s["case"] for s in scores()} <= learning.CASES.keys()
+
+
+def test_quick_has_one_case_of_each_algorithm_and_fits_an_hour():
+    names = learning.quick_cases()
+    assert [learning.CASES[name].run for name in names] == list(dict.fromkeys(c.run for c in learning.CASES.values()))
+    assert {learning.CASES[name].run for name in names} == set(ALGORITHMS)
+    assert learning.QUICK["minutes"] < 60

@@ -1,0 +1,198 @@
+"""`bray algos`: the list, what one is, which fit an environment; and what is said where one does not fit."""
+
+import re
+
+import pytest
+from envs_for_tests import Scripted
+
+from bray.algos import ALGORITHMS, get_algo, make_policy, takers
+from bray.cli.algos import ACTIONS, PROBE, action_spaces, papers
+from bray.cli.main import main
+from bray.config.runfile import presets, scores
+from bray.errors import BrayError, ConfigError
+from bray.experiment import Experiment
+from bray.nn.catalog import ModelConfig
+from bray.spec import EnvSpec, Space
+from bray.train import advise
+from bray.train.advise import Facts, rank
+
+CARTPOLE = EnvSpec("CartPole-v1", PROBE.observation, ACTIONS["discrete"])
+OTHER = EnvSpec("Other-v0", PROBE.observation, ACTIONS["discrete"])
+
+
+def test_algos_lists_presets_with_how_many_seeds_reach_their_score(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["algos"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert set(ALGORITHMS) <= lines.keys()
+    for s in scores():
+        if s["preset"] and s["must"] == "reach":
+            assert f"{s['env']} {s['passed']}/{s['seeds']}" in lines[s["run"]]
+    for name, env, _ in presets():
+        assert env in lines[name]
+
+
+def test_algos_explains_one(capsys):
+    assert main(["algos", "dqn"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("DQN · learns from replay · discrete")
+    assert re.search(r"papers +Mnih 2015; van Hasselt 2016; Wang 2016; Schaul 2016\npresets +CartPole-v1", out)
+    score = next(s for s in scores() if s["case"] == "dqn-cartpole")
+    steps = re.escape("{:,.0f} [{:,.0f}, {:,.0f}]".format(*score["steps"]))
+    assert re.search(rf"CartPole-v1 +preset +475 +{score['passed']} of {score['seeds']} +{steps} ", out)
+    assert re.search(r"target_period +250 ", out)
+    assert main(["algos", "test_cli_algos:Unmeasured"]) == 0
+    assert re.search(r"presets +none\nscores +not measured\n", capsys.readouterr().out)
+
+
+class Unmeasured:
+    """Somebody's own."""
+
+    Config, make_model, Policy, Learner = (
+        getattr(get_algo("PPO"), n) for n in ("Config", "make_model", "Policy", "Learner")
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_names_its_paper(name):
+    assert re.search(r"\d{4}", papers(get_algo(name)))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_space_that_the_policy_takes_is_taken_by_model_and_learner(name):
+    """The Policy alone is asked; the others must agree with it."""
+    algo, config, model = get_algo(name), get_algo(name).Config(), ModelConfig(fcnet_hiddens=(4,))
+    taken = action_spaces(algo)
+    assert taken
+    for kind, space in ACTIONS.items():
+        spec = EnvSpec("probe", PROBE.observation, space)
+        try:
+            algo.Learner(config, spec, algo.make_model(config, spec, model), model, seed=0, record=False)
+        except BrayError:
+            assert kind not in taken
+
+
+# --- spaces that do not fit -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_whoever_does_not_take_a_space_names_those_that_do(kind):
+    spec = EnvSpec("Game-v0", PROBE.observation, ACTIONS[kind])
+    fitting = takers(spec)
+    assert fitting == [name for name in ALGORITHMS if kind in action_spaces(get_algo(name))]
+    for name in set(ALGORITHMS) - set(fitting):
+        algo = get_algo(name)
+        with pytest.raises(
+            ConfigError, match=rf"Game-v0 has .*\. Algorithms that take these spaces: {', '.join(fitting)}$"
+        ):
+            make_policy(algo, algo.Config(), spec)
+
+
+def test_training_says_it_at_construction(capsys):
+    assert main(["train", "--run", "SAC", "--env", "CartPole-v1", "--steps", "10"]) == 2
+    err = capsys.readouterr().err
+    assert "needs a Box action space, CartPole-v1 has discrete" in err
+    assert "take these spaces: PPO, A2C, " in err
+    assert "Traceback" not in err
+
+
+def test_a_preset_for_another_version_is_said(caplog):
+    Experiment("DQN", "CartPole-v0")
+    (said,) = [r.message for r in caplog.records]
+    assert (
+        said
+        == "DQN has no preset for CartPole-v0, only for CartPole-v1, which is another environment: training with the defaults"
+    )
+    caplog.clear()
+    Experiment("DQN", "CartPole-v1")
+    Experiment("DQN", "CartPole-v0", use_preset=False)
+    Experiment("DQN", "Acrobot-v1")
+    assert not caplog.records
+
+
+def test_options_that_exclude_each_other_are_both_named():
+    with pytest.raises(ConfigError) as e:
+        Experiment("DQN", "CartPole-v1", target_period=100)
+    assert "algo.tau=0.01 (preset cartpole_dqn:13) and algo.target_period=100 (python) exclude each other" in str(
+        e.value
+    )
+    assert "(tau=null, target_period=250)" in str(e.value)
+    assert Experiment("DQN", "CartPole-v1", target_period=100, tau=None).config["algo"].target_period == 100
+    with pytest.raises(ConfigError, match=r"algo.adapt_alpha=false \(python\) and algo.target_entropy=-3.0 \(python\)"):
+        Experiment("SAC", "Pendulum-v1", adapt_alpha=False, target_entropy=-3.0)
+
+
+# --- which one --------------------------------------------------------------------------------------------------------
+
+
+def measured(run, steps, seconds, passed=5):
+    score = {
+        "run": run,
+        "env": "CartPole-v1",
+        "must": "reach",
+        "preset": True,
+        "target": 475,
+        "passed": passed,
+        "seeds": 5,
+    }
+    return score | {"steps": [steps, steps, steps], "seconds": [seconds, seconds, seconds]}
+
+
+@pytest.fixture
+def known(monkeypatch):
+    found = [measured("PPO", 20_000.0, 4.0), measured("C51", 16_000.0, 50.0), measured("DQN", 100.0, 1.0, passed=4)]
+    monkeypatch.setattr(advise, "scores", lambda: found)
+
+
+def names(facts):
+    return [advice.name for advice in rank(facts)]
+
+
+def test_what_was_measured_comes_first(known):
+    fast, slow = (rank(Facts(CARTPOLE, speed, (9.0, 20.0))) for speed in (1e5, 100.0))
+    assert fast[0] == advise.Advice("PPO", "measured here: 475 on 5 of 5 seeds, 20,000 steps, 4 s")
+    assert slow[0].name == "C51"  # the fewest steps
+    assert fast[2].name == "A2C"  # DQN did not pass on all seeds: it is judged by its kind
+    assert "SAC" not in names(Facts(CARTPOLE, 100.0, ()))
+
+
+def test_the_speed_of_steps_decides_without_a_measurement():
+    fast, slow = (rank(Facts(OTHER, speed, (1.0, 2.0))) for speed in (1e5, 100.0))
+    assert fast[0] == advise.Advice("PPO", "uses each step once; they are cheap (100,000 a second)")
+    assert slow[0] == advise.Advice("DQN", "uses each step many times; they are slow (100 a second)")
+    box = EnvSpec("Arm-v0", PROBE.observation, Space("box", (2,), "float32", -1.0, 1.0))
+    assert names(Facts(box, 100.0, ()))[0] == "SAC"
+
+
+def test_exploration_comes_first_where_chance_makes_no_difference():
+    first = rank(Facts(OTHER, 1e5, (-200.0,) * 8))[0]
+    assert (first.name, first.options) == ("DQN", "noisy=true")
+    assert first.why.startswith("explores with noisy; ")
+
+
+def test_an_environment_is_looked_at(capsys):
+    assert main(["algos", "--for", "CartPole-v1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"observations +box \[4\]\nactions +discrete \(2\)\nspeed +[\d,]+ steps a second", out)
+    assert re.search(r"^first +\w+ +measured here: 475", out, re.M)
+    assert "Do not fit: SAC: " in out
+    assert re.search(r"^bray train --run \w+ --env CartPole-v1$", out, re.M)
+
+
+def test_a_random_play_that_changes_nothing_is_sparse(capsys):
+    assert main(["algos", "--for", "test_cli_algos:Same"]) == 0
+    out = capsys.readouterr().out
+    assert "random returns  6 ... 6: nothing that chance did made a difference" in out
+    assert "--env test_cli_algos:Same noisy=true" in out
+
+
+class Same(Scripted):
+    """Three steps, whatever is done."""
+
+    def __init__(self):
+        super().__init__(terminate_at=3)
+
+
+def test_a_name_and_an_environment_are_one_too_many(capsys):
+    assert main(["algos", "PPO", "--for", "CartPole-v1"]) == 2
+    assert "takes a name (PPO) or --for CartPole-v1, not both" in capsys.readouterr().err
