@@ -6,6 +6,7 @@ from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianAc
 from bray.nn.layers import MLP, Towers
 from bray.nn.noise import NoisyLinear, noise_shapes, with_noise
 from bray.nn.normalize import RunningNorm, update_normalizers
+from bray.nn.popart import PopArt
 from bray.nn.recurrent import Recurrent
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Encoder",
     "ModelConfig",
     "NoisyLinear",
+    "PopArt",
     "QNetwork",
     "Recurrent",
     "RunningNorm",
