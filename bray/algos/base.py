@@ -15,6 +15,7 @@ from bray.capture import capture
 from bray.errors import ConfigError
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
+from bray.target import Target
 
 
 @dataclass
@@ -92,6 +93,13 @@ class Learner:
             return []
         noise = standard_normals({name: (count, *shape) for name, shape in self._draws.items()}, self.rng)
         return [torch.from_numpy(x).to(self.device) for x in noise.values()]
+
+    def start_with_model(self) -> None:
+        """The Model has got weights from elsewhere: targets that are copies of it begin with them too."""
+        weights = self.model.state_dict()
+        for part in self._parts.values():
+            if isinstance(part, Target) and part.state_dict().keys() == weights.keys():
+                part.load_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, targets, counters and random state; the Model's weights are its owner's."""

@@ -453,6 +453,11 @@ class Driver:
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         load_weights(self.model, weights)
 
+    def start_with(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Weights from elsewhere at the start of a run: the Learner's copies of the Model begin with them too."""
+        self.set_weights(weights)
+        self.learner.start_with_model()
+
     def lost_weights(self, learner: Mapping[str, Any] | None = None) -> str:
         """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there already."""
         constants = {name for name, _ in self.model.named_buffers()}
