@@ -1,7 +1,14 @@
 """Networks: encoders for every kind of observation, heads for every kind of algorithm, and the parts that both are made of."""
 
 from bray.nn.attention import EntityEncoder, Scatter, SelfAttention
-from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model, register_preprocessor
+from bray.nn.catalog import (
+    ModelConfig,
+    example_obs,
+    make_model,
+    register_loss_term,
+    register_model,
+    register_preprocessor,
+)
 from bray.nn.encoders import Encoder, make_encoder
 from bray.nn.gtrxl import GRUGate, GTrXL
 from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
@@ -40,6 +47,7 @@ __all__ = [
     "make_encoder",
     "make_model",
     "noise_shapes",
+    "register_loss_term",
     "register_model",
     "register_preprocessor",
     "update_normalizers",

@@ -85,9 +85,13 @@ class ModelConfig:
     """Your network: "module:Name", a class, an instance, or a name given to `register_model`. Built as Name(spec, config, **custom_options), or as
     Name(obs_dim, act_dim) where its parameters are called like that; see docs/networks.md."""
     custom_preprocessor: Any = None
-    """Your first layer, named in the same ways: Name(space, **custom_options), an nn.Module whose attribute `space` describes its outputs."""
+    """Your first layer, named in the same ways: a function obs -> obs of tensors [B, ...], or Name(space, **custom_options), an nn.Module whose
+    attribute `space` describes its outputs. It is a part of the Model: training, evaluation, serving and the exported graph have it alike."""
     custom_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for custom_model and custom_preprocessor."""
+    loss_terms: dict[str, float] = field(default_factory=dict)
+    """Terms of your own in the loss of the Model, each with its weight: {"module:function": 0.1}. function(batch, outputs, model) returns a number, or
+    one per row, or a pair of that and a dict of numbers for the result rows (`loss/NAME`). Weight 0: numbers only."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model")

@@ -17,7 +17,6 @@ The member `action_mask` of a Dict is for the Policy and never enters a network.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from bray.nn.config import CONV_NAMES, Entities, Filter, ModelConfig, read_entit
 from bray.nn.layers import HIDDEN_GAIN, MLP, LayerStack, ResidualConv, activation, conv_out, init_layer, linear
 from bray.nn.merge import Merge
 from bray.nn.normalize import RunningNorm
+from bray.nn.own import make_preprocessor
 from bray.nn.stems import DRAWN, EmbeddingStem, EntityStem
 from bray.spec import ACTION_MASK, Space
 
@@ -256,7 +256,7 @@ def is_image(space: Space, config: ModelConfig) -> bool:
 def sees_image(space: Space, config: ModelConfig) -> bool:
     """Whether any leaf of an observation goes through convolutions."""
     if config.custom_preprocessor is not None:
-        space = _make_preprocessor(space, config).space  # type: ignore[assignment]
+        space = make_preprocessor(space, config).space  # type: ignore[assignment]
     return any(is_image(leaf, config) for keys, leaf in obs_leaves(space) if _name(keys) not in (config.entities or {}))
 
 
@@ -321,7 +321,7 @@ class Features(nn.Module):
         self.preprocessor: nn.Module | None = None
         self.raw_space = space
         if config.custom_preprocessor is not None:
-            self.preprocessor = _make_preprocessor(space, config)
+            self.preprocessor = make_preprocessor(space, config)
             space = self.preprocessor.space  # type: ignore[assignment]  # checked to be a Space
         self.space = space
         entities, self.masks = _read_entities(space, config)
@@ -458,50 +458,3 @@ class Encoder(nn.Module):
 def make_encoder(space: Space, config: ModelConfig) -> Encoder:
     """The encoder of an observation space: obs tree `[B, ...]` -> `[B, encoder.out_features]`."""
     return Encoder(space, config)
-
-
-# --- the user's own classes -------------------------------------------------------------------------------------------
-
-_REGISTERED: dict[str, dict[str, type]] = {"model": {}, "preprocessor": {}}
-
-
-def register(kind: str, name: str, cls: type, replace: bool = False) -> None:
-    """Give a class a short name for the keys `custom_model` (kind "model") and `custom_preprocessor` ("preprocessor"). A name that is
-    another class already is refused unless `replace`."""
-    if kind not in _REGISTERED:
-        raise UnknownName("kind of custom class", kind, _REGISTERED)
-    taken = _REGISTERED[kind].get(name, cls)
-    if taken is not cls and not replace:
-        raise ConfigError(
-            f"register_{kind}: {name!r} is {taken.__module__}:{taken.__qualname__} already and would become "
-            f"{cls.__module__}:{cls.__qualname__}; choose another name, or say replace=True"
-        )
-    _REGISTERED[kind][name] = cls
-
-
-def find_class(kind: str, name: Any) -> Any:
-    """The class behind a config's `custom_*` value: a class, a registered name, or "module:Name"."""
-    if callable(name):
-        return name
-    if name in _REGISTERED[kind]:
-        return _REGISTERED[kind][name]
-    module_name, _, attribute = str(name).partition(":")
-    if not attribute:
-        raise UnknownName(f"custom_{kind}", str(name), _REGISTERED[kind], 'or write "module:Name"')
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise ConfigError(f"custom_{kind} {name!r}: module {module_name!r} cannot be imported ({e})") from e
-    if not hasattr(module, attribute):
-        raise UnknownName(f"custom_{kind}", attribute, [n for n in dir(module) if not n.startswith("_")], module_name)
-    return getattr(module, attribute)
-
-
-def _make_preprocessor(space: Space, config: ModelConfig) -> nn.Module:
-    made = find_class("preprocessor", config.custom_preprocessor)(space, **config.custom_options)
-    if not isinstance(made, nn.Module) or not isinstance(getattr(made, "space", None), Space):
-        raise ConfigError(
-            "a custom_preprocessor is an nn.Module with an attribute `space` (the bray.spec.Space it turns observations "
-            f"into) and forward(obs) -> obs; {config.custom_preprocessor!r} made a {type(made).__name__}"
-        )
-    return made

@@ -367,12 +367,13 @@ class Driver:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
         perf["learn"] = self._learn_seconds
         perf["idle"] = max(0.0, seconds - sum(perf.values()))
+        numbers = getattr(self.learner, "numbers", dict)  # a `bray.Trainer` has none
         return {
             "training_iteration": self.iteration,
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in losses.items()},
+            **{f"loss/{k}": v for k, v in (losses | numbers()).items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
