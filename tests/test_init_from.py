@@ -53,8 +53,8 @@ def test_a_part_of_another_run_with_a_larger_head(source, tmp_path, caplog):
         weights = begun(exp)
     old = weights_of(source)
     assert np.array_equal(weights["core.trunk.layers.0.weight"], old["core.encoders.0.trunk.layers.0.weight"])
-    assert "loaded 2 of the model's 4 tensors" in caplog.text
-    assert "left as they start, not asked for: head.weight, head.bias" in caplog.text
+    assert "loaded 2 of the model's 4 tensors (core.*)" in caplog.text
+    assert "left as they start, not asked for: head.*" in caplog.text
 
 
 def test_what_fits_is_taken_and_the_rest_is_named_with_its_shapes(source, tmp_path, caplog):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -58,13 +58,14 @@ def fit(
 
 def describe(report: WeightReport, wanted: Mapping[str, np.ndarray], where: str) -> str:
     """What was loaded, what was left and why, in one message."""
-    said = [f"{where}: loaded {len(report.weights)} of the model's {len(wanted)} tensors ({_list(report.weights)})"]
+    loaded = _list(_grouped(report.weights, wanted))
+    said = [f"{where}: loaded {len(report.weights)} of the model's {len(wanted)} tensors ({loaded})"]
     other = [name for name in wanted if name not in report.weights and name not in report.missing]
     other = [name for name in other if not any(text.startswith(f"{name} (") for text in report.mismatched)]
     for why, left in (
         ("of another shape", report.mismatched),
-        ("not in that run", report.missing),
-        ("not asked for", other),
+        ("not in that run", _grouped(report.missing, wanted)),
+        ("not asked for", _grouped(other, wanted)),
     ):
         if left:
             said.append(f"left as they start, {why}: {_list(left)}")
@@ -99,6 +100,15 @@ def _beginnings(weights: Mapping[str, np.ndarray]) -> list[str]:
     return list(dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1)))
 
 
-def _list(names: Mapping[str, np.ndarray] | list[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:_SHOWN]) + (f", ... ({len(shown)})" if len(shown) > _SHOWN else "")
+def _grouped(names: Iterable[str], wanted: Mapping[str, np.ndarray]) -> list[str]:
+    """Names, but `policy.*` where all of a part of the model are there."""
+    out: dict[str, None] = {}
+    for name in (found := list(names)):
+        part = name.partition(".")[0]
+        members = [other for other in wanted if _under(other, part)]
+        out[f"{part}.*" if len(members) > 1 and set(members) <= set(found) else name] = None
+    return list(out)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f", ... ({len(names)})" if len(names) > _SHOWN else "")
