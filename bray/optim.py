@@ -54,6 +54,9 @@ class Optimizer:
         """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so that there is none.
         It talks to other processes, so a step with it cannot be recorded."""
 
+        self.extra: Callable[[], Tensor] | None = None
+        """What is added to every loss, while it is set."""
+
     def set_lr(self, lr: float) -> None:
         if lr != self._lr:
             self.lr.fill_(lr)
@@ -61,6 +64,8 @@ class Optimizer:
 
     def step(self, loss: Tensor) -> Tensor:
         """One step down the gradient of `loss`; returns the gradient's norm before clipping."""
+        if self.extra is not None:
+            loss = loss + self.extra()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         pairs = zip(self.params, grads, strict=True)
         return self._apply(torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))

@@ -368,7 +368,7 @@ def test_masked_dqn_never_acts_illegally_and_learns():
     assert train(Masked, 5, "DQN", **config) >= 9.0
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", pytest.param("gtrxl", marks=pytest.mark.slow)])
 def test_recurrent_ppo_remembers(cell):
     config = {
         "num_envs": 16,

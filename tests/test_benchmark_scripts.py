@@ -1,4 +1,4 @@
-"""benchmarks/trace_files.py and benchmarks/same_weights.py see what they say they see."""
+"""benchmarks/trace_files.py, same_weights.py and rl_functions.py see what they say they see."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import same_weights, trace_files
+from benchmarks import rl_functions, same_weights, trace_files
 from benchmarks.same_weights import Trained, difference
 
 
@@ -85,3 +85,11 @@ def test_the_tree_of_another_commit_is_removed_also_after_an_error(tmp_path):
         fail()
     assert not list(tmp_path.iterdir())
     assert str(tmp_path) not in trees()
+
+
+def test_functions_of_rl_are_timed_and_checked(capsys):
+    assert rl_functions.main(["--steps", "6", "--batch", "2", "--device", "cpu", "--seconds", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert [name for name in rl_functions.FUNCTIONS if out.count(f"{name} ") != 1] == []
+    with pytest.raises(SystemExit, match="GAE differs from a float64 loop by"):
+        rl_functions.check(np.zeros(2), np.ones(2), "GAE")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import bray
+import bray.figures
 from bray.cli.main import main
 from bray.errors import ConfigError
 from bray.figures import read_results
@@ -310,9 +311,11 @@ def test_a_custom_recurrent_model_learns_to_remember(model, tmp_path):
 
 def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bray.figures, "learning_curve", lambda *args, **kwargs: None)  # takes longer than these runs
     page = PAGE.read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)).replace("2_000", "200")
     names: dict = {"__name__": "my_nets"}
     exec(compile(code, str(PAGE), "exec"), names)
     assert names["action"] in (0, 1)
-    assert sorted(p.name for p in Path("runs").iterdir()) == ["instance", "remember", "tutorial-dqn", "two-heads"]
+    made = ["calm", "foes", "instance", "remember", "second", "split", "tutorial-dqn", "two-heads"]
+    assert sorted(p.name for p in Path("runs").iterdir()) == made

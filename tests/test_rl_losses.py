@@ -263,3 +263,58 @@ def test_margin_loss_equals_a_loop(seed, batch, n):
     q, action = rng.normal(size=(batch, n)), rng.integers(n, size=batch)
     want = [max(q[b, a] + 0.8 * (a != action[b]) for a in range(n)) - q[b, action[b]] for b in range(batch)]
     close(losses.margin_loss(tensor(q), tensor(action)), want)
+
+
+# Labels and pairs
+
+
+def log_softmax(row):
+    return [x - math.log(sum(math.exp(y) for y in row)) for x in row]
+
+
+@sizes
+@few
+def test_losses_of_labels_equal_a_loop(seed, batch, n):
+    rng = np.random.default_rng(seed)
+    logits, label = rng.normal(size=(batch, n)) * 3, rng.integers(n, size=batch)
+    smooth, focal = np.zeros(batch), np.zeros(batch)
+    for b in range(batch):
+        logp = log_softmax(logits[b])
+        for k in range(n):
+            smooth[b] -= ((0.8 if k == label[b] else 0.0) + 0.2 / n) * logp[k]
+        focal[b] = -((1 - math.exp(logp[label[b]])) ** 1.5) * logp[label[b]]
+    close(losses.smoothed_cross_entropy(tensor(logits), tensor(label), 0.2), smooth)
+    close(losses.focal(tensor(logits), tensor(label), 1.5), focal)
+
+
+def test_losses_of_labels_without_their_option_are_the_cross_entropy():
+    logits, label = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3, 0])
+    plain = torch.nn.functional.cross_entropy(logits, label, reduction="none")
+    torch.testing.assert_close(losses.smoothed_cross_entropy(logits, label, 0.0), plain)
+    torch.testing.assert_close(losses.focal(logits, label, 0.0), plain)
+
+
+def test_a_certain_label_has_a_focal_loss_of_zero_with_a_gradient():
+    logits = torch.tensor([[90.0, 0.0], [0.0, 90.0]], requires_grad=True)
+    loss = losses.focal(logits, torch.tensor([0, 0]))
+    assert loss.tolist() == [0.0, 90.0]
+    loss.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+@sizes
+@few
+def test_the_contrastive_loss_equals_a_loop(seed, batch, n):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(2, batch, n))
+    want = []
+    for i in range(batch):
+        row = [x[i] @ y[j] / np.linalg.norm(x[i]) / np.linalg.norm(y[j]) / 0.5 for j in range(batch)]
+        want.append(-log_softmax(row)[i])
+    close(losses.contrastive(tensor(x), tensor(y), 0.5), want)
+
+
+def test_pairs_that_belong_together_cost_nothing_and_guessing_costs_log_b():
+    x = torch.eye(4)
+    assert losses.contrastive(x, x, 0.01).max() < 1e-6
+    torch.testing.assert_close(losses.contrastive(x, torch.ones(4, 4)), torch.full((4,), math.log(4.0)))

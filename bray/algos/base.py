@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.act import Clock, standard_normals
+from bray.algos.terms import Terms
 from bray.capture import capture
 from bray.errors import ConfigError
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
+from bray.target import Target
 
 
 @dataclass
@@ -63,7 +65,10 @@ class Learner:
             raise ConfigError(
                 f"{type(self).__name__}.build: expected what checkpoints hold, by name, got {self._parts}"
             )
-        self._step = capture(self.gradient_step, enabled=record)
+        terms = getattr(model_config, "loss_terms", None)
+        self.terms = Terms(terms, model, self._parts) if terms else None
+        """Terms of the user's own in the Model's loss."""
+        self._step = capture(self.gradient_step if self.terms is None else self._with_terms, enabled=record)
 
     def build(self) -> dict[str, Any]:
         """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`, and parameters."""
@@ -81,6 +86,15 @@ class Learner:
         """Forward, losses, gradients, optimizers: a function of tensors."""
         raise NotImplementedError
 
+    def rows_of(self, batch: Any, *rest: Any) -> Any:
+        """The rows that a gradient step with these arguments learns from."""
+        return batch
+
+    def _with_terms(self, *args: Any) -> Any:
+        assert self.terms is not None
+        with self.terms.added(self.rows_of(*args)):
+            return self.gradient_step(*args)
+
     @property
     def is_recorded(self) -> bool:
         """Whether gradient steps replay a recording."""
@@ -92,6 +106,17 @@ class Learner:
             return []
         noise = standard_normals({name: (count, *shape) for name, shape in self._draws.items()}, self.rng)
         return [torch.from_numpy(x).to(self.device) for x in noise.values()]
+
+    def numbers(self) -> dict[str, float]:
+        """What a result row says beside the metrics of updates."""
+        return {} if self.terms is None else self.terms.numbers()
+
+    def start_with_model(self) -> None:
+        """The Model has got weights from elsewhere: targets that are copies of it begin with them too."""
+        weights = self.model.state_dict()
+        for part in self._parts.values():
+            if isinstance(part, Target) and part.state_dict().keys() == weights.keys():
+                part.load_state_dict(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizers, targets, counters and random state; the Model's weights are its owner's."""

@@ -115,6 +115,9 @@ class Learner(base.Learner):
         means = torch.stack(results).mean(0).cpu()
         return Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
 
+    def rows_of(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> dict[str, Any]:
+        return take(batch, index)
+
     def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
         """One minibatch; METRICS."""
         c, minibatch = self.config, take(batch, index)

@@ -14,6 +14,7 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import base, dqn, rows
 from bray.algos.base import Update, drawn, to_torch
+from bray.algos.packing import take
 from bray.config.declare import RateSchedule, ShareSchedule
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
@@ -113,9 +114,12 @@ class Learner(base.Learner):
                 self.steps += 1
         return Update(METRICS, torch.stack(results).mean(0).cpu())
 
+    def rows_of(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> dict[str, Any]:
+        return take(batch, index)
+
     def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
         """One minibatch; METRICS."""
-        minibatch = tree.map(lambda x: x.index_select(0, index), batch)
+        minibatch = take(batch, index)
         weight = minibatch["weight"] / minibatch["weight"].sum().clamp(min=1.0)
         outputs = self.model(minibatch["obs"], *drawn(self.model, draws))
         q = losses.select(outputs["q"], minibatch["action"])

@@ -87,8 +87,6 @@ class Train(Reading):
     """The run directory is P/T."""
     resume: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
     """Go on exactly where a run stopped."""
-    init_from: Annotated[Path | None, Flag(metavar="RUN_DIR")] = None
-    """Start with a run's weights."""
     print_config: Annotated[bool, Flag(panel=SHOWN)] = False
     """Show every value and where it came from, then end."""
     render: bool = False

@@ -36,8 +36,8 @@ _FIXED = {
     "seeds": "--seed",
     "project": "--project",
     "trial": "--trial",
-    "init_from": "--init-from",
 }
+_BEGINS = {"init_from": "--init-from", "init_map": "--init-map", "init_partial": "--init-partial"}
 """What a run that is resumed has already decided."""
 
 
@@ -173,6 +173,7 @@ def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -
     sources = make_sources(options, flags)
     if options.resume is not None:
         wrong = [flag for name, flag in _FIXED.items() if getattr(options, name)]
+        wrong += [flag for key, flag in _BEGINS.items() if key in flags.values.get("run", {})]
         if wrong:
             raise ConfigError(f"--resume {options.resume} resumes that run: leave out {', '.join(wrong)}")
         return Experiment.resume(options.resume, sources, trust=trusting(options))
@@ -182,8 +183,6 @@ def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
     if options.render:
         exp.check_env()
-    if options.init_from is not None:
-        exp.init_from(options.init_from)
     return exp
 
 
@@ -259,8 +258,8 @@ def _head(exp: Experiment, options: Train) -> None:
     else:
         how = "exactly" if exp.exact else "with new episodes"
         rows.append(("resumes", f"{how}, after iteration {training.iteration} and {short(training.env_steps)} steps"))
-    if options.init_from is not None:
-        rows.append(("weights", f"of {options.init_from}"))
+    if options.resume is None and run.init_from is not None:
+        rows.append(("weights", f"of {run.init_from}"))
     if isinstance(training, LiveTraining):
         url = f"http://{training.live.host}:{training.source.port}/step"
         rows.append(("games call", f"POST {url}"))

@@ -27,12 +27,14 @@ from bray.experiment.policy import ServedPolicy, check_mode, launched_model, ser
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
 from bray.experiment.setup import Check, run_path, set_up
+from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import Sink, TerminalSink
 from bray.metrics.trackers import make_trackers
 from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
+from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
 from bray.train.callbacks import make_callbacks
@@ -109,6 +111,7 @@ class Experiment:
         """The newest result row."""
         self._stop_requested = False
         self._plays = True
+        self._begins = True  # not with the state of a run that is resumed
         self.exact = self.config["env"].wait_num is None and not self.live
         """Whether another run of this seed, or a resumed one, is the same run."""
 
@@ -128,6 +131,8 @@ class Experiment:
                 self._training = LocalTraining(*parts)
             if self._weights is not None:
                 self._training.set_weights(self._weights)
+            elif c["run"].init_from is not None and self._begins:
+                self.init_from(c["run"].init_from, names=c["run"].init_map, partial=c["run"].init_partial)
         return self._training
 
     @property
@@ -434,6 +439,9 @@ class Experiment:
         checkpoint = directory.load_checkpoint("latest")
         check = import_check(directory, trust, env)
         exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path, _check=check)
+        exp._begins = False
+        if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
+            raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
         try:
             exp._go_on_from(directory, checkpoint)
         except BaseException:
@@ -470,11 +478,16 @@ class Experiment:
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(self.config)
 
-    def init_from(self, path: str | Path, which: str | int = "latest") -> None:
-        """Start from another run's weights, and nothing else of it."""
-        self._weights = RunDir.open(path).load_checkpoint(which).weights
-        if self._training is not None:
-            self._training.set_weights(self._weights)
+    def init_from(
+        self,
+        path: str | Path,
+        which: str | int = "latest",
+        names: Mapping[str, str] | None = None,
+        partial: bool = False,
+    ) -> WeightReport:
+        """Start with weights of another run (or of one of its checkpoints), and nothing else of it. `names`: take a part, by beginnings of names,
+        ours to theirs: {"core": "core"}. `partial`: leave out what does not fit; else that is an error. Returns what was loaded and left."""
+        return start_with(self.training, path, which, names or {}, partial)
 
     # --- using --------------------------------------------------------------------------------------------------------
 

@@ -1,29 +1,53 @@
-"""Networks: encoders for every kind of observation, heads for every kind of algorithm."""
+"""Networks: encoders for every kind of observation, heads for every kind of algorithm, and the parts that both are made of."""
 
-from bray.nn.catalog import ModelConfig, example_obs, make_model, register_model, register_preprocessor
+from bray.nn.attention import EntityEncoder, Scatter, SelfAttention
+from bray.nn.catalog import (
+    ModelConfig,
+    example_obs,
+    make_model,
+    register_loss_term,
+    register_model,
+    register_preprocessor,
+)
 from bray.nn.encoders import Encoder, make_encoder
+from bray.nn.gtrxl import GRUGate, GTrXL
 from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
-from bray.nn.layers import MLP, Towers
+from bray.nn.layers import MLP, ResidualConv, ResidualMLP, Towers
+from bray.nn.merge import Bilinear, FiLM, Gate, Merge
 from bray.nn.noise import NoisyLinear, noise_shapes, with_noise
 from bray.nn.normalize import RunningNorm, update_normalizers
+from bray.nn.popart import PopArt
 from bray.nn.recurrent import Recurrent
 
 __all__ = [
     "MLP",
     "ActorCritic",
+    "Bilinear",
     "ContinuousQ",
     "Encoder",
+    "EntityEncoder",
+    "FiLM",
+    "GRUGate",
+    "GTrXL",
+    "Gate",
+    "Merge",
     "ModelConfig",
     "NoisyLinear",
+    "PopArt",
     "QNetwork",
     "Recurrent",
+    "ResidualConv",
+    "ResidualMLP",
     "RunningNorm",
+    "Scatter",
+    "SelfAttention",
     "SquashedGaussianActor",
     "Towers",
     "example_obs",
     "make_encoder",
     "make_model",
     "noise_shapes",
+    "register_loss_term",
     "register_model",
     "register_preprocessor",
     "update_normalizers",

@@ -8,9 +8,9 @@ from torch import nn
 
 from bray.errors import ConfigError, UnknownName
 from bray.nn.config import ModelConfig as ModelConfig
-from bray.nn.custom import example_obs as example_obs, make_custom
-from bray.nn.encoders import register
+from bray.nn.custom import make_custom
 from bray.nn.heads import ActorCritic, ContinuousQ, ImplicitQuantiles, QNetwork, SquashedGaussianActor
+from bray.nn.own import example_obs as example_obs, register
 from bray.spec import EnvSpec
 
 
@@ -19,9 +19,14 @@ def register_model(name: str, cls: type, replace: bool = False) -> None:
     register("model", name, cls, replace)
 
 
-def register_preprocessor(name: str, cls: type, replace: bool = False) -> None:
+def register_preprocessor(name: str, cls: Any, replace: bool = False) -> None:
     """Let configs say `custom_preprocessor: name`."""
     register("preprocessor", name, cls, replace)
+
+
+def register_loss_term(name: str, function: Any, replace: bool = False) -> None:
+    """Let configs say `loss_terms: {name: weight}`."""
+    register("loss_term", name, function, replace)
 
 
 _KINDS: dict[str, Any] = {

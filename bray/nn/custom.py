@@ -10,6 +10,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from torch.utils import _pytree as pytree
 from bray import tree
 from bray.errors import ConfigError
 from bray.nn.config import ModelConfig
-from bray.nn.encoders import Features, find_class, make_encoder
+from bray.nn.encoders import Features, make_encoder
 from bray.nn.heads import LOG_STD_MAX, LOG_STD_MIN, VALUE_GAIN
 from bray.nn.layers import linear
 from bray.nn.noise import Shapes
-from bray.spec import EnvSpec, Space
+from bray.nn.own import example_obs, find_own, make_preprocessor
+from bray.spec import EnvSpec
 
 _BATCH = 2
 _OBS_WORDS = ("obs", "state", "input", "in_dim", "in_size", "in_features", "s_dim", "feature")
@@ -42,23 +44,11 @@ def make_custom(kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig) -> 
     return _Maker(kind, want, spec, config).make()
 
 
-def example_obs(space: Space, batch_size: int) -> Any:
-    """A batch of zeros (first choices) of an observation space, as tensors `[B, ...]`: to record, check or export a model."""
-    if space.kind == "dict":
-        return {name: example_obs(part, batch_size) for name, part in space.items}
-    if space.kind == "tuple":
-        return tuple(example_obs(part, batch_size) for part in space.parts)
-    x = torch.zeros(batch_size, *space.shape, dtype=getattr(torch, space.dtype))
-    if space.start:
-        x = x + torch.tensor(space.start).reshape(space.shape)
-    return x
-
-
 class _Maker:
     def __init__(self, kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig):
         self.kind, self.want, self.spec, self.config = kind, want, spec, config
         self.name = config.custom_model if isinstance(config.custom_model, str) else _name_of(config.custom_model)
-        self.features: Features | None = None
+        self.features: nn.Module | None = None
 
     def make(self) -> nn.Module:
         net = self._build()
@@ -75,24 +65,31 @@ class _Maker:
         return adapter
 
     def _build(self) -> Any:
-        found, options = find_class("model", self.config.custom_model), self.config.custom_options
+        found, options = find_own("model", self.config.custom_model), self.config.custom_options
         if isinstance(found, nn.Module):
             return copy.deepcopy(found)  # a second run begins with the weights that the first one began with
         try:
             signature = inspect.signature(found)
         except (TypeError, ValueError):  # written in C
-            return found(self.spec, self.config, **options)
+            return found(self._seen_spec(), self.config, **options)
         sizes = self._sizes(signature)
         knows_its_sizes = all(
             p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in signature.parameters.values()
         )
-        given = () if sizes is not None or knows_its_sizes else (self.spec, self.config)
+        given = () if sizes is not None or knows_its_sizes else (self._seen_spec(), self.config)
         options = {**(sizes or {}), **options}
         try:
             signature.bind(*given, **options)
         except TypeError as e:
             raise self.refuse(f"it is {_show(found, signature)}: {e}") from None
         return self._run(lambda: found(*given, **options), f"{_name_of(found)}.__init__")
+
+    def _seen_spec(self) -> EnvSpec:
+        """The spaces as a network that takes them sees them: behind the `custom_preprocessor`, where there is one."""
+        if self.config.custom_preprocessor is None:
+            return self.spec
+        self.features = make_preprocessor(self.spec.observation, self.config)
+        return replace(self.spec, observation=self.features.space)  # type: ignore[arg-type]
 
     def _sizes(self, signature: inspect.Signature) -> dict[str, Any] | None:
         """Values for parameters that are called obs_dim, n_actions, hidden_dim and the like; None where the first one is no size."""

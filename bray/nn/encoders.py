@@ -1,12 +1,13 @@
 """Encoders: an observation tree of any Space -> features `[B, F]`.
 
-Each leaf of the observation has a *stem*, and the stems' outputs are joined:
+Each leaf of the observation has a *stem*, and the stems' outputs are joined (`merge`):
 
 | leaf                                | stem                                                                           |
 |-------------------------------------|--------------------------------------------------------------------------------|
 | box of rank 3, uint8 box of rank 2  | convolutions: `conv_filters`, or a net that fits the size; uint8 is divided by 255 |
 | any other box                       | flattened to float32; uint8 bounded by 255 is divided by 255; RunningNorm if asked |
-| discrete, multi_discrete            | one-hot                                                                        |
+| box named in `entities`             | attention among its rows, and its mask                                         |
+| discrete, multi_discrete            | one-hot, or learnt vectors (`embedding_dim`)                                   |
 | multi_binary                        | flattened to float32                                                           |
 
 Unless the observation is one image, the dense layers `fcnet_hiddens` follow. An image is `[C, H, W]` or `[H, W, C]`: the two
@@ -16,7 +17,6 @@ The member `action_mask` of a Dict is for the Policy and never enters a network.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,9 +27,12 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.errors import ConfigError, UnknownName
-from bray.nn.config import CONV_NAMES, Filter, ModelConfig, read_filters
-from bray.nn.layers import HIDDEN_GAIN, MLP, LayerStack, activation, conv_out, init_layer, linear
+from bray.nn.config import CONV_NAMES, Entities, Filter, ModelConfig, read_entities, read_filters
+from bray.nn.layers import HIDDEN_GAIN, MLP, LayerStack, ResidualConv, activation, conv_out, init_layer, linear
+from bray.nn.merge import Merge
 from bray.nn.normalize import RunningNorm
+from bray.nn.own import make_preprocessor
+from bray.nn.stems import DRAWN, EmbeddingStem, EntityStem
 from bray.spec import ACTION_MASK, Space
 
 NATURE: list[Filter] = [(32, (8, 8), 4), (64, (4, 4), 2), (64, (3, 3), 1)]
@@ -101,17 +104,6 @@ class Convs(nn.Module):
         return x.flatten(1)
 
 
-class _Residual(nn.Module):
-    def __init__(self, channels: int, act: str, init: str):
-        super().__init__()
-        self.act = activation(act)
-        self.a = init_layer(nn.Conv2d(channels, channels, 3, padding=1), HIDDEN_GAIN, init)
-        self.b = init_layer(nn.Conv2d(channels, channels, 3, padding=1), HIDDEN_GAIN, init)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(self.act(self.a(self.act(x))))
-
-
 class Impala(nn.Module):
     """The residual network of Espeholt 2018, `[B, C, H, W] -> [B, F]`: three sections of a convolution, a pooling that halves
     the sides, and two residual blocks."""
@@ -123,7 +115,7 @@ class Impala(nn.Module):
         channels, h, w = shape
         for out in IMPALA:
             sections += [init_layer(nn.Conv2d(channels, out, 3, padding=1), HIDDEN_GAIN, init), nn.MaxPool2d(3, 2, 1)]
-            sections += [_Residual(out, act, init) for _ in range(2)]
+            sections += [ResidualConv(out, act, init) for _ in range(2)]
             channels, h, w = out, -(-h // 2), -(-w // 2)
         self.sections = nn.Sequential(*sections)
         self.out_shape = (channels, h, w)
@@ -167,12 +159,13 @@ class ImageInput(nn.Module):
 
 
 class ImageStem(nn.Module):
-    """Convolutions and, unless given filters end in 1 x 1, a dense layer of `conv_features`."""
+    """Convolutions and, unless given filters end in 1 x 1, a dense layer of `conv_features`. `drawn`: channels that come beside the picture's."""
 
-    def __init__(self, space: Space, config: ModelConfig):
+    def __init__(self, space: Space, config: ModelConfig, drawn: int = 0):
         super().__init__()
         self.input = ImageInput(space, config)
-        shape, act, init = self.input.out_shape, config.conv_activation, config.init
+        channels, *sides = self.input.out_shape
+        shape, act, init = (channels + drawn, sides[0], sides[1]), config.conv_activation, config.init
         width = config.conv_features
         if config.conv_filters == "impala":
             self.convs: Convs | Impala = Impala(shape, act, init)
@@ -194,8 +187,9 @@ class ImageStem(nn.Module):
         self.act = activation(act)
         self.out_features = width or self.convs.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.convs(self.input(x))
+    def forward(self, x: Tensor, *drawn: Tensor) -> Tensor:
+        x = self.input(x)
+        x = self.convs(torch.cat([x, *drawn], 1) if drawn else x)
         if self.dense is not None:
             x = self.dense(x)
             if self.norm is not None:
@@ -262,8 +256,8 @@ def is_image(space: Space, config: ModelConfig) -> bool:
 def sees_image(space: Space, config: ModelConfig) -> bool:
     """Whether any leaf of an observation goes through convolutions."""
     if config.custom_preprocessor is not None:
-        space = _make_preprocessor(space, config).space  # type: ignore[assignment]
-    return any(is_image(leaf, config) for _, leaf in obs_leaves(space))
+        space = make_preprocessor(space, config).space  # type: ignore[assignment]
+    return any(is_image(leaf, config) for keys, leaf in obs_leaves(space) if _name(keys) not in (config.entities or {}))
 
 
 def _conv_layers(config: ModelConfig) -> bool:
@@ -282,10 +276,41 @@ def obs_leaves(space: Space, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[tup
         yield prefix, space
 
 
+def _name(keys: tuple[Any, ...]) -> str:
+    """How a config names a member: `units`, `enemy/units`, `0`; `obs` for an observation that is no Dict or Tuple."""
+    return "/".join(map(str, keys)) or "obs"
+
+
 def _leaf(obs: Any, keys: tuple[Any, ...]) -> Any:
     for key in keys:
         obs = obs[key]
     return obs
+
+
+def _without(items: list[Any], i: int) -> list[Any]:
+    return [*items[:i], *items[i + 1 :]]
+
+
+def _read_entities(space: Space, config: ModelConfig) -> tuple[dict[str, Entities], dict[str, tuple[Any, ...]]]:
+    """The lists of things by name, and where the masks of those that have one are."""
+    leaves = {_name(keys): (keys, leaf) for keys, leaf in obs_leaves(space)}
+    found = {name: read_entities(name, how) for name, how in (config.entities or {}).items()}
+    masks: dict[str, tuple[Any, ...]] = {}
+    for name, how in found.items():
+        if name not in leaves:
+            raise UnknownName("member of the observation", name, leaves, "entities")
+        if how.mask is None or how.mask == "zeros":
+            continue
+        if how.mask not in leaves:
+            raise UnknownName("member of the observation", how.mask, leaves, f"entities.{name}")
+        keys, leaf = leaves[how.mask]
+        if leaf.shape != leaves[name][1].shape[:1]:
+            raise ConfigError(
+                f"entities.{name}: the mask {how.mask} should have one number for each of the things of {name} "
+                f"{list(leaves[name][1].shape)}, it has the shape {list(leaf.shape)}"
+            )
+        masks[name] = keys
+    return found, masks
 
 
 class Features(nn.Module):
@@ -296,31 +321,69 @@ class Features(nn.Module):
         self.preprocessor: nn.Module | None = None
         self.raw_space = space
         if config.custom_preprocessor is not None:
-            self.preprocessor = _make_preprocessor(space, config)
+            self.preprocessor = make_preprocessor(space, config)
             space = self.preprocessor.space  # type: ignore[assignment]  # checked to be a Space
         self.space = space
-        self.leaves = tuple(obs_leaves(space))
+        entities, self.masks = _read_entities(space, config)
+        masks = {_name(keys) for keys in self.masks.values()}
+        self.leaves = tuple(item for item in obs_leaves(space) if _name(item[0]) not in masks)
         if not self.leaves:
             raise ConfigError(f"the observation has no member to learn from besides {ACTION_MASK!r}: {space.names}")
-        self.stems = nn.ModuleList()
-        for keys, leaf in self.leaves:
-            if leaf.kind in ("discrete", "multi_discrete"):
-                self.stems.append(OneHotStem(leaf))
-            elif is_image(leaf, config):
-                self.stems.append(ImageStem(leaf, config))
-            elif leaf.kind in ("box", "multi_binary"):
-                self.stems.append(VectorStem(leaf, config.normalize_observations))
-            else:
-                where = "/".join(map(str, keys)) or "the observation"
-                raise ConfigError(f"{where} has kind {leaf.kind!r}, which no encoder takes; convert it to a Box")
+        self.names = [_name(keys) for keys, _ in self.leaves]
+        self.onto = {name: how.onto for name, how in entities.items() if how.onto is not None}
+        self.stems = nn.ModuleList(
+            self._stem(name, leaf, entities, config) for name, (_, leaf) in zip(self.names, self.leaves, strict=True)
+        )
+        # lists of things first: pictures may show them
+        self.order = sorted(range(len(self.stems)), key=lambda i: not isinstance(self.stems[i], EntityStem))
         self.has_image = any(isinstance(stem, ImageStem) for stem in self.stems)
         self.only_image = self.has_image and len(self.stems) == 1
-        self.out_features: int = sum(stem.out_features for stem in self.stems)  # type: ignore[misc]
+        sizes: list[int] = [stem.out_features for stem in self.stems]  # type: ignore[misc]
+        self.main = next((i for i, stem in enumerate(self.stems) if isinstance(stem, ImageStem)), 0)
+        self.merge: Merge | None = None
+        if config.merge != "concat" and len(sizes) > 1:
+            width = (*config.fcnet_hiddens, 64)[0]
+            self.merge = Merge(config.merge, [sizes[self.main], *_without(sizes, self.main)], width)
+        self.out_features: int = sum(sizes) if self.merge is None else self.merge.out_features
+
+    def _stem(self, name: str, leaf: Space, entities: dict[str, Entities], config: ModelConfig) -> nn.Module:
+        if name in entities:
+            return EntityStem(name, leaf, entities[name], config, self._picture(name, entities[name], config))
+        if leaf.kind in ("discrete", "multi_discrete"):
+            return OneHotStem(leaf) if config.embedding_dim is None else EmbeddingStem(leaf, config.embedding_dim)
+        if is_image(leaf, config):
+            return ImageStem(leaf, config, DRAWN * list(self.onto.values()).count(name))
+        if leaf.kind in ("box", "multi_binary"):
+            return VectorStem(leaf, config.normalize_observations)
+        where = "the observation" if name == "obs" else name
+        raise ConfigError(f"{where} has kind {leaf.kind!r}, which no encoder takes; convert it to a Box")
+
+    def _picture(self, name: str, how: Entities, config: ModelConfig) -> tuple[int, ...] | None:
+        """Shape `[C, H, W]` of the picture that a list of things is drawn onto."""
+        if how.onto is None:
+            return None
+        pictures = {n: leaf for n, (_, leaf) in zip(self.names, self.leaves, strict=True) if is_image(leaf, config)}
+        if how.onto not in pictures:
+            raise UnknownName("picture", how.onto, pictures, f"entities.{name}.onto")
+        if config.dim is not None:
+            raise ConfigError(f"entities.{name}.onto: places are cells of the picture as it comes; leave out `dim`")
+        return ImageInput(pictures[how.onto], config).out_shape
 
     def forward(self, obs: Any) -> Tensor:
         if self.preprocessor is not None:
             obs = self.preprocessor(obs)
-        parts = [stem(_leaf(obs, keys)) for (keys, _), stem in zip(self.leaves, self.stems, strict=True)]
+        parts: list[Any] = [None] * len(self.stems)
+        drawn: dict[str, list[Tensor]] = {}
+        for i in self.order:
+            name, stem, x = self.names[i], self.stems[i], _leaf(obs, self.leaves[i][0])
+            if not isinstance(stem, EntityStem):
+                parts[i] = stem(x, *drawn.get(name, ()))
+                continue
+            parts[i], channels = stem(x, _leaf(obs, self.masks[name]) if name in self.masks else None)
+            if channels is not None:
+                drawn.setdefault(self.onto[name], []).append(channels)
+        if self.merge is not None:
+            return self.merge(parts[self.main], *_without(parts, self.main))
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def update_norms(self, obs: Any, weight: Any = None) -> None:
@@ -395,50 +458,3 @@ class Encoder(nn.Module):
 def make_encoder(space: Space, config: ModelConfig) -> Encoder:
     """The encoder of an observation space: obs tree `[B, ...]` -> `[B, encoder.out_features]`."""
     return Encoder(space, config)
-
-
-# --- the user's own classes -------------------------------------------------------------------------------------------
-
-_REGISTERED: dict[str, dict[str, type]] = {"model": {}, "preprocessor": {}}
-
-
-def register(kind: str, name: str, cls: type, replace: bool = False) -> None:
-    """Give a class a short name for the keys `custom_model` (kind "model") and `custom_preprocessor` ("preprocessor"). A name that is
-    another class already is refused unless `replace`."""
-    if kind not in _REGISTERED:
-        raise UnknownName("kind of custom class", kind, _REGISTERED)
-    taken = _REGISTERED[kind].get(name, cls)
-    if taken is not cls and not replace:
-        raise ConfigError(
-            f"register_{kind}: {name!r} is {taken.__module__}:{taken.__qualname__} already and would become "
-            f"{cls.__module__}:{cls.__qualname__}; choose another name, or say replace=True"
-        )
-    _REGISTERED[kind][name] = cls
-
-
-def find_class(kind: str, name: Any) -> Any:
-    """The class behind a config's `custom_*` value: a class, a registered name, or "module:Name"."""
-    if callable(name):
-        return name
-    if name in _REGISTERED[kind]:
-        return _REGISTERED[kind][name]
-    module_name, _, attribute = str(name).partition(":")
-    if not attribute:
-        raise UnknownName(f"custom_{kind}", str(name), _REGISTERED[kind], 'or write "module:Name"')
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as e:
-        raise ConfigError(f"custom_{kind} {name!r}: module {module_name!r} cannot be imported ({e})") from e
-    if not hasattr(module, attribute):
-        raise UnknownName(f"custom_{kind}", attribute, [n for n in dir(module) if not n.startswith("_")], module_name)
-    return getattr(module, attribute)
-
-
-def _make_preprocessor(space: Space, config: ModelConfig) -> nn.Module:
-    made = find_class("preprocessor", config.custom_preprocessor)(space, **config.custom_options)
-    if not isinstance(made, nn.Module) or not isinstance(getattr(made, "space", None), Space):
-        raise ConfigError(
-            "a custom_preprocessor is an nn.Module with an attribute `space` (the bray.spec.Space it turns observations "
-            f"into) and forward(obs) -> obs; {config.custom_preprocessor!r} made a {type(made).__name__}"
-        )
-    return made

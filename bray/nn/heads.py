@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bray.errors import ConfigError
 from bray.nn.config import ModelConfig
 from bray.nn.encoders import Encoder, Features, make_encoder, sees_image
+from bray.nn.gtrxl import GTrXL, Memory
 from bray.nn.layers import HIDDEN_GAIN, Towers, activation, joint_linear, linear
 from bray.nn.noise import Draws, NoisyLinear, Shapes, noise_shapes, with_noise
 from bray.nn.recurrent import Recurrent, State
@@ -39,7 +40,7 @@ class Headed(nn.Module):
     def __init__(self, core: nn.Module):
         super().__init__()
         self.core = core
-        self.recurrent = isinstance(core, Recurrent)
+        self.recurrent = isinstance(core, Memory)
 
     def heads(self, x: Tensor) -> dict[str, Any]:
         raise NotImplementedError
@@ -61,12 +62,12 @@ class Headed(nn.Module):
 
     def initial_state(self, batch_size: int) -> State:
         """Zeros for each of `batch_size` environments; an empty dict for a model without memory."""
-        return self.core.initial_state(batch_size) if isinstance(self.core, Recurrent) else {}
+        return self.core.initial_state(batch_size) if isinstance(self.core, Memory) else {}
 
     def unroll(self, obs: Any, state: State, first: Tensor, draws: Draws | None = None) -> dict[str, Any]:
         """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]` and
         the last state. One draw of noise is for all T rows."""
-        if not isinstance(self.core, Recurrent):
+        if not isinstance(self.core, Memory):
             raise ConfigError("unroll() is for recurrent models: set use_lstm, or call the model on rows")
         with with_noise(self, draws):
             x, state = self.core.unroll(obs, state, first)
@@ -74,8 +75,11 @@ class Headed(nn.Module):
         return {**{k: v.unflatten(0, first.shape) for k, v in outputs.items()}, "state": state}
 
 
-def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Recurrent:
+def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Memory:
     encoder = make_encoder(spec.observation, config)
+    if config.use_lstm and config.recurrent == "gtrxl":
+        sizes = (config.attention_window, config.attention_layers, config.attention_heads)
+        return GTrXL(encoder, config.lstm_cell_size, *sizes)
     return Recurrent(encoder, config.recurrent, config.lstm_cell_size) if config.use_lstm else encoder
 
 
@@ -279,7 +283,7 @@ class ImplicitQuantiles(Headed):
 
 
 def _only_image(core: nn.Module) -> bool:
-    encoder = core.encoder if isinstance(core, Recurrent) else core
+    encoder = core.encoder if isinstance(core, Memory) else core
     return isinstance(encoder, Encoder) and encoder.has_image and encoder.trunk is None
 
 

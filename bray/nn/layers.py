@@ -19,6 +19,7 @@ from bray.errors import ConfigError, UnknownName
 from bray.nn.noise import NoisyLinear
 
 Activation = Callable[[Tensor], Tensor]
+NORMS = ("none", "layernorm")
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -104,6 +105,36 @@ class MLP(nn.Module):
         return x
 
 
+class ResidualConv(nn.Module):
+    """x + conv(act(conv(act(x)))), both 3 x 3: `[B, C, H, W] -> [B, C, H, W]` (Espeholt et al. 2018, after He et al. 2016)."""
+
+    def __init__(self, channels: int, act: str = "relu", init: str = "orthogonal"):
+        super().__init__()
+        self.act = activation(act)
+        self.a = init_layer(nn.Conv2d(channels, channels, 3, padding=1), HIDDEN_GAIN, init)
+        self.b = init_layer(nn.Conv2d(channels, channels, 3, padding=1), HIDDEN_GAIN, init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(self.act(self.a(self.act(x))))
+
+
+class ResidualMLP(nn.Module):
+    """x + W2 act(W1 norm(x)): `[..., F] -> [..., F]`; the hidden layer is `hidden` wide (0: as wide as the input)."""
+
+    def __init__(self, features: int, act: str = "relu", hidden: int = 0, norm: str = "none", init: str = "orthogonal"):
+        super().__init__()
+        if norm not in NORMS:
+            raise UnknownName("norm type", norm, NORMS, "residual")
+        self.act = activation(act)
+        self.norm = nn.LayerNorm(features) if norm == "layernorm" else None
+        self.a = linear(features, hidden or features, init=init)
+        self.b = linear(hidden or features, features, init=init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if self.norm is None else self.norm(x)
+        return x + self.b(self.act(self.a(h)))
+
+
 class Towers(nn.Module):
     """`n` MLPs of one shape on the same input, evaluated together: `[B, F] -> [n, B, out]`.
 
@@ -161,6 +192,7 @@ _LAYER_KEYS: dict[str, dict[str, Any]] = {  # key -> default; ... = required
     "linear": {"layer_dim": ...},
     "noisy_linear": {"layer_dim": ..., "sigma_init": 0.5},
     "conv2d": {"layer_dim": ..., "kernel_size": ..., "stride": 1, "padding": 0},
+    "residual": {"hidden": 0, "norm_type": "none"},
     "pooling": {"pooling_type": "max2d", "kernel_size": 2, "stride": None, "padding": 0},
     "flatten": {},
     "norm": {"norm_type": "layernorm"},
@@ -228,6 +260,9 @@ def read_layer(i: int, layer: Any) -> tuple[str, dict[str, Any], str | None]:
     missing = [k for k, v in options.items() if v is ...]
     if missing:
         raise ConfigError(f"layers[{i}]: a {kind} layer needs {', '.join(missing)}, got {layer!r}")
+    if kind == "residual":  # its activation is inside
+        activation(layer.get("activation", "relu"))
+        return kind, {**options, "activation": layer.get("activation", "relu")}, None
     return kind, options, layer.get("activation")
 
 
@@ -259,6 +294,13 @@ def _build_layer(
             linear(n_in, dim, init=init) if kind == "linear" else NoisyLinear(n_in, dim, options["sigma_init"])
         )
         return (nn.Sequential(nn.Flatten(1), layer) if len(shape) != 1 else layer), (dim,)
+    if kind == "residual" and len(shape) == 3:
+        if options["hidden"] or options["norm_type"] != "none":
+            raise ConfigError(f"layers[{i}]: a residual block of convolutions has no hidden width and no norm")
+        return ResidualConv(shape[0], options["activation"], init), shape
+    if kind == "residual":
+        features, hidden = math.prod(shape), options["hidden"] and _dim(i, options["hidden"])
+        return ResidualMLP(features, options["activation"], hidden, str(options["norm_type"]), init), (features,)
     if kind == "norm":
         if options["norm_type"] != "layernorm":
             raise UnknownName("norm type", str(options["norm_type"]), ["layernorm"], f"layers[{i}]")

@@ -178,3 +178,31 @@ def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:
     left, right = at_tau - at_middle[:, :-1], at_tau - at_middle[:, 1:]
     gradient = torch.where(at_tau > below, left, -left) + torch.where(at_tau < above, right, -right)
     return (gradient * tau).sum(-1)
+
+
+# Labels and pairs
+
+
+def smoothed_cross_entropy(logits: Tensor, label: Tensor, smoothing: float = 0.1) -> Tensor:
+    """Cross entropy to the label with `smoothing` of its probability spread over all classes alike (Szegedy et al. 2016): `logits [..., N]`,
+    `label [...]` -> `[...]`. 0 is the plain cross entropy."""
+    logp = logits.log_softmax(-1)
+    return -(1.0 - smoothing) * select(logp, label) - smoothing * logp.mean(-1)
+
+
+def focal(logits: Tensor, label: Tensor, gamma: float = 2.0) -> Tensor:
+    """-(1 - p)^gamma log p, p the probability of the label (Lin et al. 2017): what is known well counts little. `logits [..., N]`, `label [...]` ->
+    `[...]`. gamma = 0 is the plain cross entropy."""
+    logp = select(logits.log_softmax(-1), label)
+    return -((1.0 - logp.exp()).clamp(min=0.0) ** gamma) * logp
+
+
+def contrastive(x: Tensor, y: Tensor, temperature: float = 0.1) -> Tensor:
+    """InfoNCE (van den Oord et al. 2018): of all rows of y, the one at the same place belongs to a row of x. `x, y [B, D]` -> `[B]`.
+
+        -log softmax_j(cos(x_i, y_j) / temperature) at j = i
+
+    B independent rows make B - 1 wrong answers for each; log B is what guessing costs.
+    """
+    similarity = F.normalize(x, dim=-1) @ F.normalize(y, dim=-1).transpose(-1, -2)
+    return -(similarity / temperature).log_softmax(-1).diagonal(dim1=-2, dim2=-1)

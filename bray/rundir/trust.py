@@ -54,6 +54,9 @@ def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for key in ("custom_model", "custom_preprocessor"):
         if _is_path(model.get(key)):
             yield f"model.{key}", model[key], model.get("custom_options")
+    for name in model.get("loss_terms") or ():
+        if _is_path(name):
+            yield "model.loss_terms", name, None
 
 
 def _is_path(name: Any) -> bool:

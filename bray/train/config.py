@@ -8,6 +8,15 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 
 from bray.config.declare import Amount, Count, Flag, Port, Positive, Whole
+from bray.errors import ConfigError
+
+
+def parse_map(given: list[str]) -> dict[str, str]:
+    """`NEW=OLD` as typed, several times."""
+    wrong = [text for text in given if "=" not in text]
+    if wrong:
+        raise ConfigError(f"--init-map {wrong[0]}: expected NEW=OLD, names or beginnings of names of weights")
+    return {new: old for new, _, old in (text.partition("=") for text in given)}
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,14 @@ class RunConfig:
     """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
     limit. It ends with the iteration, but for episodes_total: that one is exact (episodes that end in the same step beyond it are not
     counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
+    init_from: Annotated[str | None, Flag(metavar="RUN_OR_CHECKPOINT")] = None
+    """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what `init_map` and `init_partial` say.
+    A resumed run does not look at it again."""
+    init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map)] = field(default_factory=dict)
+    """Take over a part only: weights whose names begin with NEW here are those that begin with OLD there. Everything else starts as without
+    `init_from`."""
+    init_partial: Annotated[bool, Flag()] = False
+    """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
     threads: Count | None = None

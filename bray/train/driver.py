@@ -367,12 +367,13 @@ class Driver:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
         perf["learn"] = self._learn_seconds
         perf["idle"] = max(0.0, seconds - sum(perf.values()))
+        numbers = getattr(self.learner, "numbers", dict)  # a `bray.Trainer` has none
         return {
             "training_iteration": self.iteration,
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in losses.items()},
+            **{f"loss/{k}": v for k, v in (losses | numbers()).items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
@@ -453,6 +454,11 @@ class Driver:
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         load_weights(self.model, weights)
+
+    def start_with(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Weights from elsewhere at the start of a run: the Learner's copies of the Model begin with them too."""
+        self.set_weights(weights)
+        self.learner.start_with_model()
 
     def lost_weights(self, learner: Mapping[str, Any] | None = None) -> str:
         """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there already."""

@@ -1,0 +1,114 @@
+"""A run that starts with the weights of another one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from bray.errors import CheckpointError, UnknownName
+from bray.rundir import Checkpoint, RunDir
+from bray.rundir.weights import WeightReport, match_weights
+from bray.train.driver import Driver
+
+logger = logging.getLogger("bray")
+
+_SHOWN = 8
+
+
+def start_with(
+    training: Driver, path: str | Path, which: str | int, names: Mapping[str, str], partial: bool
+) -> WeightReport:
+    """Give a training the weights of another run, and say what it took."""
+    checkpoint, wanted = read_start(path, which), training.weights()
+    report = fit(wanted, checkpoint.weights, names, partial, str(path))
+    level = logging.INFO if len(report.weights) == len(wanted) else logging.WARNING
+    logger.log(level, "%s", describe(report, wanted, str(path)))
+    training.start_with({**wanted, **report.weights})
+    return report
+
+
+def read_start(path: str | Path, which: str | int = "latest") -> Checkpoint:
+    """The checkpoint that a run directory, or the directory of one of its checkpoints, names; read as data, like every run."""
+    path = Path(path)
+    run = Path(os.path.normpath(path / "../.."))  # without following `latest`
+    if path.is_dir() and path.parent.name == "checkpoints" and not (path / "config.yaml").exists():
+        return RunDir.open(run).load_checkpoint(path.name)
+    return RunDir.open(path).load_checkpoint(which)
+
+
+def fit(
+    wanted: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], names: Mapping[str, str], partial: bool, where: str
+) -> WeightReport:
+    """Which of the weights `got` a model takes that wants `wanted`. `names`: beginnings of names, ours to theirs; without any, all names are
+    the same. What does not fit raises, or is left out if `partial`; nothing that fits raises in any case."""
+    asked = wanted if not names else {k: v for k, v in wanted.items() if any(_under(k, new) for new in names)}
+    theirs = got if not names else _renamed(wanted, got, names, where)
+    report = match_weights(asked, theirs, strict=False)
+    if report.exact or (partial and report.weights):
+        return report
+    raise CheckpointError(
+        f"{where}: the weights do not fit the model, and none was loaded: {report}. Take a part of them (--init-map NEW=OLD), or what fits "
+        "(--init-partial)"
+    )
+
+
+def describe(report: WeightReport, wanted: Mapping[str, np.ndarray], where: str) -> str:
+    """What was loaded, what was left and why, in one message."""
+    loaded = _list(_grouped(report.weights, wanted))
+    said = [f"{where}: loaded {len(report.weights)} of the model's {len(wanted)} tensors ({loaded})"]
+    other = [name for name in wanted if name not in report.weights and name not in report.missing]
+    other = [name for name in other if not any(text.startswith(f"{name} (") for text in report.mismatched)]
+    for why, left in (
+        ("of another shape", report.mismatched),
+        ("not in that run", _grouped(report.missing, wanted)),
+        ("not asked for", _grouped(other, wanted)),
+    ):
+        if left:
+            said.append(f"left as they start, {why}: {_list(left)}")
+    if report.redundant:
+        said.append(f"not taken, the model has none: {_list(report.redundant)}")
+    return "; ".join(said)
+
+
+def _renamed(
+    wanted: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], names: Mapping[str, str], where: str
+) -> dict[str, np.ndarray]:
+    out: dict[str, np.ndarray] = {}
+    for new, old in names.items():
+        for prefix, weights, place in ((new, wanted, "of this model"), (old, got, f"of {where}")):
+            if not any(_under(name, prefix) for name in weights):
+                raise UnknownName(f"weights {place}", prefix, _beginnings(weights), "init_map")
+        out |= {_join(new, name.removeprefix(old).lstrip(".")): x for name, x in got.items() if _under(name, old)}
+    return out
+
+
+def _under(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def _join(prefix: str, rest: str) -> str:
+    return ".".join(part for part in (prefix, rest) if part)
+
+
+def _beginnings(weights: Mapping[str, np.ndarray]) -> list[str]:
+    """All names and beginnings of names."""
+    parts = [name.split(".") for name in weights]
+    return list(dict.fromkeys(".".join(p[:i]) for p in parts for i in range(1, len(p) + 1)))
+
+
+def _grouped(names: Iterable[str], wanted: Mapping[str, np.ndarray]) -> list[str]:
+    """Names, but `policy.*` where all of a part of the model are there."""
+    out: dict[str, None] = {}
+    for name in (found := list(names)):
+        part = name.partition(".")[0]
+        members = [other for other in wanted if _under(other, part)]
+        out[f"{part}.*" if len(members) > 1 and set(members) <= set(found) else name] = None
+    return list(out)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f", ... ({len(names)})" if len(names) > _SHOWN else "")
