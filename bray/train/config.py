@@ -30,6 +30,9 @@ class RunConfig:
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
     """Rollout processes beside this one; only 0 works yet."""
+    iteration_steps: Whole | None = None
+    """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
+    rollout that passes them; 0 = each rollout is an iteration. null = 1,000."""
     eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10
