@@ -68,11 +68,11 @@ class Optimizer:
             loss = loss + self.extra()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         pairs = zip(self.params, grads, strict=True)
-        return self._apply(torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))
+        return self.apply(torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))
 
     @torch.no_grad()
-    def _apply(self, grad: Tensor) -> Tensor:
-        """One step with a flat gradient."""
+    def apply(self, grad: Tensor) -> Tensor:
+        """One step with a flat gradient; returns its norm before clipping."""
         if self.average is not None:
             mean = self.average(grad)
             if mean is None:

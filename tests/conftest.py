@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -55,3 +56,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/") in SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _each_rollout_is_an_iteration() -> Iterator[None]:
+    """Most tests train a few small rollouts and look at each; one in `test_experience.py` asks what the default does. Processes say `iteration_steps=0`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bray.data.experience.Rollouts.iteration_steps", 0)
+        yield

@@ -292,7 +292,7 @@ def test_two_episodes_in_each_of_four_processes():
 
 @pytest.mark.parametrize(("clip", "learned"), [(None, [1, 2, 3]), (True, [1, 1, 1]), (2.0, [1, 2, 2])])
 def test_clipped_rewards_are_learned_from_and_raw_ones_are_told(clip, learned):
-    config = {"env_config": {"terminate_at": 3}, "rollout_length": 3, "clip_rewards": clip}
+    config = {"env_config": {"terminate_at": 3}, "num_envs": 1, "rollout_length": 3, "clip_rewards": clip}
     exp = Experiment("A2C", e.Scripted, use_preset=False, config=config)
     (piece,), counts = exp.training.sources[0].gather()
     assert piece.reward[:, 0].tolist() == learned
@@ -426,7 +426,7 @@ def test_a_run_ends_when_the_evaluation_is_good_enough(tmp_path):
 
 
 def test_a_run_ends_with_the_episode_that_is_asked_for(tmp_path):
-    exp = Experiment("A2C", e.Scripted, use_preset=False, path=tmp_path / "r", rollout_length=16)
+    exp = Experiment("A2C", e.Scripted, use_preset=False, path=tmp_path / "r", rollout_length=16, num_envs=1)
     rows = list(exp.train(stop={"episodes_total": 5}))
     exp.close()
     assert [r["episodes_total"] for r in rows] == [2, 5]

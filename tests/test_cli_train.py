@@ -22,7 +22,7 @@ from bray.figures import read_results
 from bray.rundir import RunDir
 
 TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1"]
-CARTPOLE = ["train", "--run", "PPO", "--env", "CartPole-v1", *TINY]
+CARTPOLE = ["train", "--run", "PPO", "--env", "CartPole-v1", *TINY, "iteration_steps=0"]
 HERE = Path(__file__).parent
 BRAY = Path(sys.executable).parent / "bray"
 
@@ -159,10 +159,10 @@ def test_files_of_rllib_run_unchanged(tmp_path, capsys):
     assert rows["algo.lr"] == ["0.01", f"{file}:7"]
     assert rows["run.algorithm"] == ["A2C", f"{file}:3"]
     assert rows["run.stop.episode_return_mean"] == ["150.0", f"{file}:5"]
-    file.write_text(file.read_text().replace("episode_reward_mean: 150", "timesteps_total: 64"))
+    file.write_text(file.read_text().replace("episode_reward_mean: 150", "timesteps_total: 640"))
     assert main(["train", "--yaml", str(file), *place(tmp_path), "--quiet", "export_graph_after_s=null"]) == 0
     last = read_results(tmp_path / "t")[-1]
-    assert last["env_steps_total"] >= 64
+    assert last["env_steps_total"] >= 640
     assert last["learner_steps_total"] >= 4
 
 
@@ -499,7 +499,8 @@ def test_a_run_is_not_written_over_another(tmp_path, capsys):
 
 def signalling(tmp_path, at, number, *more):
     env = ["--env", "test_cli_train:Signalling", f"env_config={{at: {at}, number: {int(number)}}}", "num_envs=1"]
-    return ["train", "--run", "PPO", *env, "rollout_length=16", "minibatches=1", "epochs=1", *place(tmp_path), *more]
+    short = ["rollout_length=16", "minibatches=1", "epochs=1", "iteration_steps=0"]
+    return ["train", "--run", "PPO", *env, *short, *place(tmp_path), *more]
 
 
 @pytest.mark.parametrize(

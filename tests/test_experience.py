@@ -14,6 +14,7 @@ from bray.act import Clock
 from bray.algos import base, dqn, ppo
 from bray.algos.base import Update, to_torch
 from bray.data import Batch, Counts, Dataset, EndOfData, Replay, Rollouts, Sequences, write_episodes
+from bray.data.experience import ITERATION_STEPS
 from bray.errors import ConfigError, DataError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
@@ -704,3 +705,23 @@ def test_an_algorithm_may_bring_its_own_iterate():
     assert row["learner_steps_total"] == 2
     assert 16 < row["env_steps_total"] <= 32
     exp.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "updates"),
+    [("A2C", [1000, 2000, 3000], 8), ("PPO", [1000, 2000, 3000], 16), ("DQN", [50, 100], 1)],
+)
+def test_an_iteration_has_a_thousand_steps_or_as_many_as_are_asked_for(name, rows, updates, monkeypatch):
+    """On-policy algorithms end it with the rollout that passes the next multiple."""
+    if name == "DQN":
+        config = {"iteration_steps": 50, "learning_starts": 40, "train_every": 50}
+    else:
+        monkeypatch.setattr(Rollouts, "iteration_steps", ITERATION_STEPS)  # as it is outside of tests
+        config = {"rollout_length": 16, "num_envs": 8, "epochs": 1, "minibatches": 2, "vector": "native"}
+        config = {k: v for k, v in config.items() if name == "PPO" or k not in ("epochs", "minibatches")}
+    exp = Experiment(name, "CartPole-v1", use_preset=False, config={**config, "fcnet_hiddens": [8]})
+    told, before = [exp.training.iterate() for _ in rows], 0
+    for row, least in zip(told, rows, strict=True):
+        assert least <= row["env_steps_total"] < least + (1 if name == "DQN" else 16 * 8)
+        assert abs(row["learner_steps_total"] - before - updates) <= updates // 8
+        before = row["learner_steps_total"]

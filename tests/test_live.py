@@ -217,7 +217,7 @@ def bray(folder, *words):
 
 def live_words(obs="float32[2]", actions="2", *more):
     words = ["train", "--run", "PPO", "--live", "--port", "0", "--obs", obs, "--actions", actions]
-    return [*words, "--project", ".", "--trial", "t", *more]
+    return [*words, "--project", ".", "--trial", "t", "iteration_steps=0", *more]
 
 
 def free_port():

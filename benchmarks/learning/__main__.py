@@ -54,13 +54,16 @@ class Case:
 
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
-    "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 50),
+    "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 6),
+    "pg-cartpole": Case("PG", "CartPole-v1", 475, 1_000_000, 5),
+    "es-cartpole": Case("ES", "CartPole-v1", 475, 1_000_000, 1),
+    "ars-cartpole": Case("ARS", "CartPole-v1", 475, 1_000_000, 1),
     "dqn-cartpole": Case("DQN", "CartPole-v1", 475, 100_000, 2),
     "c51-cartpole": Case("C51", "CartPole-v1", 475, 100_000, 2),
     "qrdqn-cartpole": Case("QR-DQN", "CartPole-v1", 475, 100_000, 2),
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
-    "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 2),
+    "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 1),
     "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),

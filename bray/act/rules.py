@@ -55,7 +55,19 @@ class Distribution(Rule):
         return {"action": action, "logp": logp}
 
 
-RULES: dict[str, Callable[..., Rule]] = {Distribution.name: Distribution}
+class Best(Distribution):
+    """The most likely action of the distribution head, always: for policies that explore by other weights, not by draws."""
+
+    name, stochastic = "best", False
+
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
+        return super().choose(layout, outputs, mask, None, env_steps)
+
+    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
+        return {"dist": rng.standard_normal((rows, layout.num_params), np.float32)}
+
+
+RULES: dict[str, Callable[..., Rule]] = {rule.name: rule for rule in (Distribution, Best)}
 """By name; a rule of your own is added here."""
 
 

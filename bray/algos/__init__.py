@@ -16,6 +16,7 @@ from bray.errors import ConfigError, UnknownName
 ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
     "A2C": "bray.algos.a2c",
+    "PG": "bray.algos.pg",
     "DQN": "bray.algos.dqn",
     "C51": "bray.algos.c51",
     "QR-DQN": "bray.algos.qrdqn",
@@ -23,6 +24,8 @@ ALGORITHMS: dict[str, Any] = {
     "Rainbow": "bray.algos.rainbow",
     "PQN": "bray.algos.pqn",
     "SAC": "bray.algos.sac",
+    "ES": "bray.algos.es",
+    "ARS": "bray.algos.ars",
 }
 NAMES = ("Config", "make_model", "Policy", "Learner")
 

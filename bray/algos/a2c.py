@@ -23,6 +23,9 @@ from bray.optim import Optimizer
 from bray.rl import losses
 from bray.spec import EnvSpec
 
+DEFAULTS = {"env": {"num_envs": 8}}
+"""The rows of one environment are too much alike for an update: with one, Acrobot ends at -496, with eight at -84."""
+
 
 @dataclass(frozen=True)
 class Config:

@@ -6,14 +6,14 @@ T steps per rollout, B environments, N = T * B rows; L rows per sequence and S s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray import act, distributions
+from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import base, rows
 from bray.algos.base import Update, to_torch
@@ -21,9 +21,10 @@ from bray.algos.packing import pack, take, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
 from bray.data.experience import Rollouts
 from bray.data.piece import Piece
+from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
-from bray.nn.normalize import update_normalizers
+from bray.nn.normalize import RunningNorm, update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
 from bray.spec import EnvSpec
@@ -59,6 +60,15 @@ class Config:
     """Standardise the advantages of each rollout."""
     target_kl: Positive | None = None
     """Stop the epochs of an update once the policy has moved this far; null = never."""
+    kl_coef: Amount = 0.0
+    """First weight of a penalty on KL(old, new), beside the clip; it is doubled or halved after an update that ends beyond 1.5 times or below
+    2/3 of `kl_aim`. 0 = no penalty."""
+    kl_aim: Positive = 0.01
+    """Where that penalty holds the KL of an update."""
+    normalize_value: bool = False
+    """The value network learns returns less their running mean, by their running standard deviation (MAPPO, Yu et al. 2022)."""
+    recompute_advantages: bool = False
+    """Compute values and advantages anew before every epoch after the first."""
     adam_eps: Positive = 1e-5
     """Adam's epsilon."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -92,11 +102,25 @@ class Learner(base.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
+        if c.recompute_advantages and self.model_config.use_lstm:
+            raise ConfigError("recompute_advantages=true does not go with use_lstm=true: set one of them to false")
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
-        return {"optimizer": self.optimizer}
+        self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
+        self.returns = RunningNorm(())
+        return {
+            "optimizer": self.optimizer,
+            **({"kl_coef": self.kl_coef} if c.kl_coef else {}),
+            **({"returns": self.returns} if c.normalize_value else {}),
+        }
 
     def prepare(self, data: Piece) -> dict[str, Any]:
+        batch = self.advantage_rows(data)
+        return {**batch, "piece": data} if self.config.recompute_advantages else batch
+
+    def advantage_rows(self, data: Piece) -> dict[str, Any]:
         c = self.config
+        if c.normalize_value:
+            data = replace(data, outputs={"value": self.returns.restore(data.outputs["value"])})
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
@@ -104,16 +128,30 @@ class Learner(base.Learner):
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
         explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        step = self._step.bind(to_torch(pack(batch, c.minibatches), self.device))
+        if c.normalize_value:
+            self.returns.update(batch["target"], batch["weight"])
+        piece = batch.get("piece")
+        batch = {k: x for k, x in batch.items() if k != "piece"}
         results: list[Tensor] = []
-        for _ in range(c.epochs):
+        for epoch in range(c.epochs):
+            if epoch == 0:
+                step = self.bind(batch)
+            elif piece is not None:
+                step = self.bind(self.advantage_rows(self.with_new_values(piece)))
             for index in rows.minibatches(self.rng, batch["weight"].shape[-1], c.minibatches):
                 results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
                 self.steps += 1
             if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
                 break
         means = torch.stack(results).mean(0).cpu()
-        return Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
+        update = Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
+        return self.with_kl_coef(update, results[-c.minibatches :]) if c.kl_coef else update
+
+    def bind(self, batch: dict[str, Any]) -> Any:
+        """`gradient_step` on the rows of this batch."""
+        if self.config.normalize_value:
+            batch = batch | {k: self.returns.standardize(batch[k]) for k in ("value", "target")}
+        return self._step.bind(to_torch(pack(batch, self.config.minibatches), self.device))
 
     def rows_of(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> dict[str, Any]:
         return take(batch, index)
@@ -126,6 +164,8 @@ class Learner(base.Learner):
         old = unpack(minibatch)
         logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
         policy_loss, ratio = losses.ppo_clip(logp, old["logp"], old["advantage"], c.clip, c.dual_clip)
+        if c.kl_coef:
+            policy_loss = policy_loss + self.kl_coef * losses.kl_estimate(old["logp"], logp)
         value_loss = losses.value_loss(new["value"], old["target"], old["value"], c.clip_value)
         loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
@@ -135,3 +175,22 @@ class Learner(base.Learner):
             clipped = (change.abs() > c.clip).float()
             means = torch.mv(torch.stack([policy_loss, value_loss, entropy, kl, clipped]), old["weight"])
         return torch.cat([means, grad_norm.unsqueeze(0)])
+
+    # --- options --------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def with_new_values(self, piece: Piece) -> Piece:
+        """The rollout with the values of the weights as they are now."""
+        obs = tree.map(lambda x: torch.from_numpy(x).to(self.device).flatten(0, 1), piece.obs)
+        value = self.model(obs)["value"].float().cpu().numpy().reshape(piece.first.shape)
+        return replace(piece, outputs={"value": value})
+
+    def with_kl_coef(self, update: Update, last: list[Tensor]) -> Update:
+        """Adapt the weight of the penalty to the KL of the last epoch; it joins the numbers of the update."""
+        c, kl = self.config, Update(METRICS, torch.stack(last).mean(0)).metrics["kl"]
+        names, values = (*update.names, "kl_coef"), torch.cat([update.values, self.kl_coef.cpu().reshape(1)])
+        if kl > 1.5 * c.kl_aim:
+            self.kl_coef *= 2.0
+        elif kl < c.kl_aim / 1.5:
+            self.kl_coef /= 2.0
+        return Update(names, values)

@@ -1,7 +1,9 @@
 """Data: rollouts, replay and trajectory files. Numpy and Numba only."""
 
+from bray.data.episodes import Episodes
 from bray.data.experience import Batch, Counts, Dataset, EndOfData, Experience, Replay, Rollouts, Sequences
 from bray.data.files import EpisodeReader, EpisodeWriter, to_pickle, write_episodes
+from bray.data.generation import Generation
 from bray.data.limit import RateLimit
 from bray.data.piece import Piece, nstep, unroll
 from bray.data.ring import ReplayRing
@@ -14,7 +16,9 @@ __all__ = [
     "EndOfData",
     "EpisodeReader",
     "EpisodeWriter",
+    "Episodes",
     "Experience",
+    "Generation",
     "Piece",
     "PrioritizedBuffer",
     "RateLimit",

@@ -27,7 +27,7 @@ from bray.schedules import Schedule, make_schedule
 from bray.tree import NestedArray
 
 ITERATION_STEPS = 1000
-"""Environment steps of an iteration of an algorithm that replays."""
+"""Environment steps of an iteration, unless `run.iteration_steps` says otherwise."""
 
 
 class EndOfData(Exception):
@@ -63,8 +63,10 @@ class Experience:
     """Rows that a source collects per piece; None = any number."""
     state_every: int = 1
     """Number of rows between two stored recurrent states of a piece."""
-    iteration_steps: int | None = None
-    """Environment steps of an iteration; None = an iteration is one batch."""
+    iteration_steps: int = 0
+    """Environment steps of an iteration, at least; 0 = an iteration is one batch."""
+    ends_with_batch: bool = True
+    """Whether an iteration ends with a batch; else with the step, be a batch due or not."""
 
     def seed(self, seed: int) -> None:
         """Seed of all random draws."""
@@ -130,6 +132,8 @@ class Rollouts(Experience):
     next. What does not fit goes to the next canvas. Rows of a Model with memory are cut into sequences of `state_every` rows, one per column, the
     last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
     """
+
+    iteration_steps = ITERATION_STEPS
 
     def __init__(self, length: int, columns: int | None = None, state_every: int = 1):
         self.piece_length, self.columns, self.state_every = length, columns, state_every
@@ -266,6 +270,7 @@ class Replay(Experience):
 
     piece_length: int | None = 1
     iteration_steps = ITERATION_STEPS
+    ends_with_batch = False
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ def set_up(
         check({"run": {"algorithm": run}})
     algo, name = get_algo(run), algo_name(run)
     layers = []
-    if defaults := getattr(algo, "DEFAULTS", None):  # e.g. another network for this algorithm
+    if defaults := _defaults(algo, env):  # e.g. another network for this algorithm
         layers.append(ConfigSource(f"defaults of {name}", defaults))
     if use_preset and isinstance(env, str):
         layers += _preset_of(name, env)
@@ -114,6 +114,14 @@ def _told(config: Resolved, section: str, name: str) -> str:
     """`algo.tau=0.01 (preset cartpole_dqn)`."""
     key = f"{section}.{name}"
     return f"{key}={show(getattr(config[section], name))} ({config.provenance.get(key, 'given')})"
+
+
+def _defaults(algo: Any, env: Any) -> dict[str, Any]:
+    """What an algorithm changes in other sections. An environment given as an object is there only once, whatever number it would like."""
+    defaults = dict(getattr(algo, "DEFAULTS", {}))
+    if not isinstance(env, (str, type)) and hasattr(env, "step"):
+        defaults["env"] = {k: v for k, v in defaults.get("env", {}).items() if k != "num_envs"}
+    return defaults
 
 
 def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +50,18 @@ class RunningNorm(nn.Module):
         safe = total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
         mean = (x * w).sum(0) / safe
         self.merge(mean, (w * (x - mean).square()).sum(0) / safe, total)
+
+    def standardize(self, x: np.ndarray) -> np.ndarray:
+        """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network."""
+        return ((x - self.mean.cpu().numpy()) / self._deviation).astype(np.float32)
+
+    def restore(self, x: np.ndarray) -> np.ndarray:
+        """The inverse of `standardize`."""
+        return (x * self._deviation + self.mean.cpu().numpy()).astype(np.float32)
+
+    @property
+    def _deviation(self) -> np.ndarray:
+        return (self.var + self.eps).sqrt().cpu().numpy()
 
     @torch.no_grad()
     def merge(self, mean: Tensor, var: Tensor, count: Tensor | float) -> None:

@@ -51,6 +51,9 @@ class RunConfig:
     """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
+    iteration_steps: Whole | None = None
+    """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
+    rollout that passes them; 0 = each rollout is an iteration. null = 1,000."""
     eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10

@@ -194,7 +194,7 @@ class Driver:
         return came
 
     def learn(self, total: _Means | None = None, one: bool = False) -> int:
-        """Every batch that is due, or with `one` a single one where that is an iteration; how many there were."""
+        """Every batch that is due, or with `one` a single one; how many there were."""
         count = 0
         for side in self.sides.values():
             if side.learner is None:
@@ -205,7 +205,7 @@ class Driver:
                 if total is not None:
                     total.add(self.update)
                 count += 1
-                if one and side.experience.iteration_steps is None:
+                if one:
                     break
             if count:
                 self._learn_seconds += time.perf_counter() - start
@@ -279,16 +279,16 @@ class Driver:
         return batch
 
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
-        """One iteration: a batch learnt from, or so many environment steps as the experience says. Returns its row of numbers; None where the data
-        has ended or somebody asked to stop before there was anything to tell. It ends early when `most_episodes` have been finished since training
-        began."""
+        """One iteration: to the next multiple of the experience's `iteration_steps`, and on to the end of a batch where it learns from each row once.
+        Returns its row of numbers; None where the data has ended or somebody asked to stop before there was anything to tell. It ends early when
+        `most_episodes` have been finished since training began."""
         if self.ended:
             return None
         start, steps = time.perf_counter(), self.totals.env_steps
         self._learn_seconds = 0.0
         means = _Means()
         every = self.experience.iteration_steps
-        until = None if every is None else (steps // every + 1) * every
+        until = (steps // every + 1) * every if every else steps
         left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
         for source in self._running:
             source.limit_episodes(left)
@@ -296,8 +296,8 @@ class Driver:
         try:
             if self.side.iterate is not None:
                 own = self.side.iterate(self)
-            elif until is None:
-                self._iterate_to_batch(means, most_episodes)
+            elif self.experience.ends_with_batch:
+                self._iterate_to_batch(means, until, most_episodes)
             else:
                 self._iterate_to_step(means, until, most_episodes)
         except EndOfData as e:
@@ -308,19 +308,23 @@ class Driver:
         self.iteration += 1
         return self._row(means.row() | own, steps, time.perf_counter() - start)
 
-    def _iterate_to_batch(self, means: _Means, most_episodes: int | None) -> None:
-        """Until a batch is learnt from."""
-        while not self.learn(means, one=True):  # of what came before, or just now
-            exact = self._exact
+    def _iterate_to_batch(self, means: _Means, until: int, most_episodes: int | None) -> None:
+        """Until there have been so many environment steps, and what they make due is learnt from."""
+        totals = self.totals
+        while not (learnt := self.learn(means, one=True)) or totals.env_steps < until:
+            exact, full = self._exact, most_episodes is not None and totals.episodes.total >= most_episodes
+            if learnt:  # of what came before, or just now
+                self._watch(True)
+                if full or (self.stopped and not exact):
+                    return
+                continue
             if self.stopped and not exact:
                 return
             came = self.gather(0.0 if exact else WAIT_S)
-            if not came and exact:
+            if not came and (exact or full):
                 return  # the last episode to be counted has ended
             if not exact:
                 self._watch(False)
-            if most_episodes is not None and self.totals.episodes.total >= most_episodes and not came:
-                return
         self._watch(True)
 
     def _iterate_to_step(self, means: _Means, until: int, most_episodes: int | None) -> None:

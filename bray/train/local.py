@@ -42,6 +42,8 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
     experience.seed(run.seed)
+    if run.iteration_steps is not None:
+        experience.iteration_steps = run.iteration_steps
     return Side(model, policy, experience, learner, config=config, iterate=getattr(algo, "iterate", None))
 
 
