@@ -39,7 +39,23 @@ class Case:
     eval_freq: int
     seeds: int = 5
     config: dict[str, Any] = field(default_factory=dict)
+    reach: bool = True
+    """False for a control: the same without the one thing that the task is about, which should not reach the target."""
 
+
+TASKS = "benchmarks.learning.tasks:"
+LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
+CUE = {"num_envs": 16, "rollout_length": 128}
+PPO_MASKED = {"num_envs": 8, "rollout_length": 128, "epochs": 4, "minibatches": 4, "lr": 1e-3, "entropy_coef": 0.0}
+DQN_MASKED = {
+    "lr": 1e-3,
+    "train_every": 2,
+    "n_step": 3,
+    "tau": 0.01,
+    "fcnet_hiddens": [128, 128],
+    "fcnet_activation": "relu",
+}
+R2D2_MASKED = {"lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
@@ -50,6 +66,12 @@ CASES = {
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
     "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 2),
+    "r2d2-cartpole": Case("R2D2", "CartPole-v1", 475, 300_000, 4),
+    "r2d2-cartpole-masked": Case("R2D2", f"{TASKS}MaskedCartPole", 400, 1_000_000, 4, 3, R2D2_MASKED),
+    "ppo-cartpole-masked": Case("PPO", f"{TASKS}MaskedCartPole", 400, 1_000_000, 20, 3, {**PPO_MASKED, **LSTM}),
+    "dqn-cartpole-masked": Case("DQN", f"{TASKS}MaskedCartPole", 200, 300_000, 4, 3, DQN_MASKED, reach=False),
+    "ppo-cue-lstm": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, {**CUE, **LSTM}),
+    "ppo-cue-mlp": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, CUE, reach=False),
     "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
@@ -102,6 +124,7 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1) -> dic
         "env": case.env,
         "target": case.target,
         "within": case.limit,
+        "control": not case.reach,
         "reached": f"{sum(r['reached'] for r in results)} of {len(results)}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": subprocess.run(
@@ -168,8 +191,9 @@ def table(out: Path) -> None:
     for path in sorted(out.glob("*.json")):
         r = json.loads(path.read_text())
         steps = ", ".join(f"{s['env_steps']:,}" + ("" if s["reached"] else " (not)") for s in r["seeds"])
+        control = " (control: should not)" if r.get("control") else ""
         lines.append(
-            f"| [{r['case']}]({r['case']}.png) | {r['run']}, {r['env']} | {r['target']} | {r['within']:,} | {r['reached']} | {steps} | {r['date']}, {r['commit']} |"
+            f"| [{r['case']}]({r['case']}.png) | {r['run']}, {r['env']} | {r['target']}{control} | {r['within']:,} | {r['reached']} | {steps} | {r['date']}, {r['commit']} |"
         )
     readme = out / "README.md"
     _, mark, rest = readme.read_text().partition("\n## ") if readme.exists() else ("", "", "")

@@ -84,7 +84,7 @@ METRICS = ("loss", "q", "td_error", "grad_norm")
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig, **head: Any) -> nn.Module:
     """head: what else the Q network of a relative of DQN is made of."""
     if model.use_lstm:
-        raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use PPO")
+        raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use R2D2 or PPO")
     return catalog.make_model("q", spec, model, dueling=config.dueling, noisy=config.noisy, **head)
 
 
@@ -115,13 +115,17 @@ class Learner(base.Learner):
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.target.module):  # both see the same scale
-            update_normalizers(module, batch["obs"], batch["weight"])
+            self.observe(module, batch)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         values, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
             self.target.copy()
         return Update(METRICS, values, error.cpu().numpy() if self.config.prioritized else None)
+
+    def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
+        """Show the observations of a batch to what normalises them."""
+        update_normalizers(module, batch["obs"], batch["weight"])
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What `gradient_step` reads of a batch."""
@@ -152,7 +156,10 @@ class Learner(base.Learner):
 
     def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
         """The legal action of the next observation that is best by the online network, or by the target if not `double`."""
-        q = self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target
+        return self.best(batch, self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target)
+
+    def best(self, batch: dict[str, Any], q: Tensor) -> Tensor:
+        """The legal action with the largest value."""
         if "next_mask" in batch:
             q = q.masked_fill(~batch["next_mask"], -torch.inf)
         return q.argmax(-1)

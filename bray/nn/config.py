@@ -50,8 +50,11 @@ class ModelConfig:
     """Which cell `use_lstm` means: lstm or gru."""
     lstm_cell_size: Count = 256
     """Width of the recurrent state."""
-    max_seq_len: Count = 20
-    """Longest sequence a recurrent model is trained on; longer ones are cut by the learner."""
+    recurrent_norm: bool = False
+    """LayerNorm inside the recurrent cell (Ba et al. 2016)."""
+    max_seq_len: Count = 32
+    """Longest sequence a recurrent model is trained on (PPO, A2C): rollouts are cut into equal sequences of the longest length up to this
+    that divides `rollout_length`; a warning says so where that is less. (RLlib: 20.)"""
     normalize_observations: bool = False
     """Standardise vector observations by their running mean and standard deviation, clipped at 10 (Gymnasium: NormalizeObservation)."""
     layer_norm: bool = False

@@ -76,7 +76,9 @@ class Headed(nn.Module):
 
 def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Recurrent:
     encoder = make_encoder(spec.observation, config)
-    return Recurrent(encoder, config.recurrent, config.lstm_cell_size) if config.use_lstm else encoder
+    if not config.use_lstm:
+        return encoder
+    return Recurrent(encoder, config.recurrent, config.lstm_cell_size, config.recurrent_norm)
 
 
 class _TwoEncoders(nn.Module):
