@@ -87,7 +87,7 @@ def test_r2d2_loss_and_priority_equal_an_independent_loop(double, rescale, n_ste
         sequence_length=LENGTH, burn_in=BURN_IN, double=double, rescale=rescale, n_step=n_step, gamma=GAMMA, eta=0.7
     )
     model = r2d2.make_model(config, SPEC, SMALL)
-    learner = r2d2.Learner(config, SPEC, model, SMALL, seed=0)
+    learner = r2d2.Learner(config, SPEC, model, SMALL, seed=0, record=False)
     with torch.no_grad():
         for p in learner.target.module.parameters():
             p.add_(0.3 * torch.randn_like(p))
@@ -264,6 +264,7 @@ def test_r2d2_trains_a_memory_of_ones_own(tmp_path):
         path=tmp_path / "run",
         use_preset=False,
         custom_model=Remembering,
+        record=False,
         use_lstm=False,
         dueling=False,
         learning_starts=100,

@@ -55,6 +55,7 @@ DQN_MASKED = {
     "fcnet_hiddens": [128, 128],
     "fcnet_activation": "relu",
 }
+CHAIN = {"num_envs": 8, "rollout_length": 128}
 R2D2_MASKED = {"lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 CASES = {
@@ -72,6 +73,10 @@ CASES = {
     "dqn-cartpole-masked": Case("DQN", f"{TASKS}MaskedCartPole", 200, 300_000, 4, 3, DQN_MASKED, reach=False),
     "ppo-cue-lstm": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, {**CUE, **LSTM}),
     "ppo-cue-mlp": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, CUE, reach=False),
+    "ppo-chain-rnd": Case("PPO", f"{TASKS}Chain", 10, 300_000, 10, 3, {**CHAIN, "rnd": 1.0}),
+    "ppo-chain": Case("PPO", f"{TASKS}Chain", 10, 300_000, 10, 3, CHAIN, reach=False),
+    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3),
+    "ppo-mountaincar": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {"rnd": 0.0}, reach=False),
     "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),

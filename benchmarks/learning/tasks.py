@@ -43,13 +43,14 @@ class MaskedCartPole(gym.ObservationWrapper):
 
 
 class Chain(gym.Env):
-    """`length` states in a row; an episode begins in the second and lasts `length` + 9 steps (Osband et al. 2016). Actions: left, right. Reward
-    0.001 in the first state, 1 in the last one, so that the best return is 10: a random walk never gets there."""
+    """`length` states in a row; an episode begins in the second and lasts `length` + 9 steps (Osband et al. 2016). One action goes left, the other
+    right; which one differs from state to state, so that no constant policy gets far. Reward 0.001 in the first state, 1 in the last one: the
+    best return is 11, and a random walk never gets there."""
 
     def __init__(self, length: int = 50):
         self.observation_space = gym.spaces.Discrete(length)
         self.action_space = gym.spaces.Discrete(2)
-        self.length = length
+        self.length, self.right = length, np.random.default_rng(0).integers(2, size=length)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
         super().reset(seed=seed)
@@ -58,6 +59,6 @@ class Chain(gym.Env):
 
     def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
         reward = 1.0 if self.state == self.length - 1 else 0.001 if self.state == 0 else 0.0
-        self.state = min(max(self.state + (1 if int(action) else -1), 0), self.length - 1)
+        self.state = min(max(self.state + (1 if int(action) == self.right[self.state] else -1), 0), self.length - 1)
         self.at += 1
         return self.state, reward, False, self.at == self.length + 9, {}

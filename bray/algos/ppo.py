@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bray import act, distributions
 from bray.act import Clock
-from bray.algos import base, rows
+from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, take, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
@@ -55,6 +55,10 @@ class Config:
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
+    rnd: Amount = 0.0
+    """Explore by random network distillation: weight of the reward for what is new, which is 1 on average; 0 = off."""
+    rnd_lr: Positive = 1e-3
+    """Learning rate of the network that gets to know what was seen."""
     normalize_advantage: bool = True
     """Standardise the advantages of each rollout."""
     target_kl: Positive | None = None
@@ -85,7 +89,7 @@ class Policy(act.Policy):
         super().__init__(spec.layout, act.make_rule("dist"))
 
 
-class Learner(base.Learner):
+class Learner(rnd.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -93,17 +97,24 @@ class Learner(base.Learner):
     def build(self) -> dict[str, Any]:
         c = self.config
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.optimizer, **self.explore()}
 
-    def prepare(self, data: Piece) -> dict[str, Any]:
+    def prepare(self, data: Piece) -> Any:
+        return data if self.novelty else self.advantages(data)
+
+    def advantages(self, data: Piece) -> dict[str, Any]:
         c = self.config
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
-    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+    def update(self, batch: Any, clock: Clock) -> Update:
+        extra: dict[str, float] = {}
+        if self.novelty:
+            batch, extra["novelty"] = self.novelty.rewarded(batch)
+            batch = self.advantages(batch)
         c = self.config
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
+        extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         step = self._step.bind(to_torch(pack(batch, c.minibatches), self.device))
         results: list[Tensor] = []
         for _ in range(c.epochs):
@@ -113,7 +124,7 @@ class Learner(base.Learner):
             if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
                 break
         means = torch.stack(results).mean(0).cpu()
-        return Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
+        return Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
 
     def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
         """One minibatch; METRICS."""

@@ -105,6 +105,10 @@ class Learner(dqn.Learner):
     def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
         update_normalizers(module, batch["obs"])
 
+    def arrived(self, batch: dict[str, Any]) -> tuple[Any, np.ndarray]:
+        after = tree.map(lambda x: x[self.config.burn_in + 1 :], batch["obs"])
+        return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), after), batch["valid"].reshape(-1) > 0
+
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         seen = tree.map(lambda x: x[self.config.burn_in :], batch["obs"])
         mask = self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen))
