@@ -29,6 +29,7 @@ CASES = {
     "dqn-subprocess": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "tau": 0.01}, 4),
     "rainbow": ("Rainbow", "CartPole-v1", {**OFF, "num_atoms": 11}, 4),
     "iqn": ("IQN", "CartPole-v1", OFF, 4),
+    "r2d2": ("R2D2", "CartPole-v1", {**OFF, "num_envs": 2, "sequence_length": 6, "burn_in": 2, "lstm_cell_size": 8}, 4),
     "pqn": ("PQN", "CartPole-v1", ON, 8),
     "sac-inprocess": ("SAC", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16]}, 4),
     "sac-limits": ("SAC", "Pendulum-v1", {**OFF, **LIMITS, "fcnet_hiddens": [16]}, 4),

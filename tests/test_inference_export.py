@@ -91,6 +91,10 @@ CASES = {
     "ppo-composite": lambda: model_of("PPO", BOX, BOTH, free_log_std=False, fcnet_activation="gelu"),
     "ppo-lstm": lambda: model_of("PPO", NESTED, use_lstm=True, lstm_cell_size=16),
     "a2c-gru": lambda: model_of("A2C", BOX, use_lstm=True, recurrent="gru", lstm_cell_size=16),
+    "ppo-lstm-norm": lambda: model_of("PPO", BOX, use_lstm=True, recurrent_norm=True, lstm_cell_size=8),
+    "r2d2-gru-norm": lambda: model_of(
+        "R2D2", BOX, CHOICE, use_lstm=True, recurrent="gru", recurrent_norm=True, lstm_cell_size=8
+    ),
     "ppo-lstm-picture": lambda: model_of("PPO", PICTURE, use_lstm=True, lstm_cell_size=8, conv_features=32),
     "dqn-mlp": lambda: model_of("DQN", Space("discrete", (), "int64", n=(7,), start=(3,))),
     "dqn-dueling": lambda: model_of("DQN", NESTED, options={"dueling": True}),

@@ -52,6 +52,21 @@ class Case:
     """False: the shipped defaults."""
 
 
+TASKS = "benchmarks.learning.tasks:"
+LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
+CUE = {"num_envs": 16, "rollout_length": 128}
+PPO_MASKED = {"num_envs": 8, "rollout_length": 128, "epochs": 4, "minibatches": 4, "lr": 1e-3, "entropy_coef": 0.0}
+DQN_MASKED = {
+    "lr": 1e-3,
+    "train_every": 2,
+    "n_step": 3,
+    "tau": 0.01,
+    "fcnet_hiddens": [128, 128],
+    "fcnet_activation": "relu",
+}
+CHAIN = {"num_envs": 8, "rollout_length": 128}
+R2D2_MASKED = {"lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
+
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
     "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 6),
@@ -64,6 +79,16 @@ CASES = {
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
     "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 1),
+    "r2d2-cartpole": Case("R2D2", "CartPole-v1", 475, 300_000, 4),
+    "r2d2-cartpole-masked": Case("R2D2", f"{TASKS}MaskedCartPole", 400, 1_000_000, 4, 3, R2D2_MASKED),
+    "ppo-cartpole-masked": Case("PPO", f"{TASKS}MaskedCartPole", 400, 1_000_000, 20, 3, {**PPO_MASKED, **LSTM}),
+    "dqn-cartpole-masked": Case("DQN", f"{TASKS}MaskedCartPole", 200, 300_000, 4, 3, DQN_MASKED, must="stay below"),
+    "ppo-cue-lstm": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, {**CUE, **LSTM}),
+    "ppo-cue-mlp": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, CUE, must="stay below"),
+    "ppo-chain-rnd": Case("PPO", f"{TASKS}Chain", 10, 300_000, 10, 3, {**CHAIN, "rnd": 1.0}),
+    "ppo-chain": Case("PPO", f"{TASKS}Chain", 10, 300_000, 10, 3, CHAIN, must="stay below"),
+    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3),
+    "ppo-mountaincar": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {"rnd": 0.0}, must="stay below"),
     "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),

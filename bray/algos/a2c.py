@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bray import distributions
 from bray.act import Clock
-from bray.algos import base, ppo, rows
+from bray.algos import ppo, rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
@@ -45,6 +45,10 @@ class Config:
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
+    rnd: Amount = 0.0
+    """Explore by random network distillation: weight of the reward for what is new, which is 1 on average; 0 = off."""
+    rnd_lr: Positive = 1e-3
+    """Learning rate of the network that gets to know what was seen."""
     normalize_advantage: bool = False
     """Standardise the advantages of each rollout."""
 
@@ -62,7 +66,7 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
     return rows.rollouts(config, model)
 
 
-class Learner(base.Learner):
+class Learner(rnd.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -77,19 +81,26 @@ class Learner(base.Learner):
             eps=1e-5,
             betas=(0.9, 0.99),
         )
-        return {"optimizer": self.optimizer}
+        return {"optimizer": self.optimizer, **self.explore()}
 
-    def prepare(self, data: Piece) -> dict[str, Any]:
+    def prepare(self, data: Piece) -> Any:
+        return data if self.novelty else self.advantages(data)
+
+    def advantages(self, data: Piece) -> dict[str, Any]:
         c = self.config
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
-    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+    def update(self, batch: Any, clock: Clock) -> Update:
+        extra: dict[str, float] = {}
+        if self.novelty:
+            batch, extra["novelty"] = self.novelty.rewarded(batch)
+            batch = self.advantages(batch)
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
+        extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
-        return Update((*METRICS, "explained_variance"), torch.cat([values, torch.tensor([explained])]))
+        return Update((*METRICS, *extra), torch.cat([values, torch.tensor(list(extra.values()))]))
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
         """METRICS."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from bray import act
 from bray.act import Clock
-from bray.algos import base
+from bray.algos import rnd
 from bray.algos.base import Update, drawn, to_torch
 from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
@@ -43,6 +44,10 @@ class Config:
     """Q = V + A - mean(A)."""
     noisy: bool = False
     """Explore by learned noise on the weights of the last layers (Fortunato et al. 2018); epsilon may then be 0."""
+    rnd: Amount = 0.0
+    """Explore by random network distillation: weight of the reward for what is new, which is 1 on average; 0 = off."""
+    rnd_lr: Positive = 1e-3
+    """Learning rate of the network that gets to know what was seen."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
     priority_alpha: Amount = 0.6
@@ -84,7 +89,7 @@ METRICS = ("loss", "q", "td_error", "grad_norm")
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig, **head: Any) -> nn.Module:
     """head: what else the Q network of a relative of DQN is made of."""
     if model.use_lstm:
-        raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use PPO")
+        raise ConfigError("DQN replays single steps and cannot train a memory: set use_lstm=false, or use R2D2 or PPO")
     return catalog.make_model("q", spec, model, dueling=config.dueling, noisy=config.noisy, **head)
 
 
@@ -100,7 +105,7 @@ class Policy(act.Policy):
         super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon}))
 
 
-class Learner(base.Learner):
+class Learner(rnd.Learner):
     """In the trainer: replayed transitions in, better weights and new priorities out."""
 
     config: Config
@@ -111,17 +116,30 @@ class Learner(base.Learner):
             self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, max_grad_value=c.max_grad_value
         )
         self.target = Target(self.model, self.optimizer, c.tau or 1.0)
-        return {"optimizer": self.optimizer, "target": self.target}
+        return {"optimizer": self.optimizer, "target": self.target, **self.explore()}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.target.module):  # both see the same scale
-            update_normalizers(module, batch["obs"], batch["weight"])
+            self.observe(module, batch)
         self.optimizer.set_lr(self.lr(clock.env_steps))
+        extra: dict[str, float] = {}
+        if self.novelty:
+            bonus = self.novelty.reward(*self.arrived(batch)).reshape(batch["reward"].shape)
+            batch, extra["novelty"] = batch | {"reward": batch["reward"] + bonus}, float(bonus.mean())
         values, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
             self.target.copy()
-        return Update(METRICS, values, error.cpu().numpy() if self.config.prioritized else None)
+        values = torch.cat([values, values.new_tensor(list(extra.values()))]) if extra else values
+        return Update((*METRICS, *extra), values, error.cpu().numpy() if self.config.prioritized else None)
+
+    def arrived(self, batch: dict[str, Any]) -> tuple[Any, np.ndarray]:
+        """The observations that the rewards led to, `[N, ...]`, and which of them count."""
+        return batch["next_obs"], np.ones(len(batch["reward"]), bool)
+
+    def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
+        """Show the observations of a batch to what normalises them."""
+        update_normalizers(module, batch["obs"], batch["weight"])
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What `gradient_step` reads of a batch."""
@@ -152,7 +170,10 @@ class Learner(base.Learner):
 
     def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
         """The legal action of the next observation that is best by the online network, or by the target if not `double`."""
-        q = self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target
+        return self.best(batch, self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target)
+
+    def best(self, batch: dict[str, Any], q: Tensor) -> Tensor:
+        """The legal action with the largest value."""
         if "next_mask" in batch:
             q = q.masked_fill(~batch["next_mask"], -torch.inf)
         return q.argmax(-1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bray import act, distributions, tree
 from bray.act import Clock
-from bray.algos import base, rows
+from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, take, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
@@ -56,6 +56,10 @@ class Config:
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
+    rnd: Amount = 0.0
+    """Explore by random network distillation: weight of the reward for what is new, which is 1 on average; 0 = off."""
+    rnd_lr: Positive = 1e-3
+    """Learning rate of the network that gets to know what was seen."""
     normalize_advantage: bool = True
     """Standardise the advantages of each rollout."""
     target_kl: Positive | None = None
@@ -95,7 +99,7 @@ class Policy(act.Policy):
         super().__init__(spec.layout, act.make_rule("dist"))
 
 
-class Learner(base.Learner):
+class Learner(rnd.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -111,9 +115,13 @@ class Learner(base.Learner):
             "optimizer": self.optimizer,
             **({"kl_coef": self.kl_coef} if c.kl_coef else {}),
             **({"returns": self.returns} if c.normalize_value else {}),
+            **self.explore(),
         }
 
-    def prepare(self, data: Piece) -> dict[str, Any]:
+    def prepare(self, data: Piece) -> Any:
+        return data if self.novelty else self.rows_to_learn(data)
+
+    def rows_to_learn(self, data: Piece) -> dict[str, Any]:
         batch = self.advantage_rows(data)
         return {**batch, "piece": data} if self.config.recompute_advantages else batch
 
@@ -123,11 +131,15 @@ class Learner(base.Learner):
             data = replace(data, outputs={"value": self.returns.restore(data.outputs["value"])})
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
-    def update(self, batch: dict[str, Any], clock: Clock) -> Update:
+    def update(self, batch: Any, clock: Clock) -> Update:
+        extra: dict[str, float] = {}
+        if self.novelty:
+            batch, extra["novelty"] = self.novelty.rewarded(batch)
+            batch = self.rows_to_learn(batch)
         c = self.config
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        explained = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
+        extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         if c.normalize_value:
             self.returns.update(batch["target"], batch["weight"])
         piece = batch.get("piece")
@@ -144,7 +156,7 @@ class Learner(base.Learner):
             if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
                 break
         means = torch.stack(results).mean(0).cpu()
-        update = Update((*METRICS, "explained_variance"), torch.cat([means, torch.tensor([explained])]))
+        update = Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
         return self.with_kl_coef(update, results[-c.minibatches :]) if c.kl_coef else update
 
     def bind(self, batch: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ T steps, B games, N = T * B rows; L rows per sequence and S sequences where the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,11 +21,22 @@ from bray.data.piece import Piece
 from bray.rl import returns
 from bray.spec import ActionLayout
 
+logger = logging.getLogger("bray")
+
 
 def rollouts(config: Any, model: Any) -> Rollouts:
     """`rollout_length` rows of each game, cut into sequences where the Model has a memory."""
     steps, most = config.rollout_length, getattr(model, "max_seq_len", None)
-    return Rollouts(steps, state_every=sequence_length(steps, most))
+    length = sequence_length(steps, most)
+    memory = getattr(model, "use_lstm", False) or getattr(model, "custom_model", None) is not None
+    if memory and most is not None and length < min(most, steps):
+        logger.warning(
+            "max_seq_len=%d does not divide rollout_length=%d: a network with memory is trained on sequences of %d steps",
+            most,
+            steps,
+            length,
+        )
+    return Rollouts(steps, state_every=length)
 
 
 def sequence_length(steps: int, max_seq_len: int | None) -> int:

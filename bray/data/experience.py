@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -307,9 +307,9 @@ class Replay(Experience):
         self._views: list[tuple[list[Any], dict[str, Any]]] = []
         self.seed(0)
 
-    @staticmethod
-    def of(config: Any, frame_stack: int | None = None) -> Replay:
-        """By the fields of an algorithm's Config that have the usual names."""
+    @classmethod
+    def of(cls, config: Any, frame_stack: int | None = None, **more: Any) -> Self:
+        """By the fields of an algorithm's Config that have the usual names; `more` arguments."""
         names = (
             "gamma",
             "n_step",
@@ -324,7 +324,7 @@ class Replay(Experience):
         for name in ("alpha", "beta"):
             if hasattr(config, f"priority_{name}"):
                 options[name] = getattr(config, f"priority_{name}")
-        return Replay(config.replay_size, config.batch_size, frame_stack=frame_stack, **options)
+        return cls(config.replay_size, config.batch_size, frame_stack=frame_stack, **options, **more)
 
     def seed(self, seed: int) -> None:
         self.rng = np.random.default_rng([seed, 2])

@@ -38,9 +38,10 @@ _KINDS: dict[str, Any] = {
 }
 
 
-def make_model(kind: str, spec: EnvSpec, config: ModelConfig, **options: Any) -> nn.Module:
+def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool = False, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
-    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, continuous_q; `options` go to the class of that kind."""
+    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, continuous_q; `options` go to the class of that kind.
+    `memory`: whether the algorithm trains a network of this kind that has one; those of an actor_critic all do."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
     if config.custom_model is None or kind == "continuous_q":  # critics of SAC are private to its Learner
@@ -50,4 +51,10 @@ def make_model(kind: str, spec: EnvSpec, config: ModelConfig, **options: Any) ->
             "custom_model takes the place of networks that give action values or a policy; this algorithm learns distributions of returns with "
             "a head of its own. Describe the layers before it by `layers`, or use DQN or PQN"
         )
-    return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config)
+    for name in ("dueling", "noisy"):
+        if options.get(name):
+            raise ConfigError(
+                f"custom_model and {name}=true exclude each other: custom_model is the whole network, and {name} describes the last layers of "
+                f"ours. Set {name}=false, or describe the layers before the last ones by `layers`"
+            )
+    return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config, memory or kind == "actor_critic")

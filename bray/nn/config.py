@@ -69,8 +69,11 @@ class ModelConfig:
     (products of features), gate (weights that all members choose). All but concat give a vector as wide as the first of fcnet_hiddens."""
     embedding_dim: Count | None = None
     """Discrete and MultiDiscrete observations: a learnt vector of this width for each choice. null: one-hot."""
-    max_seq_len: Count = 20
-    """Longest sequence a recurrent model is trained on; longer ones are cut by the learner."""
+    recurrent_norm: bool = False
+    """LayerNorm inside the recurrent cell (Ba et al. 2016)."""
+    max_seq_len: Count = 32
+    """Longest sequence a recurrent model is trained on (PPO, A2C): rollouts are cut into equal sequences of the longest length up to this
+    that divides `rollout_length`; a warning says so where that is less. (RLlib: 20.)"""
     normalize_observations: bool = False
     """Standardise vector observations by their running mean and standard deviation, clipped at 10 (Gymnasium: NormalizeObservation)."""
     layer_norm: bool = False

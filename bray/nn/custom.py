@@ -36,17 +36,17 @@ _RETURNS = {
     "q": "or that tensor alone",
     "squashed_gaussian": "or a tuple (mean, log_std)",
 }
-_WORDS = {"actor_critic": "PPO and A2C take", "q": "DQN takes", "squashed_gaussian": "SAC takes"}
+_WORDS = {"actor_critic": "PPO and A2C take", "q": "DQN, PQN and R2D2 take", "squashed_gaussian": "SAC takes"}
 
 
-def make_custom(kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig) -> nn.Module:
-    """The user's network, checked on one batch to return the arrays `want` (by name, for a batch of 2)."""
-    return _Maker(kind, want, spec, config).make()
+def make_custom(kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig, memory: bool = False) -> nn.Module:
+    """The user's network, checked on one batch to return the arrays `want` (by name, for a batch of 2). `memory`: whether it may have one."""
+    return _Maker(kind, want, spec, config, memory).make()
 
 
 class _Maker:
-    def __init__(self, kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig):
-        self.kind, self.want, self.spec, self.config = kind, want, spec, config
+    def __init__(self, kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig, memory: bool):
+        self.kind, self.want, self.spec, self.config, self.memory = kind, want, spec, config, memory
         self.name = config.custom_model if isinstance(config.custom_model, str) else _name_of(config.custom_model)
         self.features: nn.Module | None = None
 
@@ -55,7 +55,9 @@ class _Maker:
         if not isinstance(net, nn.Module):
             raise self.refuse(f"it should make an nn.Module, it made {type(net).__name__}")
         if _takes_state(net):
-            return self._with_memory(net)
+            if not self._passes_state_on(net):
+                return self._with_memory(net)
+            net = Stateless(net)
         if self.config.use_lstm:
             raise self.refuse("use_lstm adds no memory to it: leave that out, or let forward take and return a state")
         out = self._call(net, self._input(_BATCH))
@@ -157,10 +159,17 @@ class _Maker:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
+    def _passes_state_on(self, net: nn.Module) -> bool:
+        """Whether it takes a state for the sake of the signature only: `forward(obs, state=None)` returns (outputs, None), as in Tianshou."""
+        if callable(getattr(net, "initial_state", None)):
+            return False
+        out = self._call(net, self._input(_BATCH), None)
+        return isinstance(out, (tuple, list)) and len(out) == 2 and out[1] is None
+
     def _with_memory(self, net: nn.Module) -> nn.Module:
-        if self.kind != "actor_critic":
+        if not self.memory:
             raise self.refuse(
-                "its forward takes a state, and this algorithm replays single steps and cannot train a memory"
+                "its forward takes a state, and this algorithm replays single steps and cannot train a memory (R2D2, PPO and A2C can)"
             )
         states = [self._first_state(net, n) for n in (_BATCH, _BATCH + 1)]
         if any(bool(x.any()) for x in pytree.tree_leaves(states[0])):
@@ -203,7 +212,7 @@ class _Maker:
             "        def __init__(self, spec, config, **custom_options): ...    # or (obs_dim, act_dim); an instance will do too\n"
             f"        def forward(self, obs): ...    # {_describe(self._input(_BATCH))} for a batch of {_BATCH}\n"
             f"            return {{{returns}}}    # {_RETURNS[self.kind]}\n"
-            f"{memory if self.kind == 'actor_critic' else ''}"
+            f"{memory if self.memory else ''}"
             "  docs/networks.md has examples."
         )
 
@@ -250,6 +259,19 @@ class Reader(nn.Module):
         if self.log_std is not None:
             dist = torch.cat([dist, self.log_std.expand(dist.shape[0], -1)], 1)
         return {"dist": dist, "value": value.squeeze(1) if value.ndim == 2 else value}
+
+
+class Stateless(nn.Module):
+    """`forward(obs, state=None)` that hands its state back unused, as a network without memory."""
+
+    recurrent = False
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, obs: Any) -> Any:
+        return self.net(obs, None)[0]
 
 
 class Adapted(nn.Module):

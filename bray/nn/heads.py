@@ -77,10 +77,12 @@ class Headed(nn.Module):
 
 def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Memory:
     encoder = make_encoder(spec.observation, config)
-    if config.use_lstm and config.recurrent == "gtrxl":
+    if not config.use_lstm:
+        return encoder
+    if config.recurrent == "gtrxl":
         sizes = (config.attention_window, config.attention_layers, config.attention_heads)
         return GTrXL(encoder, config.lstm_cell_size, *sizes)
-    return Recurrent(encoder, config.recurrent, config.lstm_cell_size) if config.use_lstm else encoder
+    return Recurrent(encoder, config.recurrent, config.lstm_cell_size, config.recurrent_norm)
 
 
 class _TwoEncoders(nn.Module):
