@@ -23,6 +23,10 @@ ALGORITHMS: dict[str, Any] = {
     "Rainbow": "bray.algos.rainbow",
     "PQN": "bray.algos.pqn",
     "SAC": "bray.algos.sac",
+    "SAC-Discrete": "bray.algos.sac_discrete",
+    "CrossQ": "bray.algos.crossq",
+    "DDPG": "bray.algos.ddpg",
+    "TD3": "bray.algos.td3",
 }
 NAMES = ("Config", "make_model", "Policy", "Learner")
 

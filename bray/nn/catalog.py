@@ -10,7 +10,16 @@ from bray.errors import ConfigError, UnknownName
 from bray.nn.config import ModelConfig as ModelConfig
 from bray.nn.custom import example_obs as example_obs, make_custom
 from bray.nn.encoders import register
-from bray.nn.heads import ActorCritic, ContinuousQ, ImplicitQuantiles, QNetwork, SquashedGaussianActor
+from bray.nn.heads import (
+    ActorCritic,
+    CategoricalActor,
+    ContinuousQ,
+    DeterministicActor,
+    DiscreteQ,
+    ImplicitQuantiles,
+    QNetwork,
+    SquashedGaussianActor,
+)
 from bray.spec import EnvSpec
 
 
@@ -29,16 +38,21 @@ _KINDS: dict[str, Any] = {
     "q": QNetwork,
     "implicit_quantiles": ImplicitQuantiles,
     "squashed_gaussian": SquashedGaussianActor,
+    "deterministic": DeterministicActor,
+    "categorical": CategoricalActor,
     "continuous_q": ContinuousQ,
+    "discrete_q": DiscreteQ,
 }
+_CRITICS = ("continuous_q", "discrete_q")
+"""Private to a Learner: a `custom_model` does not take their place."""
 
 
 def make_model(kind: str, spec: EnvSpec, config: ModelConfig, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
-    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, continuous_q; `options` go to the class of that kind."""
+    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical; continuous_q, discrete_q; `options` go to the class of that kind."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
-    if config.custom_model is None or kind == "continuous_q":  # critics of SAC are private to its Learner
+    if config.custom_model is None or kind in _CRITICS:
         return _KINDS[kind](spec, config, **options)
     if kind == "implicit_quantiles" or options.get("num_atoms", 1) > 1:
         raise ConfigError(
