@@ -437,3 +437,12 @@ def test_a_replay_that_never_holds_a_batch_is_refused():
         ConfigError, match="batch_size=64 transitions can be drawn, so replay_size is at least 128; got 100"
     ):
         build(Experiment("DQN", "CartPole-v1", use_preset=False, config={"replay_size": 100, "batch_size": 64}))
+
+
+def test_half_cheetah_trains(monkeypatch):
+    pytest.importorskip("mujoco")
+    monkeypatch.setattr(Replay, "iteration_steps", 100)
+    config = {"learning_starts": 80, "batch_size": 16, "fcnet_hiddens": [8], "record": False}
+    exp = Experiment("SAC", "HalfCheetah-v5", config=config)
+    assert np.isfinite(exp.training.iterate()["loss/critic_loss"])
+    exp.close()
