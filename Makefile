@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-EXTRAS ?= train,serve,remote,atari,dev
+EXTRAS ?= train,serve,remote,atari,mujoco,dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
 unexport PYTHONDONTWRITEBYTECODE

@@ -33,6 +33,9 @@ TRAINING: dict[str, list[list[str]]] = {
     "ppo-pong": [["sb3.py"], ["cleanrl_style.py", "--env", "ale"], ["pufferlib_ppo.py"]],
     "dqn-cartpole": [["sb3.py"], ["cleanrl_style.py"]],
     "sac-pendulum": [["sb3.py"], ["cleanrl_style.py"]],
+    "td3-pendulum": [["sb3.py"]],
+    "ddpg-pendulum": [["sb3.py"]],
+    "crossq-pendulum": [["sb3_contrib_crossq.py"]],
 }
 REPLAY = {
     "replay-84": [["tianshou_replay.py"], ["cpprb_replay.py"]],

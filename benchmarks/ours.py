@@ -38,10 +38,13 @@ DQN = {
     "double": False,
     "max_grad_norm": None,
 }
-SAC = {
+PENDULUM = {
+    "env": "Pendulum-v1",
+    "num_envs": 1,
+    "fcnet_hiddens": [256, 256],
+    "fcnet_activation": "relu",
     "lr": 3e-4,
     "critic_lr": 3e-4,
-    "alpha_lr": 3e-4,
     "batch_size": 256,
     "replay_size": 1_000_000,
     "learning_starts": 500,
@@ -92,14 +95,10 @@ CASES: dict[str, dict[str, Any]] = {
         "fcnet_activation": "relu",
         **DQN,
     },
-    "sac-pendulum": {
-        "run": "SAC",
-        "env": "Pendulum-v1",
-        "num_envs": 1,
-        "fcnet_hiddens": [256, 256],
-        "fcnet_activation": "relu",
-        **SAC,
-    },
+    "sac-pendulum": {**PENDULUM, "run": "SAC", "alpha_lr": 3e-4},
+    "td3-pendulum": {**PENDULUM, "run": "TD3"},
+    "ddpg-pendulum": {**PENDULUM, "run": "DDPG"},
+    "crossq-pendulum": {**PENDULUM, "run": "CrossQ", "alpha_lr": 3e-4, "critic_hiddens": [256, 256]},
 }
 
 

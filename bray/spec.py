@@ -20,6 +20,7 @@ So a Model's distribution head is one array `[..., layout.num_params]`, an actio
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -321,6 +322,16 @@ class ActionLayout:
     @cached_property
     def shape(self) -> tuple[int, ...]:
         return () if self.single else (self.size,)
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """low and high of a flat continuous action in the environment's units, infinite where there is none."""
+
+        def boxes(space: Space) -> Iterator[Space]:
+            yield from itertools.chain.from_iterable(map(boxes, space.parts)) if space.composite else (space,)
+
+        pairs = [tuple(x.ravel() for x in box.bounds()) for box in boxes(self.space)]
+        low, high = (np.concatenate(x) for x in zip(*pairs, strict=True))
+        return low, high
 
     def mask(self, obs: Any) -> np.ndarray | None:
         """The flat action mask `[B, num_logits]` in a batch of observations (bool), or None. A composite action's mask may be

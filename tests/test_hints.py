@@ -138,6 +138,7 @@ WITHOUT_RANGE = {
     "run.seed": "any of 64 bits, checked where it is used",
     "env.clip_rewards": "a sign, a number or a pair; checked where it is used",
     "SAC.target_entropy": "any number is an entropy",
+    "CrossQ.target_entropy": "any number is an entropy",
     "C51.v_min": "any return; below v_max, checked by the Config",
     "C51.v_max": "any return; above v_min, checked by the Config",
     "Rainbow.v_min": "as of C51",

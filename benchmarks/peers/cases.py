@@ -52,6 +52,10 @@ SAC_LEARNING_RATE = 3e-4
 SAC_BUFFER = 1_000_000
 SAC_TAU = 0.005
 SAC_LEARNING_STARTS = 500
+NOISE = 0.1
+"""Of TD3's and DDPG's actions; their networks, batches and rates are SAC's."""
+CROSSQ_HIDDEN = (256, 256)
+"""Of the critics."""
 
 
 def prepare(case: str) -> None:

@@ -1,13 +1,15 @@
-"""Stable-Baselines3 on the PPO, DQN and SAC cases, through its own API."""
+"""Stable-Baselines3 on the PPO, DQN, SAC, TD3 and DDPG cases, through its own API."""
 
 import cases
 import common
 import gymnasium as gym
+import numpy as np
 import stable_baselines3
 from custom_module import ResidualMLP
-from stable_baselines3 import DQN, PPO, SAC
+from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.noise import NormalActionNoise
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from stable_baselines3.common.vec_env import VecFrameStack
 from torch import nn
@@ -27,7 +29,7 @@ PPO_ARGUMENTS = {
     "seed": common.SEED,
     "device": "cpu",
 }
-CASES = [*cases.PPO_ENV_IDS, "ppo-pong", "dqn-cartpole", "sac-pendulum"]
+CASES = [*cases.PPO_ENV_IDS, "ppo-pong", "dqn-cartpole", "sac-pendulum", "td3-pendulum", "ddpg-pendulum"]
 
 
 class CustomExtractor(BaseFeaturesExtractor):
@@ -92,20 +94,28 @@ def make_dqn() -> DQN:
     )
 
 
-def make_sac() -> SAC:
-    return SAC(
-        "MlpPolicy",
-        make_vec_env("Pendulum-v1", n_envs=1, seed=common.SEED),
-        policy_kwargs={"net_arch": list(cases.SAC_HIDDEN)},
-        batch_size=cases.SAC_BATCH,
-        learning_rate=cases.SAC_LEARNING_RATE,
-        buffer_size=cases.SAC_BUFFER,
-        learning_starts=cases.SAC_LEARNING_STARTS,
-        tau=cases.SAC_TAU,
-        gamma=cases.GAMMA,
-        seed=common.SEED,
-        device="cpu",
-    )
+OFF_POLICY = {"sac-pendulum": SAC, "td3-pendulum": TD3, "ddpg-pendulum": DDPG}
+
+
+def off_policy_arguments() -> dict:
+    return {
+        "env": make_vec_env("Pendulum-v1", n_envs=1, seed=common.SEED),
+        "batch_size": cases.SAC_BATCH,
+        "learning_rate": cases.SAC_LEARNING_RATE,
+        "buffer_size": cases.SAC_BUFFER,
+        "learning_starts": cases.SAC_LEARNING_STARTS,
+        "train_freq": 1,
+        "gradient_steps": 1,
+        "gamma": cases.GAMMA,
+        "seed": common.SEED,
+        "device": "cpu",
+    }
+
+
+def make_off_policy(case: str):
+    more = {} if case == "sac-pendulum" else {"action_noise": NormalActionNoise(np.zeros(1), cases.NOISE * np.ones(1))}
+    network = {"net_arch": list(cases.SAC_HIDDEN)}
+    return OFF_POLICY[case]("MlpPolicy", policy_kwargs=network, tau=cases.SAC_TAU, **off_policy_arguments(), **more)
 
 
 def train(model, watch: common.Stopwatch) -> None:
@@ -119,8 +129,8 @@ def main() -> None:
     cases.prepare(args.case)
     if args.case == "dqn-cartpole":
         model, warm_steps = make_dqn(), cases.DQN_EPSILON_STEPS
-    elif args.case == "sac-pendulum":
-        model, warm_steps = make_sac(), cases.SAC_LEARNING_STARTS
+    elif args.case in OFF_POLICY:
+        model, warm_steps = make_off_policy(args.case), cases.SAC_LEARNING_STARTS
     else:
         model, warm_steps = make_ppo(args.case), cases.ROLLOUT
     watch = common.Stopwatch(args.seconds, warm_steps)

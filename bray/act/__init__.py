@@ -18,7 +18,7 @@ from bray.act.policy import (
     standard_normals,
 )
 from bray.act.rules import RULES, Distribution, Rule, make_rule
-from bray.act.squashed import Squashed
+from bray.act.squashed import Deterministic, Squashed
 
 __all__ = [
     "GREEDY",
@@ -29,6 +29,7 @@ __all__ = [
     "ActingEngine",
     "Clock",
     "Decision",
+    "Deterministic",
     "Distribution",
     "EpsilonGreedy",
     "Policy",

@@ -1,28 +1,68 @@
-"""How SAC acts: tanh of a Gaussian."""
+"""How SAC, TD3 and DDPG act: tanh of a Gaussian, or a deterministic action and noise."""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 
 from bray.act.rules import RULES, Arrays, Mask, Rng, Rule
+from bray.schedules import Schedule, make_schedule
 from bray.spec import ActionLayout
 
 
-class Squashed(Rule):
-    """tanh of a Gaussian (SAC); uniformly random actions before learning starts."""
+class Continuous(Rule):
+    """Random actions before learning starts, each held for `random_hold` steps; then `explore`."""
+
+    def __init__(self, learning_starts: int = 0, random_hold: int = 1):
+        self.learning_starts, self.random_hold = learning_starts, random_hold
+
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
+        x = outputs[self.reads[0]]
+        if rng is not None and env_steps < self.learning_starts:
+            return {"action": held_actions(rng, env_steps, self.random_hold, len(x), layout.size)}
+        return {"action": self.explore(x, rng, env_steps)}
+
+    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+        """Actions `[B, D]` in [-1, 1] by the Model's output."""
+        raise NotImplementedError
+
+
+class Squashed(Continuous):
+    """tanh of a Gaussian (SAC)."""
 
     name, reads = "squashed", ("dist",)
 
-    def __init__(self, learning_starts: int = 0):
-        self.learning_starts = learning_starts
+    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+        return squashed(x, rng)
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
-        if rng is not None and env_steps < self.learning_starts:
-            return {"action": rng.uniform(-1.0, 1.0, (len(outputs["dist"]), layout.size)).astype(np.float32)}
-        return {"action": squashed(outputs["dist"], rng)}
+
+class Deterministic(Continuous):
+    """The Model's action and Gaussian noise of standard deviation `noise` (TD3, DDPG)."""
+
+    name, reads, stochastic = "deterministic", ("mu",), False
+
+    def __init__(self, noise: Schedule = 0.0, learning_starts: int = 0, random_hold: int = 1):
+        super().__init__(learning_starts, random_hold)
+        self.noise = make_schedule(noise)
+
+    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+        if rng is None:
+            return x
+        return np.clip(x + self.noise(env_steps) * rng.standard_normal(x.shape, np.float32), -1.0, 1.0)
+
+    def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
+        return {"mu": rng.uniform(-1.0, 1.0, (rows, layout.size)).astype(np.float32)}
+
+    def numbers(self, env_steps: int) -> dict[str, float]:
+        return {"noise": self.noise(env_steps)}
+
+    def trained(self) -> dict[str, float]:
+        return {"noise": float(self.noise(sys.maxsize))}
 
 
 RULES[Squashed.name] = Squashed
+RULES[Deterministic.name] = Deterministic
 
 
 def squashed(dist: np.ndarray, rng: Rng) -> np.ndarray:
@@ -31,3 +71,16 @@ def squashed(dist: np.ndarray, rng: Rng) -> np.ndarray:
     if rng is None:
         return np.tanh(mean)
     return np.tanh(mean + np.exp(log_std) * rng.standard_normal(mean.shape, np.float32))
+
+
+def held_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+    """Random actions `[rows, size]`: uniform, a new one at every step, for `hold` 1.
+
+    Else each is held for `hold` steps of `rows` environments, and half of its numbers are at a bound: in a game with inertia uniform noise
+    that changes at every step cancels itself out, and a car in a valley never leaves it. Nothing is remembered: a block of steps has its actions
+    from the seed of `rng` and its number, so that a resumed run goes on in the middle of one."""
+    if hold == 1:
+        return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
+    seed = rng.bit_generator.seed_seq.generate_state(4)  # type: ignore[attr-defined]
+    block = np.random.default_rng([*seed, env_steps // (hold * rows)])
+    return block.uniform(-2.0, 2.0, (rows, size)).clip(-1.0, 1.0).astype(np.float32)

@@ -25,6 +25,10 @@ ALGORITHMS: dict[str, Any] = {
     "R2D2": "bray.algos.r2d2",
     "PQN": "bray.algos.pqn",
     "SAC": "bray.algos.sac",
+    "SAC-Discrete": "bray.algos.sac_discrete",
+    "CrossQ": "bray.algos.crossq",
+    "DDPG": "bray.algos.ddpg",
+    "TD3": "bray.algos.td3",
     "ES": "bray.algos.es",
     "ARS": "bray.algos.ars",
 }

@@ -52,7 +52,7 @@ class Learner:
         self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: bool = True
     ):
         self.config, self.spec, self.model, self.model_config = config, spec, model, model_config
-        self.layout = spec.layout
+        self.layout, self.record = spec.layout, record
         self.device = next(model.parameters()).device
         if hasattr(config, "lr"):
             self.lr = make_schedule(config.lr)
@@ -68,7 +68,7 @@ class Learner:
         terms = getattr(model_config, "loss_terms", None)
         self.terms = Terms(terms, model, self._parts) if terms else None
         """Terms of the user's own in the Model's loss."""
-        self._step = capture(self.gradient_step if self.terms is None else self._with_terms, enabled=record)
+        self._step = capture(self.gradient_step if self.terms is None else self._with_terms, enabled=self.record)
 
     def build(self) -> dict[str, Any]:
         """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`, and parameters."""
@@ -141,3 +141,17 @@ def drawn(model: nn.Module, draws: list[Tensor] | tuple[Tensor, ...]) -> tuple[d
     """One draw of each random input as the last argument of a Model that has such; nothing for one that has none."""
     names = getattr(model, "draws", None) or {}
     return (dict(zip(names, draws, strict=True)),) if names else ()
+
+
+def check_bounded(spec: EnvSpec) -> None:
+    """Refuse an action space that is not a Box with finite bounds: the algorithm's actions are scaled to them."""
+    if not spec.layout.continuous:
+        raise ConfigError(
+            f"this algorithm needs a Box action space, {spec.id} has {spec.action.kind}; PPO, A2C, DQN and SAC-Discrete take discrete ones"
+        )
+    low, high = spec.layout.bounds()
+    if not np.isfinite([low, high]).all():
+        raise ConfigError(
+            f"this algorithm scales its actions to the bounds of the action space, and {spec.id} has low {low.tolist()} and high {high.tolist()}: "
+            "give them with env.action_bounds=[low, high], or use PPO or A2C, which need none"
+        )

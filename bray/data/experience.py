@@ -296,8 +296,8 @@ class Replay(Experience):
         if prioritized:
             self._options["alpha"] = alpha
         self._options |= {"max_use": max_use, "max_staleness": max_staleness, "frame_stack": frame_stack}
-        self.least = batch_size if max_use or max_staleness else 1
-        """Transitions needed before the first draw."""
+        self.least = batch_size
+        """Transitions needed before the first draw: fewer would be drawn again and again within one batch."""
         self.ring: ReplayRing | None = None
         self._due = 0  # environment steps that are not learnt from yet
         self._left = 0  # batches of the visit under way
@@ -332,10 +332,10 @@ class Replay(Experience):
     def check_rows(self, num_envs: int, ready: int) -> None:
         """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may be a dead one."""
         size = -(-2 * self.batch_size * num_envs // ready)
-        if self.least > 1 and self.size < size:
+        if self.size < size:
             raise ConfigError(
-                f"with max_use or max_staleness a gradient step waits until batch_size={self.batch_size} transitions can be "
-                f"drawn, so replay_size is at least {size}; got {self.size}"
+                f"a gradient step waits until batch_size={self.batch_size} transitions can be drawn, so replay_size is at least {size}; "
+                f"got {self.size}"
             )
 
     def _make_ring(self, example: dict[str, NestedArray], lanes: int) -> ReplayRing:
@@ -439,7 +439,10 @@ class Replay(Experience):
     def wait_reason(self) -> str:
         if self.ring is None:
             return "no game has sent a row to learn from yet"
-        return f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps"
+        return (
+            f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps and with a batch of "
+            f"{self.least:,} transitions"
+        )
 
     def numbers(self) -> dict[str, float]:
         return {} if self.ring is None else {"size": len(self.ring), **self.ring.stats()}

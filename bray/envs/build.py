@@ -66,6 +66,8 @@ class Builder:
             env = atari.AtariFrames(env, config.atari, config.frame_stack)
         for wrapper in config.wrappers:
             env = wrappers.apply(wrapper, env)
+        if config.action_bounds is not None:
+            env = wrappers.BoundedActions(env, *config.action_bounds)
         if config.frame_stack and not pictures:
             env = gym.wrappers.FrameStackObservation(env, config.frame_stack)
         if config.flatten_obs:
@@ -95,6 +97,8 @@ class Builder:
             out["drop_obs"] = list(config.drop_obs)
         if config.wrappers:
             out["wrappers"] = [w if isinstance(w, (str, dict)) else repr(w) for w in config.wrappers]
+        if config.action_bounds is not None:
+            out["action_bounds"] = list(config.action_bounds)
         if config.frame_stack:
             out["frame_stack"] = config.frame_stack
         if config.flatten_obs:

@@ -66,6 +66,9 @@ class EnvConfig:
     """Steps after which an episode is truncated. null = the environment's own limit, -1 = none."""
     wrappers: list[Any] = field(default_factory=list)
     """Wrappers from the inside out: a known name, a Gymnasium wrapper's name, `module:Class`, or a dict {name: ..., **arguments}."""
+    action_bounds: tuple[float | list[float], float | list[float]] | None = None
+    """[low, high] of a Box action space that has none, or within its own: numbers, or one list of them each. SAC, TD3, DDPG and CrossQ scale
+    their actions to the bounds. null = the environment's own."""
     frame_stack: Whole = 0
     """Observations stacked along a new first axis (0: none). Atari games have their own, `atari.frame_stack`."""
     flatten_obs: bool = False

@@ -206,7 +206,7 @@ def why_not_native(config: EnvConfig, source: EnvSource, render_mode: str | None
         return "it is not an environment of Gymnasium's registry"
     if config.per_env:
         return "env.per_env gives each environment its own arguments"
-    if config.wrappers or config.flatten_obs or config.drop_obs:
+    if config.wrappers or config.flatten_obs or config.drop_obs or config.action_bounds:
         return "wrappers work on single environments"
     if is_atari(spec):
         if not shows_pictures(config.atari, config.env_config):
@@ -308,10 +308,9 @@ def make_envpool(config: EnvConfig, source: EnvSource, seed: int) -> VecEnv:
     """The environment of that name in EnvPool, whose spaces are its own."""
     if importlib.util.find_spec("envpool") is None:
         raise ConfigError("env.vector=envpool needs the package envpool: pip install envpool")
-    if config.wrappers or config.flatten_obs or config.frame_stack or config.per_env or config.drop_obs:
-        raise ConfigError(
-            "env.vector=envpool takes no wrappers, frame_stack, flatten_obs, drop_obs or per_env: use env_config"
-        )
+    refused = ("wrappers", "frame_stack", "flatten_obs", "drop_obs", "action_bounds", "per_env")
+    if any(getattr(config, key) for key in refused):
+        raise ConfigError(f"env.vector=envpool takes no {', '.join(refused[:-1])} or {refused[-1]}: use env_config")
     envpool = importlib.import_module("envpool")
     task = source.name
     if task.startswith("ALE/"):

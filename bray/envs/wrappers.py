@@ -38,6 +38,28 @@ class ActionRepeat(gym.Wrapper):
         return obs, total, terminated, truncated, info
 
 
+class BoundedActions(gym.Wrapper):
+    """Bounds for a Box action space that has none, or within its own."""
+
+    def __init__(self, env: gym.Env, low: Any, high: Any):
+        super().__init__(env)
+        space = env.action_space
+        if not isinstance(space, gym.spaces.Box):
+            raise ConfigError(f"env.action_bounds is for a Box action space, and this one is {space}")
+        try:
+            low, high = (np.broadcast_to(np.asarray(x, np.float64), space.shape) for x in (low, high))
+        except ValueError:
+            raise ConfigError(
+                f"env.action_bounds: expected a number, or {space.shape} numbers, for low and for high; got {low} and {high}"
+            ) from None
+        fits = np.isfinite(low) & np.isfinite(high) & (low < high) & (low >= space.low) & (high <= space.high)
+        if not fits.all():
+            raise ConfigError(
+                f"env.action_bounds: expected finite numbers, low below high and within {space}; got {low.tolist()} and {high.tolist()}"
+            )
+        self.action_space = gym.spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)
+
+
 class NoopReset(gym.Wrapper):
     """Up to `noop_max` random idle steps at the start of each episode."""
 

@@ -9,7 +9,16 @@ from torch import nn
 from bray.errors import ConfigError, UnknownName
 from bray.nn.config import ModelConfig as ModelConfig
 from bray.nn.custom import make_custom
-from bray.nn.heads import ActorCritic, ContinuousQ, ImplicitQuantiles, QNetwork, SquashedGaussianActor
+from bray.nn.heads import (
+    ActorCritic,
+    CategoricalActor,
+    ContinuousQ,
+    DeterministicActor,
+    DiscreteQ,
+    ImplicitQuantiles,
+    QNetwork,
+    SquashedGaussianActor,
+)
 from bray.nn.own import example_obs as example_obs, register
 from bray.spec import EnvSpec
 
@@ -34,17 +43,22 @@ _KINDS: dict[str, Any] = {
     "q": QNetwork,
     "implicit_quantiles": ImplicitQuantiles,
     "squashed_gaussian": SquashedGaussianActor,
+    "deterministic": DeterministicActor,
+    "categorical": CategoricalActor,
     "continuous_q": ContinuousQ,
+    "discrete_q": DiscreteQ,
 }
+_CRITICS = ("continuous_q", "discrete_q")
+"""Private to a Learner: a `custom_model` does not take their place."""
 
 
 def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool = False, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
-    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, continuous_q; `options` go to the class of that kind.
-    `memory`: whether the algorithm trains a network of this kind that has one; those of an actor_critic all do."""
+    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical; continuous_q, discrete_q; `options` go to the
+    class of that kind. `memory`: whether the algorithm trains a network of this kind that has one; those of an actor_critic all do."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
-    if config.custom_model is None or kind == "continuous_q":  # critics of SAC are private to its Learner
+    if config.custom_model is None or kind in _CRITICS:
         return _KINDS[kind](spec, config, **options)
     if kind == "implicit_quantiles" or options.get("num_atoms", 1) > 1:
         raise ConfigError(

@@ -35,8 +35,18 @@ _RETURNS = {
     "actor_critic": "or a tuple (dist, value); or dist alone, then Bray adds a value network",
     "q": "or that tensor alone",
     "squashed_gaussian": "or a tuple (mean, log_std)",
+    "deterministic": "or that tensor alone, in [-1, 1]",
+    "categorical": "or that tensor alone",
 }
-_WORDS = {"actor_critic": "PPO and A2C take", "q": "DQN, PQN and R2D2 take", "squashed_gaussian": "SAC takes"}
+_SINGLE = {"q": "q", "deterministic": "mu", "categorical": "dist"}
+"""What a lone tensor is."""
+_WORDS = {
+    "actor_critic": "PPO and A2C take",
+    "q": "DQN, PQN and R2D2 take",
+    "squashed_gaussian": "SAC and CrossQ take",
+    "deterministic": "TD3 and DDPG take",
+    "categorical": "SAC-Discrete takes",
+}
 
 
 def make_custom(kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig, memory: bool = False) -> nn.Module:
@@ -250,8 +260,8 @@ class Reader(nn.Module):
     def forward(self, out: Any, obs: Any) -> dict[str, Tensor]:
         if isinstance(out, dict):
             return out
-        if self.kind == "q":
-            return {"q": out}
+        if self.kind in _SINGLE:
+            return {_SINGLE[self.kind]: out}
         if self.kind == "squashed_gaussian":
             mean, log_std = out.chunk(2, 1) if isinstance(out, Tensor) else out
             return {"dist": torch.cat([mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)], 1)}

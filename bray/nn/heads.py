@@ -1,7 +1,7 @@
-"""Models: an encoder and the heads that PPO, A2C, DQN and SAC read.
+"""Models: an encoder and the heads that algorithms read.
 
 All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}), `ImplicitQuantiles` {"q"},
-`SquashedGaussianActor` {"dist"}. With `use_lstm` the first two take and return a state. With noisy layers they take draws
+`SquashedGaussianActor` and `CategoricalActor` {"dist"}, `DeterministicActor` {"mu"}. With `use_lstm` the first two take and return a state. With noisy layers they take draws
 (`bray.nn.noise`) after the observation and the state. Action masks are not applied
 here but beside the environment and in losses, so that an exported model is the same for both.
 """
@@ -311,30 +311,81 @@ class SquashedGaussianActor(Headed):
         return {"dist": torch.cat([mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)], 1)}
 
 
-class ContinuousQ(nn.Module):
-    """(obs, action [B, D]) -> values of `n` critics `[n, B]`, evaluated together. An image's convolutions are shared."""
+class DeterministicActor(Headed):
+    """obs -> {"mu": [B, D]}: the action itself, in [-1, 1] (DDPG, TD3)."""
 
-    def __init__(self, spec: EnvSpec, config: ModelConfig, n: int = 2):
-        super().__init__()
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"mu": (batch, spec.layout.size)}
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
         size = _continuous(spec)
+        if config.use_lstm:
+            raise ConfigError("DeterministicActor has no memory: use_lstm must be false")
+        super().__init__(make_encoder(spec.observation, config))
+        self.head = linear(int(self.core.out_features), size, POLICY_GAIN, config.init)  # type: ignore[arg-type]
+
+    def heads(self, x: Tensor) -> dict[str, Tensor]:
+        return {"mu": torch.tanh(self.head(x))}
+
+
+class CategoricalActor(Headed):
+    """obs -> {"dist": [B, N]}: logits of N choices (SAC for discrete actions)."""
+
+    @staticmethod
+    def outputs(spec: EnvSpec, batch: int) -> Shapes:
+        return {"dist": (batch, spec.num_actions)}
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig):
+        if config.use_lstm:
+            raise ConfigError("CategoricalActor has no memory: use_lstm must be false")
+        super().__init__(make_encoder(spec.observation, config))
+        self.head = linear(int(self.core.out_features), spec.num_actions, POLICY_GAIN, config.init)  # type: ignore[arg-type]
+
+    def heads(self, x: Tensor) -> dict[str, Tensor]:
+        return {"dist": self.head(x)}
+
+
+class _Critics(nn.Module):
+    """`n` critics on the features of an observation, evaluated together. An image's convolutions are shared."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig, n: int, extra: int, out: int, batch_norm: bool = False):
+        super().__init__()
         if config.layers is not None:
-            raise ConfigError(
-                "'layers' describes no critic of (observation, action); use fcnet_hiddens and conv_filters"
-            )
+            raise ConfigError("'layers' describes no critic; use fcnet_hiddens and conv_filters")
         self.features = Features(spec.observation, config)
         self.towers = Towers(
             n,
-            self.features.out_features + size,
+            self.features.out_features + extra,
             config.fcnet_hiddens,
             config.fcnet_activation,
             config.layer_norm,
             config.init,
-            out=1,
+            out=out,
             out_gain=VALUE_GAIN,
+            batch_norm=batch_norm,
         )
 
-    def forward(self, obs: Any, action: Tensor) -> Tensor:
-        return self.towers(torch.cat([self.features(obs), action], 1)).squeeze(2)
+
+class DiscreteQ(_Critics):
+    """obs -> values of the N actions by `n` critics `[n, B, N]`."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig, n: int = 2):
+        super().__init__(spec, config, n, 0, spec.num_actions)
+
+    def forward(self, obs: Any) -> Tensor:
+        return self.towers(self.features(obs))
+
+
+class ContinuousQ(_Critics):
+    """(obs, action [B, D]) -> values of `n` critics `[n, B]`; `first`: of the first ones alone. With `batch_norm` (CrossQ) every dense layer
+    has a `BatchRenorm` before it, which `learn` lets learn."""
+
+    def __init__(self, spec: EnvSpec, config: ModelConfig, n: int = 2, batch_norm: bool = False):
+        super().__init__(spec, config, n, _continuous(spec), 1, batch_norm)
+
+    def forward(self, obs: Any, action: Tensor, first: int | None = None, learn: bool = False) -> Tensor:
+        return self.towers(torch.cat([self.features(obs), action], 1), first, learn).squeeze(2)
 
 
 def _continuous(spec: EnvSpec) -> int:

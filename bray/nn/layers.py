@@ -153,6 +153,7 @@ class Towers(nn.Module):
         init: str = "orthogonal",
         out: int | None = None,
         out_gain: float = 1.0,
+        batch_norm: bool = False,
     ):
         super().__init__()
         self.n, self.num_hidden, self.act = n, len(hiddens), activation(activation_name)
@@ -168,17 +169,71 @@ class Towers(nn.Module):
         if layer_norm:
             self.norm_weights.extend(nn.Parameter(torch.ones(n, 1, h)) for h in hiddens)
             self.norm_biases.extend(nn.Parameter(torch.zeros(n, 1, h)) for h in hiddens)
+        self.batch_norms = nn.ModuleList(BatchRenorm(n, size) for size in sizes[:-1]) if batch_norm else None
         self.out_features = sizes[-1]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.expand(self.n, *x.shape)
+    def forward(self, x: Tensor, first: int | None = None, learn: bool = False) -> Tensor:
+        """first: the first MLPs alone. learn: batch norms normalise by this batch, and their running statistics follow it."""
+        x = x.expand(first or self.n, *x.shape)
         for k, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x, weight)
+            if self.batch_norms is not None:
+                x = self.batch_norms[k](x, learn)
+            x = torch.baddbmm(bias[:first], x, weight[:first])
             if k < self.num_hidden:
                 if self.layer_norm:
-                    x = torch.addcmul(self.norm_biases[k], F.layer_norm(x, (weight.shape[-1],)), self.norm_weights[k])
+                    norm = F.layer_norm(x, (weight.shape[-1],))
+                    x = torch.addcmul(self.norm_biases[k][:first], norm, self.norm_weights[k][:first])
                 x = self.act(x)
         return x
+
+
+class BatchRenorm(nn.Module):
+    """Batch renormalisation (Ioffe 2017) of `[n, B, H]` over B, with scale and shift of their own for each of n networks.
+
+    With `learn` a batch is normalised by its own mean and variance. After `warmup` such batches these are corrected towards the running
+    ones, by a factor within 1/`r_max` ... `r_max` and a shift within `d_max`, so that a batch is seen as it is without `learn`: by the running statistics.
+    """
+
+    mean: Tensor
+    var: Tensor
+    batches: Tensor
+
+    def __init__(
+        self, n: int, size: int, momentum: float = 0.01, warmup: int = 100_000, r_max: float = 3.0, d_max: float = 5.0
+    ):
+        super().__init__()
+        self.momentum, self.warmup, self.r_max, self.d_max, self.eps = momentum, warmup, r_max, d_max, 1e-3
+        self.weight, self.bias = nn.Parameter(torch.ones(n, 1, size)), nn.Parameter(torch.zeros(n, 1, size))
+        self.register_buffer("mean", torch.zeros(n, 1, size))
+        self.register_buffer("var", torch.ones(n, 1, size))
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x: Tensor, learn: bool = False) -> Tensor:
+        n, batch, _ = x.shape
+        if not learn:
+            scale = self.weight[:n] * torch.rsqrt(self.var[:n] + self.eps)
+            return torch.addcmul(self.bias[:n] - self.mean[:n] * scale, x, scale)
+        r, d = self._correct(x.detach())
+        weight, bias = self.weight * r, self.bias + self.weight * d
+        # As one batch of n * H columns: PyTorch's own kernel, gradients included, takes a seventh of the time of the formula in tensors.
+        x = x.transpose(0, 1).reshape(batch, -1)
+        x = F.batch_norm(x, None, None, weight.reshape(-1), bias.reshape(-1), True, 0.0, self.eps)
+        return x.view(batch, n, -1).transpose(0, 1)
+
+    @torch.no_grad()
+    def _correct(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Factor and shift of renormalisation; the running statistics then follow the batch."""
+        ones = x.new_full((1, 1, 1), 1.0 / x.shape[1]).expand(len(x), 1, x.shape[1])
+        mean = torch.bmm(ones, x)  # products with ones: sums over the middle dimension are slow
+        var = (torch.bmm(ones, x * x) - mean * mean).clamp(min=0.0)
+        inverse, warm = torch.rsqrt(self.var + self.eps), self.batches >= self.warmup
+        r = (torch.sqrt(var + self.eps) * inverse).clamp(1.0 / self.r_max, self.r_max)
+        d = ((mean - self.mean) * inverse).clamp(-self.d_max, self.d_max)
+        r, d = torch.where(warm, r, torch.ones_like(r)), torch.where(warm, d, torch.zeros_like(d))
+        self.mean.lerp_(mean, self.momentum)
+        self.var.lerp_(var, self.momentum)
+        self.batches.add_(1.0)
+        return r, d
 
 
 def conv_out(size: int, kernel: int, stride: int, padding: int) -> int:
