@@ -76,14 +76,14 @@ class Novelty(nn.Module):
 
 
 class Learner(base.Learner):
-    """A Learner whose Config has `rnd` and `rnd_lr`."""
+    """A Learner whose Config may have `rnd` and `rnd_lr`."""
 
     novelty: Novelty | None = None
 
     def explore(self) -> dict[str, Any]:
         """Make what `rnd` asks for; returns what checkpoints hold of it. Called by `build`, last."""
         c = self.config
-        if not c.rnd:
+        if not getattr(c, "rnd", 0.0):  # PG has no such option
             return {}
         self.novelty = Novelty(self.spec, self.model_config, c.rnd, c.rnd_lr, self.device)
         self.novelty_optimizer = self.novelty.optimizer  # where several ranks look for gradients to average
