@@ -1,14 +1,17 @@
 """Losses over distributions of returns, soft values, traces of ACER and the like: against independent float64 loops and by hand."""
 
+import inspect
 import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from bray.rl import losses, transforms
+from bray.rl import losses, returns, transforms
 
 few = settings(max_examples=25, deadline=None)
 sizes = given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 5), n=st.integers(2, 7))
@@ -357,3 +360,15 @@ def test_noise_that_remembers():
     for _ in range(400):
         x = transforms.ornstein_uhlenbeck(x, rng.standard_normal(4000), sigma=0.3, theta=1.0, dt=0.05)
     assert math.isclose(x.std(), 0.3 * math.sqrt(0.05 / (1 - 0.95**2)), rel_tol=0.05)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("module", [losses, returns, transforms], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_every_function_is_described_and_tested(module):
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    found = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
+    public = {n: f for n, f in found.items() if not n.startswith("_")}
+    assert [n for n, f in public.items() if not inspect.getdoc(f)] == []
+    assert [n for n in public if not re.search(rf"\b{n}\(|\b{n},|\"{n}\"", tests)] == []
