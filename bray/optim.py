@@ -30,6 +30,7 @@ class Optimizer:
         kind: str = "adam",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
+        ignore_grad_norm: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -42,6 +43,8 @@ class Optimizer:
         if not self.params:
             raise ValueError("an optimizer needs at least one parameter")
         self.kind, self.max_grad_norm, self.max_grad_value = kind, max_grad_norm, max_grad_value
+        self.ignore_grad_norm = ignore_grad_norm
+        """A gradient beyond this norm is taken for zero; None = none is."""
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.flat = flatten_parameters(self.params)
         # float64, because 1 - 0.999**1 in float32 is wrong in the fifth digit
@@ -79,6 +82,8 @@ class Optimizer:
                 return torch.linalg.vector_norm(grad)
             grad = mean
         norm = torch.linalg.vector_norm(grad)
+        if self.ignore_grad_norm is not None:
+            grad = torch.where(norm <= self.ignore_grad_norm, grad, 0.0)
         if self.max_grad_norm is not None:
             grad = grad * torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0)
         if self.max_grad_value is not None:
@@ -125,3 +130,19 @@ def flatten_parameters(params: list[nn.Parameter]) -> Tensor:
         p.data = flat[at : at + p.numel()].view(p.shape)
         at += p.numel()
     return flat
+
+
+def without_conflicts(gradients: Tensor, order: Tensor | None = None) -> Tensor:
+    """PCGrad (Yu et al. 2020): the sum of the gradients of K tasks `[K, P]` -> `[P]`, each without its part against the others. Where two point
+    against each other (g . h < 0), g loses its projection on h. `order [K]`: in which the others are gone through; the paper draws it."""
+    count = len(gradients)
+    others = range(count) if order is None else order.tolist()
+    out = []
+    for i in range(count):
+        g = gradients[i]
+        for j in others:
+            if j != i:
+                h = gradients[j]
+                g = g - (torch.dot(g, h) / torch.dot(h, h).clamp(min=1e-30)).clamp(max=0.0) * h
+        out.append(g)
+    return torch.stack(out).sum(0)

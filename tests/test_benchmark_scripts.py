@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from benchmarks import rl_functions, same_weights, trace_files
+from benchmarks.learning.foes import Foes
 from benchmarks.same_weights import Trained, difference
 
 
@@ -93,3 +94,14 @@ def test_functions_of_rl_are_timed_and_checked(capsys):
     assert [name for name in rl_functions.FUNCTIONS if out.count(f"{name} ") != 1] == []
     with pytest.raises(SystemExit, match="GAE differs from a float64 loop by"):
         rl_functions.check(np.zeros(2), np.ones(2), "GAE")
+
+
+def test_the_nearest_foe_that_is_there_counts():
+    env = Foes()
+    obs, _ = env.reset(seed=0)
+    total, done = 0.0, False
+    while not done:
+        distance = [np.linalg.norm(x) if there else np.inf for x, there in zip(obs["foes"], obs["there"], strict=True)]
+        obs, reward, done, _, _ = env.step(int(obs["foes"][int(np.argmin(distance)), 0] < 0))
+        total += reward
+    assert total == 10.0

@@ -15,6 +15,7 @@ from bray.nn import ModelConfig, make_encoder, make_model, register_loss_term
 from bray.rundir.trust import named
 from bray.spec import EnvSpec, Space
 
+slow = pytest.mark.slow
 PPO = {"num_envs": 4, "rollout_length": 8, "minibatches": 2, "epochs": 2, "fcnet_hiddens": [8], "save_figure": False}
 
 
@@ -51,8 +52,8 @@ for function in (squared_error, size_of_outputs):
     [
         ("PPO", {**PPO, "minibatches": 1}),
         ("PPO", {**PPO, "minibatches": 1, "use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4}),
-        ("PPO", {**PPO, "minibatches": 1, "record": False}),
-        ("A2C", {"num_envs": 4, "fcnet_hiddens": [8], "rollout_length": 8}),
+        pytest.param("PPO", {**PPO, "minibatches": 1, "record": False}, marks=slow),
+        pytest.param("A2C", {"num_envs": 4, "fcnet_hiddens": [8], "rollout_length": 8}, marks=slow),
     ],
     ids=["rows", "sequences", "eager", "A2C"],
 )
@@ -88,9 +89,6 @@ def learn(run, **terms):
     weights = exp.training.weights()
     exp.close()
     return weights, learner.numbers()
-
-
-slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,17 @@
 """Losses over distributions of returns, soft values, traces of ACER and the like: against independent float64 loops and by hand."""
 
+import inspect
+import itertools
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from bray.rl import losses, transforms
+from bray.rl import losses, returns, transforms
 
 few = settings(max_examples=25, deadline=None)
 sizes = given(seed=st.integers(0, 2**32 - 1), batch=st.integers(1, 5), n=st.integers(2, 7))
@@ -318,3 +322,53 @@ def test_pairs_that_belong_together_cost_nothing_and_guessing_costs_log_b():
     x = torch.eye(4)
     assert losses.contrastive(x, x, 0.01).max() < 1e-6
     torch.testing.assert_close(losses.contrastive(x, torch.ones(4, 4)), torch.full((4,), math.log(4.0)))
+
+
+@sizes
+@few
+def test_labels_are_matched_as_by_trying_all_orders(seed, batch, n):
+    rng = np.random.default_rng(seed)
+    logits, label = rng.normal(size=(batch, n)) * 2, rng.integers(n, size=batch)
+
+    def loss(order):
+        return sum(-log_softmax(logits[k])[order[k]] for k in range(batch))
+
+    want = min(loss(order) for order in itertools.permutations(label))
+    got = losses.match_labels(tensor(logits), tensor(label)).tolist()
+    assert sorted(got) == sorted(label.tolist())
+    assert math.isclose(loss(got), want, rel_tol=1e-9)
+
+
+@sizes
+@few
+def test_kl_of_categoricals_equals_a_loop(seed, batch, n):
+    rng = np.random.default_rng(seed)
+    a, b = rng.normal(size=(2, batch, n))
+    want = []
+    for i in range(batch):
+        p, q = log_softmax(a[i]), log_softmax(b[i])
+        want.append(sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)))
+    close(losses.categorical_kl(tensor(a), tensor(b)), want)
+    close(losses.categorical_kl(tensor(a), tensor(a)), np.zeros(batch))
+
+
+def test_noise_that_remembers():
+    """By hand, and its standard deviation in the long run: sigma^2 dt / (1 - (1 - theta dt)^2)."""
+    got = transforms.ornstein_uhlenbeck(np.array([2.0]), np.array([1.0]), mu=1.0, sigma=0.4, theta=0.5, dt=0.25)
+    close(got, [2.0 - 0.125 + 0.2])
+    rng, x = np.random.default_rng(0), np.zeros(4000)
+    for _ in range(400):
+        x = transforms.ornstein_uhlenbeck(x, rng.standard_normal(4000), sigma=0.3, theta=1.0, dt=0.05)
+    assert math.isclose(x.std(), 0.3 * math.sqrt(0.05 / (1 - 0.95**2)), rel_tol=0.05)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("module", [losses, returns, transforms], ids=lambda m: m.__name__.rpartition(".")[2])
+def test_every_function_is_described_and_tested(module):
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    found = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__}
+    public = {n: f for n, f in found.items() if not n.startswith("_")}
+    assert [n for n, f in public.items() if not inspect.getdoc(f)] == []
+    assert [n for n in public if not re.search(rf"\b{n}\(|\b{n},|\"{n}\"", tests)] == []

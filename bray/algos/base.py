@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,10 +67,14 @@ class Learner:
             raise ConfigError(
                 f"{type(self).__name__}.build: expected what checkpoints hold, by name, got {self._parts}"
             )
+        self._step = capture(self.gradient_step, enabled=self.record)
         terms = getattr(model_config, "loss_terms", None)
         self.terms = Terms(terms, model, self._parts) if terms else None
         """Terms of the user's own in the Model's loss."""
-        self._step = capture(self.gradient_step if self.terms is None else self._with_terms, enabled=self.record)
+        if self.terms is not None:
+            for step in vars(self).values():  # `_step`, and those that a page recorded for itself
+                if isinstance(step, capture):
+                    step.fn = partial(self._with_terms, step.fn)
 
     def build(self) -> dict[str, Any]:
         """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`, and parameters."""
@@ -90,10 +96,10 @@ class Learner:
         """The rows that a gradient step with these arguments learns from."""
         return batch
 
-    def _with_terms(self, *args: Any) -> Any:
+    def _with_terms(self, step: Callable[..., Any], *args: Any) -> Any:
         assert self.terms is not None
         with self.terms.added(self.rows_of(*args)):
-            return self.gradient_step(*args)
+            return step(*args)
 
     @property
     def is_recorded(self) -> bool:
@@ -109,7 +115,11 @@ class Learner:
 
     def numbers(self) -> dict[str, float]:
         """What a result row says beside the metrics of updates."""
-        return {} if self.terms is None else self.terms.numbers()
+        if self.terms is None:
+            return {}
+        if self.steps > 100 and not self.terms.names:
+            raise ConfigError("loss_terms: this algorithm takes no step with the loss of its Model; leave them out")
+        return self.terms.numbers()
 
     def start_with_model(self) -> None:
         """The Model has got weights from elsewhere: targets that are copies of it begin with them too."""

@@ -45,7 +45,8 @@ class Terms:
     def _loss(self, batch: Mapping[str, Any]) -> Tensor:
         columns = _columns(batch)
         outputs = self._outputs(columns)
-        total, numbers = columns["weight"].new_zeros(()), {}
+        total = columns["weight"].new_zeros(())
+        numbers: dict[str, Tensor] = {}
         for name, function in self.functions.items():
             value, more = self._ask(name, function, columns, outputs)
             total = total + self.weights[name] * value

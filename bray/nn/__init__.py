@@ -10,6 +10,7 @@ from bray.nn.catalog import (
     register_preprocessor,
 )
 from bray.nn.encoders import Encoder, make_encoder
+from bray.nn.functions import binary_encode, gumbel_softmax, one_hot, soft_argmax, to_arrays, to_tensors
 from bray.nn.gtrxl import GRUGate, GTrXL
 from bray.nn.heads import ActorCritic, ContinuousQ, QNetwork, SquashedGaussianActor
 from bray.nn.layers import MLP, ResidualConv, ResidualMLP, Towers
@@ -43,13 +44,19 @@ __all__ = [
     "SelfAttention",
     "SquashedGaussianActor",
     "Towers",
+    "binary_encode",
     "example_obs",
+    "gumbel_softmax",
     "make_encoder",
     "make_model",
     "noise_shapes",
+    "one_hot",
     "register_loss_term",
     "register_model",
     "register_preprocessor",
+    "soft_argmax",
+    "to_arrays",
+    "to_tensors",
     "update_normalizers",
     "with_noise",
 ]

@@ -36,7 +36,7 @@ class EntityStem(nn.Module):
         )
         self.out_features = self.encoder.out_features
         if picture is not None:
-            self.scatter, self.thin = Scatter(*picture[1:]), linear(config.entity_width, DRAWN)
+            self.scatter, self.thin = Scatter(picture[1], picture[2]), linear(config.entity_width, DRAWN)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """-> features `[B, 2 D]`, and channels `[B, 16, height, width]` for the picture or None."""

@@ -6,6 +6,7 @@ those n steps, so that one `td_error` serves 1-step and n-step, Q and V.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -42,6 +43,13 @@ def kl_estimate(logp: Tensor, logp_other: Tensor, kind: str = "k3") -> Tensor:
     if kind == "k3":
         return torch.expm1(-d) + d
     raise ValueError(f"kind should be k1, k2 or k3, got {kind!r}")
+
+
+def categorical_kl(logits: Tensor, other: Tensor) -> Tensor:
+    """KL(p, q) of p = softmax(logits), q = softmax(other), `[..., N]` -> `[...]`: sum p (log p - log q). With the old policy first and without
+    gradient it is what PPG's auxiliary phase keeps the policy by (Cobbe et al. 2021)."""
+    logp = logits.log_softmax(-1)
+    return (logp.exp() * (logp - other.log_softmax(-1))).sum(-1)
 
 
 def counterfactual_advantage(q: Tensor, probs: Tensor, action: Tensor) -> Tensor:
@@ -181,6 +189,40 @@ def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:
 
 
 # Labels and pairs
+
+
+def match_labels(logits: Tensor, label: Tensor) -> Tensor:
+    """Which label each row of logits is trained towards, where the order of the labels means nothing: the assignment with the least cross entropy.
+    `logits [K, N]`, `label [K]` -> `[K]`, the labels in another order (the Hungarian method, Kuhn 1955)."""
+    cost = -logits.detach().log_softmax(-1)[:, label]  # [K, K]
+    return label[torch.tensor(_assign(cost.double().cpu().numpy()), device=label.device)]
+
+
+def _assign(cost: np.ndarray) -> list[int]:
+    """The column of each row in the assignment of least cost: rows come in one by one, each along the shortest path of changes."""
+    n = len(cost)
+    row_of = np.full(n + 1, -1)  # column n stands for the row that comes in
+    row_price, column_price = np.zeros(n), np.zeros(n + 1)
+    for row in range(n):
+        row_of[n], column = row, n
+        least, came_from, seen = np.full(n, np.inf), np.full(n, n), np.zeros(n + 1, bool)
+        while row_of[column] >= 0:
+            seen[column] = True
+            free = ~seen[:n]
+            reduced = cost[row_of[column]] - row_price[row_of[column]] - column_price[:n]
+            better = free & (reduced < least)
+            least[better], came_from[better] = reduced[better], column
+            nearest = int(np.where(free, least, np.inf).argmin())
+            step = least[nearest]
+            row_price[row_of[seen]] += step
+            column_price[seen] -= step
+            least[free] -= step
+            column = nearest
+        while column != n:
+            row_of[column] = row_of[came_from[column]]
+            column = int(came_from[column])
+        row_of[n] = -1
+    return [int(np.flatnonzero(row_of[:n] == row)[0]) for row in range(n)]
 
 
 def smoothed_cross_entropy(logits: Tensor, label: Tensor, smoothing: float = 0.1) -> Tensor:

@@ -1,4 +1,4 @@
-"""Invertible maps of values, and maps of IQN's fractions. torch tensors or numpy arrays, of any shape."""
+"""Invertible maps of values, maps of IQN's fractions, and noise. torch tensors or numpy arrays, of any shape."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def symlog(x: Array) -> Array:
 def symexp(x: Array) -> Array:
     """The inverse of `symlog`: sign(x) (exp(|x|) - 1)."""
     return _lib(x).sign(x) * _lib(x).expm1(abs(x))
+
+
+def ornstein_uhlenbeck(
+    x: Array, noise: Array, mu: float = 0.0, sigma: float = 0.3, theta: float = 0.15, dt: float = 0.01
+) -> Array:
+    """The next value of noise that remembers (Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016): x + theta (mu - x) dt + sigma sqrt(dt) n, for
+    standard normal `noise` n of the shape of x. In the long run its standard deviation is about sigma / sqrt(2 theta)."""
+    return x + theta * dt * (mu - x) + sigma * dt**0.5 * noise
 
 
 def distort(tau: Array, risk: str, eta: float = 0.71) -> Array:
