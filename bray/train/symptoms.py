@@ -170,7 +170,7 @@ class Symptoms:
         if dead is None or dead < DEAD:
             return ""
         return (
-            f"{dead:.0%} of the units of a layer are zero for every observation: dead ReLUs, which no gradient reaches any more. Begin another run. "
+            f"{dead:.0%} of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end), and no gradient moves them any more. Begin another run. "
             + self._helps(_LOWER_LR, ("set", "layer_norm"), ("change", "fcnet_activation"), *_SCALE)
         )
 
