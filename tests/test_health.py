@@ -56,12 +56,12 @@ class Big(gym.Wrapper):
 
 
 def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
-    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1}, 8, tmp_path / "r")
-    (said,) = [w for w in warnings(caplog) if "moves too far" in w]
-    assert re.search(r"\(kl [\d.]+, usual is below 0.02", said)
-    assert said.endswith("Usually helps: lower lr (0.100 now), lower epochs (4 now) or set target_kl.")
+    """The policy jumps; it may also jump to an end where it stays."""
+    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1}, 10, tmp_path / "r")
+    said = next(w for w in warnings(caplog) if "moves too far in each update" in w or "always does the same" in w)
+    assert "Usually helps: lower lr (0.100 now), " in said or "Usually helps: lower lr (0.100 now) or" in said
     assert "health" not in rows[0]
-    assert "step size" in rows[-1]["health"]
+    assert rows[-1]["health"].startswith(("step size", "entropy", "dead units"))
     assert read_results(tmp_path / "r")[-1]["health"] == rows[-1]["health"]
     assert said in RunDir.open(tmp_path / "r").log.read_text()
     assert main(["runs", str(tmp_path)]) == 0
@@ -72,7 +72,7 @@ def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
     again = list(exp.train({"training_iteration": 14}))
     exp.close()
     assert again[0]["health"].startswith(rows[-1]["health"])
-    assert not [w for w in warnings(caplog) if "moves too far" in w]  # it was said before
+    assert said.partition("(")[0] not in caplog.text  # it was said before
 
 
 @pytest.mark.parametrize(("algo", "config"), [("PPO", ON), ("A2C", ON), ("DQN", OFF)])
@@ -183,7 +183,7 @@ def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
     changed, patience = SIGNS[cause]
     symptoms = Symptoms(OPTIONS)
     for i in range(4 * patience):
-        symptoms.look({**EPISODES, **SOUND, **({} if i % patience == 0 else changed)})
+        symptoms.look({**EPISODES, **SOUND, **(changed if i % 3 == 0 else {})})
     assert not caplog.records
 
 
