@@ -99,8 +99,15 @@ def test_the_table_tells_what_did_not_pass(tmp_path):
     (tmp_path / "README.md").write_text("old\n\n## Kept\n")
     learning.table(tmp_path)
     lines = (tmp_path / "README.md").read_text().splitlines()
+    changed = ", ".join(f"{k}={v}" for k, v in SMALL.items())
     below, reached = [line.split(" | ") for line in lines if line.startswith(("| [below]", "| [reached]"))]
-    assert reached[1:6] == ["PPO, CartPole-v1 (defaults)", "475", "128", "1 of 3, 1 unfinished", "500 [500, 500]"]
+    assert reached[1:6] == [
+        f"PPO, CartPole-v1 (defaults, {changed})",
+        "475",
+        "128",
+        "1 of 3, 1 unfinished",
+        "500 [500, 500]",
+    ]
     assert reached[8] == "1,000, 2,000 (not), 3,000 (unfinished)"
     assert (below[2], below[4], below[8]) == ("below 200", "1 of 2", "1,000, 2,000 (reached it)")
     assert lines[-1] == "## Kept"
@@ -116,3 +123,12 @@ def test_quick_has_one_case_of_each_algorithm_and_fits_an_hour():
     assert [learning.CASES[name].run for name in names] == list(dict.fromkeys(c.run for c in learning.CASES.values()))
     assert {learning.CASES[name].run for name in names} == set(ALGORITHMS)
     assert learning.QUICK["minutes"] < 60
+
+
+def test_what_there_is_no_time_for_is_told_as_unfinished(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(learning.QUICK, "out", tmp_path / "out")
+    learning.main(["--quick", "--minutes", "0"])
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [t["case"] for t in told] == learning.quick_cases()
+    assert {(t["passed"], t["seeds"], t["unfinished"]) for t in told} == {(0, 2, 2)}
+    assert (tmp_path / "out" / "README.md").read_text().count("0 of 2, 2 unfinished") == len(told)

@@ -8,7 +8,7 @@ from envs_for_tests import Scripted
 from bray.algos import ALGORITHMS, get_algo, make_policy, takers
 from bray.cli.algos import ACTIONS, PROBE, action_spaces, papers
 from bray.cli.main import main
-from bray.config.runfile import presets, scores
+from bray.config.runfile import presets, scores, settings
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
@@ -26,7 +26,7 @@ def test_algos_lists_presets_with_how_many_seeds_reach_their_score(capsys, monke
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
     assert set(ALGORITHMS) <= lines.keys()
     for s in scores():
-        if s["preset"] and s["must"] == "reach":
+        if settings(s) == "preset" and s["must"] == "reach":
             assert f"{s['env']} {s['passed']}/{s['seeds']}" in lines[s["run"]]
     for name, env, _ in presets():
         assert env in lines[name]
@@ -61,7 +61,8 @@ def test_every_algorithm_names_its_paper(name):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_space_that_the_policy_takes_is_taken_by_model_and_learner(name):
     """The Policy alone is asked; the others must agree with it."""
-    algo, config, model = get_algo(name), get_algo(name).Config(), ModelConfig(fcnet_hiddens=(4,))
+    algo, config = get_algo(name), get_algo(name).Config()
+    model = ModelConfig(**{**getattr(algo, "DEFAULTS", {}).get("model", {}), "fcnet_hiddens": (4,)})
     taken = action_spaces(algo)
     assert taken
     for kind, space in ACTIONS.items():
@@ -152,7 +153,7 @@ def test_what_was_measured_comes_first(known):
     fast, slow = (rank(Facts(CARTPOLE, speed, (9.0, 20.0))) for speed in (1e5, 100.0))
     assert fast[0] == advise.Advice("PPO", "measured here: 475 on 5 of 5 seeds, 20,000 steps, 4 s")
     assert slow[0].name == "C51"  # the fewest steps
-    assert fast[2].name == "A2C"  # DQN did not pass on all seeds: it is judged by its kind
+    assert "DQN" not in [a.name for a in fast[:2]]  # it did not pass on all seeds: it is judged by its kind
     assert "SAC" not in names(Facts(CARTPOLE, 100.0, ()))
 
 
@@ -162,12 +163,18 @@ def test_the_speed_of_steps_decides_without_a_measurement():
     assert slow[0] == advise.Advice("DQN", "uses each step many times; they are slow (100 a second)")
     box = EnvSpec("Arm-v0", PROBE.observation, Space("box", (2,), "float32", -1.0, 1.0))
     assert names(Facts(box, 100.0, ()))[0] == "SAC"
+    lander = EnvSpec("LunarLander-v3", PROBE.observation, ACTIONS["discrete"])
+    assert rank(Facts(lander, 100.0, ()))[0].name == "PPO"  # slow or not: it has a preset
 
 
 def test_exploration_comes_first_where_chance_makes_no_difference():
-    first = rank(Facts(OTHER, 1e5, (-200.0,) * 8))[0]
-    assert (first.name, first.options) == ("DQN", "noisy=true")
-    assert first.why.startswith("explores with noisy; ")
+    ranked = rank(Facts(OTHER, 1e5, (-200.0,) * 8))
+    exploring = [a for a in ranked if a.why.startswith("explores with ")]
+    assert exploring == ranked[: len(exploring)]
+    dqn, rainbow = (next(a for a in ranked if a.name == name) for name in ("DQN", "Rainbow"))
+    assert dqn in exploring
+    assert dqn.options in ("noisy=true", "rnd=1")
+    assert rainbow.options == "" or "noisy" not in rainbow.why  # its layers are noisy already
 
 
 def test_an_environment_is_looked_at(capsys):
@@ -175,7 +182,7 @@ def test_an_environment_is_looked_at(capsys):
     out = capsys.readouterr().out
     assert re.search(r"observations +box \[4\]\nactions +discrete \(2\)\nspeed +[\d,]+ steps a second", out)
     assert re.search(r"^first +\w+ +measured here: 475", out, re.M)
-    assert "Do not fit: SAC: " in out
+    assert re.search(r"^Do not fit: SAC\b", out, re.M)
     assert re.search(r"^bray train --run \w+ --env CartPole-v1$", out, re.M)
 
 
@@ -183,7 +190,7 @@ def test_a_random_play_that_changes_nothing_is_sparse(capsys):
     assert main(["algos", "--for", "test_cli_algos:Same"]) == 0
     out = capsys.readouterr().out
     assert "random returns  6 ... 6: nothing that chance did made a difference" in out
-    assert "--env test_cli_algos:Same noisy=true" in out
+    assert re.search(r"--env test_cli_algos:Same (noisy=true|rnd=1)$", out, re.M)
 
 
 class Same(Scripted):

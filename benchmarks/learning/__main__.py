@@ -27,6 +27,7 @@ import torch
 import bray
 from benchmarks.learning.stats import summary
 from bray import figures
+from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
 
 HERE = Path(__file__).parent
@@ -145,6 +146,8 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
     """All seeds of a case; those that are not done by `until` (of `time.monotonic`) are cut off."""
     case = CASES[name]
     seeds = list(range(case.seeds)) if seeds is None else seeds
+    if until is not None and time.monotonic() >= until:
+        return write_record(name, [_not_begun(seed) for seed in seeds], out)
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
@@ -153,9 +156,19 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
                 print(json.dumps({"case": name, **result}), flush=True)
                 results.append(result)
         record_curves(dict(zip(seeds, paths, strict=True)), out / f"{name}.jsonl")
-    record = make_record(name, case, results)
-    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    record = write_record(name, results, out)
     draw(name, out)
+    return record
+
+
+def _not_begun(seed: int) -> dict[str, Any]:
+    """In place of what `train` returns, where there was no time."""
+    return {"seed": seed, "passed": False, "finished": False, "env_steps": 0, "eval_return_mean": None, "seconds": 0.0}
+
+
+def write_record(name: str, results: list[dict[str, Any]], out: Path) -> dict[str, Any]:
+    record = make_record(name, CASES[name], results)
+    (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     return record
 
 
@@ -167,7 +180,8 @@ def make_record(name: str, case: Case, results: list[dict[str, Any]]) -> dict[st
         "command": f"python -m benchmarks.learning {name}",
         "run": case.run,
         "env": case.env,
-        "preset": case.use_preset,
+        "preset": case.use_preset and preset(case.run, case.env) is not None,
+        "config": case.config,
         "target": case.target,
         "must": case.must,
         "within": case.limit,
@@ -216,6 +230,7 @@ def score(record: dict[str, Any]) -> dict[str, Any]:
     """What scores.json keeps of a record. Steps are those to the target; a seed that did not reach it counts with those that it took."""
     seeds = record["seeds"]
     kept = {k: record[k] for k in ("case", "run", "env", "preset", "target", "must", "within", "date", "commit")}
+    kept["config"] = record.get("config", {})
     evaluated = [s["eval_return_mean"] for s in seeds if s["eval_return_mean"] is not None]
     return kept | {
         "seeds": len(seeds),
@@ -230,7 +245,7 @@ def score(record: dict[str, Any]) -> dict[str, Any]:
 INTRO = """\
 # Learning curves
 
-Each row: the preset of `bray train --run ... --env ...` (or, where it says so, the defaults), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
+Each row: the settings of `bray train --run ... --env ...` (a preset or the defaults, and what was changed), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
 reaches the target. The command that made a row: `python -m benchmarks.learning CASE`. Numbers are interquartile means over the seeds with their 95 % bootstrap intervals
 (`stats.py`); seconds are those of one seed in one thread, among others on the same machine. A seed that was cut off by `--minutes` is unfinished, and has not passed.
 
@@ -274,7 +289,7 @@ def _line(record: dict[str, Any], s: dict[str, Any]) -> str:
     target = f"below {s['target']}" if s["must"] == "stay below" else s["target"]
     cells = [
         f"[{s['case']}]({s['case']}.png)",
-        f"{s['run']}, {s['env']}" + ("" if s["preset"] else " (defaults)"),
+        f"{s['run']}, {s['env']} ({settings(s)})",
         target,
         f"{s['within']:,}",
         f"{s['passed']} of {s['seeds']}{cut}",
@@ -297,7 +312,7 @@ def quick_cases() -> list[str]:
     return [name for name in CASES if name in first.values()]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "cases", nargs="*", choices=[*CASES, []], default=[], help=f"one or more of {', '.join(CASES)}; none: all"
@@ -308,13 +323,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--draw", action="store_true", help="draw what was recorded, train nothing")
     parser.add_argument("--quick", action="store_true", help="the first case of each algorithm, within 55 minutes")
-    args = parser.parse_args()
-    if args.quick:
-        parser.set_defaults(cases=quick_cases(), **QUICK)
-        args = parser.parse_args()
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**QUICK)
+    args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     until = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-    for name in args.cases or CASES:
+    for name in args.cases or (quick_cases() if args.quick else CASES):
         if args.draw:
             draw(name, args.out)
             continue
@@ -325,4 +339,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # By its name: what processes are handed (cases, functions) cannot be looked up in a package's __main__.
+    from benchmarks.learning.__main__ import main as named_main
+
+    named_main()
