@@ -68,6 +68,9 @@ class Experience:
     ends_with_batch: bool = True
     """Whether an iteration ends with a batch; else with the step, be a batch due or not."""
 
+    def check_live(self) -> None:
+        """Raise ConfigError if games that come and go cannot fill it."""
+
     def seed(self, seed: int) -> None:
         """Seed of all random draws."""
 
