@@ -4,6 +4,8 @@
     Replay      transitions drawn again and again, uniform or prioritized (DQN, SAC)
     Sequences   runs of rows drawn again and again, for Models with memory
     Dataset     all transitions of files, epoch by epoch
+    Episodes    whole episodes, once (PG; `episodes.py`)
+    Generation  the return of an episode of each environment (ES; `generation.py`)
 
 The ratio of updates to gathered rows is kept here, so it is the same for every source. An experience of your own has the
 methods of `Experience`.
