@@ -669,7 +669,7 @@ def test_max_seq_len_cuts_the_sequences(max_seq_len, shape):
 
 
 def test_an_lstm_that_sees_the_last_action_and_reward():
-    config = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8], "rollout_length": 8}
+    config = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8], "rollout_length": 8, "num_envs": 1}
     plain = Experiment("PPO", "CartPole-v1", use_preset=False, config=config)
     sees = Experiment(
         "PPO", "CartPole-v1", use_preset=False, config={**config, "wrappers": ["obs_plus_prev_action_reward"]}
