@@ -246,7 +246,7 @@ def test_minibatches_cover_the_rows_once():
 def test_target_kl_ends_the_epochs():
     steps = []
     for target_kl in (None, 1e-9):
-        _, _, learner = make(ppo, DISCRETE, target_kl=target_kl, lr=1e-2)
+        _, _, learner = make(ppo, DISCRETE, target_kl=target_kl, lr=1e-2, epochs=4, minibatches=4)
         learner.update(rollout_batch(), Clock())
         steps.append(learner.steps)
     assert steps == [16, 4]
@@ -358,7 +358,7 @@ def train(env, iterations, algo="PPO", seed=0, **config):
 
 
 def test_masked_ppo_never_acts_illegally_and_learns():
-    config = {"num_envs": 8, "rollout_length": 32, "lr": 3e-3, "epochs": 4, "fcnet_hiddens": [32]}
+    config = {"num_envs": 8, "rollout_length": 32, "lr": 3e-3, "epochs": 4, "minibatches": 4, "fcnet_hiddens": [32]}
     assert train(Masked, 40, **config) >= 9.0
 
 
@@ -378,22 +378,38 @@ def test_recurrent_ppo_remembers(cell):
         "use_lstm": True,
         "lstm_cell_size": 16,
     }
-    config |= {"recurrent": cell, "minibatches": 2, "max_seq_len": 5}
+    config |= {"recurrent": cell, "epochs": 4, "minibatches": 2, "max_seq_len": 5}
     assert train(Recall, 60, **config) == 1.0
 
 
 def test_without_memory_recall_is_chance():
-    config = {"num_envs": 16, "rollout_length": 20, "lr": 5e-3, "fcnet_hiddens": [16], "minibatches": 2}
+    config = {"num_envs": 16, "rollout_length": 20, "lr": 5e-3, "fcnet_hiddens": [16], "epochs": 4, "minibatches": 2}
     assert train(Recall, 20, **config) < 0.9
 
 
 def test_composite_actions_learn():
-    config = {"num_envs": 8, "rollout_length": 32, "lr": 3e-3, "epochs": 6, "fcnet_hiddens": [32], "entropy_coef": 0.0}
+    config = {
+        "num_envs": 8,
+        "rollout_length": 32,
+        "lr": 3e-3,
+        "epochs": 6,
+        "minibatches": 4,
+        "fcnet_hiddens": [32],
+        "entropy_coef": 0.0,
+    }
     assert train(Composite, 60, **config) >= 7.0
 
 
 def test_bfloat16_updates_learn_too():
-    config = {"num_envs": 8, "rollout_length": 32, "lr": 3e-3, "fcnet_hiddens": [32], "precision": "bfloat16"}
+    config = {
+        "num_envs": 8,
+        "rollout_length": 32,
+        "lr": 3e-3,
+        "epochs": 4,
+        "minibatches": 4,
+        "fcnet_hiddens": [32],
+        "precision": "bfloat16",
+    }
     assert train(Masked, 40, **config) >= 9.0
 
 

@@ -22,7 +22,7 @@ import bray
 import bray.figures
 from benchmarks.learning.__main__ import CASES
 from bray.act import Clock, Tick
-from bray.algos import ALGORITHMS, a2c, dqn, get_algo, ppo, sac
+from bray.algos import ALGORITHMS, a2c, ars, dqn, es, get_algo, pg, ppo, sac
 from bray.cli.algos import action_spaces
 from bray.cli.main import main, make_app
 from bray.config import load_yaml, to_plain
@@ -40,7 +40,7 @@ from bray.train.device import resolve_device
 from bray.train.local import LocalTraining, initial_state
 
 DOCS = Path(__file__).parent.parent / "docs"
-ALGOS = {"PPO": ppo, "A2C": a2c, "DQN": dqn, "SAC": sac}
+ALGOS = {"PPO": ppo, "A2C": a2c, "PG": pg, "DQN": dqn, "SAC": sac, "ES": es, "ARS": ars}
 TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
 
 
@@ -138,6 +138,9 @@ OFF = {"num_envs": 8, "learning_starts": 48, "train_every": 16, "batch_size": 16
 BASE = {
     "PPO": ("CartPole-v1", {**ON, "epochs": 2, "minibatches": 2}),
     "A2C": ("CartPole-v1", ON),
+    "PG": ("CartPole-v1", {"num_envs": 4, "lr": 1e-2, "batch_size": 100, "fcnet_hiddens": [8], "iteration_steps": 300}),
+    "ES": ("CartPole-v1", {"num_envs": 8, "fcnet_hiddens": [4], "iteration_steps": 0}),
+    "ARS": ("CartPole-v1", {"num_envs": 8, "iteration_steps": 0}),
     "DQN": ("CartPole-v1", {**OFF, "target_period": 3}),
     "SAC": ("Pendulum-v1", {**OFF, "updates": 2}),
 }
@@ -145,9 +148,14 @@ PER = {"prioritized": True}
 OTHER = {
     "PPO": {"rollout_length": 8, "epochs": 1, "minibatches": 1, "lr": 1e-3, "gamma": 0.5, "lambda_": 0.5, "clip": 1e-3,
             "dual_clip": 1.001, "clip_value": 1e-3, "entropy_coef": 1.0, "value_coef": 9.0, "max_grad_norm": 1e-3,
-            "normalize_advantage": False, "target_kl": 1e-9, "adam_eps": 0.1, "precision": "bfloat16"},
+            "normalize_advantage": False, "target_kl": 1e-9, "kl_coef": 1.0, "kl_aim": {"kl_coef": 1.0, "kl_aim": 1e-9}, "normalize_value": True,
+            "recompute_advantages": True, "adam_eps": 0.1, "precision": "bfloat16"},
     "A2C": {"rollout_length": 8, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "lambda_": 0.5, "entropy_coef": 1.0,
             "value_coef": 9.0, "max_grad_norm": 1e-3, "normalize_advantage": True},
+    "PG": {"batch_size": 50, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "baseline": False, "normalize_advantage": False, "entropy_coef": 1.0,
+           "max_grad_norm": 1e-3},
+    "ES": {"lr": 1e-3, "sigma": 0.5, "l2": 1.0},
+    "ARS": {"lr": 1e-3, "sigma": 0.5, "top": 1.0},
     "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
@@ -698,7 +706,7 @@ def test_max_seq_len_cuts_the_sequences(max_seq_len, shape):
 
 
 def test_an_lstm_that_sees_the_last_action_and_reward():
-    config = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8], "rollout_length": 8}
+    config = {"use_lstm": True, "lstm_cell_size": 8, "fcnet_hiddens": [8], "rollout_length": 8, "num_envs": 1}
     plain = Experiment("PPO", "CartPole-v1", use_preset=False, config=config)
     sees = Experiment(
         "PPO", "CartPole-v1", use_preset=False, config={**config, "wrappers": ["obs_plus_prev_action_reward"]}

@@ -1,6 +1,8 @@
 """ES and ARS: noise, ranks and steps against plain float64 loops; perturbed weights against copies of the Model."""
 
 import copy
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
 
+PAGE = Path(__file__).parent.parent / "docs" / "algorithms" / "es.md"
 BOX = Space("box", (3,))
 DISCRETE = EnvSpec("test", BOX, Space("discrete", n=(4,), start=(0,)))
 CONTINUOUS = EnvSpec("test", BOX, Space("box", (2,), "float32", -1.0, 1.0))
@@ -142,6 +145,7 @@ def test_a_run_goes_on_exactly(tmp_path, name, env):
     two = list(again.train({"training_iteration": 3}))
     for key in ("env_steps_total", "loss/return_mean", "loss/grad_norm"):
         assert [row[key] for row in one[1:]] == [row[key] for row in two]
+    assert set(re.findall(r"`(loss/\w+)` \|", PAGE.read_text())) == {k for k in one[0] if k.startswith("loss/")}
     for k, x in whole.training.weights().items():
         np.testing.assert_array_equal(x, again.training.weights()[k])
 

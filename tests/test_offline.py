@@ -76,6 +76,8 @@ def test_in_python(files, tmp_path):
     ("more", "message"),
     [
         ({"run": "PPO"}, "PPO learns from what its newest policy did"),
+        ({"run": "PG"}, "PG learns from what its newest policy did"),
+        ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
         ({"live": True}, "not from both"),
         ({"eval_freq": 1}, "leave it out"),

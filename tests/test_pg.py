@@ -1,6 +1,8 @@
 """PG: returns and gradients against plain loops."""
 
 import copy
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from bray.spec import EnvSpec, Space
 SPEC = EnvSpec("test", Space("box", (3,)), Space("discrete", n=(4,), start=(0,)))
 SMALL = ModelConfig(fcnet_hiddens=(8,))
 GAMMA = 0.9
+PAGE = Path(__file__).parent.parent / "docs" / "algorithms" / "pg.md"
 
 
 def make_learner(**options):
@@ -107,3 +110,4 @@ def test_an_update_has_whole_episodes_of_so_many_steps():
     assert row["env_steps_total"] >= 1000
     assert 3 <= row["learner_steps_total"] <= 10
     assert 0.5 < row["loss/entropy"] <= 0.6932
+    assert set(re.findall(r"`(loss/\w+)` \|", PAGE.read_text())) == {k for k in row if k.startswith("loss/")}

@@ -26,11 +26,11 @@ from bray.train.health import Health
 from bray.train.symptoms import Symptoms
 
 HERE = Path(__file__).parent
-TINY = ["rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]
+TINY = ["num_envs=1", "rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]
 
 
 def ppo(path, **config):
-    given = {"rollout_length": 4, "minibatches": 1, "epochs": 1, "save_figure": False} | config
+    given = {"num_envs": 1, "rollout_length": 4, "minibatches": 1, "epochs": 1, "save_figure": False} | config
     env = given.pop("env", "CartPole-v1")
     return Experiment(run="PPO", env=env, use_preset=False, path=path, config=given)
 
@@ -276,7 +276,7 @@ def test_once_per_minute_by_a_clock():
 def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(tmp_path, capsys):
     words = ["--env", "CartPole-v1", "--project", str(tmp_path), "--trial", "r", "--quiet", "lr=1e38", "epochs=4"]
     code = main(
-        ["train", "--run", "PPO", *words, "--stop", '{"training_iteration": 20}', "checkpoint_freq=1", *TINY[:2]]
+        ["train", "--run", "PPO", *words, "--stop", '{"training_iteration": 20}', "checkpoint_freq=1", *TINY[:3]]
     )
     err = capsys.readouterr().err
     assert code != 0

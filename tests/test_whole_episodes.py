@@ -7,6 +7,7 @@ from sources_for_tests import make_piece, side_by_side
 from bray.act import Clock
 from bray.data import Episodes, Generation, Piece
 from bray.errors import ConfigError
+from bray.experiment import Experiment
 
 
 def ticks(piece):
@@ -150,5 +151,8 @@ def test_generations_refuse_odd_numbers_waiting_and_live_games():
         Generation().check_rows(3, 3)
     with pytest.raises(ConfigError, match=r"env\.wait_num"):
         Generation().check_rows(4, 2)
-    with pytest.raises(ConfigError, match="live games and files"):
+    with pytest.raises(ConfigError, match="live games are learnt from by PPO"):
         Generation().add(make_piece(np.random.default_rng(0), 3, 1))
+    spaces = {"obs": "float32[2]", "actions": "2", "port": 0}
+    with pytest.raises(ConfigError, match="live games are learnt from by PPO"):
+        _ = Experiment("ES", live=True, config={"live": spaces}).training

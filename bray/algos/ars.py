@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bray.algos import es
-from bray.config.declare import Positive, RateSchedule
+from bray.config.declare import Positive, RateSchedule, Share
 from bray.optim import Optimizer
 
 DEFAULTS = {"env": {"num_envs": 32}, "model": {"fcnet_hiddens": [], "normalize_observations": True}}
@@ -20,7 +20,7 @@ class Config:
     """Step size alpha; a number or a schedule over env steps."""
     sigma: Positive = 0.05
     """Standard deviation nu of the noise on every weight."""
-    top: Positive = 0.5
+    top: Share = 0.5
     """Share of the directions that count: those with the best return on either side."""
 
     l2 = 0.0

@@ -29,14 +29,17 @@ from bray.optim import Optimizer
 from bray.rl import losses
 from bray.spec import EnvSpec
 
+DEFAULTS = {"env": {"num_envs": 8}}
+"""Rollouts of several environments are less alike than one long rollout, and quicker."""
+
 
 @dataclass(frozen=True)
 class Config:
     rollout_length: Count = 128
     """Steps T that each environment takes between two updates."""
-    epochs: Count = 4
+    epochs: Count = 10
     """Passes over a rollout."""
-    minibatches: Count = 4
+    minibatches: Count = 16
     """Pieces into which each pass is cut; one gradient step per piece."""
     lr: RateSchedule = 3e-4
     """Learning rate of Adam; a number or a schedule over env steps."""

@@ -4,6 +4,8 @@
     Replay      transitions drawn again and again, uniform or prioritized (DQN, SAC)
     Sequences   runs of rows drawn again and again, for Models with memory
     Dataset     all transitions of files, epoch by epoch
+    Episodes    whole episodes, once (PG; `episodes.py`)
+    Generation  the return of an episode of each environment (ES; `generation.py`)
 
 The ratio of updates to gathered rows is kept here, so it is the same for every source. An experience of your own has the
 methods of `Experience`.
@@ -67,6 +69,9 @@ class Experience:
     """Environment steps of an iteration, at least; 0 = an iteration is one batch."""
     ends_with_batch: bool = True
     """Whether an iteration ends with a batch; else with the step, be a batch due or not."""
+
+    def check_live(self) -> None:
+        """Raise ConfigError if games that come and go cannot fill it."""
 
     def seed(self, seed: int) -> None:
         """Seed of all random draws."""

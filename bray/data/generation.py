@@ -35,12 +35,15 @@ class Generation(Experience):
         if ready != num_envs:
             raise ConfigError("env.wait_num does not go with whole episodes of all environments: leave it out")
 
+    def check_live(self) -> None:
+        raise ConfigError(
+            "this algorithm tries other weights in every environment of one process (--env, num_envs); live games are learnt from by PPO, A2C, "
+            "PG and DQN"
+        )
+
     def add(self, piece: Piece) -> None:
         if piece.stream is not None:
-            raise ConfigError(
-                "this algorithm tries other weights in every environment of one process (env=, num_envs=); live games and files "
-                "are learnt from by PPO, A2C and DQN"
-            )
+            self.check_live()
         if len(self._total) != piece.num_envs:
             self._total = np.zeros(piece.num_envs)
             self._began, self._returns = np.full(piece.num_envs, -1), np.full(piece.num_envs, np.nan)

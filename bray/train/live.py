@@ -318,6 +318,7 @@ class LiveTraining(Driver):
 
 def _fit(experience: Experience, live: LiveConfig, env: EnvConfig, recurrent: bool) -> None:
     """Size a rollout, and refuse what live games cannot bring."""
+    experience.check_live()
     if isinstance(experience, Rollouts):
         assert experience.piece_length is not None
         rows = live.rows or experience.piece_length * max(COLUMNS, env.num_envs)

@@ -7,8 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from bray.data.episodes import Episodes
 from bray.data.experience import Dataset, Experience, Replay, Rollouts, Sequences
 from bray.data.files import EpisodeReader
+from bray.data.generation import Generation
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
@@ -95,7 +97,7 @@ def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
 
 def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int) -> Experience:
     """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
-    if isinstance(experience, (Rollouts, Sequences)):
+    if isinstance(experience, (Rollouts, Sequences, Episodes, Generation)):
         raise ConfigError(
             f"{algorithm} learns from what its newest policy did, not from files of another one: use DQN or SAC, or an algorithm of your own "
             "whose experience is a Dataset"

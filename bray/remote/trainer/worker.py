@@ -138,6 +138,7 @@ def assemble(
 def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], batch_size: int) -> None:
     """A rollout has as many samples as a batch of the buffer, times those that the trainer puts together. A sample is a row, or a sequence for a
     Model with memory."""
+    experience.check_live()
     sizes = [getattr(getattr(b, "settings", None), "batch_size", None) for b in buffers]
     size = next((n for n in sizes if n), None)
     if not isinstance(experience, Rollouts):
