@@ -56,7 +56,7 @@ DQN_MASKED = {
     "fcnet_activation": "relu",
 }
 CHAIN = {"num_envs": 8, "rollout_length": 128}
-R2D2_MASKED = {"lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
+R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
