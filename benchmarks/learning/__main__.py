@@ -56,6 +56,7 @@ DQN_MASKED = {
     "fcnet_activation": "relu",
 }
 CHAIN = {"num_envs": 8, "rollout_length": 128}
+CAR = {"normalize_observations": False, "normalize_rewards": False}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 CASES = {
@@ -75,8 +76,8 @@ CASES = {
     "ppo-cue-mlp": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, CUE, reach=False),
     "ppo-chain-rnd": Case("PPO", f"{TASKS}Chain", 5, 300_000, 10, 3, {**CHAIN, "rnd": 1.0}),
     "ppo-chain": Case("PPO", f"{TASKS}Chain", 5, 300_000, 10, 3, CHAIN, reach=False),
-    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3),
-    "ppo-mountaincar": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {"rnd": 0.0}, reach=False),
+    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {**CAR, "rnd": 1.0}),
+    "ppo-mountaincar": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {**CAR, "rnd": 0.0}, reach=False),
     "sac-pendulum": Case("SAC", "Pendulum-v1", -200, 20_000, 1),
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -250, 300_000, 5, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
