@@ -86,8 +86,8 @@ def until_the_end(gamma):
 
 def test_at_a_smaller_gamma(monkeypatch):
     monkeypatch.setattr(Replay, "iteration_steps", 100)
-    np.testing.assert_allclose(learnt("DQN", False, 0.8, 600), 5.0, rtol=0.1)
-    np.testing.assert_allclose(learnt("DQN", True, 0.8, 600), until_the_end(0.8), rtol=0.15)
+    np.testing.assert_allclose(learnt("DQN", False, 0.8, 1500), 5.0, rtol=0.1)
+    np.testing.assert_allclose(learnt("DQN", True, 0.8, 1500), until_the_end(0.8), rtol=0.15)
 
 
 @pytest.mark.slow
