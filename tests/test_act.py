@@ -249,6 +249,7 @@ CASES = {
     "ppo-lstm": ("PPO", "CartPole-v1", {**ON, "use_lstm": True, "lstm_cell_size": 8}),
     "dqn": ("DQN", "CartPole-v1", {**OFF, "epsilon": 0.5}),
     "sac": ("SAC", "Pendulum-v1", OFF),
+    "td3": ("TD3", "Pendulum-v1", OFF),
 }
 
 

@@ -31,6 +31,8 @@ CASES = {
     "iqn": ("IQN", "CartPole-v1", OFF, 4),
     "r2d2": ("R2D2", "CartPole-v1", {**OFF, "num_envs": 2, "sequence_length": 6, "burn_in": 2, "lstm_cell_size": 8}, 4),
     "pqn": ("PQN", "CartPole-v1", ON, 8),
+    "td3": ("TD3", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16], "policy_delay": 3}, 4),
+    "crossq": ("CrossQ", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16], "critic_hiddens": [16]}, 4),
     "sac-inprocess": ("SAC", "Pendulum-v1", {**OFF, "fcnet_hiddens": [16]}, 4),
     "sac-limits": ("SAC", "Pendulum-v1", {**OFF, **LIMITS, "fcnet_hiddens": [16]}, 4),
     "sac-subprocess": ("SAC", "Pendulum-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "fcnet_hiddens": [16]}, 4),

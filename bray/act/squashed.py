@@ -81,6 +81,6 @@ def held_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int,
     from the seed of `rng` and its number, so that a resumed run goes on in the middle of one."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
-    seed = rng.bit_generator.seed_seq.generate_state(4)  # type: ignore[attr-defined]
+    seed = rng.bit_generator.seed_seq.generate_state(4)
     block = np.random.default_rng([*seed, env_steps // (hold * rows)])
     return block.uniform(-2.0, 2.0, (rows, size)).clip(-1.0, 1.0).astype(np.float32)

@@ -94,7 +94,7 @@ class Learner(base.Learner):
     `values`, `actor_loss`."""
 
     config: Config
-    metrics = METRICS
+    metrics: tuple[str, ...] = METRICS
     num_critics, policy_delay = 1, 1
 
     def build(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ experience = sac.experience
 class Config(sac.Soft):
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """The target critics move this fraction of the way after every gradient step."""
-    entropy_scale: Share = 0.5
+    entropy_scale: Share = 0.7
     """The temperature aims at this share of the entropy of a uniform choice among the legal actions."""
 
 
