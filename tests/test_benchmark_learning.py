@@ -116,3 +116,12 @@ def test_quick_has_one_case_of_each_algorithm_and_fits_an_hour():
     assert [learning.CASES[name].run for name in names] == list(dict.fromkeys(c.run for c in learning.CASES.values()))
     assert {learning.CASES[name].run for name in names} == set(ALGORITHMS)
     assert learning.QUICK["minutes"] < 60
+
+
+def test_what_there_is_no_time_for_is_told_as_unfinished(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(learning.QUICK, "out", tmp_path / "out")
+    learning.main(["--quick", "--minutes", "0"])
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [t["case"] for t in told] == learning.quick_cases()
+    assert {(t["passed"], t["seeds"], t["unfinished"]) for t in told} == {(0, 2, 2)}
+    assert (tmp_path / "out" / "README.md").read_text().count("0 of 2, 2 unfinished") == len(told)

@@ -152,7 +152,7 @@ def test_what_was_measured_comes_first(known):
     fast, slow = (rank(Facts(CARTPOLE, speed, (9.0, 20.0))) for speed in (1e5, 100.0))
     assert fast[0] == advise.Advice("PPO", "measured here: 475 on 5 of 5 seeds, 20,000 steps, 4 s")
     assert slow[0].name == "C51"  # the fewest steps
-    assert fast[2].name == "A2C"  # DQN did not pass on all seeds: it is judged by its kind
+    assert "DQN" not in [a.name for a in fast[:2]]  # it did not pass on all seeds: it is judged by its kind
     assert "SAC" not in names(Facts(CARTPOLE, 100.0, ()))
 
 
@@ -165,9 +165,13 @@ def test_the_speed_of_steps_decides_without_a_measurement():
 
 
 def test_exploration_comes_first_where_chance_makes_no_difference():
-    first = rank(Facts(OTHER, 1e5, (-200.0,) * 8))[0]
-    assert (first.name, first.options) == ("DQN", "noisy=true")
-    assert first.why.startswith("explores with noisy; ")
+    ranked = rank(Facts(OTHER, 1e5, (-200.0,) * 8))
+    exploring = [a for a in ranked if a.why.startswith("explores with ")]
+    assert exploring == ranked[: len(exploring)]
+    dqn, rainbow = (next(a for a in ranked if a.name == name) for name in ("DQN", "Rainbow"))
+    assert dqn in exploring
+    assert dqn.options in ("noisy=true", "rnd=1")
+    assert rainbow.options == "" or "noisy" not in rainbow.why  # its layers are noisy already
 
 
 def test_an_environment_is_looked_at(capsys):
@@ -183,7 +187,7 @@ def test_a_random_play_that_changes_nothing_is_sparse(capsys):
     assert main(["algos", "--for", "test_cli_algos:Same"]) == 0
     out = capsys.readouterr().out
     assert "random returns  6 ... 6: nothing that chance did made a difference" in out
-    assert "--env test_cli_algos:Same noisy=true" in out
+    assert re.search(r"--env test_cli_algos:Same (noisy=true|rnd=1)$", out, re.M)
 
 
 class Same(Scripted):

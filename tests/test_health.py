@@ -56,16 +56,23 @@ class Big(gym.Wrapper):
 
 
 def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
-    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1}, 8, tmp_path / "r")
-    (said,) = [w for w in warnings(caplog) if "moves too far" in w]
-    assert re.search(r"\(kl [\d.]+, usual is below 0.02", said)
-    assert said.endswith("Usually helps: lower lr (0.100 now), lower epochs (4 now) or set target_kl.")
+    """The policy jumps; it may also jump to an end where it stays."""
+    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1}, 10, tmp_path / "r")
+    said = next(w for w in warnings(caplog) if "moves too far in each update" in w or "always does the same" in w)
+    assert "Usually helps: lower lr (0.100 now), " in said or "Usually helps: lower lr (0.100 now) or" in said
     assert "health" not in rows[0]
-    assert "step size" in rows[-1]["health"]
+    assert rows[-1]["health"].startswith(("step size", "entropy", "dead units"))
     assert read_results(tmp_path / "r")[-1]["health"] == rows[-1]["health"]
     assert said in RunDir.open(tmp_path / "r").log.read_text()
     assert main(["runs", str(tmp_path)]) == 0
     assert rows[-1]["health"] in capsys.readouterr().out
+
+    caplog.clear()
+    exp = Experiment.resume(tmp_path / "r")
+    again = list(exp.train({"training_iteration": 14}))
+    exp.close()
+    assert again[0]["health"].startswith(rows[-1]["health"])
+    assert said.partition("(")[0] not in caplog.text  # it was said before
 
 
 @pytest.mark.parametrize(("algo", "config"), [("PPO", ON), ("A2C", ON), ("DQN", OFF)])
@@ -94,7 +101,9 @@ def test_dead_relus(caplog, tmp_path):
     assert rows[4]["health/dead_units"] == 1.0
     assert rows[4]["health"] == "dead units"
     (said,) = warnings(caplog)
-    assert said.startswith("100% of the units of a layer are zero for every observation")
+    assert said.startswith(
+        "100% of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end)"
+    )
     assert "set layer_norm, change fcnet_activation (relu now)" in said
 
 
@@ -174,7 +183,7 @@ def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
     changed, patience = SIGNS[cause]
     symptoms = Symptoms(OPTIONS)
     for i in range(4 * patience):
-        symptoms.look({**EPISODES, **SOUND, **({} if i % patience == 0 else changed)})
+        symptoms.look({**EPISODES, **SOUND, **(changed if i % 3 == 0 else {})})
     assert not caplog.records
 
 
@@ -193,28 +202,22 @@ def test_numbers_that_are_missing_or_not_finite_say_nothing(caplog):
     assert not caplog.records
 
 
-def test_what_was_said_is_not_said_again_by_a_resumed_run(tmp_path, caplog):
-    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1}, 8, tmp_path / "r")
-    said = len(warnings(caplog))
-    exp = Experiment.resume(tmp_path / "r")
-    again = list(exp.train({"training_iteration": 16}))
-    exp.close()
-    assert again[0]["health"].startswith(rows[-1]["health"])
-    assert len([w for w in warnings(caplog)[said:] if "moves too far" in w]) == 0
-
-
 # --- dead units -------------------------------------------------------------------------------------------------------
 
 
 def test_dead_units_are_counted_in_any_network():
     obs = np.random.default_rng(0).normal(size=(251, 4)).astype(np.float32)
     dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
-    dense[0].bias.data = torch.tensor([-1e3] * 6 + [1e3] * 2)
+    dense[0].bias.data = torch.tensor([-1e3] * 6 + [1e3] * 2)  # a ReLU far above zero is alive
+    dense[2].weight.data.zero_()
     assert dead_share(dense, obs) == 0.75
-    pictures = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 1), nn.ReLU(inplace=True), nn.Flatten())
-    pictures[1].bias.data = torch.tensor([-1e3, 1e3, 1e3, 1e3])
+    dense[2].bias.data = torch.tensor([-1e3] * 4 + [1e3] * 4)
+    assert dead_share(dense, obs) == 1.0  # tanh at both ends, but never at another one
+    pictures = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 1), nn.ReLU(inplace=True), nn.Flatten())
+    pictures[1].bias.data = torch.tensor([-1e3] * 2 + [1e3] * 6)
     assert dead_share(pictures, obs) == 0.25
-    assert dead_share(nn.Sequential(nn.Linear(4, 8), nn.Tanh()), obs) is None
+    assert dead_share(nn.Sequential(nn.Linear(4, 8), nn.ELU()), obs) is None
+    assert dead_share(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), obs) is None  # an action, not a layer
 
 
 def test_counting_dead_units_leaves_a_network_as_it_was():

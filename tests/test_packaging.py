@@ -74,7 +74,13 @@ def built(tmp_path_factory):
 def test_wheel_and_source_distribution_are_complete(built):
     wheel = zipfile.ZipFile(next(built.glob("bray_rl-*-py3-none-any.whl")))
     names = set(wheel.namelist())
-    for file in ("bray/__init__.py", "bray/py.typed", "bray/_template/rl.yaml", "bray/serving/metrics.py"):
+    for file in (
+        "bray/__init__.py",
+        "bray/py.typed",
+        "bray/_template/rl.yaml",
+        "bray/presets/scores.json",
+        "bray/serving/metrics.py",
+    ):
         assert file in names
     assert {name.split("/")[0] for name in names} == {"bray", f"bray_rl-{__version__}.dist-info"}
     assert not [name for name in names if "__pycache__" in name or name.endswith((".nbi", ".nbc"))]

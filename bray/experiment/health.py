@@ -21,6 +21,7 @@ class Watch:
     def __init__(self, config: Resolved):
         sections = [vars(config[name]) for name in ("model", "env", "algo")]
         self.symptoms = Symptoms({k: v for section in sections for k, v in section.items()})
+        self._has_units = True  # that can die, until a look finds none
 
     def resume(self, row: Mapping[str, Any] | None) -> None:
         """Go on after this row: what was said in it is not said again."""
@@ -30,9 +31,10 @@ class Watch:
     def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
         """What belongs into the row: the share of dead units where they were counted, and the causes that were said so far."""
         seen: dict[str, Any] = {}
-        if row[ITERATION] % COUNT_UNITS == 0:
+        if self._has_units and row[ITERATION] % COUNT_UNITS == 0:
             obs = training.recent_observations(SAMPLE, SAMPLE_BYTES)
-            dead = None if obs is None else dead_share(training.model, obs)
-            seen |= {} if dead is None else {DEAD_UNITS: dead}
+            if obs is not None and (dead := dead_share(training.model, obs)) is not None:
+                seen[DEAD_UNITS] = dead
+            self._has_units = obs is None or bool(seen)
         told = self.symptoms.look({**row, **seen})
         return seen | ({HEALTH: ", ".join(told)} if told else {})

@@ -20,8 +20,8 @@ from bray.train.evaluate import eval_config, play
 
 FAST = 2_000.0
 """Environment steps a second above which their number matters less than what an update costs."""
-EXPLORING = ("noisy", "rnd", "rnd_coef")
-"""Options of an algorithm that explore where chance does not find the reward."""
+EXPLORING = {"rnd": "rnd=1", "noisy": "noisy=true"}
+"""Options of an algorithm that explore where chance does not find the reward, and how to switch them on."""
 _EPISODES, _STEPS = 8, 5_000  # of random play; it ends with the first of them
 
 
@@ -123,8 +123,8 @@ def _expected(name: str, facts: Facts) -> tuple[tuple[int, float], Advice]:
     option = next((o for o in EXPLORING if hasattr(algo.Config(), o)), None)
     if not facts.sparse or option is None:
         return (2, suits), Advice(name, why)
-    given = f"{option}=true" if getattr(algo.Config(), option) is False else ""
-    return (1, suits), Advice(name, f"explores with {option}; {why}", given)
+    on = bool(getattr(algo.Config(), option))
+    return (1, suits), Advice(name, f"explores with {option}; {why}", "" if on else EXPLORING[option])
 
 
 def learns_from(algo: Any, spec: EnvSpec) -> str:

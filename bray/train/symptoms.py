@@ -1,6 +1,6 @@
 """What looks wrong in the numbers of a run, in words: said once per cause, with what usually helps.
 
-Each rule looks at a result row and gives a sentence where it looks bad; it is said when so many rows in a row do. The limits are far from what
+Each rule looks at a result row and gives a sentence where it looks bad; it is said when 5 of the last 10 rows do. The limits are far from what
 healthy runs show (the pages of docs/algorithms tell what that is): a warning is to be believed.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -21,8 +21,8 @@ DEAD_UNITS = "health/dead_units"
 """The key of a row, where they were counted."""
 HUGE = 1e20
 """A loss beyond this is no loss any more: the next square of it is infinite."""
-KL_FAR = 0.1
-CLIPPED = 0.5
+KL_FAR = 0.06
+CLIPPED = 0.4
 CERTAIN = 0.01
 """Share of its first entropy below which a policy always does the same."""
 UNEXPLAINED = -0.5
@@ -42,10 +42,10 @@ class Symptoms:
     """Looks at every result row of a run. `options`: those of the algorithm and of the environment, by name; without them all that might help is named."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, patience: int = 5):
+        """`patience`: how many of the last rows, twice as many, have to look bad."""
         self.options, self.patience = options, patience
         self.told: list[str] = []
         """Causes, in the order in which they were said."""
-        self._streak: Counter[str] = Counter()
         self._first: dict[str, float] = {}
         self._largest = 0.0
         self._norms: list[float] = []
@@ -60,6 +60,7 @@ class Symptoms:
             "dead units": (1, self._dead_units),
             "stale replay": (patience, self._stale_replay),
         }
+        self._bad = {cause: deque[bool](maxlen=2 * most) for cause, (most, _) in self._rules.items()}
 
     @property
     def causes(self) -> list[str]:
@@ -72,8 +73,8 @@ class Symptoms:
             if cause in self.told:
                 continue
             sentence = rule(row)
-            self._streak[cause] = self._streak[cause] + 1 if sentence else 0
-            if self._streak[cause] >= patience:
+            self._bad[cause].append(bool(sentence))
+            if sentence and sum(self._bad[cause]) >= patience:
                 self.told.append(cause)
                 logger.warning("%s", sentence)
         return self.told
@@ -170,7 +171,7 @@ class Symptoms:
         if dead is None or dead < DEAD:
             return ""
         return (
-            f"{dead:.0%} of the units of a layer are zero for every observation: dead ReLUs, which no gradient reaches any more. Begin another run. "
+            f"{dead:.0%} of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end), and no gradient moves them any more. Begin another run. "
             + self._helps(_LOWER_LR, ("set", "layer_norm"), ("change", "fcnet_activation"), *_SCALE)
         )
 
