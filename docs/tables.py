@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bray.cli.schema import find_sections
-from bray.config.runfile import scores
+from bray.config.runfile import scores, settings
 from bray.config.schema import markdown
 from bray.serving.metrics import HELP
 
@@ -56,7 +56,7 @@ def score_cells(s: dict[str, Any]) -> list[str]:
     unfinished = f", {s['unfinished']} unfinished" if s["unfinished"] else ""
     return [
         f"`{s['case']}`",
-        f"{s['env']}, {'preset' if s['preset'] else 'defaults'}",
+        f"{s['env']}, {settings(s)}",
         f"{sign} {s['target']} within {s['within']:,}",
         f"{s['passed']} of {s['seeds']}{unfinished}",
         *(f"{a:,.0f} [{low:,.0f}, {high:,.0f}]" for a, low, high in (s["steps"], s["seconds"])),

@@ -99,8 +99,15 @@ def test_the_table_tells_what_did_not_pass(tmp_path):
     (tmp_path / "README.md").write_text("old\n\n## Kept\n")
     learning.table(tmp_path)
     lines = (tmp_path / "README.md").read_text().splitlines()
+    changed = ", ".join(f"{k}={v}" for k, v in SMALL.items())
     below, reached = [line.split(" | ") for line in lines if line.startswith(("| [below]", "| [reached]"))]
-    assert reached[1:6] == ["PPO, CartPole-v1 (defaults)", "475", "128", "1 of 3, 1 unfinished", "500 [500, 500]"]
+    assert reached[1:6] == [
+        f"PPO, CartPole-v1 (defaults, {changed})",
+        "475",
+        "128",
+        "1 of 3, 1 unfinished",
+        "500 [500, 500]",
+    ]
     assert reached[8] == "1,000, 2,000 (not), 3,000 (unfinished)"
     assert (below[2], below[4], below[8]) == ("below 200", "1 of 2", "1,000, 2,000 (reached it)")
     assert lines[-1] == "## Kept"

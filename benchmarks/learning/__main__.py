@@ -27,6 +27,7 @@ import torch
 import bray
 from benchmarks.learning.stats import summary
 from bray import figures
+from bray.config.runfile import preset, settings
 from bray.experiment import Experiment
 
 HERE = Path(__file__).parent
@@ -179,7 +180,8 @@ def make_record(name: str, case: Case, results: list[dict[str, Any]]) -> dict[st
         "command": f"python -m benchmarks.learning {name}",
         "run": case.run,
         "env": case.env,
-        "preset": case.use_preset,
+        "preset": case.use_preset and preset(case.run, case.env) is not None,
+        "config": case.config,
         "target": case.target,
         "must": case.must,
         "within": case.limit,
@@ -228,6 +230,7 @@ def score(record: dict[str, Any]) -> dict[str, Any]:
     """What scores.json keeps of a record. Steps are those to the target; a seed that did not reach it counts with those that it took."""
     seeds = record["seeds"]
     kept = {k: record[k] for k in ("case", "run", "env", "preset", "target", "must", "within", "date", "commit")}
+    kept["config"] = record.get("config", {})
     evaluated = [s["eval_return_mean"] for s in seeds if s["eval_return_mean"] is not None]
     return kept | {
         "seeds": len(seeds),
@@ -242,7 +245,7 @@ def score(record: dict[str, Any]) -> dict[str, Any]:
 INTRO = """\
 # Learning curves
 
-Each row: the preset of `bray train --run ... --env ...` (or, where it says so, the defaults), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
+Each row: the settings of `bray train --run ... --env ...` (a preset or the defaults, and what was changed), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
 reaches the target. The command that made a row: `python -m benchmarks.learning CASE`. Numbers are interquartile means over the seeds with their 95 % bootstrap intervals
 (`stats.py`); seconds are those of one seed in one thread, among others on the same machine. A seed that was cut off by `--minutes` is unfinished, and has not passed.
 
@@ -286,7 +289,7 @@ def _line(record: dict[str, Any], s: dict[str, Any]) -> str:
     target = f"below {s['target']}" if s["must"] == "stay below" else s["target"]
     cells = [
         f"[{s['case']}]({s['case']}.png)",
-        f"{s['run']}, {s['env']}" + ("" if s["preset"] else " (defaults)"),
+        f"{s['run']}, {s['env']} ({settings(s)})",
         target,
         f"{s['within']:,}",
         f"{s['passed']} of {s['seeds']}{cut}",

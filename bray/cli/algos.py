@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bray.cli.options import Algos
 from bray.cli.show import facts, key_table, log_shown, plain_table, put, say
-from bray.config.runfile import presets, scores
+from bray.config.runfile import presets, scores, settings
 from bray.errors import ConfigError
 from bray.metrics import short
 from bray.spec import EnvSpec, Space
@@ -54,7 +54,8 @@ def _list() -> None:
 
 def _presets(algo: str) -> list[str]:
     """`CartPole-v1 5/5` for each preset; without a measurement the name alone."""
-    measured = {s["env"]: s for s in scores() if s["run"] == algo and s["preset"] and s["must"] == "reach"}
+    found = [s for s in scores() if s["run"] == algo and settings(s) == "preset" and s["must"] == "reach"]
+    measured = {s["env"]: s for s in found}
     names = [env for name, env, _ in presets() if name == algo]
     return [f"{env} {m['passed']}/{m['seeds']}" if (m := measured.get(env)) else env for env in names]
 
@@ -124,8 +125,7 @@ def _scores(name: str) -> None:
         sign = "< " if s["must"] == "stay below" else ""
         seeds = f"{s['passed']} of {s['seeds']}" + (f", {s['unfinished']} unfinished" if s["unfinished"] else "")
         spans = ["{:,.0f} [{:,.0f}, {:,.0f}]".format(*s[k]) for k in ("steps", "seconds")]
-        settings = "preset" if s["preset"] else "defaults"
-        table.add_row(s["env"], settings, f"{sign}{s['target']}", seeds, *map(Text, spans), s["date"])
+        table.add_row(s["env"], settings(s), f"{sign}{s['target']}", seeds, *map(Text, spans), s["date"])
     put(table)
 
 

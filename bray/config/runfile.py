@@ -92,3 +92,9 @@ def scores() -> list[dict[str, Any]]:
     """What the algorithms were measured to reach, case by case: written by `python -m benchmarks.learning`. Numbers `[a, low, high]` are interquartile means over
     the seeds with their 95 % intervals."""
     return list(json.loads(resources.files("bray").joinpath("presets", "scores.json").read_text()))
+
+
+def settings(score: Mapping[str, Any]) -> str:
+    """`preset`, `defaults, rnd=1.0`: what a score was measured with."""
+    changed = (f"{k}={v}" for k, v in score.get("config", {}).items())
+    return ", ".join(["preset" if score["preset"] else "defaults", *changed])

@@ -10,7 +10,7 @@ import numpy as np
 
 from bray import act
 from bray.algos import ALGORITHMS, get_algo, make_experience, refusal
-from bray.config.runfile import scores
+from bray.config.runfile import preset, scores, settings
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.vector import VecEnv
@@ -22,6 +22,8 @@ FAST = 2_000.0
 """Environment steps a second above which their number matters less than what an update costs."""
 EXPLORING = {"rnd": "rnd=1", "noisy": "noisy=true"}
 """Options of an algorithm that explore where chance does not find the reward, and how to switch them on."""
+REPLAYED = ("replay", "sequences")
+"""Kinds of experience that are learnt from more than once."""
 _EPISODES, _STEPS = 8, 5_000  # of random play; it ends with the first of them
 
 
@@ -85,8 +87,8 @@ class Advice:
 
 
 def rank(facts: Facts) -> list[Advice]:
-    """The algorithms that take the spaces, the one to try first first: those with a measured preset for this environment; where chance finds no
-    reward, those with an option that explores; then those whose way to learn suits the speed of the steps."""
+    """The algorithms that take the spaces, the one to try first first: those with a preset for this environment, measured ones before others; where chance
+    finds no reward, those with an option that explores; then those whose way to learn suits the speed of the steps."""
     fitting = [name for name in ALGORITHMS if not refusal(get_algo(name), facts.spec)]
     found = [_measured(name, facts) or _expected(name, facts) for name in fitting]
     return [advice for _, advice in sorted(found, key=lambda entry: entry[0])]  # equal: in the order of ALGORITHMS
@@ -95,9 +97,8 @@ def rank(facts: Facts) -> list[Advice]:
 def _measured(name: str, facts: Facts) -> tuple[tuple[int, float], Advice] | None:
     """Where it stands (lower is earlier), by what its preset reached on this environment."""
     cost = "seconds" if facts.fast else "steps"
-    found = [
-        s for s in scores() if (s["run"], s["env"], s["must"], s["preset"]) == (name, facts.spec.id, "reach", True)
-    ]
+    wanted = (name, facts.spec.id, "reach", "preset")
+    found = [s for s in scores() if (s["run"], s["env"], s["must"], settings(s)) == wanted]
     passed = [s for s in found if s["passed"] == s["seeds"]]
     if not passed:
         return None
@@ -110,21 +111,17 @@ def _measured(name: str, facts: Facts) -> tuple[tuple[int, float], Advice] | Non
 def _expected(name: str, facts: Facts) -> tuple[tuple[int, float], Advice]:
     """The same, by what is known of the environment."""
     algo = get_algo(name)
-    kind = learns_from(algo, facts.spec)
-    speed = f"{facts.steps_per_second:,.0f} a second"
-    reasons = {
-        ("rollouts", True): f"uses each step once; they are cheap ({speed})",
-        ("rollouts", False): f"uses each step once, though they are slow ({speed})",
-        ("replay", True): f"uses each step many times, though they are cheap ({speed})",
-        ("replay", False): f"uses each step many times; they are slow ({speed})",
-    }
-    why = reasons.get((kind, facts.fast), f"learns from {kind}")
-    suits = 0.0 if kind == ("rollouts" if facts.fast else "replay") else 1.0
+    often = learns_from(algo, facts.spec) in REPLAYED
+    speed = f"{'cheap' if facts.fast else 'slow'} ({facts.steps_per_second:,.0f} a second)"
+    suits = often != facts.fast
+    why = f"uses each step {'many times' if often else 'once'}{'; they' if suits else ', though they'} are {speed}"
+    if preset(name, facts.spec.id) is not None:
+        return (1, 0.0 if suits else 1.0), Advice(name, f"has a preset for it; {why}")
     option = next((o for o in EXPLORING if hasattr(algo.Config(), o)), None)
     if not facts.sparse or option is None:
-        return (2, suits), Advice(name, why)
+        return (3, 0.0 if suits else 1.0), Advice(name, why)
     on = bool(getattr(algo.Config(), option))
-    return (1, suits), Advice(name, f"explores with {option}; {why}", "" if on else EXPLORING[option])
+    return (2, 0.0 if suits else 1.0), Advice(name, f"explores with {option}; {why}", "" if on else EXPLORING[option])
 
 
 def learns_from(algo: Any, spec: EnvSpec) -> str:
