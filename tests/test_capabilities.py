@@ -108,10 +108,10 @@ PER = {"prioritized": True}
 OTHER = {
     "PPO": {"rollout_length": 8, "epochs": 1, "minibatches": 1, "lr": 1e-3, "gamma": 0.5, "lambda_": 0.5, "clip": 1e-3,
             "dual_clip": 1.001, "clip_value": 1e-3, "entropy_coef": 1.0, "value_coef": 9.0, "max_grad_norm": 1e-3,
-            "normalize_advantage": False, "target_kl": 1e-9, "adam_eps": 0.1, "precision": "bfloat16"},
+            "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "normalize_advantage": False, "target_kl": 1e-9, "adam_eps": 0.1, "precision": "bfloat16"},
     "A2C": {"rollout_length": 8, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "lambda_": 0.5, "entropy_coef": 1.0,
-            "value_coef": 9.0, "max_grad_norm": 1e-3, "normalize_advantage": True},
-    "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "prioritized": True,
+            "value_coef": 9.0, "max_grad_norm": 1e-3, "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "normalize_advantage": True},
+    "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "prioritized": True,
             "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
             "tau": 0.1, "epsilon": 0.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
