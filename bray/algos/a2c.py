@@ -29,7 +29,7 @@ DEFAULTS = {"env": {"num_envs": 8}}
 
 @dataclass(frozen=True)
 class Config:
-    rollout_length: Count = 5
+    rollout_length: Count = 16
     """Steps T that each environment takes between two updates."""
     lr: RateSchedule = 1e-3
     """Learning rate; a number or a schedule over env steps."""
