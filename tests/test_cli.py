@@ -24,7 +24,7 @@ from bray.envs.make import make_env
 from bray.envs.vector import episode_seed
 from bray.errors import ConfigError
 from bray.experiment import Experiment
-from bray.nn import encoders
+from bray.nn import own
 
 TINY = ["--quiet", "rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
 
@@ -213,7 +213,7 @@ def test_a_name_is_given_once(monkeypatch):
         ):
             register("twice", nn.QNetwork)
         register("twice", nn.QNetwork, replace=True)
-    assert encoders.find_class("model", "twice") is nn.QNetwork
+    assert own.find_own("model", "twice") is nn.QNetwork
 
 
 def test_an_algorithm_says_where_it_is_written(capsys, tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def train(run, env, model, path, iterations=2, **more):
 
 @pytest.mark.parametrize("model", [Net, Net(4, 2), Pair], ids=["class", "instance", "policy and value"])
 def test_a_tutorials_network_is_trained_by_ppo(model, tmp_path):
-    exp, row = train("PPO", "CartPole-v1", model, tmp_path / "run")
+    exp, row = train("PPO", "CartPole-v1", model, tmp_path / "run", epochs=4, minibatches=4)
     assert row["learner_steps_total"] == 32
     weights = RunDir.open(tmp_path / "run").load_checkpoint().weights
     assert weights["net.layer.weight"].shape == (2, 4)

@@ -37,7 +37,12 @@ from template.games.grid import GridEnv
 
 ROOT = Path(__file__).parent.parent
 RL = ROOT / "template" / "rl.yaml"
-SHORT = ["buffer1.batch_size=128", "trainer1.num_steps=48", "trainer1.checkpoint_interval=16", "agent1.wait_s=1"]
+SHORT = [
+    "buffer1.batch_size=128",
+    "trainer1.num_steps=48",
+    "trainer1.checkpoint_interval=16",
+    "agent1.wait_s=1",
+]
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,7 @@ def test_reset_with_a_seed_starts_over_and_without_goes_on():
 
 def test_workers_play_different_episodes():
     config = EnvConfig(e.Scripted, num_envs=2)
-    seen = [make_vec(config, seed=7, worker_index=w).reset()[:, 1].tolist() for w in range(2)]
+    seen = [make_vec(config, seed=7, worker_index=w).reset()[:, 1].tolist() for w in (1, 2)]
     whole = make_vec(EnvConfig(e.Scripted, num_envs=4), seed=7).reset()[:, 1].tolist()
     assert seen[0] + seen[1] == whole
     assert len(set(whole)) == 4

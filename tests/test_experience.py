@@ -714,7 +714,7 @@ def test_an_algorithm_may_bring_its_own_iterate():
 def test_an_iteration_has_a_thousand_steps_or_as_many_as_are_asked_for(name, rows, updates, monkeypatch):
     """On-policy algorithms end it with the rollout that passes the next multiple."""
     if name == "DQN":
-        config = {"iteration_steps": 50, "learning_starts": 40, "train_every": 50}
+        config = {"iteration_steps": 50, "learning_starts": 40, "train_every": 50, "batch_size": 8}
     else:
         monkeypatch.setattr(Rollouts, "iteration_steps", ITERATION_STEPS)  # as it is outside of tests
         config = {"rollout_length": 16, "num_envs": 8, "epochs": 1, "minibatches": 2, "vector": "native"}

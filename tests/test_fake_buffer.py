@@ -175,7 +175,7 @@ trial: v0
 m: {kind: model, algo: ppo}
 b: {kind: buffer, size: 2, batch_size: 64, num_workers: 1}
 t: {kind: trainer, algo: ppo, model: m, buffers: [b], num_steps: 48}
-ppo: {kind: config, algorithm: PPO, env: CartPole-v1}
+ppo: {kind: config, algorithm: PPO, env: CartPole-v1, settings: {epochs: 4, minibatches: 4}}
 """)
     command = [sys.executable, "-m", "bray", "fake", "buffer", "--config", "game.yaml", "--seconds", "60"]
     env = {"PYTHONPATH": str(Path(__file__).parent.parent), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}

@@ -228,7 +228,7 @@ def test_prioritized_replay_gets_priorities_and_follows_the_schedule_of_beta(mon
         "prioritized": True,
         "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 60},
         "learning_starts": 0,
-        "batch_size": 16,
+        "batch_size": 8,
         "train_every": 15,
     }
     section = {"kind": "config", **DQN, "settings": settings}

@@ -55,7 +55,6 @@ def test_velocities_are_hidden():
 
 def test_a_control_is_its_case_without_one_thing():
     for with_, without in (("ppo-chain-rnd", "ppo-chain"), ("ppo-mountaincar-rnd", "ppo-mountaincar")):
-        assert CASES[with_].reach
-        assert not CASES[without].reach
+        assert (CASES[with_].must, CASES[without].must) == ("reach", "stay below")
         assert (CASES[with_].target, CASES[with_].limit) == (CASES[without].target, CASES[without].limit)
         assert {**CASES[without].config, "rnd": 0} == {**CASES[with_].config, "rnd": 0}

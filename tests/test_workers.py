@@ -12,9 +12,9 @@ from tests.test_callbacks import Phased, Watcher
 
 
 def experiment(path=None, env="CartPole-v1", run="PPO", **config):
-    config = {"vector": "inprocess", "num_envs": 2, "num_workers": 2, "rollout_length": 32, **config}
+    config = {"vector": "inprocess", "num_envs": 2, "num_workers": 2, "rollout_length": 32, "minibatches": 4, **config}
     if run != "PPO":
-        del config["rollout_length"]
+        del config["rollout_length"], config["minibatches"]
     return bray.Experiment(run=run, env=env, use_preset=False, path=path, config=config)
 
 

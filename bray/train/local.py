@@ -11,13 +11,15 @@ from torch import nn
 
 from bray import tree
 from bray.algos import algo_name, broken, make_experience, make_policy
+from bray.data.experience import Replay, Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
-from bray.inference.torch_engine import TorchEngine, is_recurrent
+from bray.inference.torch_engine import is_recurrent
 from bray.spec import EnvSpec
+from bray.train.acting import acting_engine, initial_state
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
@@ -45,18 +47,6 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     if run.iteration_steps is not None:
         experience.iteration_steps = run.iteration_steps
     return Side(model, policy, experience, learner, config=config, iterate=getattr(algo, "iterate", None))
-
-
-def initial_state(model: nn.Module) -> Any:
-    """`initial_state(n)` of a Model with memory, as arrays; None for one without."""
-    if not is_recurrent(model):
-        return None
-    return lambda n: tree.map(np.asarray, model.initial_state(n))  # type: ignore[operator]
-
-
-def acting_engine(model: nn.Module, policy: Any, record: bool = True) -> TorchEngine:
-    """The Model as a Policy asks it."""
-    return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)
 
 
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
@@ -117,7 +107,10 @@ class LocalTraining(Driver):
         """Algorithms that replay learn while the next round is played; the others wait for rows of their newest weights."""
         rows = side.experience.piece_length
         assert rows is not None
-        replays = side.experience.iteration_steps is not None
+        if not isinstance(side.experience, (Rollouts, Replay)):
+            raise ConfigError(
+                f"num_workers={self.run_config.num_workers}: {algo_name(self.algo)} learns from whole episodes that this process plays; set num_workers=0"
+            )
 
         def weights() -> dict[str, np.ndarray]:
             return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
@@ -135,7 +128,7 @@ class LocalTraining(Driver):
             weights=places,
             slot_bytes=size,
         )
-        return WorkerSource(plan, weights, overlap=replays)
+        return WorkerSource(plan, weights, overlap=isinstance(side.experience, Replay))
 
     @property
     def depends_on_timing(self) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 
 import cloudpickle
 import numpy as np
+import torch
 
 from bray import tree
 from bray.act import Clock
@@ -36,8 +37,11 @@ from bray.envs.process import STOP, Child, Lost, error_answer, portable, unpack
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import episode_seed
 from bray.errors import EnvError
+from bray.inference.torch_engine import load_weights
+from bray.train.acting import acting_engine, initial_state
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.config import RunConfig
+from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import Source
 
 logger = logging.getLogger("bray")
@@ -328,11 +332,6 @@ class Player:
     """Environments, a Policy and a copy of the Model."""
 
     def __init__(self, plan: Plan, memory: Any):
-        import torch
-
-        from bray.train.local import acting_engine, initial_state  # they make a Driver, which makes workers
-        from bray.train.rollout import EnvSource, Rollout
-
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
         self.plan = plan
@@ -360,8 +359,6 @@ class Player:
 
     def gather(self, slot: int, clock: tuple[int, int]) -> dict[str, Any]:
         """A round with the weights of a slot; which half of the memory holds its piece."""
-        from bray.inference.torch_engine import load_weights
-
         load_weights(self.model, self._slots[slot])
         self.rollout.clock = Clock(*clock)
         self.rollout.version = clock[1]
