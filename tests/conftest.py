@@ -18,6 +18,7 @@ if "BRAY_TESTS_STATE" not in os.environ:  # the processes that tests start inher
 
 SLOW = [
     "test_benchmarks_remote.py::test_rows_that_nobody_played_are_noticed",
+    "test_custom_model.py::test_the_code_of_the_page_runs",
     "test_deploy.py::test_a_memory_belongs_to_its_session_and_its_episode",
     "test_envs_waiting.py::test_on_policy_algorithms_learn_with_it[A2C]",
     "test_every_way.py::test_by_a_launch_file_in_one_process[a2c]",
@@ -26,6 +27,10 @@ SLOW = [
     "test_every_way.py::test_by_a_launch_file_in_one_process[sac]",
     "test_every_way.py::test_from_live_games[sac]",
     "test_every_way.py::test_in_the_loop[sac]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[crossq]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[iqn]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[rainbow]",
+    "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[td3]",
     "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-limits]",
     "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-native]",
     "test_exact.py::test_interrupted_and_resumed_equals_uninterrupted[dqn-subprocess]",

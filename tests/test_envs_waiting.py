@@ -272,6 +272,7 @@ def test_dqn_draws_true_transitions_only(options):
 def test_on_policy_algorithms_learn_with_it(algo):
     """A choice whose reward comes at once: as good as without waiting."""
     config = {"per_env": [{}, {}, {}, {"seconds": 0.01}], "rollout_length": 64, "lr": 0.01}
+    config |= {"epochs": 4, "minibatches": 4} if algo == "PPO" else {}
     exp = Experiment(
         algo,
         e.Choice,

@@ -295,6 +295,7 @@ def test_a_game_in_cpp_is_learnt_and_served(tmp_path, corridor):
     """--stop by return ends it while the games are connected; they get an error that says so, not silence."""
     stop = '{"episode_return_mean": 0.85, "env_steps_total": 60000}'
     words = live_words("float32[5]", "2", "--stop", stop, "lr=3e-3", "rows=256", "rollout_length=32", "wait_s=5")
+    words += ["epochs=4", "minibatches=4"]
     with bray(tmp_path, *words) as command:
         port = command.port
         games = [
