@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import bray
+from bray.act.squashed import held_actions
+from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
+from bray.train.workers import RowsOfAll
 from tests.test_callbacks import Phased, Watcher
 
 
@@ -98,6 +101,30 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(tmp_path):
     assert rows[-1]["custom_metrics/late_max"] == 7  # each worker counts its own episodes
     assert rows[-1]["mine"] == 7
     exp.close()
+
+
+def test_held_random_actions_differ_from_worker_to_worker():
+    one, other = (held_actions(RowsOfAll(0, w, 2, 3), 0, 20, 3, 2) for w in range(2))
+    assert (one != other).any()
+    whole = np.random.default_rng([0, 0]).random(6)
+    assert [x for w in range(2) for x in RowsOfAll(0, w, 2, 3).random(3)] == whole.tolist()
+
+
+def test_the_command_trains_with_workers(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--run", "PPO", "--env", "CartPole-v1", "--num-workers", "2", "--num-envs-per-worker", "2"]
+    assert main([*words, "--stop", '{"training_iteration": 1}', "iteration_steps=0"]) == 0
+    assert "2 workers with 2 envs each" in capsys.readouterr().out
+
+
+def test_callbacks_that_cannot_be_sent_to_workers_are_refused(tmp_path):
+    watcher = Watcher()
+    watcher.file = open(tmp_path / "log", "w")  # noqa: SIM115  cannot be pickled
+    exp = experiment(tmp_path / "run", num_workers=1)
+    with pytest.raises(ConfigError, match="cannot be sent there"):
+        list(exp.train({"training_iteration": 1}, callbacks=watcher))
+    exp.close()
+    watcher.file.close()
 
 
 def test_an_environment_that_cannot_be_made_in_a_worker_is_told():

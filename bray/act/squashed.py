@@ -77,8 +77,8 @@ def held_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int,
     """Random actions `[rows, size]`: uniform, a new one at every step, for `hold` 1.
 
     Else each is held for `hold` steps of `rows` environments, and half of its numbers are at a bound: in a game with inertia uniform noise
-    that changes at every step cancels itself out, and a car in a valley never leaves it. Nothing is remembered: a block of steps has its actions
-    from the seed of `rng` and its number, so that a resumed run goes on in the middle of one."""
+    that changes at every step cancels itself out, and a car in a valley never leaves it. The action follows from the seed of `rng` and the number of
+    the block of steps alone, so a resumed run holds the action that was interrupted."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
     seed = rng.bit_generator.seed_seq.generate_state(4)

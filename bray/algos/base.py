@@ -156,9 +156,7 @@ def drawn(model: nn.Module, draws: list[Tensor] | tuple[Tensor, ...]) -> tuple[d
 def check_bounded(spec: EnvSpec) -> None:
     """Refuse an action space that is not a Box with finite bounds: the algorithm's actions are scaled to them."""
     if not spec.layout.continuous:
-        raise ConfigError(
-            f"this algorithm needs a Box action space, {spec.id} has {spec.action.kind}; PPO, A2C, DQN and SAC-Discrete take discrete ones"
-        )
+        raise ConfigError(f"this algorithm needs a Box action space, {spec.id} has {spec.action.kind}")
     low, high = spec.layout.bounds()
     if not np.isfinite([low, high]).all():
         raise ConfigError(

@@ -23,7 +23,7 @@ MOST = 64
 
 
 class Terms:
-    """The terms of a Model, and the means of what they reported since somebody last asked."""
+    """The loss terms of a Model, and the mean of each number that they reported in this iteration."""
 
     def __init__(self, weights: Mapping[str, float], model: nn.Module, parts: Mapping[str, Any]):
         self.model, self.weights = model, weights

@@ -82,7 +82,7 @@ def _running_address() -> str | None:
 
 
 def _answers(address: str) -> bool:
-    """Whether somebody accepts connections at `host:port`. What is spelt otherwise (`auto`, `ray://...`) is left to Ray."""
+    """Whether `host:port` accepts a connection. Other forms of address (`auto`, `ray://...`) are not checked here."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or "/" in host:
         return True

@@ -40,13 +40,16 @@ class _Tracker:
         write_atomic(self._file, json.dumps({"id": run_id}) + "\n")
 
     def write(self, row: Row) -> None:
-        """A service that does not answer does not end a training: it is told once."""
+        """A service that fails does not end a training; the first failure is logged."""
         try:
             self.log(row)
         except Exception as e:
             if not self._told:
                 logger.warning(
-                    "run.track: %s takes no numbers now, training goes on: %s: %s", self.name, type(e).__name__, e
+                    "run.track: writing to %s failed, training goes on without it: %s: %s",
+                    self.name,
+                    type(e).__name__,
+                    e,
                 )
             self._told = True
 

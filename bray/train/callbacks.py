@@ -138,13 +138,17 @@ class CallbackList(Callbacks):
     def _asking(self, event: str) -> list[Any]:
         return [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
 
+    def of_episodes(self) -> CallbackList:
+        """Those that have a callback of episodes."""
+        return CallbackList([c for c in self.callbacks if CallbackList([c]).watches])
+
     @property
     def watches(self) -> bool:
-        """Whether anybody wants to know of episodes."""
+        """Whether one of them has a callback of episodes."""
         return any(self._asking(f"on_episode_{event}") for event in ("start", "step", "end"))
 
     def watch(self) -> EpisodeWatch | None:
-        """What a Rollout tells of its steps; None where nobody wants to know."""
+        """What a Rollout reports its steps to; None where no callback asks for them."""
         return (
             EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))) if self.watches else None
         )
@@ -158,7 +162,7 @@ class EpisodeWatch:
         self._episodes: dict[int, Episode] = {}
         self._number = 0
         self.ended: list[dict[str, float]] = []
-        """`custom_metrics` of the episodes that have ended since somebody took them."""
+        """`custom_metrics` of the episodes that ended since this list was last emptied."""
 
     def before_step(self, rollout: Any) -> None:
         for b in np.flatnonzero(~rollout.env.dead & ~rollout.env.waiting).tolist():

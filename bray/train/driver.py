@@ -280,7 +280,7 @@ class Driver:
 
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
         """One iteration: to the next multiple of the experience's `iteration_steps`, and on to the end of a batch where it learns from each row once.
-        Returns its row of numbers; None where the data has ended or somebody asked to stop before there was anything to tell. It ends early when
+        Returns its row of numbers, or None if the data ended or a stop was requested before anything was gathered. It ends early when
         `most_episodes` have been finished since training began."""
         if self.ended:
             return None

@@ -36,7 +36,7 @@ from bray.envs.make import make_vec
 from bray.envs.process import STOP, Child, Lost, error_answer, portable, unpack
 from bray.envs.rewards import RewardTransform
 from bray.envs.vector import episode_seed
-from bray.errors import EnvError
+from bray.errors import ConfigError, EnvError
 from bray.inference.torch_engine import load_weights
 from bray.train.acting import acting_engine, initial_state
 from bray.train.callbacks import CallbackList, EpisodeMetrics
@@ -214,7 +214,17 @@ class WorkerSource(Source):
         return counted | self._metrics.row()
 
     def watch(self, callbacks: CallbackList) -> None:
-        self._watch = cloudpickle.dumps(callbacks)
+        """Only those that ask for episodes go to the workers: others may hold what belongs to this process."""
+        watching = callbacks.of_episodes()
+        if not watching.callbacks and self._watch is None:
+            return
+        try:
+            self._watch = cloudpickle.dumps(watching)
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            raise ConfigError(
+                f"callbacks of episodes run in the rollout workers, and these cannot be sent there ({e}): make what they hold when they first need it, or "
+                "set num_workers=0"
+            ) from e
         self._ask_all("watch", self._watch)
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -414,12 +424,27 @@ class Player:
             self.env.close()
 
 
+class _Bits:
+    """The state of a generator, which all workers share, with a seed of this worker's own for those who make generators from it."""
+
+    def __init__(self, rng: np.random.Generator, seed: list[int]):
+        self._rng, self.seed_seq = rng, np.random.SeedSequence(seed)
+
+    @property
+    def state(self) -> Any:
+        return self._rng.bit_generator.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._rng.bit_generator.state = state
+
+
 class RowsOfAll:
     """A random generator that draws for the environments of all workers and gives out those of this one: they act as they would in one process."""
 
     def __init__(self, seed: int, worker: int, workers: int, rows: int):
         self._rng = np.random.default_rng([seed, 0])
-        self.bit_generator = self._rng.bit_generator
+        self.bit_generator = _Bits(self._rng, [seed, 0, worker])
         self._rows, self._all, self._mine = rows, workers * rows, slice(worker * rows, (worker + 1) * rows)
 
     def _draw(self, draw: Callable[..., Any], size: Any, *arguments: Any) -> Any:
