@@ -26,7 +26,7 @@ from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
-from bray.experiment.setup import Check, run_path, set_up
+from bray.experiment.setup import Check, check_playable, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
@@ -95,9 +95,8 @@ class Experiment:
         self._served: ServedPolicy | None = None
         self.loaded: tuple[Path, int] | None = None
         """The checkpoint that was loaded, and its step."""
-        self._launched: dict[str, Any] | None = (
-            None  # what a launch file said of the model, where its network is the project's own
-        )
+        # What a launch file said of the model, where its network is the project's own.
+        self._launched: dict[str, Any] | None = None
         self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
@@ -106,7 +105,7 @@ class Experiment:
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
-        self._callbacks = make_callbacks(None)
+        self._callbacks = make_callbacks()
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -165,8 +164,7 @@ class Experiment:
         for them. Saves as configured and at the end. `callbacks`: `bray.Callbacks`, one or several, beside those of the config. `show=False`
         leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
-        own = make_callbacks(callbacks).callbacks
-        self._callbacks = make_callbacks([*self.config["run"].callbacks, *own])
+        self._callbacks = make_callbacks(self.config["run"].callbacks, callbacks)
         return Rows(self._train(stop, sinks, show))
 
     def fit(
@@ -188,8 +186,7 @@ class Experiment:
         show: bool,
     ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
-        settings = {key: value for key, value, _ in self.config.rows()}
-        trackers = make_trackers(run.track, self.path, self._title, settings)
+        trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         graph = self._graph_export()
@@ -551,15 +548,7 @@ class Experiment:
 
     def check_env(self) -> None:
         """Refuse a run that has no environment to play in."""
-        if self.config["env"].id == FILES:
-            raise ConfigError(
-                "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
-            )
-        if self.config["env"].id == LIVE:
-            raise ConfigError(
-                "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "
-                "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
-            )
+        check_playable(self.config["env"].id)
 
     def _check_plays(self) -> None:
         if not self._plays:

@@ -168,3 +168,16 @@ def run_path(path: str | Path | None, project: str | Path | None, trial: str | N
     if path is not None:
         return Path(path)
     return Path(project or "runs") / (trial or f"{algo}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def check_playable(env: str) -> None:
+    """Refuse a run that has no environment to play in."""
+    if env == FILES:
+        raise ConfigError(
+            "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
+        )
+    if env == LIVE:
+        raise ConfigError(
+            "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "
+            "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
+        )

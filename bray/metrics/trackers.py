@@ -127,8 +127,11 @@ class MlflowSink(_Tracker):
 TRACKERS = {"wandb": (WandbSink, "wandb", "wandb"), "mlflow": (MlflowSink, "mlflow", "mlflow-skinny")}
 
 
-def make_trackers(names: Sequence[str], directory: Path, title: str, config: Mapping[str, Any]) -> list[Sink]:
-    """The sinks of these names; `config` is written down with the run."""
+def make_trackers(
+    names: Sequence[str], directory: Path, title: str, config: Sequence[tuple[str, Any, str]]
+) -> list[Sink]:
+    """The sinks of these names; `config`, rows of (key, value, source), is written down with the run."""
+    settings = {key: value for key, value, _ in config}
     sinks: list[Sink] = []
     for name in names:
         if name not in TRACKERS:
@@ -136,5 +139,5 @@ def make_trackers(names: Sequence[str], directory: Path, title: str, config: Map
         sink, module, package = TRACKERS[name]
         if importlib.util.find_spec(module) is None:
             raise ConfigError(f"run.track: {name} needs the package {package}: pip install {package}")
-        sinks.append(sink(directory, title, config))
+        sinks.append(sink(directory, title, settings))
     return sinks

@@ -91,10 +91,10 @@ class EarlyStopping(Callbacks):
             experiment.request_stop()
 
 
-def make_callbacks(given: Any) -> CallbackList:
-    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}: one of these or a list."""
-    listed = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    return CallbackList([_make(one) for one in listed])
+def make_callbacks(*given: Any) -> CallbackList:
+    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}; each argument is one of these, a list, or None."""
+    listed = [some if isinstance(some, (list, tuple)) else [some] for some in given if some is not None]
+    return CallbackList([_make(one) for some in listed for one in some])
 
 
 def _make(given: Any) -> Callbacks:
