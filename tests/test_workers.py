@@ -10,7 +10,7 @@ import bray
 from bray.act.squashed import held_actions
 from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
-from bray.train.workers import RowsOfAll
+from bray.train.player import RowsOfAll
 from tests.test_callbacks import Phased, Watcher
 
 

@@ -3,6 +3,7 @@ brought it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -96,6 +97,20 @@ class Piece:
         return replace(self, **cut, state=state, version=version, start=self.start + start)
 
 
+def side_by_side(pieces: Sequence[Piece]) -> Piece:
+    """The columns of several pieces of as many rows, copied."""
+    first = pieces[0]
+    columns = {
+        name: tree.map(lambda *parts: np.concatenate(parts, 1), *(getattr(piece, name) for piece in pieces))
+        for name in COLUMNS
+        if getattr(first, name) is not None
+    }
+    version: Any = first.version
+    if any(np.ndim(piece.version) or piece.version != version for piece in pieces):
+        version = np.concatenate([np.broadcast_to(piece.version, piece.reward.shape) for piece in pieces], 1)
+    return replace(first, **columns, version=version)
+
+
 _ROWS = {
     "obs": 1,
     "action": 0,
@@ -107,6 +122,8 @@ _ROWS = {
     "outputs": 1,
     "extras": 0,
 }  # rows of a column beyond T
+COLUMNS = (*_ROWS, "state")
+"""The arrays of a piece."""
 
 
 def unroll(piece: Piece, length: int, last: str = "drop") -> list[Piece]:

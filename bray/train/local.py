@@ -24,8 +24,10 @@ from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
+from bray.train.player import Plan
+from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
-from bray.train.workers import REPLAY_ROWS, Plan, WorkerSource, slot_places
+from bray.train.workers import REPLAY_ROWS, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
 
@@ -115,7 +117,6 @@ class LocalTraining(Driver):
         def weights() -> dict[str, np.ndarray]:
             return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
 
-        places, size = slot_places(weights())
         plan = Plan(
             self.algo,
             self.run_config,
@@ -125,10 +126,8 @@ class LocalTraining(Driver):
             index=0,
             rows=REPLAY_ROWS if rows == 1 else rows,
             state_every=side.experience.state_every,
-            weights=places,
-            slot_bytes=size,
         )
-        return WorkerSource(plan, weights, overlap=isinstance(side.experience, Replay))
+        return WorkerSource(plan, Processes(weights()), weights, overlap=isinstance(side.experience, Replay))
 
     @property
     def depends_on_timing(self) -> bool:

@@ -1,0 +1,208 @@
+"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.data.piece import COLUMNS, Piece
+from bray.envs.process import STOP, Child, error_answer, portable, unpack
+from bray.train.player import Plan, Played, Player
+
+_ALIGN = 64
+
+
+# --- in the process that learns ---------------------------------------------------------------------------------------
+
+
+class Processes:
+    """Where players live: processes of this machine."""
+
+    def __init__(self, weights: Mapping[str, np.ndarray]):
+        self._slots = Slots(weights)
+        self._next = 0
+
+    def start(self, plan: Plan) -> PlayerProcess:
+        """Begin to start a player; `started` waits for it."""
+        return PlayerProcess(plan, self._slots)
+
+    def publish(self, weights: Mapping[str, np.ndarray]) -> int:
+        """Weights for players to come; what `play` is given for them. They last until the publication after the next."""
+        slot, self._next = self._next, 1 - self._next
+        for name, array in self._slots.views(slot).items():
+            array[...] = weights[name]
+        return slot
+
+
+class PlayerProcess:
+    """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it died or hangs."""
+
+    def __init__(self, plan: Plan, slots: Slots):
+        told, needs_main = portable(plan)
+        self._child = Child(serve_player, (slots, told), "bray-rollout", needs_main)
+        self._pieces: list[Piece] = []
+
+    @property
+    def name(self) -> str:
+        return f"process {self._child.process.pid}"
+
+    @property
+    def process_id(self) -> int:
+        return self._child.process.pid or 0
+
+    def started(self) -> None:
+        self._child.started()
+
+    def send(self, method: str, *arguments: Any) -> None:
+        """Ask without waiting."""
+        self._child.send(pickle.dumps((method, *arguments)))
+
+    def receive(self, timeout: float | None) -> Any:
+        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it plays the second time from now."""
+        answer, _ = unpack(self._child.receive(timeout))
+        if not isinstance(answer, _Placed):
+            return answer
+        if answer.memory is not None:
+            self._pieces = _attach(*answer.memory)
+        arrays = {name: getattr(self._pieces[answer.half], name) for name in COLUMNS}
+        return answer.played._replace(piece=replace(answer.played.piece, **arrays))
+
+    def kill(self) -> str:
+        """End it at once; where it was, and how it ended."""
+        where = self._child.stack()
+        self._child.kill()
+        return f"{where}\nexit code {self._child.process.exitcode}".lstrip()
+
+    def close(self) -> None:
+        self._child.close()
+
+
+class Slots:
+    """Two copies of the weights in memory that all players see."""
+
+    def __init__(self, weights: Mapping[str, np.ndarray]):
+        self._places: dict[str, _Place] = {}
+        self._size = 0
+        for name, array in weights.items():
+            self._places[name] = _Place(self._size, array)
+            self._size += _padded(array)
+        self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, 2 * self._size))
+
+    def views(self, slot: int) -> dict[str, np.ndarray]:
+        return {name: place.of(self._memory, slot * self._size) for name, place in self._places.items()}
+
+
+class _Place:
+    """Where an array lies in a memory."""
+
+    def __init__(self, at: int, array: np.ndarray):
+        self.at, self.shape, self.dtype = at, array.shape, array.dtype
+
+    def of(self, memory: Any, start: int) -> np.ndarray:
+        return np.frombuffer(memory, self.dtype, int(np.prod(self.shape)), start + self.at).reshape(self.shape)
+
+
+class _Placed:
+    """What was played, its arrays in a half of the player's memory; with the first, where that memory is."""
+
+    def __init__(self, played: Played, half: int, memory: tuple[str, int, Piece] | None):
+        self.played, self.half, self.memory = played, half, memory
+
+
+def _padded(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGN) * _ALIGN
+
+
+def _attach(path: str, size: int, template: Piece) -> list[Piece]:
+    """The two pieces in a file that a player has made; nobody else opens it any more."""
+    with open(path, "r+b") as file:
+        memory = mmap.mmap(file.fileno(), 2 * size)
+    os.unlink(path)
+    return [_placed(template, memory, half * size) for half in range(2)]
+
+
+def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
+    filled = {
+        name: tree.map(lambda place: place.of(memory, start), value)
+        for name in COLUMNS
+        if (value := getattr(template, name)) is not None
+    }
+    return replace(template, **filled)
+
+
+# --- in a player's process --------------------------------------------------------------------------------------------
+
+
+def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
+    """Play until told to stop."""
+    try:
+        player = Player(pickle.loads(told))  # our own bytes, from our own parent
+    except BaseException as e:
+        conn.send(error_answer(e))
+        return
+    conn.send(("ok", None, []))
+    memory = _Memory()
+    try:
+        while (message := conn.recv_bytes()) != STOP:
+            method, *arguments = pickle.loads(message)
+            try:
+                if method == "play":
+                    slot, clock = arguments
+                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(slots.views(slot), clock)), [])
+                else:
+                    answer = ("ok", getattr(player, method)(*arguments), [])
+            except Exception as e:
+                answer = error_answer(e)
+            conn.send(answer)
+    finally:
+        player.close()
+
+
+class _Memory:
+    """Two halves of a file in memory, for one piece each."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._half = 0
+
+    def place(self, played: Played) -> _Placed:
+        """Copy the arrays of the piece to the next half."""
+        made = None if self._pieces else self._make(played.piece)
+        half, self._half = self._half, 1 - self._half
+        for name in COLUMNS:
+            if (value := getattr(played.piece, name)) is not None:
+                tree.map(np.copyto, getattr(self._pieces[half], name), value)
+        nothing: dict[str, Any] = dict.fromkeys(COLUMNS)
+        return _Placed(played._replace(piece=replace(played.piece, **nothing)), half, made)
+
+    def _make(self, piece: Piece) -> tuple[str, int, Piece]:
+        size = 0
+
+        def place(array: np.ndarray) -> _Place:
+            nonlocal size
+            made = _Place(size, array)
+            size += _padded(array)
+            return made
+
+        template = replace(
+            piece, **{name: tree.map(place, value) for name in COLUMNS if (value := getattr(piece, name)) is not None}
+        )
+        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        handle, path = tempfile.mkstemp(prefix="bray-rollout-", dir=folder)
+        with os.fdopen(handle, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, 2 * size))
+            memory = mmap.mmap(file.fileno(), 2 * size)
+        self._pieces = [_placed(template, memory, half * size) for half in range(2)]
+        return path, size, template
