@@ -74,6 +74,19 @@ def test_only_casts_that_keep_the_numbers_are_made(declared, given, fits):
             v.reset()
 
 
+@pytest.mark.parametrize(("factor", "fault"), [(1e6, None), (np.nan, "observation\\[0\\] is nan")])
+def test_gymnasiums_own_environments_may_fly_beyond_their_bounds(factor, fault):
+    def far(env):
+        return gym.wrappers.TransformObservation(env, lambda obs: obs * np.float32(factor), env.observation_space)
+
+    v = make_vec(EnvConfig("CartPole-v1", wrappers=[far]), seed=0)
+    if fault is None:
+        assert np.abs(v.reset()[0, 2]) > v.spec.observation.bounds()[1][2]
+    else:
+        with pytest.raises(EnvError, match=fault):
+            v.reset()
+
+
 def test_bounds_have_the_tolerance_of_float32():
     v = make_vec(EnvConfig(e.RoundedUp), seed=0)
     assert v.reset()[0, 1] == 1.0000000000000002

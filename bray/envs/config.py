@@ -81,7 +81,7 @@ class EnvConfig:
     """Divide rewards by the running deviation of the discounted return, in training only."""
     check: bool = True
     """Stop at once when the environment returns NaN, a wrong shape or type, or a value outside its space. Other types of numbers are cast,
-    with one warning; floats may lie outside by a rounding error."""
+    with one warning; floats may lie outside by a rounding error, and those of Gymnasium's own environments anywhere: some fly beyond their bounds."""
     max_restarts: Whole = 0
     """How often environments that raise, die or hang are rebuilt before the run stops."""
     step_timeout: Positive | None = None

@@ -51,7 +51,9 @@ class InProcessVecEnv(VecEnv):
         self.spec = spec or build.spec_of(*made[0])
         observation, action = self.spec.observation, self.spec.action
         self._gather, self._write = gatherer(observation), writer(observation, build.config.check, self._on_cast)
-        self._check = BatchCheck.of(self.spec) if build.config.check and on_failure is None else None
+        self._check = None
+        if build.config.check and on_failure is None:
+            self._check = BatchCheck.of(self.spec, build.source.keeps_bounds)
         self._cast, self._split = caster(action, self.num_envs), splitter(action)
         self._steps: list[Callable[[Any], Any]] = [env.step for env in self._envs]
         self._counts = [0] * self.num_envs

@@ -117,6 +117,12 @@ class EnvSource:
         return self.gym_id is not None or isinstance(self.creator, OldGym)
 
     @property
+    def keeps_bounds(self) -> bool:
+        """Whether numbers outside the declared bounds are a fault. Some of Gymnasium's own environments fly beyond theirs (LunarLander, BipedalWalker)."""
+        entry = self.gym_spec.entry_point if self.gym_id else None
+        return not (isinstance(entry, str) and entry.startswith("gymnasium.envs."))
+
+    @property
     def step_ms(self) -> float:
         """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package, else 0."""
         made = self.gym_spec.entry_point if self.gym_id else self.creator

@@ -214,9 +214,9 @@ class BatchCheck:
     """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array. With the `layout` of the actions also
     masks that forbid every choice."""
 
-    def __init__(self, space: Space, layout: ActionLayout | None = None):
+    def __init__(self, space: Space, layout: ActionLayout | None = None, bounds: bool = True):
         self._layout = layout if ACTION_MASK in space.names else None
-        bounded = [(leaf, _bounds(leaf.space)) for leaf in leaves(space)]
+        bounded = [(leaf, _bounds(leaf.space, bounds)) for leaf in leaves(space)]
         self._leaves = [(leaf, *bounds) for leaf, bounds in bounded if bounds is not None]
         if self._leaves:
             from bray.envs._kernels import first_outside
@@ -224,8 +224,9 @@ class BatchCheck:
             self._kernel = first_outside
 
     @staticmethod
-    def of(spec: EnvSpec) -> BatchCheck:
-        return BatchCheck(spec.observation, spec.layout if ACTION_MASK in spec.observation.names else None)
+    def of(spec: EnvSpec, bounds: bool = True) -> BatchCheck:
+        """`bounds`: whether floats should lie within theirs; they should be finite in any case."""
+        return BatchCheck(spec.observation, spec.layout if ACTION_MASK in spec.observation.names else None, bounds)
 
     def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
         """(environment, what is wrong) of the first value outside its space; None where there is none."""
@@ -266,9 +267,10 @@ def _declared(space: Space, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarr
     return low, high
 
 
-def _bounds(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
+def _bounds(space: Space, declared: bool) -> tuple[np.ndarray, np.ndarray] | None:
     """Lowest and highest allowed value of every element, in the space's dtype; None where every value of the dtype is a member. Floats may
-    lie outside by the rounding error of float32: an environment that computes in [0, 1] also returns 1.0000000000000002."""
+    lie outside by the rounding error of float32: an environment that computes in [0, 1] also returns 1.0000000000000002. Those whose bounds are
+    not to be taken as `declared` should be finite."""
     dtype, size = np.dtype(space.dtype), math.prod(space.shape)
     if space.kind == "multi_binary":
         return np.zeros(size, dtype), np.ones(size, dtype)
@@ -279,6 +281,8 @@ def _bounds(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
         return None
     low, high = (x.reshape(-1) for x in space.bounds())
     if dtype.kind == "f":
+        if not declared:
+            low, high = np.full(size, -np.inf), np.full(size, np.inf)
         low, high = low - _ROUNDING * np.maximum(np.abs(low), 1.0), high + _ROUNDING * np.maximum(np.abs(high), 1.0)
         info: Any = np.finfo(dtype)
         return np.maximum(low, float(info.min)).astype(dtype), np.minimum(high, float(info.max)).astype(dtype)

@@ -57,7 +57,7 @@ class SubprocessVecEnv(VecEnv):
         self._view = shared.view(self._memory)
         self._action_leaves = tree.leaves(self._view["action"])
         self._cast = caster(self.spec.action, self.num_envs)
-        self._check = BatchCheck.of(self.spec) if config.check else None
+        self._check = BatchCheck.of(self.spec, build.source.keeps_bounds) if config.check else None
         self.dead = self._waiting = np.zeros(self.num_envs, bool)
         self._sent: dict[int, float] = {}  # workers with a step under way, and since when
         self._answers: dict[int, bytes | Lost] = {}  # what has come of these, until a step returns it
