@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bray
-from bray.act.squashed import held_actions
+from bray.act.squashed import random_actions
 from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
 from bray.train.player import RowsOfAll
@@ -104,7 +104,7 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(tmp_path):
 
 
 def test_held_random_actions_differ_from_worker_to_worker():
-    one, other = (held_actions(RowsOfAll(0, w, 2, 3), 0, 20, 3, 2) for w in range(2))
+    one, other = (random_actions(RowsOfAll(0, w, 2, 3), 0, 20, 3, 2) for w in range(2))
     assert (one != other).any()
     whole = np.random.default_rng([0, 0]).random(6)
     assert [x for w in range(2) for x in RowsOfAll(0, w, 2, 3).random(3)] == whole.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import numpy as np
@@ -12,7 +13,7 @@ from bray.spec import ActionLayout
 
 
 class Continuous(Rule):
-    """Random actions before learning starts, each held for `random_hold` steps; then `explore`."""
+    """Random actions before learning starts, pink noise up to `random_hold` steps; then `explore`."""
 
     def __init__(self, learning_starts: int = 0, random_hold: int = 1):
         self.learning_starts, self.random_hold = learning_starts, random_hold
@@ -20,7 +21,7 @@ class Continuous(Rule):
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         x = outputs[self.reads[0]]
         if rng is not None and env_steps < self.learning_starts:
-            return {"action": held_actions(rng, env_steps, self.random_hold, len(x), layout.size)}
+            return {"action": random_actions(rng, env_steps, self.random_hold, len(x), layout.size)}
         return {"action": self.explore(x, rng, env_steps)}
 
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
@@ -73,14 +74,18 @@ def squashed(dist: np.ndarray, rng: Rng) -> np.ndarray:
     return np.tanh(mean + np.exp(log_std) * rng.standard_normal(mean.shape, np.float32))
 
 
-def held_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
-    """Random actions `[rows, size]`: uniform, a new one at every step, for `hold` 1.
+def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+    """Random actions `[rows, size]`, each number uniform in [-1, 1]: white noise for `hold` 1, a new one at every step.
 
-    Else each is held for `hold` steps of `rows` environments, and half of its numbers are at a bound: in a game with inertia uniform noise
-    that changes at every step cancels itself out, and a car in a valley never leaves it. The action follows from the seed of `rng` and the number of
-    the block of steps alone, so a resumed run holds the action that was interrupted."""
+    Else pink noise (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold` steps). In a game with inertia white noise cancels itself
+    out, and a car in a valley never leaves it; actions that are merely held for long throw a walker on its back, where it learns to crawl.
+    They follow from the seed of `rng` and the number of the step alone, so a resumed run goes on with them."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
-    seed = rng.bit_generator.seed_seq.generate_state(4)
-    block = np.random.default_rng([*seed, env_steps // (hold * rows)])
-    return block.uniform(-2.0, 2.0, (rows, size)).clip(-1.0, 1.0).astype(np.float32)
+    seed, step = rng.bit_generator.seed_seq.generate_state(4), env_steps // rows
+    octaves = range(hold.bit_length())
+    parts = [np.random.default_rng([*seed, k, step >> k]).standard_normal((rows, size)) for k in octaves]
+    return _erf(np.sum(parts, 0) / math.sqrt(2.0 * len(parts))).astype(np.float32)
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])

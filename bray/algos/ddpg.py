@@ -55,10 +55,11 @@ class Config:
     """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
     batch_size: Count = 256
     """Transitions per gradient step."""
-    learning_starts: Whole = 1_000
+    learning_starts: Whole = 5_000
     """Env steps with random actions before the first gradient step."""
-    random_hold: Count = 20
-    """Steps for which each of these random actions is held, half of its numbers at a bound; 1 = a new, uniform one at every step."""
+    random_hold: Count = 32
+    """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
+    new one at every step."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""
     updates: Count = 1

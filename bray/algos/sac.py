@@ -57,7 +57,7 @@ class Soft:
     """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
     batch_size: Count = 256
     """Transitions per gradient step."""
-    learning_starts: Whole = 1_000
+    learning_starts: Whole = 5_000
     """Env steps with random actions before the first gradient step."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""
@@ -73,9 +73,9 @@ class Config(Soft):
     """The target critics move this fraction of the way after every gradient step."""
     target_entropy: float | None = None
     """Entropy that the temperature aims at; null = minus the number of action dimensions."""
-    random_hold: Count = 20
-    """Steps for which each random action before `learning_starts` is held, half of its numbers at a bound; 1 = a new, uniform one at every
-    step."""
+    random_hold: Count = 32
+    """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
+    new one at every step."""
 
 
 METRICS = ("critic_loss", "actor_loss", "alpha", "entropy", "q", "grad_norm")
