@@ -120,7 +120,12 @@ class Child:
 
 def unpack(answer: bytes) -> tuple[Any, list[str]]:
     """(result, failures) of a worker's answer; its error is raised."""
-    kind, first, second = pickle.loads(answer)
+    return read_answer(pickle.loads(answer))
+
+
+def read_answer(answer: tuple[str, Any, Any]) -> tuple[Any, list[str]]:
+    """The same of an answer that is no bytes any more."""
+    kind, first, second = answer
     if kind == "error":
         raise ConfigError(second) if first == "config" else EnvError(second)
     return first, second

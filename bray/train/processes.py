@@ -45,6 +45,9 @@ class Processes:
             array[...] = weights[name]
         return slot
 
+    def close(self) -> None:
+        """Nothing is left when the players are closed."""
+
 
 class PlayerProcess:
     """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it died or hangs."""

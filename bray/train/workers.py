@@ -3,7 +3,7 @@
 They play in rounds. All are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by side in the order of
 the workers. With `overlap` the next round is played while the learner learns from this one: its weights are then one round old.
 A worker that dies or hangs is killed, replaced and counted; its part of the round is played again. Where players live is a `Home`:
-processes of this machine (`processes.py`).
+processes of this machine (`processes.py`) or of a cluster (`bray/remote/players.py`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Home(Protocol):
 
     def start(self, plan: Plan) -> Worker: ...
     def publish(self, weights: Mapping[str, np.ndarray]) -> Any: ...
+    def close(self) -> None: ...
 
 
 class WorkerSource(Source):
@@ -75,7 +76,7 @@ class WorkerSource(Source):
         self._watch: bytes | None = None
         self._each: bytes | None = None
         self._workers: list[Worker] = []
-        self._finalizer = Finalize(self, _close_all, (self._workers,), exitpriority=10)
+        self._finalizer = Finalize(self, _close_all, (self._workers, home), exitpriority=10)
         try:
             for w in range(plan.run.num_workers):
                 self._workers.append(self._start(w))
@@ -222,6 +223,7 @@ class WorkerSource(Source):
         self._finalizer()
 
 
-def _close_all(workers: list[Worker]) -> None:
+def _close_all(workers: list[Worker], home: Home) -> None:
     for worker in workers:
         worker.close()
+    home.close()
