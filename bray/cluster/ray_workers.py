@@ -132,17 +132,14 @@ class RayWorker:
     def _begin(self, guest: bool) -> None:
         """guest  on a node that has no CPUs left for it"""
         self._guest = guest
-        self._actor: Any = (
-            ray.remote(_Actor)
-            .options(
-                num_cpus=0 if guest else self._workers.cpus,
-                num_gpus=self._workers.gpus,
-                scheduling_strategy="SPREAD",
-                max_restarts=0,
-                max_task_retries=0,
-            )
-            .remote(self._workers.info)
-        )
+        actor: Any = ray.remote(_Actor)
+        self._actor = actor.options(
+            num_cpus=0 if guest else self._workers.cpus,
+            num_gpus=self._workers.gpus,
+            scheduling_strategy="SPREAD",
+            max_restarts=0,
+            max_task_retries=0,
+        ).remote(self._workers.info, self._workers.name)
         self._where = self._actor.place.remote()
         self._asked = deque([self._actor.make.remote(self._made)])
 
@@ -241,11 +238,16 @@ def _summary(error: ray.exceptions.RayError) -> str:
 class _Actor:
     """The Ray actor around what a worker holds."""
 
-    def __init__(self, info: SessionInfo):
+    def __init__(self, info: SessionInfo, name: str):
         prepare_worker(info)
+        self._name = name
         self._held: Any = None
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)
+
+    def __repr__(self) -> str:
+        """Ray puts it before what it prints."""
+        return self._name
 
     def place(self) -> _Place:
         return _Place(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())

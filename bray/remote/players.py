@@ -20,7 +20,7 @@ class RayPlayers:
 
     def __init__(self, run: RunConfig):
         cpus, gpus = run.num_cpus_per_worker, run.num_gpus_per_worker
-        self._workers = RayWorkers("the rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
+        self._workers = RayWorkers("rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
 
     def start(self, plan: Plan) -> RayWorker:
         """Begin to start a player; `started` waits for it."""

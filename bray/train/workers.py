@@ -146,7 +146,7 @@ class WorkerSource(Source):
         worker = self._workers[w]
         end = worker.kill()
         self.restarts += 1
-        report = f"{end}\nrollout worker {w + 1} ({worker.name}) {why}"
+        report = f"{end}\nrollout worker {w + 1} ({worker.name}) {why}".lstrip()
         if self.restarts > self.plan.run.max_worker_restarts:
             raise EnvError(
                 f"{report}. run.max_worker_restarts={self.plan.run.max_worker_restarts} are used up: see above why they end, or allow more."
