@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from bray.cluster.ray import START_TIMEOUT, RayCluster, prepare_worker
 from bray.cluster.ray_start import start_ray
 from bray.cluster.session import SessionInfo
-from bray.envs.process import Lost, error_answer, read_answer
+from bray.envs.process import Lost, LostAtStart, error_answer, read_answer
 from bray.errors import ConfigError, EnvError, ResourceError
 from bray.log_format import log_format
 
@@ -32,7 +32,7 @@ LOOK_S = 5.0
 """Seconds between two looks whether there is room for the CPUs of a worker that runs without them."""
 _CLOSE_S = 5.0
 _KILL_S = 10.0
-_TRIES = 3  # to start a worker in place of a lost one: Ray may still place it on the node that has just gone
+_TRIES = 3  # to place a worker that replaces another
 
 
 class RayWorkers:
@@ -76,14 +76,16 @@ class RayWorkers:
         """A reference to a value, as an argument of questions."""
         return ray.put(value)
 
-    def wait(self, workers: Sequence[RayWorker], timeout: float | None) -> list[RayWorker]:
-        """Those whose oldest question is answered, or who are lost; after `timeout` seconds perhaps none."""
+    def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
+        """Those whose oldest question is answered, who have started or are lost; waits so many seconds for the first of them."""
         asked = {worker.oldest: worker for worker in workers if worker.oldest is not None}
         if not asked:
             return []
         ray.wait(list(asked), timeout=timeout)
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
-        return [asked[ref] for ref in ready]
+        for worker in workers:
+            worker.tend()
+        return [asked[ref] for ref in ready if asked[ref].oldest == ref]  # else it has begun again
 
     def has_room(self, now: bool = False) -> bool:
         """Whether all workers would fit with their CPUs, as it was at most LOOK_S ago."""
@@ -123,15 +125,15 @@ class RayWorker:
 
     def __init__(self, workers: RayWorkers, made: bytes, replaces: bool):
         self._workers, self._made, self._replaces = workers, made, replaces
-        self._guest = False
+        self._guest, self._tries = False, _TRIES
         self._place: _Place | None = None
         self._asked: deque[Any] = deque()
-        self._end, self._hung, self._closed = "", False, False
+        self._end, self._moves, self._closed = "", False, False
         self._begin(guest=replaces and not workers.has_room(now=True))
 
     def _begin(self, guest: bool) -> None:
         """guest  on a node that has no CPUs left for it"""
-        self._guest = guest
+        self._guest, self._end = guest, ""
         actor: Any = ray.remote(_Actor)
         self._actor = actor.options(
             num_cpus=0 if guest else self._workers.cpus,
@@ -159,48 +161,59 @@ class RayWorker:
 
     def started(self) -> None:
         """Wait until what it holds is made; what that raised is raised here."""
-        tries = _TRIES if self._replaces else 1
-        while True:
-            try:
-                self._wait_placed()
-                self.receive(START_TIMEOUT)
-                return
-            except Lost as e:
-                self.kill()
-                tries -= 1
-                if not tries:
-                    raise EnvError(f"{self._end}\na worker process ({self.name}) {e} while starting".lstrip()) from None
-                self._begin(guest=not self._workers.has_room(now=True))
-            except (ConfigError, EnvError, ResourceError):
-                self.kill()
-                raise
+        try:
+            self._wait_placed()
+            self.receive(START_TIMEOUT)
+        except Lost as e:
+            end = self.kill()
+            self._asked.clear()
+            self._end = ""  # told here
+            raise LostAtStart(f"{e} while starting\n{end}".rstrip()) from None
+        except (ConfigError, EnvError, ResourceError):
+            self.kill()
+            raise
 
     def _wait_placed(self) -> None:
         end = time.monotonic() + START_TIMEOUT
         while not ray.wait([self._where], timeout=1.0)[0]:
-            late = time.monotonic() > end
-            if late and (self._guest or not self._replaces):
+            self.tend()
+            if time.monotonic() > end:
                 raise self._workers.busy()
-            if self._replaces and not self._guest and (late or not self._workers.has_room(now=True)):
-                ray.kill(self._actor)
-                self._begin(guest=True)
         self._place = self._get(self._where, None)
+
+    def tend(self) -> None:
+        """One that replaces another and is not placed yet: begin again where Ray has put it on a node that has just gone, and without CPUs where there
+        is no room for them any more."""
+        if not self._replaces or self._place is not None:
+            return
+        if ray.wait([self._where], timeout=0)[0]:
+            try:
+                self._place = self._get(self._where, None)
+            except Lost:
+                if self._tries:
+                    self._tries -= 1
+                    self._begin(guest=not self._workers.has_room(now=True))
+        elif not self._guest and not self._workers.has_room():
+            ray.kill(self._actor)
+            self._begin(guest=True)
 
     def send(self, method: str, *arguments: Any) -> None:
         """Ask without waiting."""
         if self._guest and method == self._workers.moves_before and self._workers.has_room():
+            self._moves = True
             raise Lost("ran without CPUs of its own, and there is room for them again")
         self._asked.append(self._actor.answer.remote(method, *arguments))
 
     def receive(self, timeout: float | None) -> Any:
         """The answer to the oldest question. Its arrays are read-only and lie in the object store."""
-        return read_answer(self._get(self._asked.popleft(), timeout))[0]
+        answer = self._get(self._asked[0], timeout)
+        self._asked.popleft()
+        return read_answer(answer)[0]
 
     def _get(self, ref: Any, timeout: float | None) -> Any:
         try:
             return ray.get(ref, timeout=timeout)
         except ray.exceptions.GetTimeoutError:
-            self._hung = True
             raise Lost(f"did not answer within {timeout:g} s") from None
         except ray.exceptions.RayTaskError as e:  # what it was told or would say cannot be sent
             raise EnvError(str(e)) from None
@@ -210,7 +223,8 @@ class RayWorker:
 
     def kill(self) -> str:
         """End it at once; how it ended. Where a hung one was is shown on the terminal."""
-        if self._hung and self._place is not None:  # Ray asks it to end, and it does not hear that
+        hangs = self._asked and not self._end and not self._moves
+        if hangs and self._place is not None:  # Ray asks it to end, and it does not hear that
             on_its_node = NodeAffinitySchedulingStrategy(self._place.node, soft=False)
             kill = ray.remote(_kill).options(num_cpus=0, scheduling_strategy=on_its_node, max_retries=0)
             with suppress(ray.exceptions.RayError):

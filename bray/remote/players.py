@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from bray.act import Clock
 from bray.cluster.ray_workers import RayWorker, RayWorkers
 from bray.train.config import RunConfig
 from bray.train.player import Plan, Player
@@ -26,12 +27,11 @@ class RayPlayers:
         """Begin to start a player; `started` waits for it."""
         return self._workers.start(partial(Player, plan), replaces=plan.life > 0)
 
-    def publish(self, weights: Mapping[str, np.ndarray]) -> Any:
+    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> Any:
         """Weights for players to come; what `play` is given for them."""
         return self._workers.put(dict(weights))
 
-    def wait(self, workers: Sequence[RayWorker], timeout: float | None) -> list[RayWorker]:
-        """Those that have an answer, or are lost."""
+    def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
         return self._workers.wait(workers, timeout)
 
     def close(self) -> None:
