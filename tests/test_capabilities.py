@@ -722,7 +722,7 @@ def test_an_lstm_that_sees_the_last_action_and_reward():
 
 
 def test_keys_of_other_frameworks_are_refused():
-    for key in ("squash_to_range", "lstm_use_prev_action_reward", "num_cpus_per_worker", "num_gpus_per_worker"):
+    for key in ("squash_to_range", "lstm_use_prev_action_reward"):
         with pytest.raises(UnknownName, match=f"unknown key '{key}'"):
             Experiment("PPO", "CartPole-v1", config={key: True})
 

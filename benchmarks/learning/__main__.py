@@ -81,6 +81,8 @@ R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequen
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
     "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 6),
+    "impala-cartpole": Case("IMPALA", "CartPole-v1", 475, 300_000, 10),
+    "appo-cartpole": Case("APPO", "CartPole-v1", 475, 300_000, 10),
     "pg-cartpole": Case("PG", "CartPole-v1", 475, 1_000_000, 5),
     "es-cartpole": Case("ES", "CartPole-v1", 475, 1_000_000, 1),
     "ars-cartpole": Case("ARS", "CartPole-v1", 475, 1_000_000, 1),

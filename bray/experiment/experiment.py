@@ -26,7 +26,7 @@ from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
-from bray.experiment.setup import Check, check_playable, run_path, set_up
+from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
@@ -127,7 +127,7 @@ class Experiment:
             elif "data" in c.sections:
                 self._training = FileTraining(*parts, c["data"])
             else:
-                self._training = LocalTraining(*parts)
+                self._training = LocalTraining(*parts, home=home_of(c["run"]))
             if self._weights is not None:
                 self._training.set_weights(self._weights)
             elif c["run"].init_from is not None and self._begins:
@@ -236,8 +236,8 @@ class Experiment:
     def _log_start(self) -> None:
         run = self.config["run"]
         logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
-        if self.training.depends_on_timing:
-            why = "the games are live" if self.live else f"env.wait_num={self.config['env'].wait_num}"
+        if why := self.training.depends_on_timing:
+            self.exact = False
             logger.warning(
                 "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
                 why,

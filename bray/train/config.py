@@ -51,6 +51,17 @@ class RunConfig:
     """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
+    cluster: Annotated[Literal["local", "ray"] | None, Flag()] = None
+    """Where workers run. local: processes of this machine. ray: processes on any node of the Ray cluster at `address`, else of the one that runs
+    here, else of one that is started here and ends with the run. null = ray where an address is given, else local."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of the Ray cluster on which workers run, as `ray start --head` shows it."""
+    num_cpus_per_worker: Positive = 1.0
+    """CPUs that Ray reserves for each worker; parts of one too."""
+    num_gpus_per_worker: Amount = 0.0
+    """GPUs that Ray reserves for each worker, for environments that use one; with 0.25, four workers share a GPU."""
+    object_store_mb: Count | None = None
+    """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the memory."""
     iteration_steps: Whole | None = None
     """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
     rollout that passes them; 0 = each rollout is an iteration. null = 1,000."""

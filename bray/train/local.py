@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from torch import nn
 
 from bray import tree
 from bray.algos import algo_name, broken, make_experience, make_policy
-from bray.data.experience import Replay, Rollouts
+from bray.data.experience import Replay
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
@@ -27,7 +29,7 @@ from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
 from bray.train.player import Plan
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
-from bray.train.workers import REPLAY_ROWS, WorkerSource
+from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
 
@@ -70,8 +72,11 @@ def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
 class LocalTraining(Driver):
     """An algorithm at work on an environment, in this process."""
 
-    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
-        self.algo, self.run_config, self.env_config = algo, run, env
+    def __init__(
+        self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Callable[[], Home] | None = None
+    ):
+        """`home` makes the place where workers live; None = processes of this machine."""
+        self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
         self.env = None if run.num_workers else make_vec(env, seed=run.seed)
         self.spec = env_spec(env) if self.env is None else self.env.spec
@@ -106,7 +111,7 @@ class LocalTraining(Driver):
         return EnvSource(self.rollout, side.experience.piece_length, side.experience.state_every, run.record)
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
-        """Algorithms that replay learn while the next round is played; the others wait for rows of their newest weights."""
+        """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""
         rows = side.experience.piece_length
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
@@ -127,17 +132,24 @@ class LocalTraining(Driver):
             rows=REPLAY_ROWS if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        return WorkerSource(plan, Processes(weights()), weights, overlap=isinstance(side.experience, Replay))
+        home = Processes(weights()) if self._home is None else self._home()
+        return WorkerSource(plan, home, weights, side.experience.asynchronous, side.experience.lanes)
 
     @property
-    def depends_on_timing(self) -> bool:
-        return self.env is not None and self.env.waits
+    def depends_on_timing(self) -> str:
+        """Why, in words; empty where it does not."""
+        if self.env is not None and self.env.waits:
+            return f"env.wait_num={self.env_config.wait_num}"
+        if not all(source.exact for source in self.sources):
+            return f"num_workers={self.run_config.num_workers}, which play while the learner learns"
+        return ""
 
     def describe(self) -> str:
         """Where pieces come from, in words."""
         if self.env is None:
             workers, n = self.run_config.num_workers, self.env_config.num_envs
-            return f"{workers} worker{'s' if workers > 1 else ''} with {n} env{'s' if n > 1 else ''} each"
+            where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
+            return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each"
         form = type(self.env).__name__.removesuffix("VecEnv")
         words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
         n = self.env.num_envs

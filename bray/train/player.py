@@ -56,6 +56,7 @@ class Player:
     """See the module."""
 
     def __init__(self, plan: Plan):
+        self._plan = plan
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
         seed = episode_seed(plan.run.seed, plan.index, plan.life) if plan.life else plan.run.seed
@@ -65,17 +66,20 @@ class Player:
         self.model = plan.algo.make_model(plan.config, spec, plan.model)
         policy.draws = getattr(self.model, "draws", None) or {}
         rewards = RewardTransform(plan.env, plan.env.num_envs, getattr(plan.config, "gamma", 1.0))
-        rng = RowsOfAll(plan.run.seed, plan.index - 1, plan.run.num_workers, plan.env.num_envs)
         self.rollout = Rollout(
             self.env,
             acting_engine(self.model, policy, plan.run.record),
             policy,
-            rng,  # type: ignore[arg-type]
+            self._rng(plan.run.seed),
             rewards=rewards if rewards.active else None,
             initial_state=initial_state(self.model),
         )
         self.rollout.reset(seed)
         self.source = EnvSource(self.rollout, plan.rows, plan.state_every, plan.run.record)
+
+    def _rng(self, seed: int) -> Any:
+        plan = self._plan
+        return RowsOfAll(seed, plan.index - 1, plan.run.num_workers, plan.env.num_envs)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
         """The rows of a piece with these weights."""
@@ -96,6 +100,11 @@ class Player:
 
     def set_state(self, state: dict[str, Any], clock: tuple[int, int]) -> bool:
         return self.source.set_state(state, Clock(*clock))
+
+    def start_anew(self, clock: tuple[int, int]) -> None:
+        """Other episodes and other random numbers than those that the run began with."""
+        self.rollout.rng = self._rng(seed := episode_seed(self._plan.run.seed, self._plan.index, 1 + clock[0]))
+        self.rollout.reset(seed)
 
     def close(self) -> None:
         with suppress(Exception):
