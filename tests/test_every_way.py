@@ -66,6 +66,7 @@ CASES = {
     "a2c": Case("A2C", games.Signs, 5000, 3.6, 6.0, 32, {"lr": 1e-2, "gamma": 0.5, "rollout_length": 8}),
     "dqn": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "prioritized": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, {**DQN, "prioritized": True}),
+    "apex": Case("Ape-X", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "sac": Case(
         "SAC",
         games.Follow,
@@ -84,7 +85,10 @@ CASES = {
         },
     ),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+LONG = {"apex"}
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=k, marks=pytest.mark.slow if k in LONG else ()) for k, case in CASES.items()]
+)
 
 
 def rose(returns, case):
@@ -108,8 +112,8 @@ def test_in_the_loop(case, tmp_path):
     experiment.close()
 
 
-LONG = {"memory", "a2c"}  # from live games
-live_cases = [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in LONG else ()) for k in CASES]
+LONG_LIVE = {*LONG, "memory", "a2c"}
+live_cases = [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in LONG_LIVE else ()) for k in CASES]
 
 
 @pytest.mark.parametrize("case", live_cases)

@@ -89,6 +89,7 @@ CASES = {
     "qrdqn-cartpole": Case("QR-DQN", "CartPole-v1", 475, 100_000, 2),
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
+    "apex-cartpole": Case("Ape-X", "CartPole-v1", 475, 150_000, 2),
     "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 1),
     "r2d2-cartpole": Case("R2D2", "CartPole-v1", 475, 300_000, 4),
     "r2d2-cartpole-masked": Case("R2D2", f"{TASKS}MaskedCartPole", 400, 1_000_000, 4, 3, R2D2_MASKED),

@@ -92,6 +92,7 @@ class LocalTraining(Driver):
     def _play_here(self, side: Side) -> EnvSource:
         run, env = self.run_config, self.env_config
         assert self.env is not None
+        side.policy.seat(0, env.num_envs, env.num_envs)
         rewards = RewardTransform(env, env.num_envs, getattr(side.config, "gamma", 1.0))
         self.rollout = Rollout(
             self.env,
