@@ -92,7 +92,7 @@ def test_documented_metrics_are_those_that_are_logged(name, tmp_path):
     others = [k for k in numbers_of_a_run() if not k.startswith("replay/") or k in row]  # each replay has its own
     if name == "DQN":
         others = numbers_of_a_run()
-    assert sorted([*others, *own]) == sorted([*row, "nan_metrics", "health", "health/dead_units"])
+    assert sorted([*others, *own]) == sorted([*row, "nan_metrics", "health", "health/dead_units", "video"])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
