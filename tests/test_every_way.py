@@ -78,6 +78,7 @@ CASES = {
     "appo": Case("APPO", games.Signs, 4000, 3.6, 6.5, 128, {**PPO, "epochs": 2}),
     "dqn": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "prioritized": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, {**DQN, "prioritized": True}),
+    "apex": Case("Ape-X", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "sac": Case(
         "SAC",
         games.Follow,
@@ -96,7 +97,7 @@ CASES = {
         },
     ),
 }
-NEW = {"impala", "impala-memory", "appo"}  # the others show each way
+NEW = {"impala", "impala-memory", "appo", "apex"}  # the others show each way
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in NEW else ()) for k in CASES]
 )

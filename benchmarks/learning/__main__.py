@@ -92,6 +92,7 @@ CASES = {
     "qrdqn-cartpole": Case("QR-DQN", "CartPole-v1", 475, 100_000, 2),
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
+    "apex-cartpole": Case("Ape-X", "CartPole-v1", 475, 150_000, 2),
     "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 1),
     "r2d2-cartpole": Case("R2D2", "CartPole-v1", 475, 300_000, 4),
     "r2d2-cartpole-masked": Case("R2D2", f"{TASKS}MaskedCartPole", 400, 1_000_000, 4, 3, R2D2_MASKED),
@@ -164,9 +165,8 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
-        with ProcessPoolExecutor(
-            jobs, multiprocessing.get_context("spawn")
-        ) as pool:  # one that may have workers itself
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, context) as pool:  # its processes may have children: rollout workers
             for result in pool.map(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
                 print(json.dumps({"case": name, **result}), flush=True)
                 results.append(result)

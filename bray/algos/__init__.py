@@ -24,6 +24,7 @@ ALGORITHMS: dict[str, Any] = {
     "QR-DQN": "bray.algos.qrdqn",
     "IQN": "bray.algos.iqn",
     "Rainbow": "bray.algos.rainbow",
+    "Ape-X": "bray.algos.apex",
     "R2D2": "bray.algos.r2d2",
     "PQN": "bray.algos.pqn",
     "SAC": "bray.algos.sac",

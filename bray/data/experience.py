@@ -29,6 +29,8 @@ from bray.tree import NestedArray
 
 ITERATION_STEPS = 1000
 """Environment steps of an iteration, unless `run.iteration_steps` says otherwise."""
+LABEL_ROWS = 16
+"""Rows of a piece whose priorities are computed where it is played: n-step sums end with the piece, and its last observation costs a forward."""
 
 
 class EndOfData(Exception):
@@ -137,6 +139,9 @@ class Replay(Experience):
 
     After `learning_starts` environment steps, `updates` batches are due for every `train_every` steps. Environments of this process step together
     and share rows of the ring; pieces of live games lie one after the other, each with its last observation behind it.
+
+    A new row has the largest priority so far. With `initial_priority="td_error"` it has that of its piece's column `priority`, where there is one
+    (`Policy.label` makes it): pieces then have 16 rows.
     """
 
     piece_length: int | None = 1
@@ -154,6 +159,7 @@ class Replay(Experience):
         prioritized: bool = False,
         alpha: float = 0.6,
         beta: Schedule = 0.4,
+        initial_priority: str = "max",
         learning_starts: int = 0,
         train_every: int = 1,
         updates: int = 1,
@@ -164,6 +170,8 @@ class Replay(Experience):
         self.size, self.batch_size = size, batch_size
         self.learning_starts, self.train_every, self.updates = learning_starts, train_every, updates
         self.prioritized, self._beta = prioritized, make_schedule(beta if prioritized else 1.0)
+        if prioritized and initial_priority == "td_error":
+            self.piece_length = LABEL_ROWS
         self._options: dict[str, Any] = {"gamma": gamma, "n_step": n_step, "prioritized": prioritized}
         if prioritized:
             self._options["alpha"] = alpha
@@ -186,6 +194,7 @@ class Replay(Experience):
             "gamma",
             "n_step",
             "prioritized",
+            "initial_priority",
             "learning_starts",
             "train_every",
             "updates",
@@ -222,15 +231,16 @@ class Replay(Experience):
             return  # too old when it came
         if self.ring is None:
             row = {"obs": piece.obs, "action": piece.action, **self._kept(piece)}
+            row.pop("priority", None)  # not a column of the ring
             example = tree.map(lambda x: x[0, 0], row)
             self.ring = self._make_ring(example, 1 if self._ragged else piece.num_envs)
         if self._ragged:
             for b in range(piece.num_envs):
                 self._add_ragged(piece, b)
         else:
-            add = self.ring.add
+            add, version = self.ring.add, int(np.min(piece.version))
             for columns, extras in self._rows_of(piece):
-                add(*columns, **extras)
+                add(*columns, version=version, **extras)
         self._due += int(np.count_nonzero(piece.valid))
 
     def _rows_of(self, piece: Piece) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -263,6 +273,7 @@ class Replay(Experience):
                 np.array([terminated]),
                 np.array([cut and not dead]),
                 np.array([not dead]),
+                version=int(np.min(piece.version)),
                 **tree.index(kept, (row, slice(b, b + 1))),
             )
 

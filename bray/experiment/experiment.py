@@ -21,7 +21,8 @@ from bray.config import ConfigSource
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
-from bray.experiment.goals import Score, check_stop, reached
+from bray.experiment.evaluations import Evaluations
+from bray.experiment.goals import Score, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
@@ -97,7 +98,6 @@ class Experiment:
         """The checkpoint that was loaded, and its step."""
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
-        self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
         self._saved_step = 0  # gradient steps in the newest checkpoint
@@ -106,6 +106,7 @@ class Experiment:
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
+        self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -190,6 +191,7 @@ class Experiment:
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         graph = self._graph_export()
+        evaluations = self._evaluations = Evaluations(self, directory, self._score)
         self._looked_at = began = time.monotonic()
         training.start()
         for source in training.sources:
@@ -211,6 +213,7 @@ class Experiment:
                     self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
+                    evaluations.begin_when_due()
                     graph.tend(time.monotonic() - began)
                     yield row
             except Exception as e:
@@ -222,6 +225,7 @@ class Experiment:
             else:
                 self._save_last()
             finally:
+                evaluations.close()
                 graph.close(0.0 if self._stop_requested else _GRAPH_WAIT_S)
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
@@ -245,8 +249,7 @@ class Experiment:
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
         """One iteration with its evaluation; None when the data has ended."""
-        training, eval_freq = self.training, self.config["run"].eval_freq
-        began = time.perf_counter()
+        training, began = self.training, time.perf_counter()
         try:
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
         except Exception as e:
@@ -255,11 +258,8 @@ class Experiment:
             raise
         if row is None:
             return None
-        if eval_freq and training.iteration % eval_freq == 0:
-            assert isinstance(training, LocalTraining)
-            evaluated = training.evaluate()
-            self._callbacks.on_evaluate(self, evaluated)
-            row |= evaluated
+        ends = bool(reached(stop, row | {"time_total_s": self._time + time.perf_counter() - began}))
+        row |= self._evaluations.look(ends, self._callbacks)  # type: ignore[union-attr]
         self._time += time.perf_counter() - began
         return row | {"time_total_s": self._time, **when_and_where()}
 
@@ -291,9 +291,6 @@ class Experiment:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _is_better(self, score: float | None) -> bool:
-        return score is not None and (self._best is None or score > self._best)
-
     def _save_when_due(self, row: Mapping[str, Any]) -> None:
         run, score = self.config["run"], self._score
         score.check_row(row)
@@ -304,7 +301,7 @@ class Experiment:
         # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed checkpoint_every_s.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
-        better = score.key.startswith("eval/") and self._is_better(score.of(row))
+        better = score.key.startswith("eval/") and score.is_better(score.of(current(row)))
         if (due or late or better) and now >= self._try_again:
             self._unless_full(self.save)
 
@@ -336,9 +333,10 @@ class Experiment:
         training, directory, run = self.training, self._run_dir(), self.config["run"]
         began = time.monotonic()
         row, step = self.last_row or {}, training.learner.steps
-        score = self._score.of(row)
-        best = self._is_better(score)
-        best_score = score if best else self._best
+        now = current(row)
+        score = self._score.of(now)
+        best = self._score.is_better(score)
+        best_score = score if best else self._score.best
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay
         keeps_replay = how == "always" or (how == "auto" and training.experience.nbytes <= _AUTO_REPLAY_BYTES)
@@ -349,11 +347,13 @@ class Experiment:
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = meta_of(training, run, self.env_id, row) | {"exact": self.exact and state["json"]["exact"]}
+        meta = meta_of(training, run, self.env_id, now) | {"exact": self.exact and state["json"]["exact"]}
         meta |= {"score": score, "score_by": self._score.name}
-        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best}
+        spare = self._evaluations.looked_at if self._evaluations is not None else set()
+        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best, "spare": spare}
         path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, **kept)
-        self._best, self._saved_at, self._saved_time, self._saved_step = best_score, training.iteration, began, step
+        self._score.best = best_score
+        self._saved_at, self._saved_time, self._saved_step = training.iteration, began, step
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
@@ -470,7 +470,7 @@ class Experiment:
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
-                self._best = None if saved["best"] is None else float(saved["best"])
+                self._score.best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(self.config)

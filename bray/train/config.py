@@ -69,6 +69,11 @@ class RunConfig:
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
+    eval_parallel: Annotated[bool, Flag()] = False
+    """Evaluate in a process of its own, while training goes on with the next iterations. The result is in the row after it is known, and
+    `eval/env_steps` says of which weights it is; these are saved first, so that the best checkpoint is what was evaluated."""
+    video_freq: Annotated[Whole, Flag()] = 0
+    """Iterations between two films of a greedy episode, to RUN_DIR/videos/steps-N.mp4; 0 = none while training."""
     checkpoint_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two checkpoints; 0 = by time alone, and at the end."""
     checkpoint_updates: Whole = 0

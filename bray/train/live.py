@@ -286,8 +286,8 @@ class LiveTraining(Driver):
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, live: LiveConfig):
         self.algo, self.run_config, self.env_config, self.live = algo, run, env, live
-        if run.eval_freq:
-            raise ConfigError("eval_freq: live games cannot be evaluated in; leave it out")
+        if run.eval_freq or run.video_freq:
+            raise ConfigError("eval_freq, video_freq: live games cannot be evaluated in; leave them out")
         self.device = resolve_device(run.device)
         self.spec = live_spec(live, env)
         side = make_side(algo, run, self.spec, model, config)

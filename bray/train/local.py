@@ -25,7 +25,7 @@ from bray.train.acting import acting_engine, initial_state
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
-from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
+from bray.train.evaluate import evaluate_model
 from bray.train.player import Plan
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
@@ -97,6 +97,7 @@ class LocalTraining(Driver):
     def _play_here(self, side: Side) -> EnvSource:
         run, env = self.run_config, self.env_config
         assert self.env is not None
+        side.policy.seat(0, env.num_envs, env.num_envs)
         rewards = RewardTransform(env, env.num_envs, getattr(side.config, "gamma", 1.0))
         self.rollout = Rollout(
             self.env,
@@ -158,11 +159,7 @@ class LocalTraining(Driver):
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
         episodes = episodes or self.run_config.eval_episodes
-        config = eval_config(self.env_config, min(episodes, 16))
-        with make_vec(config, seed=EVAL_SEED) as env:
-            engine = acting_engine(self.model, self.policy, self.run_config.record)
-            results = play(env, engine, self.policy, episodes, EVAL_SEED, initial_state=initial_state(self.model))
-        return summarize(results)
+        return evaluate_model(self.model, self.policy, self.env_config, episodes, self.run_config.record)
 
 
 def _refuse_waiting(wait_num: int, side: Side) -> None:

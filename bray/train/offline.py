@@ -39,9 +39,9 @@ class FileTraining(Driver):
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, data: DataConfig):
         self.algo, self.run_config, self.env_config = algo, run, env
-        if run.eval_freq:
+        if run.eval_freq or run.video_freq:
             raise ConfigError(
-                "eval_freq: there is no environment to evaluate in while learning from files; leave it out"
+                "eval_freq, video_freq: there is no environment to evaluate in while learning from files; leave them out"
             )
         self.device = resolve_device(run.device)
         self.reader = EpisodeReader(find_files(data.files))

@@ -63,6 +63,8 @@ class Player:
         self.env = make_vec(plan.env, seed=seed, worker_index=plan.index)
         spec = self.env.spec
         policy = plan.algo.Policy(plan.config, spec)
+        envs = plan.env.num_envs
+        policy.seat((plan.index - 1) * envs, envs, plan.run.num_workers * envs)
         self.model = plan.algo.make_model(plan.config, spec, plan.model)
         policy.draws = getattr(self.model, "draws", None) or {}
         rewards = RewardTransform(plan.env, plan.env.num_envs, getattr(plan.config, "gamma", 1.0))

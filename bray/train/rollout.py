@@ -292,7 +292,7 @@ class EnvSource(Source):
             last = rollout.engine.forward(*inputs)
             for k in self._keep:
                 outputs[k][rows] = last[k]
-        return columns.piece(outputs, rollout.version, self._state_every)
+        return rollout.policy.label(columns.piece(outputs, rollout.version, self._state_every))
 
     def limit_episodes(self, left: int | None) -> None:
         self.rollout.episodes_left = left
