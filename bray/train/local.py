@@ -18,13 +18,15 @@ from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
+from bray.nn.catalog import example_obs
 from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
+from bray.train.central import CentralServer
 from bray.train.config import RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
-from bray.train.player import Plan
+from bray.train.player import Plan, group_numbers
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.workers import REPLAY_ROWS, WorkerSource
@@ -73,6 +75,8 @@ class LocalTraining(Driver):
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
         self.algo, self.run_config, self.env_config = algo, run, env
         self.device = resolve_device(run.device)
+        self._central: CentralServer | None = None
+        _check_inference(run)
         self.env = None if run.num_workers else make_vec(env, seed=run.seed)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
@@ -127,7 +131,22 @@ class LocalTraining(Driver):
             rows=REPLAY_ROWS if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        return WorkerSource(plan, Processes(weights()), weights, overlap=isinstance(side.experience, Replay))
+        self._central = self._inference_for(side)
+        home = Processes(weights(), self._central)
+        return WorkerSource(plan, home, weights, overlap=isinstance(side.experience, Replay))
+
+    def _inference_for(self, side: Side) -> CentralServer | None:
+        run = self.run_config
+        if run.inference == "worker":
+            return None
+        obs = tree.map(lambda x: x.numpy(), example_obs(self.spec.observation, 1))
+        groups = [len(numbers) for numbers in group_numbers(run, self.env_config.num_envs)]
+        return CentralServer(side.model, side.policy, obs, run.num_workers, groups, run.record)
+
+    def close(self) -> None:
+        super().close()
+        if self._central is not None:
+            self._central.close()
 
     @property
     def depends_on_timing(self) -> bool:
@@ -151,6 +170,17 @@ class LocalTraining(Driver):
             engine = acting_engine(self.model, self.policy, self.run_config.record)
             results = play(env, engine, self.policy, episodes, EVAL_SEED, initial_state=initial_state(self.model))
         return summarize(results)
+
+
+def _check_inference(run: RunConfig) -> None:
+    if run.inference == "central" and not run.num_workers:
+        raise ConfigError(
+            "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave it out"
+        )
+    if (run.env_groups or 1) > 1 and run.inference != "central":
+        raise ConfigError(
+            f"run.env_groups={run.env_groups}: environments play in turn while actions are computed elsewhere; set run.inference=central, or leave it out"
+        )
 
 
 def _refuse_waiting(wait_num: int, side: Side) -> None:
