@@ -10,8 +10,13 @@ import torch
 from torch import nn
 
 from bray.act import Policy
+from bray.algos import ppo
+from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, EnvError
+from bray.nn.catalog import ModelConfig
 from bray.train.central import Answers, CentralEngine, CentralServer
+from bray.train.config import RunConfig
+from bray.train.player import Plan, Player
 from tests.test_workers import experiment, rows_of
 
 KEYS = ("env_steps_total", "episodes_total", "episode_length_mean", "loss/policy_loss", "loss/value_loss")
@@ -156,3 +161,17 @@ def test_a_worker_that_is_killed_is_replaced_and_asks_on():
     exp.close()
     assert row["workers/restarts"] == 1
     assert row["env_steps_total"] > 200
+
+
+def test_native_environments_of_every_worker_play_episodes_of_their_own():
+    run = RunConfig(num_workers=2)
+    seen = []
+    for index in (1, 2):
+        plan = Plan(
+            ppo, run, EnvConfig("CartPole-v1", num_envs=8, vector="native"), ModelConfig(), ppo.Config(), index, 4, 1
+        )
+        player = Player(plan)
+        weights = {k: v.numpy() for k, v in player.model.state_dict().items()}
+        seen.append(player.play(weights, (0, 0)).piece.obs[0])
+        player.close()
+    assert (seen[0] != seen[1]).any(-1).all()

@@ -35,9 +35,10 @@ def make_vec(
     render_mode: str | None = None,
     worker_index: int = 0,
     numbers: range | None = None,
+    threads: int = 0,
 ) -> VecEnv:
     """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses by what is declared, so that it
-    chooses the same whatever else the machine does."""
+    chooses the same whatever else the machine does. `threads`: of a form that has threads; 0 = one per core."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
     if form == "envpool":
@@ -51,7 +52,7 @@ def make_vec(
         worker_seed = episode_seed(seed, worker_index, numbers.start if numbers else 0) if worker_index else seed
         if numbers is not None:
             config = replace(config, num_envs=len(numbers))
-        return native.make_native(config, source, build.preprocessing(), worker_seed, render_mode)
+        return native.make_native(config, source, build.preprocessing(), worker_seed, render_mode, threads)
     if source.single and form == "subprocess":
         raise ConfigError("an environment object cannot be moved to another process: give its class or a factory")
     if form == "subprocess" or (form == "auto" and numbers is None and _processes_pay(build)):

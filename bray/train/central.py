@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import struct
+import sys
 import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,6 +45,7 @@ _LIFE = (
     1 << 40
 )  # questions of a worker; numbers of one that replaces it begin anew, so that answers to the dead are told apart
 _ALIGN, _ERROR_BYTES = 64, 4096
+_SWITCH_S = 5e-4  # players wait for this thread: the learner's Python lets it run within half a millisecond, not five
 
 
 class Arrays:
@@ -108,6 +110,8 @@ class CentralServer:
         context = multiprocessing.get_context("spawn")
         self._questions, self._asking = context.Pipe(duplex=False)
         self._pipes = [context.Pipe(duplex=False) for _ in range(workers)]
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="bray-inference")
         self._thread.start()
 
@@ -140,6 +144,7 @@ class CentralServer:
         if self._thread.is_alive():
             os.write(self._asking.fileno(), _MESSAGE.pack(_STOP, 0))
             self._thread.join()
+            sys.setswitchinterval(self._switch)
         for end in (self._questions, self._asking, *(end for pipe in self._pipes for end in pipe)):
             end.close()
 

@@ -23,7 +23,7 @@ from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import resolve_device
+from bray.train.device import resolve_device, tune
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
 from bray.train.player import Plan, group_numbers
@@ -37,6 +37,7 @@ _PICTURE = 32  # pixels of a side, at least
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
+    tune(device)
     torch.set_num_threads(run.threads or threads_for(spec))
     torch.manual_seed(run.seed)
     policy = make_policy(algo, config, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -62,15 +63,16 @@ class Player:
         """line: where inference is central, whom to ask."""
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
-        self._plan, self._seed = plan, plan.run.seed
+        self._plan, self._line, self._seed = plan, line, plan.run.seed
         if plan.life:
             self._seed = episode_seed(plan.run.seed, plan.index, plan.life)
         groups = group_numbers(plan.run, plan.env.num_envs)
-        whole = range(plan.env.num_envs)
-        envs = [
-            make_vec(plan.env, seed=self._seed, worker_index=plan.index, numbers=n if n != whole else None)
-            for n in groups
-        ]
+        told: dict[str, Any] = {
+            "seed": self._seed,
+            "worker_index": plan.index,
+            "threads": max(1, cores() // plan.run.num_workers),
+        }
+        envs = [make_vec(plan.env, numbers=n if len(groups) > 1 else None, **told) for n in groups]
         self.model = plan.algo.make_model(plan.config, envs[0].spec, plan.model)
         answers = Answers(line) if line else None
         sources = []
@@ -95,12 +97,12 @@ class Player:
             initial_state=initial_state(self.model),
         )
         rollout.numbers_from = numbers.start
-        rollout.reset(self._seed)
+        rollout.reset()  # by the seed that they were made with: native ones of another worker have another one
         return EnvSource(rollout, plan.rows, plan.state_every, plan.run.record)
 
-    def play(self, weights: Mapping[str, np.ndarray] | None, clock: tuple[int, int]) -> Played:
-        """The rows of a piece with these weights; without any, with those of whom it asks."""
-        if weights is not None:
+    def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
+        """The rows of a piece with these weights; where it has a line, with those of whom it asks."""
+        if self._line is None:
             load_weights(self.model, weights)
         self.source.set_clock(Clock(*clock))
         (piece,), counts = self.source.gather()
@@ -188,6 +190,11 @@ def group_numbers(run: RunConfig, num_envs: int) -> list[range]:
     groups = min(num_envs, run.env_groups or (2 if run.inference == "central" else 1))
     edges = [round(num_envs * g / groups) for g in range(groups + 1)]
     return [range(a, b) for a, b in pairwise(edges)]
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Bits:

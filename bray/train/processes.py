@@ -32,7 +32,7 @@ class Processes:
     """Where players live: processes of this machine."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
-        """central: who computes the Model for them, where they do not; it is given the weights in their place."""
+        """central: who computes the Model for them; then it is given the weights, and they are not."""
         self._slots = Slots({} if central else weights)
         self._next = 0
         self._central = central
@@ -42,11 +42,10 @@ class Processes:
         line = self._central.line(plan.index - 1) if self._central else None
         return PlayerProcess(plan, self._slots, line)
 
-    def publish(self, weights: Mapping[str, np.ndarray]) -> int | None:
+    def publish(self, weights: Mapping[str, np.ndarray]) -> int:
         """Weights for players to come; what `play` is given for them. They last until the publication after the next."""
         if self._central:
             self._central.set_weights(weights)
-            return None
         slot, self._next = self._next, 1 - self._next
         for name, array in self._slots.views(slot).items():
             array[...] = weights[name]
@@ -167,8 +166,7 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
             try:
                 if method == "play":
                     slot, clock = arguments
-                    weights = None if slot is None else slots.views(slot)
-                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(weights, clock)), [])
+                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(slots.views(slot), clock)), [])
                 else:
                     answer = ("ok", getattr(player, method)(*arguments), [])
             except Exception as e:

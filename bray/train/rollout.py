@@ -90,7 +90,7 @@ class Rollout:
         """Whether all episodes that count have been played."""
         return self.episodes_left == 0
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int | None = None) -> None:
         self.obs = self.env.reset(seed)
 
     def ask(self) -> None:
