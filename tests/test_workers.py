@@ -126,10 +126,10 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
 
 
 def test_held_random_actions_differ_from_worker_to_worker():
-    one, other = (held_actions(RowsOfAll(0, w, 2, 3), 0, 20, 3, 2) for w in range(2))
+    one, other = (held_actions(RowsOfAll(0, range(3 * w, 3 * w + 3), 6), 0, 20, 3, 2) for w in range(2))
     assert (one != other).any()
     whole = np.random.default_rng([0, 0]).random(6)
-    assert [x for w in range(2) for x in RowsOfAll(0, w, 2, 3).random(3)] == whole.tolist()
+    assert [x for w in range(2) for x in RowsOfAll(0, range(3 * w, 3 * w + 3), 6).random(3)] == whole.tolist()
 
 
 def test_the_command_trains_with_workers(tmp_path, monkeypatch, capsys):

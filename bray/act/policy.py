@@ -129,13 +129,17 @@ def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Gener
 
 def decide_now(deciding: Deciding, forward: Callable[..., dict[str, Any]]) -> Decision:
     """Drive a decision in line."""
-    inputs = next(deciding)
+    return go_on(deciding, forward(*next(deciding)), forward)
+
+
+def go_on(deciding: Deciding, outputs: dict[str, Any], forward: Callable[..., dict[str, Any]]) -> Decision:
+    """Drive a decision to its end in line, from the outputs that it waits for."""
     while True:
-        outputs = forward(*inputs)
         try:
             inputs = deciding.send(outputs)
         except StopIteration as end:
             return end.value
+        outputs = forward(*inputs)
 
 
 class ActingEngine:

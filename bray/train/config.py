@@ -47,6 +47,11 @@ class RunConfig:
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
+    inference: Annotated[Literal["worker", "central"], Flag()] = "worker"
+    """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one forward for all who have asked."""
+    env_groups: Count | None = None
+    """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps. null = 2 with central inference,
+    else 1."""
     worker_timeout_s: Positive | None = None
     """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
     max_worker_restarts: Whole = 100

@@ -20,13 +20,15 @@ from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
+from bray.nn.catalog import example_obs
 from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
+from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import resolve_device
+from bray.train.device import resolve_device, tune
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import evaluate_model
-from bray.train.player import Plan
+from bray.train.player import Plan, group_numbers
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
@@ -37,6 +39,7 @@ _PICTURE = 32  # pixels of a side, at least
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
+    tune(device)
     torch.set_num_threads(run.threads or threads_for(spec))
     torch.manual_seed(run.seed)
     policy = make_policy(algo, config, spec)
@@ -78,6 +81,8 @@ class LocalTraining(Driver):
         """`home` makes the place where workers live; None = processes of this machine."""
         self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
+        self._central: CentralServer | None = None
+        _check_inference(run)
         self.env = None if run.num_workers else make_vec(env, seed=run.seed)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
@@ -133,8 +138,22 @@ class LocalTraining(Driver):
             rows=REPLAY_ROWS if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        home = Processes(weights()) if self._home is None else self._home()
+        self._central = self._inference_for(side)
+        home = Processes(weights(), self._central) if self._home is None else self._home()
         return WorkerSource(plan, home, weights, side.experience.asynchronous, side.experience.lanes)
+
+    def _inference_for(self, side: Side) -> CentralServer | None:
+        run = self.run_config
+        if run.inference == "worker":
+            return None
+        obs = tree.map(lambda x: x.numpy(), example_obs(self.spec.observation, 1))
+        groups = [len(numbers) for numbers in group_numbers(run, self.env_config.num_envs)]
+        return CentralServer(side.model, side.policy, obs, run.num_workers, groups, run.record)
+
+    def close(self) -> None:
+        super().close()
+        if self._central is not None:
+            self._central.close()
 
     @property
     def depends_on_timing(self) -> str:
@@ -160,6 +179,21 @@ class LocalTraining(Driver):
         """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
         episodes = episodes or self.run_config.eval_episodes
         return evaluate_model(self.model, self.policy, self.env_config, episodes, self.run_config.record)
+
+
+def _check_inference(run: RunConfig) -> None:
+    if run.inference == "central" and not run.num_workers:
+        raise ConfigError(
+            "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave it out"
+        )
+    if run.inference == "central" and (run.cluster == "ray" or run.address):
+        raise ConfigError(
+            "run.inference=central needs workers on this machine: leave run.cluster and run.address out, or set run.inference=worker"
+        )
+    if (run.env_groups or 1) > 1 and run.inference != "central":
+        raise ConfigError(
+            f"run.env_groups={run.env_groups}: environments play in turn while actions are computed elsewhere; set run.inference=central, or leave it out"
+        )
 
 
 def _refuse_waiting(wait_num: int, side: Side) -> None:

@@ -22,6 +22,7 @@ from bray import tree
 from bray.act import Clock
 from bray.data.piece import COLUMNS, Piece
 from bray.envs.process import STOP, Child, error_answer, portable, unpack
+from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
 
 _ALIGN = 64
@@ -33,15 +34,20 @@ _ALIGN = 64
 class Processes:
     """Where players live: processes of this machine."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray]):
-        self._slots = Slots(weights)
+    def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
+        """central: who computes the Model for them; then it is given the weights, and they are not."""
+        self._slots = Slots({} if central else weights)
+        self._central = central
 
     def start(self, plan: Plan) -> PlayerProcess:
         """Begin to start a player; `started` waits for it."""
-        return PlayerProcess(plan, self._slots)
+        line = self._central.line(plan.index - 1) if self._central else None
+        return PlayerProcess(plan, self._slots, line)
 
     def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
         """Players take the newest weights when they begin to play, so a question need not say which."""
+        if self._central:
+            self._central.set_weights(weights)
         self._slots.write(weights, clock)
 
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
@@ -55,9 +61,9 @@ class Processes:
 class PlayerProcess:
     """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it died or hangs."""
 
-    def __init__(self, plan: Plan, slots: Slots):
+    def __init__(self, plan: Plan, slots: Slots, line: Line | None = None):
         told, needs_main = portable(plan)
-        self._child = Child(serve_player, (slots, told), "bray-rollout", needs_main)
+        self._child = Child(serve_player, (slots, line, told), "bray-rollout", needs_main)
         self._pieces: list[Piece] = []
 
     @property
@@ -180,10 +186,10 @@ def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
 # --- in a player's process --------------------------------------------------------------------------------------------
 
 
-def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
+def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes) -> None:
     """Play until told to stop."""
     try:
-        player = Player(pickle.loads(told))  # our own bytes, from our own parent
+        player = Player(pickle.loads(told), line)  # our own bytes, from our own parent
     except BaseException as e:
         conn.send(error_answer(e))
         return
