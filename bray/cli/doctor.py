@@ -23,6 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.text import Text
 
 from bray._version import __version__
+from bray.cli.doctor_run import examine
 from bray.cli.options import Doctor
 from bray.cli.show import say
 from bray.errors import how_to_install
@@ -56,6 +57,8 @@ class Check:
 def doctor(options: Doctor) -> int:
     """Run all checks; 0 when nothing is to be fixed."""
     as_json = options.json
+    if options.path is not None:
+        return examine(options.path, as_json)
     checks: list[Check] = []
     for look in CHECKS:
         for check in _look(look):

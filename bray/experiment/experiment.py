@@ -44,6 +44,7 @@ from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy
 from bray.train.offline import ID as FILES, FileTraining
+from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
@@ -180,10 +181,7 @@ class Experiment:
         return self.last_row or {}
 
     def _train(
-        self,
-        stop: Mapping[str, float],
-        sinks: Sequence[Sink],
-        show: bool,
+        self, stop: Mapping[str, float], sinks: Sequence[Sink], show: bool
     ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
@@ -283,6 +281,10 @@ class Experiment:
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `env`, `model`, `policy`; what it returned, in their order."""
+        return [result for source in self.training.sources for result in source.foreach_worker(fn)]
+
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
         self._stop_requested = True
@@ -334,10 +336,8 @@ class Experiment:
     def save(self) -> Path:
         """A checkpoint of everything, and `best` if it is; returns its directory."""
         training, directory, run = self.training, self._run_dir(), self.config["run"]
-        began = time.monotonic()
-        row, step = self.last_row or {}, training.learner.steps
-        score = self._score.of(row)
-        best = self._is_better(score)
+        row, step, began = self.last_row or {}, training.learner.steps, time.monotonic()
+        best = self._is_better(score := self._score.of(row))
         best_score = score if best else self._best
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay

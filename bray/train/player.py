@@ -22,6 +22,7 @@ from bray.inference.torch_engine import load_weights
 from bray.train.acting import acting_engine, initial_state
 from bray.train.config import RunConfig
 from bray.train.rollout import EnvSource, Rollout
+from bray.train.spent import WEIGHTS, Cores, Laps
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Played(NamedTuple):
     piece: Piece
     counts: Counts
     seconds: dict[str, float]
+    """Since the answer before, by phase (`train/spent.py`)."""
     metrics: list[dict[str, float]]
     """`custom_metrics` of the episodes that ended."""
 
@@ -75,21 +77,33 @@ class Player:
             initial_state=initial_state(self.model),
         )
         self.rollout.reset(seed)
-        self.source = EnvSource(self.rollout, plan.rows, plan.state_every, plan.run.record)
+        self.source = EnvSource(self.rollout, plan.rows, plan.state_every, plan.run.record, plan.index)
+        self.laps, self._cores = Laps(), Cores(every=0.1)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
         """The rows of a piece with these weights."""
         load_weights(self.model, weights)
+        self.laps.lap(WEIGHTS)
         self.rollout.clock = Clock(*clock)
         self.rollout.version = clock[1]
         (piece,), counts = self.source.gather()
-        return Played(piece, counts, self.source.seconds(), self.source.ended_metrics())
+        return Played(piece, counts, self._seconds(), self.source.ended_metrics())
+
+    def _seconds(self) -> dict[str, float]:
+        self.laps.lap("other")  # what of it was env and forward, the source knows
+        spent = self.laps.take() | (played := self.source.seconds())
+        spent["other"] -= sum(played.values())
+        spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
+        return spent | self._cores.take()
 
     def watch(self, callbacks: bytes) -> None:
         self.source.watch(pickle.loads(callbacks))  # our own bytes, from our own parent
 
     def foreach_env(self, fn: bytes) -> list[Any]:
         return self.env.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent
+
+    def foreach_worker(self, fn: bytes) -> Any:
+        return self.source.foreach_worker(pickle.loads(fn))[0]  # our own bytes, from our own parent
 
     def get_state(self) -> dict[str, Any]:
         return self.source.get_state()

@@ -156,6 +156,7 @@ def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
     memory = _Memory()
     try:
         while (message := conn.recv_bytes()) != STOP:
+            player.laps.lap("idle")
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
@@ -166,6 +167,7 @@ def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
             except Exception as e:
                 answer = error_answer(e)
             conn.send(answer)
+            player.laps.lap("transfer")
     finally:
         player.close()
 

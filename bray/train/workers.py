@@ -26,7 +26,8 @@ from bray.envs.process import Lost
 from bray.errors import ConfigError, EnvError
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
-from bray.train.source import Source
+from bray.train.source import RolloutWorker, Source
+from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 
 logger = logging.getLogger("bray")
 
@@ -69,11 +70,12 @@ class WorkerSource(Source):
         self._playing = False
         self._answers: list[Played] = []
         self._question: tuple[Any, ...] = ()
-        self._seconds: dict[str, float] = {}
+        self._laps, self._times = Laps(), WorkerTimes()
         self._longest = 0.0
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._each: bytes | None = None
+        self._each_worker: bytes | None = None
         self._workers: list[Worker] = []
         self._finalizer = Finalize(self, _close_all, (self._workers,), exitpriority=10)
         try:
@@ -95,17 +97,19 @@ class WorkerSource(Source):
     # --- rounds
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        self._laps.lap("elsewhere")
         if not self._playing:
             self._play()
         self._finish()
+        self._laps.lap("idle")
         answers, self._answers, self._playing = self._answers, [], False
         piece = side_by_side([answer.piece for answer in answers])  # copied: players write over theirs
         self._lag = self._clock.version - int(piece.version)
+        self._laps.lap("transfer")
         if self.overlap:
             self._play()
-        for name in ("env", "forward"):
-            self._seconds[name] = self._seconds.get(name, 0.0) + sum(a.seconds[name] for a in answers) / len(answers)
-        for answer in answers:
+        for w, answer in enumerate(answers, 1):
+            self._times.add(w, answer.seconds)
             self._metrics.add(answer.metrics)
         steps = sum(answer.counts.env_steps for answer in answers)
         return [piece], Counts(steps, tuple(e for answer in answers for e in answer.counts.episodes))
@@ -126,6 +130,7 @@ class WorkerSource(Source):
             except Lost as e:
                 self._replace(w, e)
         self._playing = True
+        self._laps.lap(WEIGHTS)
 
     def _answer(self, w: int) -> Played:
         """What worker w, or one that replaces it, has played."""
@@ -153,7 +158,11 @@ class WorkerSource(Source):
         logger.warning("%s. Replaced (%d so far); its episodes are lost.", report, self.restarts)
         self._workers[w] = self._start(w, self.restarts)
         self._workers[w].started()
-        for method, told in (("watch", self._watch), ("foreach_env", self._each)):
+        for method, told in (
+            ("watch", self._watch),
+            ("foreach_env", self._each),
+            ("foreach_worker", self._each_worker),
+        ):
             if told is not None:
                 self._ask(w, method, told)
         self._workers[w].send(*self._question)
@@ -164,12 +173,13 @@ class WorkerSource(Source):
         self._weights, self._clock = weights, clock
 
     def seconds(self) -> dict[str, float]:
-        spent, self._seconds = self._seconds, {}
-        return spent
+        spent = self._laps.take()
+        weights = spent.get(WEIGHTS, 0.0)
+        return {"transfer": spent.get("transfer", 0.0) + weights, WEIGHTS: weights, "idle": spent.get("idle", 0.0)}
 
     def numbers(self) -> dict[str, float]:
         counted = {"workers/policy_lag": self._lag, "workers/restarts": self.restarts}
-        return counted | self._metrics.row()
+        return counted | self._times.row() | self._metrics.row()
 
     def watch(self, callbacks: CallbackList) -> None:
         """Only those that ask for episodes go to the workers: others may hold what belongs to this process."""
@@ -188,6 +198,10 @@ class WorkerSource(Source):
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._each = cloudpickle.dumps(fn)
         return [result for results in self._ask_all("foreach_env", self._each) for result in results]
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        self._each_worker = cloudpickle.dumps(fn)
+        return self._ask_all("foreach_worker", self._each_worker)
 
     def _ask(self, w: int, method: str, *arguments: Any) -> Any:
         self._workers[w].send(method, *arguments)
