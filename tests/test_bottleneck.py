@@ -2,13 +2,19 @@
 
 import json
 import logging
+import os
+import re
 
 import pytest
 
 import bray
 from benchmarks import advice
 from bray.cli.main import main
+from bray.config import resolve
+from bray.experiment.saved import with_choices
+from bray.spec import EnvSpec, Space
 from bray.train.bottleneck import Advisor, Machine, Times, find_bottleneck
+from bray.train.config import RunConfig
 from bray.train.spent import PHASES, Laps, WorkerTimes
 from tests.test_callbacks import Phased
 
@@ -217,6 +223,18 @@ def test_a_function_reaches_every_worker_in_the_same_iteration(trained):
     workers, _, told, returned = trained
     assert returned == [(w, [5, 5], False) for w in ([1, 2] if workers else [0])]
     assert [told[0]["episode_length_mean"], told[1]["episode_return_max"]] == [3, 25]
+
+
+def test_what_was_chosen_by_rule_is_written_down_and_used_again(trained, monkeypatch):
+    _, path, _, _ = trained
+    assert re.search(r"^  threads: 1 +# chosen by rule$", (path / "config.yaml").read_text(), re.M)
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    pictures = EnvSpec("pictures", Space("box", (4, 84, 84), "uint8", 0, 255), Space("discrete", n=(6,), start=(0,)))
+    config = resolve({"run": RunConfig}, [])
+    written = with_choices(config, pictures)
+    assert (config["run"].threads, written["run"].threads) == (None, 7)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert with_choices(written, pictures)["run"].threads == 7  # as read from its config.yaml
 
 
 def test_doctor_tells_where_the_time_of_a_run_goes_and_imports_nothing(trained, capsys):

@@ -41,6 +41,8 @@ _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
 }
 SMOKE_SECONDS = 2.0
 """How long the trial training of `bray doctor` runs."""
+TRIED = ("vectors", "pictures")
+"""Observations that the settings which a run chooses by rule are tried on."""
 _CHECKOUT = Path(__file__).parents[2]
 
 
@@ -66,7 +68,7 @@ def doctor(options: Doctor) -> int:
             checks.append(check)
             if not as_json:
                 mark, style = {True: ("ok", "green"), False: ("FIX", "bold red"), None: ("", "")}[check.ok]
-                say(Text.assemble((f"{mark:<4}", style), (f"{check.name:<16}", "dim"), check.value))
+                say(Text.assemble((f"{mark:<4}", style), (f"{check.name:<18}", "dim"), check.value))
     wrong = [c for c in checks if c.ok is False]
     if as_json:
         report = {"bray": __version__, "ok": not wrong, "checks": [asdict(c) for c in checks]}
@@ -309,6 +311,23 @@ def _training() -> list[Check]:
     ]
 
 
+def _choices() -> list[Check]:
+    """What a run chooses by rule (`record`, `threads`), and what the other choices would cost here."""
+    if not _has("torch"):
+        return []
+    from bray.cli.choices import Pictures, time_choices
+
+    checks = []
+    for name, env in (("vectors", "CartPole-v1"), ("pictures", Pictures)):
+        if name not in TRIED:
+            continue
+        ways = time_choices(env, SMOKE_SECONDS / 4)
+        chosen, best = ways[0], min(ways, key=lambda way: way.seconds)
+        slow = f". Faster here: {best.typed}" if chosen.seconds > 1.3 * best.seconds else ""
+        checks.append(Check(f"update, {name}", "; ".join(map(str, ways)) + slow))
+    return checks
+
+
 def _serving() -> list[Check]:
     """A game against a service without an agent: sockets, the protocol, the client."""
     if not _has("httptools"):
@@ -330,4 +349,4 @@ def _serving() -> list[Check]:
     return [Check("serves", f"a tick over HTTP takes {1e6 * float(np.median(times)):,.0f} us", True)]
 
 
-CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training, _serving)
+CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training, _choices, _serving)

@@ -25,7 +25,7 @@ from bray.experiment.goals import Score, check_stop, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
-from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
+from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch, with_choices
 from bray.experiment.setup import Check, check_playable, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
@@ -145,7 +145,7 @@ class Experiment:
     def _run_dir(self) -> RunDir:
         if self._dir is None:
             self._dir = RunDir.create(self.path)
-            self._dir.write_config(self.config)
+            self._dir.write_config(with_choices(self.config, self.training.spec))
             self._dir.write_spec(self.training.spec)
             policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
@@ -473,7 +473,7 @@ class Experiment:
                 self._best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
-        self._dir.write_config(self.config)
+        self._dir.write_config(with_choices(self.config, training.spec))
 
     def init_from(
         self,
