@@ -1,7 +1,8 @@
 """Made-up trainings that something holds up: what the advisor says of each, and how much faster each is when its first advice is followed.
 
 A case is trained for so many seconds, its rows are looked at as `bray doctor RUN_DIR` does, the first change is made, and it is trained
-again. `said` has to be `expected`. Gains of `num_workers` need cores that nobody else uses.
+again. `said` has to be `expected`. Steps per second are those of the time in which the process that learns did not queue for a core
+(`perf/queued`), nor a worker while it waited for them, so that a busy machine distorts them less; gains of `num_workers` still need cores that nobody else uses.
 
     python -m benchmarks.advice [CASE ...] [--seconds 20]
 """
@@ -83,13 +84,14 @@ class Case:
 
 
 _SMALL = {"num_envs": 8, "rollout_length": 64, "epochs": 1, "minibatches": 1, "iteration_steps": 0}
+_REPLAY = {"num_envs": 1, "learning_starts": 200, "iteration_steps": 200}
 _COPIED = {"num_envs": 1, "num_workers": 8, "rollout_length": 32, "iteration_steps": 0}
 CASES = {
-    "env-sleeps": Case("env-bound", _SMALL, {"sleep_ms": 2.0}),
+    "env-sleeps": Case("env-bound", {**_SMALL, "rollout_length": 16}, {"sleep_ms": 5.0}),
     "env-computes": Case("env-bound", _SMALL, {"spin_ms": 0.5}),
-    "network": Case("inference-bound", {**_SMALL, "num_envs": 1, "rollout_length": 128, "fcnet_hiddens": [512, 512]}),
+    "network": Case("inference-bound", {**_REPLAY, "train_every": 1024, "fcnet_hiddens": [1024, 1024]}, run="DQN"),
     "epochs": Case("learner-bound", {**_SMALL, "epochs": 10, "minibatches": 16}),
-    "replay": Case("learner-bound", {"num_envs": 1, "train_every": 1, "learning_starts": 200}, run="DQN"),
+    "replay": Case("learner-bound", {**_REPLAY, "train_every": 1}, run="DQN"),
     "pictures": Case(
         "transfer-bound", {**_COPIED, "custom_model": "benchmarks.advice:Corner"}, {"shape": [4, 128, 128]}, "A2C"
     ),
@@ -115,8 +117,21 @@ def train(
         options = {k: v for name in ("run", "model", "env", "algo") for k, v in vars(exp.config[name]).items()}
         exp.close()
     times = Times.of(rows)
-    rates = [row["env_steps_per_second"] for row in rows[1:] or rows]
-    return find_bottleneck(times, options, machine) if times is not None else None, statistics.median(rates)
+    return find_bottleneck(times, options, machine) if times is not None else None, _rate(rows)
+
+
+def _rate(rows: list[dict[str, Any]]) -> float:
+    """Steps per second without the wait for a core, the median of the rows but for the first."""
+
+    def rate(row: dict[str, Any]) -> float:
+        seconds: float = row["time_this_iter_s"]
+        played = sum(row.get(f"perf/worker_{phase}", 0.0) for phase in ("env", "forward", "transfer", "other"))
+        queued = row["perf/queued"]
+        if played:  # while it waits for workers, they queue
+            queued += row["perf/idle"] * min(1.0, row.get("perf/worker_queued", 0.0) / played)
+        return row["env_steps_per_second"] * seconds / max(0.1 * seconds, seconds - queued / 1e3)
+
+    return statistics.median(rate(row) for row in rows[1:] or rows)
 
 
 def follow(name: str, seconds: float, machine: Machine) -> dict[str, Any]:

@@ -90,6 +90,9 @@ def test_environments_that_compute_get_as_many_workers_as_there_are_cores():
 
 def test_environments_that_sleep_get_more_workers_than_there_are_cores():
     assert keys(said(PPO, env=0.9, learn=0.1, cpu=0.15)) == [{"num_workers": 8, "num_envs": 1}]
+    assert keys(said({**PPO, "vector": "subprocess"}, env=0.9, learn=0.1, cpu=0.15)) == [
+        {"num_workers": 2, "num_envs": 4}
+    ]
     crowded = said(PPO, env=0.9, learn=0.1, cpu=0.4, queued=0.6)  # does not sleep: others have the cores
     assert keys(crowded) == []
     assert "there are more processes than cores: one waits 60% of its time for them" in crowded.note

@@ -69,7 +69,8 @@ def _measure(env: Any, keys: dict[str, Any], seconds: float) -> Way:
     with tempfile.TemporaryDirectory() as folder:
         exp = Experiment("PPO", env, use_preset=False, path=Path(folder) / "run", config={**rollouts, **keys})
         exp.training.iterate()
-        took, end = [], time.monotonic() + seconds
+        took: list[float] = []
+        end = time.monotonic() + seconds
         while not took or time.monotonic() < end:
             before = exp.training.steps
             row = exp.training.iterate()

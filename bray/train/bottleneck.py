@@ -27,6 +27,8 @@ MOST = 0.4
 """Share of the time from which a phase is what holds a run up; without it a run is at most 1 / (1 - 0.4) = 1.7 times as fast."""
 LEAST_GAIN = 1.1
 """Changes that give less are not worth a word."""
+CROWDED = 0.3
+"""Share of its time that a process waits for a core, from which there are too few of them."""
 SHORT_STEP_S = 3e-3
 """Seconds of a gradient step below which most of it is not arithmetic: fewer and larger ones take less time."""
 MOST_WORKERS, MOST_ENVS = 32, 64
@@ -190,7 +192,7 @@ def find_bottleneck(times: Times, options: Mapping[str, Any], machine: Machine) 
     rule = _RULES.get(phase)
     note, changes = rule(times, _Options(options), machine) if rule else ("", [])
     best = sorted((c for c in changes if c.gain >= LEAST_GAIN), key=lambda c: not c.same)
-    if times.queued > 0.3:
+    if times.queued > CROWDED:
         busy = f"there are more processes than cores: one waits {times.queued:.0%} of its time for them"
         note = f"{note}; {busy}" if note else busy
     return Finding(_WORDS[phase], told, share, note, tuple(best))
@@ -250,6 +252,11 @@ class _Options:
         return "replay_size" in self
 
     @property
+    def in_processes(self) -> bool:
+        """Whether environments are in processes already, which compute while this one waits for them."""
+        return self._options.get("vector") == "subprocess" or self._options.get("step_timeout") is not None
+
+    @property
     def takes_workers(self) -> bool:
         return self.replays or "rollout_length" in self
 
@@ -266,9 +273,14 @@ def _speedup(share: float, factor: float) -> float:
 
 def _env(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
     changes = _more_workers(times, options, machine)
-    if times.env_waits:
+    if times.env_waits and not options.in_processes:
         return "the environment waits more than it computes", changes
-    return "" if changes else "all cores play already: a faster environment or more cores would help", changes
+    return (
+        ""
+        if changes or times.queued > CROWDED
+        else "all cores play already: a faster environment or more cores would help",
+        changes,
+    )
 
 
 def _forward(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
@@ -346,8 +358,8 @@ def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Cha
     now, total = options.count("num_workers"), options.envs
     if not options.takes_workers:
         return []
-    cores = times.free(machine)
-    most = MOST_WORKERS if times.env_waits else min(MOST_WORKERS, cores)
+    cores, waits = times.free(machine), times.env_waits and not options.in_processes
+    most = MOST_WORKERS if waits else min(MOST_WORKERS, cores)
     fits = [w for w in range(1, most + 1) if total % w == 0] if total > 1 else [most]
     workers = max(fits)
     if workers <= max(1, now):
@@ -359,7 +371,7 @@ def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Cha
     if options.replays and not now:  # it plays while it learns
         gain = 1.0 / max(1.0 - playing, playing / factor)
     keys = {"num_workers": workers, "num_envs": max(1, total // workers)}
-    return [Change(keys, gain if times.env_waits else min(gain, float(cores)), same=total > 1)]
+    return [Change(keys, gain if waits else min(gain, float(cores)), same=total > 1)]
 
 
 def _more_envs(options: _Options, share: float) -> list[Change]:
