@@ -258,9 +258,13 @@ def test_doctor_says_what_is_wrong_with_the_rows_of_a_run(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("run: [1]\n")
     assert main(["doctor", str(tmp_path)]) == 2
     assert "its rows do not say where the time goes" in capsys.readouterr().err
-    (tmp_path / "result.jsonl").write_text("{}\nnot json\n")
+    for text in ("{}\nnot json\n", "[" * 100_000 + "\n"):
+        (tmp_path / "result.jsonl").write_text(text)
+        assert main(["doctor", str(tmp_path)]) == 2
+        assert "expected lines of JSON" in capsys.readouterr().err
+    (tmp_path / "result.jsonl").write_text(("{" + ", ".join(f'"{k}": {10**400}' for k in rows()[0]) + "}\n") * 3)
     assert main(["doctor", str(tmp_path)]) == 2
-    assert "expected lines of JSON" in capsys.readouterr().err
+    assert "its rows do not say" in capsys.readouterr().err
     (tmp_path / "result.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(learn=0.9, env=0.1)))
     assert main(["doctor", str(tmp_path)]) == 0
     assert "learner-bound" in capsys.readouterr().out

@@ -125,5 +125,8 @@ def newest_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
         start = max(0, os.fstat(file.fileno()).st_size - most_bytes)
         file.seek(start)
         lines = file.read(most_bytes).split(b"\n")[1 if start else 0 : -1]
-    rows = [json.loads(line) for line in lines]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except RecursionError:
+        raise ValueError("brackets in brackets, too deep") from None
     return [row for row in rows if isinstance(row, dict)]

@@ -268,7 +268,7 @@ class _Options:
 
 def _speedup(share: float, factor: float) -> float:
     """Amdahl's law: a part of this share that gets so many times as fast."""
-    return 1.0 / (1.0 - share + share / factor) if share < 1.0 or math.isfinite(factor) else math.inf
+    return 1.0 / max(1.0 - share + share / factor, 1e-3)
 
 
 def _env(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
