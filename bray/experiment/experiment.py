@@ -26,7 +26,7 @@ from bray.experiment.goals import Score, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
-from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
+from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch, with_choices
 from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
@@ -45,6 +45,7 @@ from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy
 from bray.train.offline import ID as FILES, FileTraining
+from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
@@ -145,7 +146,7 @@ class Experiment:
     def _run_dir(self) -> RunDir:
         if self._dir is None:
             self._dir = RunDir.create(self.path)
-            self._dir.write_config(self.config)
+            self._dir.write_config(with_choices(self.config, self.training.spec))
             self._dir.write_spec(self.training.spec)
             policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
@@ -181,10 +182,7 @@ class Experiment:
         return self.last_row or {}
 
     def _train(
-        self,
-        stop: Mapping[str, float],
-        sinks: Sequence[Sink],
-        show: bool,
+        self, stop: Mapping[str, float], sinks: Sequence[Sink], show: bool
     ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
@@ -282,6 +280,10 @@ class Experiment:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `env`, `model`, `policy`; what it returned, in their order."""
+        return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
@@ -473,7 +475,7 @@ class Experiment:
                 self._score.best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
-        self._dir.write_config(self.config)
+        self._dir.write_config(with_choices(self.config, training.spec))
 
     def init_from(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 from bray.errors import ConfigError, UnknownName
 from bray.train.config import RunConfig
+from bray.train.spent import CPU, PHASES, QUEUED
 
 STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
 """Names that people from RLlib type."""
@@ -28,7 +29,7 @@ ROW_KEYS = (
     "env_steps_per_second",
     "time_this_iter_s",
     *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes", "env_steps")),
-    *(f"perf/{k}" for k in ("env", "forward", "learn", "idle")),
+    *(f"perf/{k}" for k in (*PHASES, CPU, QUEUED)),
 )
 """Keys of the rows of every algorithm."""
 OWN_KEYS = ("loss/", "policy/", "replay/")

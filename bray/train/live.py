@@ -44,6 +44,7 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.local import initial_state, make_side
 from bray.train.source import Source
+from bray.train.spent import Laps
 
 ID = "live"
 """The environment's name of a run whose games call."""
@@ -100,6 +101,7 @@ class LiveSource(Source):
         self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
         self._published = 0.0
         self._closing = False
+        self._laps = Laps()
         self._most_rows = _rows_of(side.experience)
         self._model = copy.deepcopy(side.model).cpu().eval()
         engine = LiveEngine(self._model, side.policy, np.random.default_rng([seed, 3]))
@@ -199,8 +201,10 @@ class LiveSource(Source):
         self.open()
         self._publish_pending()
         with self._news:
+            self._laps.lap("elsewhere")
             if not self._came:
                 self._news.wait(timeout)
+            self._laps.lap("idle")
             came, self.waiting_rows = list(self._came), 0
             self._came.clear()
         counts = Counts()
@@ -218,6 +222,9 @@ class LiveSource(Source):
             weights, clock = self._pending
             self.host.publish_weights(weights(), clock.version).result()
             self.clock, self._pending, self._published = clock, None, time.monotonic()
+
+    def seconds(self) -> dict[str, float]:
+        return {"idle": self._laps.take().get("idle", 0.0)}
 
     def wait_reason(self) -> str:
         if self.server is None:

@@ -26,6 +26,8 @@ from bray.train.callbacks import CallbackList
 from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
 from bray.train.rollout import EnvSource, Rollout
+from bray.train.source import RolloutWorker
+from bray.train.spent import WEIGHTS, Cores, Laps
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Played(NamedTuple):
     piece: Piece
     counts: Counts
     seconds: dict[str, float]
+    """Since the answer before, by phase (`train/spent.py`)."""
     metrics: list[dict[str, float]]
     """`custom_metrics` of the episodes that ended."""
 
@@ -80,6 +83,7 @@ class Player:
             engine = CentralEngine(line, g, answers, plan.life) if line and answers else None
             sources.append(self._play_group(env, numbers, engine))
         self.source = sources[0] if len(sources) == 1 else Turns(sources)
+        self.laps, self._cores = Laps(), Cores(every=0.1)
 
     def _play_group(self, env: VecEnv, numbers: range, engine: Any) -> EnvSource:
         plan = self._plan
@@ -109,17 +113,35 @@ class Player:
 
     def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
         """The rows of a piece with these weights; where it has a line, with those of whom it asks."""
+        self.laps.lap("idle")
         if self._line is None:
             load_weights(self.model, weights)
+        self.laps.lap(WEIGHTS)
         self.source.set_clock(Clock(*clock))
         (piece,), counts = self.source.gather()
-        return Played(piece, counts, self.source.seconds(), self.source.ended_metrics())
+        return Played(piece, counts, self._seconds(), self.source.ended_metrics())
+
+    def _seconds(self) -> dict[str, float]:
+        self.laps.lap("other")  # what of it was env and forward, the source knows
+        spent = self.laps.take() | (played := self.source.seconds())
+        spent["other"] -= sum(played.values())
+        spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
+        return spent | self._cores.take()
 
     def watch(self, callbacks: bytes) -> None:
         self.source.watch(pickle.loads(callbacks))  # our own bytes, from our own parent
 
     def foreach_env(self, fn: bytes) -> list[Any]:
         return self.source.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent
+
+    def foreach_worker(self, fn: bytes) -> Any:
+        worker = RolloutWorker(
+            self._plan.index,
+            tuple(group.rollout.env for group in self._groups),
+            None if self._line else self.model,
+            self._groups[0].rollout.policy,
+        )
+        return pickle.loads(fn)(worker)  # our own bytes, from our own parent
 
     def get_state(self) -> dict[str, Any]:
         return self.source.get_state()
@@ -130,10 +152,13 @@ class Player:
     def start_anew(self, clock: tuple[int, int]) -> None:
         """Other episodes and other random numbers than those that the run began with."""
         seed = episode_seed(self._plan.run.seed, self._plan.index, 1 + clock[0])
-        groups = self.source.groups if isinstance(self.source, Turns) else [self.source]
-        for group, numbers in zip(groups, group_numbers(self._plan.run, self._plan.env.num_envs), strict=True):
+        for group, numbers in zip(self._groups, group_numbers(self._plan.run, self._plan.env.num_envs), strict=True):
             group.rollout.rng = self._rng(seed, numbers)
             group.rollout.reset(seed)
+
+    @property
+    def _groups(self) -> list[EnvSource]:
+        return self.source.groups if isinstance(self.source, Turns) else [self.source]
 
     def close(self) -> None:
         with suppress(Exception):

@@ -206,6 +206,7 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
             except Exception as e:
                 answer = error_answer(e)
             conn.send(answer)
+            player.laps.lap("transfer")
     finally:
         player.close()
 

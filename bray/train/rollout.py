@@ -20,7 +20,7 @@ from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
 from bray.train.health import blame_policy
-from bray.train.source import Source
+from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")
 
@@ -318,6 +318,7 @@ class EnvSource(Source):
         rollout, rows = self.rollout, self.rows
         columns.write_last(rollout.obs, rollout.first)
         outputs = columns.outputs
+        began = time.perf_counter()
         if self._later is not None:
             flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs)
             late = self._later.forward(flat)
@@ -328,6 +329,7 @@ class EnvSource(Source):
             last = rollout.engine.forward(*inputs)
             for k in self._keep:
                 outputs[k][rows] = last[k]
+        rollout.seconds["forward"] += time.perf_counter() - began
         return rollout.policy.label(columns.piece(outputs, rollout.version, self._state_every))
 
     def limit_episodes(self, left: int | None) -> None:
@@ -358,6 +360,10 @@ class EnvSource(Source):
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self.rollout.env.foreach_env(fn)
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        rollout = self.rollout
+        return [fn(RolloutWorker(0, (rollout.env,), rollout.engine.model, rollout.policy))]
 
     def seconds(self) -> dict[str, float]:
         spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}

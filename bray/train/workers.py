@@ -28,7 +28,8 @@ from bray.envs.process import START_TIMEOUT, Lost
 from bray.errors import ConfigError, EnvError
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
-from bray.train.source import Source
+from bray.train.source import RolloutWorker, Source
+from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 
 logger = logging.getLogger("bray")
 
@@ -96,11 +97,12 @@ class WorkerSource(Source):
         self._lag = _Lag()
         self._came: list[tuple[int, Played]] = []
         self._question: tuple[Any, ...] = ()
-        self._seconds: dict[str, float] = {}
+        self._laps, self._times = Laps(), WorkerTimes()
         self._longest = 0.0
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._each: bytes | None = None
+        self._each_worker: bytes | None = None
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
@@ -123,6 +125,7 @@ class WorkerSource(Source):
     # --- pieces
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        self._laps.lap("elsewhere")
         if self.asynchronous:
             if self._news:
                 self._publish()
@@ -140,7 +143,9 @@ class WorkerSource(Source):
             while len(self._came) < len(self._seats):
                 self._came += self._take(TURN_S)
         came, self._came = sorted(self._came, key=lambda answer: answer[0]), []
-        return self._pieces(came), self._count([played for _, played in came])
+        pieces = self._pieces(came)
+        self._laps.lap("transfer")
+        return pieces, self._count(came)
 
     def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
         for _, played in came:
@@ -154,17 +159,17 @@ class WorkerSource(Source):
             self._lanes.add(w, played.piece)
         return self._lanes.take()
 
-    def _count(self, came: list[Played]) -> Counts:
-        for played in came:
-            for name in ("env", "forward"):
-                self._seconds[name] = self._seconds.get(name, 0.0) + played.seconds[name] / len(self._seats)
+    def _count(self, came: list[tuple[int, Played]]) -> Counts:
+        for w, played in came:
+            self._times.add(w + 1, played.seconds)
             self._metrics.add(played.metrics)
-        steps = sum(played.counts.env_steps for played in came)
-        return Counts(steps, tuple(e for played in came for e in played.counts.episodes))
+        steps = sum(played.counts.env_steps for _, played in came)
+        return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
 
     def _publish(self) -> None:
         self._question = ("play", self.home.publish(self._weights(), self._clock), tuple(self._clock))
         self._news = False
+        self._laps.lap(WEIGHTS)
 
     def _ask_for_pieces(self, most: int) -> None:
         """Let every worker have so many to play."""
@@ -183,6 +188,7 @@ class WorkerSource(Source):
         """What has been played, by worker, waiting so long for the first. Workers that died or hang are replaced."""
         busy = [seat for seat in self._seats if seat.under_way or seat.starting]
         ready = self.home.wait([seat.worker for seat in busy], timeout)
+        self._laps.lap("idle")
         came: list[tuple[int, Played]] = []
         for seat in busy:
             try:
@@ -194,13 +200,14 @@ class WorkerSource(Source):
                     came.append((seat.index, self._receive(seat)))
             except Lost as e:
                 self._replace(seat, e)
+        self._laps.lap("transfer")
         return came
 
     def _receive(self, seat: _Seat) -> Played:
         played: Played = seat.worker.receive(self._limit)
         seat.under_way -= 1
         seat.since = time.monotonic()
-        self._longest = max(self._longest, sum(played.seconds.values()))
+        self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
         if self.asynchronous:  # it is asked again at once, and then writes over it
             played = played._replace(piece=side_by_side([played.piece]))
         return played
@@ -232,7 +239,11 @@ class WorkerSource(Source):
     def _welcome(self, seat: _Seat) -> None:
         """One that replaces another has started: it is told what that one was told, and asked for what it was asked for."""
         seat.worker.started()
-        for method, told in (("watch", self._watch), ("foreach_env", self._each)):
+        for method, told in (
+            ("watch", self._watch),
+            ("foreach_env", self._each),
+            ("foreach_worker", self._each_worker),
+        ):
             if told is not None:
                 self._ask(seat, method, told)
         for _ in range(seat.under_way):
@@ -249,11 +260,12 @@ class WorkerSource(Source):
         return f"rollout workers that are starting: {', '.join(starting)}" if starting else ""
 
     def seconds(self) -> dict[str, float]:
-        spent, self._seconds = self._seconds, {}
-        return spent
+        spent = self._laps.take()
+        weights = spent.get(WEIGHTS, 0.0)
+        return {"transfer": spent.get("transfer", 0.0) + weights, WEIGHTS: weights, "idle": spent.get("idle", 0.0)}
 
     def numbers(self) -> dict[str, float]:
-        return self._lag.row() | {"workers/restarts": self.restarts} | self._metrics.row()
+        return self._lag.row() | {"workers/restarts": self.restarts} | self._times.row() | self._metrics.row()
 
     def watch(self, callbacks: CallbackList) -> None:
         """Only those that ask for episodes go to the workers: others may hold what belongs to this process."""
@@ -274,6 +286,12 @@ class WorkerSource(Source):
         answers = self._ask_all("foreach_env", told)
         self._each = told
         return [result for results in answers for result in results]
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        told = cloudpickle.dumps(fn)
+        answers = self._ask_all("foreach_worker", told)
+        self._each_worker = told
+        return answers
 
     def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
         seat.worker.send(method, *arguments)
