@@ -175,3 +175,11 @@ def test_native_environments_of_every_worker_play_episodes_of_their_own():
         seen.append(player.play(weights, (0, 0)).piece.obs[0])
         player.close()
     assert (seen[0] != seen[1]).any(-1).all()
+
+
+def test_the_learner_learns_while_workers_ask_on():
+    exp = experiment(run="APPO", inference="central", num_workers=2)
+    row = [exp.training.iterate() for _ in range(6)][-1]
+    exp.close()
+    assert row["learner_steps_total"] > 0
+    assert np.isfinite(row["loss/policy_loss"])

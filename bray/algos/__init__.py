@@ -17,6 +17,8 @@ ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
     "A2C": "bray.algos.a2c",
     "PG": "bray.algos.pg",
+    "IMPALA": "bray.algos.impala",
+    "APPO": "bray.algos.appo",
     "DQN": "bray.algos.dqn",
     "C51": "bray.algos.c51",
     "QR-DQN": "bray.algos.qrdqn",

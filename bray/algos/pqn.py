@@ -16,8 +16,8 @@ from bray.algos import base, dqn, rows
 from bray.algos.base import Update, drawn, to_torch
 from bray.algos.packing import take
 from bray.config.declare import RateSchedule, ShareSchedule
-from bray.data.experience import Rollouts
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig

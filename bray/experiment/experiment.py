@@ -236,8 +236,8 @@ class Experiment:
     def _log_start(self) -> None:
         run = self.config["run"]
         logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
-        if self.training.depends_on_timing:
-            why = "the games are live" if self.live else f"env.wait_num={self.config['env'].wait_num}"
+        if why := self.training.depends_on_timing:
+            self.exact = False
             logger.warning(
                 "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
                 why,

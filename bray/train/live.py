@@ -21,8 +21,9 @@ from torch import nn
 
 from bray import tree
 from bray.act import Clock, Policy, standard_normals
-from bray.data.experience import Counts, Experience, Rollouts
+from bray.data.experience import Counts, Experience
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
@@ -295,7 +296,7 @@ class LiveTraining(Driver):
         super().__init__([side], [self.source])
         self.source.about = self.about
 
-    depends_on_timing = True
+    depends_on_timing = "the games are live"
 
     def describe(self) -> str:
         return f"live games on port {self.source.port}"

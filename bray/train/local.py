@@ -11,7 +11,8 @@ from torch import nn
 
 from bray import tree
 from bray.algos import algo_name, broken, make_experience, make_policy
-from bray.data.experience import Replay, Rollouts
+from bray.data.experience import Replay
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
@@ -111,7 +112,7 @@ class LocalTraining(Driver):
         return EnvSource(self.rollout, side.experience.piece_length, side.experience.state_every, run.record)
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
-        """Algorithms that replay learn while the next round is played; the others wait for rows of their newest weights."""
+        """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""
         rows = side.experience.piece_length
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
@@ -134,7 +135,7 @@ class LocalTraining(Driver):
         )
         self._central = self._inference_for(side)
         home = Processes(weights(), self._central)
-        return WorkerSource(plan, home, weights, overlap=isinstance(side.experience, Replay))
+        return WorkerSource(plan, home, weights, side.experience.asynchronous, side.experience.lanes)
 
     def _inference_for(self, side: Side) -> CentralServer | None:
         run = self.run_config
@@ -150,8 +151,13 @@ class LocalTraining(Driver):
             self._central.close()
 
     @property
-    def depends_on_timing(self) -> bool:
-        return self.env is not None and self.env.waits
+    def depends_on_timing(self) -> str:
+        """Why, in words; empty where it does not."""
+        if self.env is not None and self.env.waits:
+            return f"env.wait_num={self.env_config.wait_num}"
+        if not all(source.exact for source in self.sources):
+            return f"num_workers={self.run_config.num_workers}, which play while the learner learns"
+        return ""
 
     def describe(self) -> str:
         """Where pieces come from, in words."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bray.data.episodes import Episodes
-from bray.data.experience import Dataset, Experience, Replay, Rollouts, Sequences
+from bray.data.experience import Dataset, Experience, Replay, Sequences
 from bray.data.files import EpisodeReader
 from bray.data.generation import Generation
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
@@ -34,7 +35,7 @@ BATCHES = 100
 class FileTraining(Driver):
     """An algorithm that learns from files."""
 
-    depends_on_timing = False
+    depends_on_timing = ""
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, data: DataConfig):
         self.algo, self.run_config, self.env_config = algo, run, env

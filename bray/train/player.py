@@ -75,10 +75,11 @@ class Player:
         envs = [make_vec(plan.env, numbers=n if len(groups) > 1 else None, **told) for n in groups]
         self.model = plan.algo.make_model(plan.config, envs[0].spec, plan.model)
         answers = Answers(line) if line else None
-        sources = []
+        sources: list[EnvSource] = []
         for g, (env, numbers) in enumerate(zip(envs, groups, strict=True)):
             engine = CentralEngine(line, g, answers, plan.life) if line and answers else None
             sources.append(self._play_group(env, numbers, engine))
+        self._groups = sources
         self.source = sources[0] if len(sources) == 1 else Turns(sources)
 
     def _play_group(self, env: VecEnv, numbers: range, engine: Any) -> EnvSource:
@@ -86,19 +87,22 @@ class Player:
         policy = plan.algo.Policy(plan.config, env.spec)
         policy.draws = getattr(self.model, "draws", None) or {}
         rewards = RewardTransform(plan.env, len(numbers), getattr(plan.config, "gamma", 1.0))
-        before = (plan.index - 1) * plan.env.num_envs
-        mine = range(before + numbers.start, before + numbers.stop)
         rollout = Rollout(
             env,
             engine or acting_engine(self.model, policy, plan.run.record),
             policy,
-            RowsOfAll(plan.run.seed, mine, plan.run.num_workers * plan.env.num_envs),  # type: ignore[arg-type]
+            self._rng(plan.run.seed, numbers),
             rewards=rewards if rewards.active else None,
             initial_state=initial_state(self.model),
         )
         rollout.numbers_from = numbers.start
         rollout.reset()  # by the seed that they were made with: native ones of another worker have another one
         return EnvSource(rollout, plan.rows, plan.state_every, plan.run.record)
+
+    def _rng(self, seed: int, numbers: range) -> Any:
+        run, num_envs = self._plan.run, self._plan.env.num_envs
+        before = (self._plan.index - 1) * num_envs
+        return RowsOfAll(seed, range(before + numbers.start, before + numbers.stop), run.num_workers * num_envs)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
         """The rows of a piece with these weights; where it has a line, with those of whom it asks."""
@@ -119,6 +123,15 @@ class Player:
 
     def set_state(self, state: dict[str, Any], clock: tuple[int, int]) -> bool:
         return self.source.set_state(state, Clock(*clock))
+
+    def start_anew(self, clock: tuple[int, int]) -> None:
+        """Other episodes and other random numbers than those that the run began with."""
+        for group in self._groups:
+            numbers = range(group.rollout.numbers_from, group.rollout.numbers_from + group.rollout.env.num_envs)
+            first = (self._plan.index - 1) * self._plan.env.num_envs + numbers.start
+            seed = episode_seed(self._plan.run.seed, 1 + first, 1 + clock[0])
+            group.rollout.rng = self._rng(seed, numbers)
+            group.rollout.reset(seed)
 
     def close(self) -> None:
         with suppress(Exception):

@@ -1,4 +1,6 @@
-"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe."""
+"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe.
+
+Nobody waits for anybody there: the weights are written to one of two places in turn, and a player that was overtaken by the second writing reads again."""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.act import Clock
 from bray.data.piece import COLUMNS, Piece
 from bray.envs.process import STOP, Child, error_answer, portable, unpack
 from bray.train.central import CentralServer, Line
@@ -34,7 +37,6 @@ class Processes:
     def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
         """central: who computes the Model for them; then it is given the weights, and they are not."""
         self._slots = Slots({} if central else weights)
-        self._next = 0
         self._central = central
 
     def start(self, plan: Plan) -> PlayerProcess:
@@ -42,14 +44,15 @@ class Processes:
         line = self._central.line(plan.index - 1) if self._central else None
         return PlayerProcess(plan, self._slots, line)
 
-    def publish(self, weights: Mapping[str, np.ndarray]) -> int:
-        """Weights for players to come; what `play` is given for them. They last until the publication after the next."""
+    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
+        """Players take the newest weights when they begin to play, so a question need not say which."""
         if self._central:
             self._central.set_weights(weights)
-        slot, self._next = self._next, 1 - self._next
-        for name, array in self._slots.views(slot).items():
-            array[...] = weights[name]
-        return slot
+        self._slots.write(weights, clock)
+
+    def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
+        ready = set(wait([worker.conn for worker in workers], timeout))
+        return [worker for worker in workers if worker.conn in ready]
 
 
 class PlayerProcess:
@@ -63,6 +66,10 @@ class PlayerProcess:
     @property
     def name(self) -> str:
         return f"process {self._child.process.pid}"
+
+    @property
+    def conn(self) -> Connection:
+        return self._child.conn
 
     @property
     def process_id(self) -> int:
@@ -96,7 +103,8 @@ class PlayerProcess:
 
 
 class Slots:
-    """Two copies of the weights in memory that all players see."""
+    """Two copies of the weights in memory that all players see. Each has a counter that is odd while it is written: a reader that finds it odd, or
+    changed behind its copy, takes the other one. A reader that is killed leaves nothing behind."""
 
     def __init__(self, weights: Mapping[str, np.ndarray]):
         self._places: dict[str, _Place] = {}
@@ -104,10 +112,34 @@ class Slots:
         for name, array in weights.items():
             self._places[name] = _Place(self._size, array)
             self._size += _padded(array)
-        self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, 2 * self._size))
+        context = multiprocessing.get_context("spawn")
+        self._memory = context.RawArray(ctypes.c_uint8, max(1, 2 * self._size))
+        self._numbers = context.RawArray(ctypes.c_int64, 7)
 
     def views(self, slot: int) -> dict[str, np.ndarray]:
         return {name: place.of(self._memory, slot * self._size) for name, place in self._places.items()}
+
+    def write(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
+        """Over the older of the two."""
+        slot = 1 - self._numbers[0]
+        at = 1 + 3 * slot
+        self._numbers[at] += 1
+        for name, array in self.views(slot).items():
+            array[...] = weights[name]
+        self._numbers[at + 1 : at + 3] = [*clock]
+        self._numbers[at] += 1
+        self._numbers[0] = slot
+
+    def read(self) -> tuple[dict[str, np.ndarray], Clock]:
+        """A copy of the newest ones, whole."""
+        while True:
+            slot = self._numbers[0]
+            at = 1 + 3 * slot
+            before = self._numbers[at]
+            weights = {name: array.copy() for name, array in self.views(slot).items()}
+            clock = Clock(*self._numbers[at + 1 : at + 3])
+            if before % 2 == 0 and self._numbers[at] == before:
+                return weights, clock
 
 
 class _Place:
@@ -165,8 +197,7 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
-                    slot, clock = arguments
-                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(slots.views(slot), clock)), [])
+                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(*slots.read())), [])
                 else:
                     answer = ("ok", getattr(player, method)(*arguments), [])
             except Exception as e:
