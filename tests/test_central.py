@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import bray
 from bray.act import Policy
 from bray.algos import ppo
 from bray.envs.config import EnvConfig
@@ -161,6 +162,20 @@ def test_a_worker_that_is_killed_is_replaced_and_asks_on():
     exp.close()
     assert row["workers/restarts"] == 1
     assert row["env_steps_total"] > 200
+
+
+@pytest.mark.slow
+def test_a_run_that_asks_resumes_exactly(tmp_path):
+    whole = list(experiment(tmp_path / "whole", inference="central").train({"training_iteration": 3}))
+    exp = experiment(tmp_path / "half", inference="central")
+    list(exp.train({"training_iteration": 2}))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "half")
+    rest = list(exp.train({"training_iteration": 3}))
+    exp.close()
+    assert exp.exact
+    for key in ("env_steps_total", "episode_return_mean", "loss/policy_loss"):
+        assert [row[key] for row in rest] == pytest.approx([row[key] for row in whole[2:]], rel=1e-5)
 
 
 def test_native_environments_of_every_worker_play_episodes_of_their_own():
