@@ -34,6 +34,7 @@ from bray.train.central import Answers, Arrays, CentralEngine, CentralServer
 from bray.train.device import tune
 
 BATCH = 1024
+_KEPT: list[Arrays] = []  # what is pinned stays
 LEARN = {"rollout_length": 64, "lr": 5e-4, "clip": 0.1, "epochs": 4, "minibatches": 8, "clip_rewards": True}
 PPO = ("PPO", LEARN)
 APPO = ("APPO", {**LEARN, "epochs": 2, "minibatches": 4, "batch_envs": 64})
@@ -93,6 +94,7 @@ def update(seconds: float) -> None:
 def pictures(pinned: bool) -> np.ndarray:
     example = np.zeros((1, 4, 84, 84), np.uint8)
     arrays = Arrays([example], BATCH)
+    _KEPT.append(arrays)
     if pinned:
         pin(arrays.memory)
     (x,) = arrays.views()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import bray
 from bray.act import Policy
 from bray.algos import ppo
 from bray.envs.config import EnvConfig
@@ -163,6 +164,20 @@ def test_a_worker_that_is_killed_is_replaced_and_asks_on():
     assert row["env_steps_total"] > 200
 
 
+@pytest.mark.slow
+def test_a_run_that_asks_resumes_exactly(tmp_path):
+    whole = list(experiment(tmp_path / "whole", inference="central").train({"training_iteration": 3}))
+    exp = experiment(tmp_path / "half", inference="central")
+    list(exp.train({"training_iteration": 2}))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "half")
+    rest = list(exp.train({"training_iteration": 3}))
+    exp.close()
+    assert exp.exact
+    for key in ("env_steps_total", "episode_return_mean", "loss/policy_loss"):
+        assert [row[key] for row in rest] == pytest.approx([row[key] for row in whole[2:]], rel=1e-5)
+
+
 def test_native_environments_of_every_worker_play_episodes_of_their_own():
     run = RunConfig(num_workers=2)
     seen = []
@@ -175,3 +190,11 @@ def test_native_environments_of_every_worker_play_episodes_of_their_own():
         seen.append(player.play(weights, (0, 0)).piece.obs[0])
         player.close()
     assert (seen[0] != seen[1]).any(-1).all()
+
+
+def test_the_learner_learns_while_workers_ask_on():
+    exp = experiment(run="APPO", inference="central", num_workers=2)
+    row = [exp.training.iterate() for _ in range(6)][-1]
+    exp.close()
+    assert row["learner_steps_total"] > 0
+    assert np.isfinite(row["loss/policy_loss"])

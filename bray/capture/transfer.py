@@ -21,7 +21,7 @@ PARTS = 4
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on a device. It may be changed as soon as this returns, unless it is pinned."""
-    if device.type != "cuda" or x.nbytes < STAGED or x.is_pinned():
+    if device.type != "cuda" or x.is_cuda or x.nbytes < STAGED or x.is_pinned():
         return x.to(device, non_blocking=True)
     out = torch.empty(x.shape, dtype=x.dtype, device=device)
     for part, to in zip(x.chunk(PARTS), out.chunk(PARTS), strict=True):
@@ -39,8 +39,13 @@ def to_host(values: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def pin(memory: Any) -> bool:
-    """Let devices read and write this memory of the host directly, for as long as it is there; False where the driver refuses."""
-    error = torch.cuda.cudart().cudaHostRegister(ctypes.addressof(memory), ctypes.sizeof(memory), 0)
-    if int(error):
-        logger.warning("memory could not be pinned (CUDA error %d): copies to the GPU take longer", int(error))
-    return not int(error)
+    """Let devices read and write this memory of the host directly, until `unpin`; False where the driver refuses."""
+    error = int(torch.cuda.cudart().cudaHostRegister(ctypes.addressof(memory), ctypes.sizeof(memory), 0))
+    if error:
+        logger.warning("memory could not be pinned (CUDA error %d): copies to the GPU take longer", error)
+    return not error
+
+
+def unpin(memory: Any) -> None:
+    """Before it is freed: what is mapped to its place later would be taken for it."""
+    torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(memory))

@@ -30,7 +30,7 @@ from torch import nn
 from bray import tree
 from bray.act import Policy
 from bray.capture import MAX_PROGRAMS
-from bray.capture.transfer import pin
+from bray.capture.transfer import pin, unpin
 from bray.errors import ConfigError, EnvError
 from bray.inference.engine import gather
 from bray.inference.torch_engine import TorchEngine, is_recurrent
@@ -120,13 +120,13 @@ class CentralServer:
         self._structures = _numbered(inputs), _numbered(outputs)
         self._memory = [Arrays(leaves, self.total) for leaves in examples]
         self._error = Arrays([np.zeros((1, _ERROR_BYTES), np.uint8)], 1)
-        if self._engine.device.type == "cuda":
-            for arrays in self._memory:
-                pin(arrays.memory)
+        staged = Arrays(examples[0], self.total)
+        reads = (self._memory[0].memory, staged.memory) if self._engine.device.type == "cuda" else ()
+        self._pinned = [memory for memory in reads if pin(memory)]
+        self._staged = staged.views()
         self._inputs, self._outputs = (arrays.views() for arrays in self._memory)
-        for x, example in zip(self._inputs, examples[0], strict=True):
-            x[...] = example  # rows that fill up a batch hold something that the Model takes
-        self._staged = [np.empty_like(x) for x in self._inputs]
+        for x, y, example in zip(self._inputs, self._staged, examples[0], strict=True):
+            x[...] = y[...] = example  # rows that fill up a batch hold something that the Model takes
 
     def line(self, worker: int) -> Line:
         """For worker 0, 1, ..., also for one that replaces it."""
@@ -145,6 +145,8 @@ class CentralServer:
             os.write(self._asking.fileno(), _MESSAGE.pack(_STOP, 0))
             self._thread.join()
             sys.setswitchinterval(self._switch)
+            while self._pinned:
+                unpin(self._pinned.pop())
         for end in (self._questions, self._asking, *(end for pipe in self._pipes for end in pipe)):
             end.close()
 

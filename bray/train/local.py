@@ -96,6 +96,8 @@ class LocalTraining(Driver):
         except BaseException:
             if self.env is not None:
                 self.env.close()
+            if self._central is not None:
+                self._central.close()
             raise
         super().__init__([side], [source])
 

@@ -78,10 +78,11 @@ class Player:
         envs = [make_vec(plan.env, numbers=n if len(groups) > 1 else None, **told) for n in groups]
         self.model = plan.algo.make_model(plan.config, envs[0].spec, plan.model)
         answers = Answers(line) if line else None
-        sources = []
+        sources: list[EnvSource] = []
         for g, (env, numbers) in enumerate(zip(envs, groups, strict=True)):
             engine = CentralEngine(line, g, answers, plan.life) if line and answers else None
             sources.append(self._play_group(env, numbers, engine))
+        self._groups = sources
         self.source = sources[0] if len(sources) == 1 else Turns(sources)
         self.laps, self._cores = Laps(), Cores(every=0.1)
 
@@ -151,14 +152,11 @@ class Player:
 
     def start_anew(self, clock: tuple[int, int]) -> None:
         """Other episodes and other random numbers than those that the run began with."""
-        seed = episode_seed(self._plan.run.seed, self._plan.index, 1 + clock[0])
-        for group, numbers in zip(self._groups, group_numbers(self._plan.run, self._plan.env.num_envs), strict=True):
+        for group in self._groups:
+            numbers = range(group.rollout.numbers_from, group.rollout.numbers_from + group.rollout.env.num_envs)
+            seed = episode_seed(self._plan.run.seed, 1 + self._mine(numbers).start, 1 + clock[0])
             group.rollout.rng = self._rng(seed, numbers)
             group.rollout.reset(seed)
-
-    @property
-    def _groups(self) -> list[EnvSource]:
-        return self.source.groups if isinstance(self.source, Turns) else [self.source]
 
     def close(self) -> None:
         with suppress(Exception):
