@@ -62,13 +62,13 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
     if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
     batch, n = q.shape
-    u = rng.random(batch)
-    explore = np.less(u, epsilon)
+    drawn = rng.random(batch)
+    explore = np.less(drawn, epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
-    # Below epsilon, u / epsilon is uniform in 0..1. A second draw, made only where somebody explores, would leave workers that share a stream of
+    # Below epsilon, drawn / epsilon is uniform in 0..1. A second draw, made only where somebody explores, would leave workers that share a stream of
     # random numbers (`RowsOfAll`) at different places of it.
-    u = np.where(explore, u / np.where(explore, epsilon, 1.0), 0.0)
+    u = np.where(explore, drawn / np.where(explore, epsilon, 1.0), 0.0)
     if mask is None:
         other = np.minimum((u * n).astype(np.int64), n - 1)
     else:
