@@ -6,11 +6,13 @@ import torch
 
 import bray
 from bray.act import SAMPLE, Clock, Tick
+from bray.act.epsilon_greedy import epsilon_greedy
 from bray.algos import get_algo
 from bray.data.piece import Piece
 from bray.data.ring import ReplayRing
 from bray.errors import ConfigError, DataError
 from bray.spec import EnvSpec, Space
+from bray.train.player import RowsOfAll
 
 SPEC = EnvSpec("test", Space("box", (2,)), Space("discrete", n=(2,), start=(0,)))
 
@@ -26,10 +28,13 @@ class Always:
 
 
 def explorers(policy, rows, u):
-    """Environments that take another action than the best one, 1, where a draw is u."""
-    q = np.tile(np.float32([0.0, 1.0]), (rows, 1))
-    action, _ = policy.act({"q": q}, Tick(np.zeros((rows, 2), np.float32)), Always(u), SAMPLE, Clock())
-    return np.flatnonzero(action == 0).tolist()
+    """Environments that do not take the best action where a draw is u, whichever of the two is the best."""
+    found = set()
+    for best in (0, 1):
+        q = np.tile(np.eye(2, dtype=np.float32)[best], (rows, 1))
+        action, _ = policy.act({"q": q}, Tick(np.zeros((rows, 2), np.float32)), Always(u), SAMPLE, Clock())
+        found |= set(np.flatnonzero(action != best).tolist())
+    return sorted(found)
 
 
 def make_policy(name="Ape-X", **settings):
@@ -61,6 +66,14 @@ def test_games_without_a_number_explore_as_the_middle_one():
     single.seat(0, 1, 1)
     assert explorers(single, 1, 0.0161) == [0]
     assert make_policy("DQN", epsilon=0.3).numbers(Clock()) == {"epsilon": 0.3}
+
+
+def test_workers_explore_as_one_process_with_all_environments_does():
+    q, one = np.tile(np.float32([0.0, 1.0, 0.5]), (4, 1)), np.random.default_rng([7, 0])
+    workers = [RowsOfAll(7, w, 2, 2) for w in range(2)]
+    for _ in range(200):  # rarely somebody of one worker alone explores
+        together = np.concatenate([epsilon_greedy(q[:2], 0.1, rng) for rng in workers])
+        assert together.tolist() == epsilon_greedy(q, 0.1, one).tolist()
 
 
 def random_piece(rng, rows=16, envs=3, choices=4):

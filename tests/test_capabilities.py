@@ -181,7 +181,7 @@ def outcome(name, **changes):
 
 @pytest.mark.parametrize("name", ALGOS)
 def test_every_key_of_an_algorithm_changes_the_training(name, monkeypatch):
-    monkeypatch.setattr(Replay, "iteration_steps", 160)
+    monkeypatch.setattr(Replay, "iteration_steps", 240)
     assert list(OTHER[name]) == [f.name for f in fields(ALGOS[name].Config)]
     plain = outcome(name)
     assert plain == outcome(name)

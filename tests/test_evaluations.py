@@ -34,7 +34,8 @@ def trained(path, stop, seen, **config):
     return rows
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
 def test_evaluations_beside_the_training_are_those_in_line(tmp_path, workers):
     beside, in_line = Seen(), Seen()
     more = {"eval_freq": 2, "num_workers": workers, "lr": 1e-2}

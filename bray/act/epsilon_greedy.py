@@ -62,13 +62,16 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
     if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
     batch, n = q.shape
-    explore = np.less(rng.random(batch), epsilon)
+    drawn = rng.random(batch)
+    explore = np.less(drawn, epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
-    u = rng.random(batch)
+    # Below epsilon, drawn / epsilon is uniform in 0..1. A second draw, made only where somebody explores, would leave workers that share a stream of
+    # random numbers (`RowsOfAll`) at different places of it.
+    u = np.where(explore, drawn / np.where(explore, epsilon, 1.0), 0.0)
     if mask is None:
-        other = (u * n).astype(np.int64)
+        other = np.minimum((u * n).astype(np.int64), n - 1)
     else:
-        order = np.argsort(~mask, axis=-1, kind="stable")  # legal actions first
-        other = np.take_along_axis(order, (u * mask.sum(-1)).astype(np.int64)[:, None], -1)[:, 0]
+        order, legal = np.argsort(~mask, axis=-1, kind="stable"), mask.sum(-1)  # legal actions first
+        other = np.take_along_axis(order, np.minimum((u * legal).astype(np.int64), legal - 1)[:, None], -1)[:, 0]
     return np.where(explore, other, best)
