@@ -2,6 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,8 @@ import bray
 from bray.act.squashed import held_actions
 from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
+from bray.figures import read_results
+from bray.rundir import RunDir
 from bray.train.player import RowsOfAll
 from tests.test_callbacks import Phased, Watcher
 
@@ -157,4 +163,52 @@ def test_each_worker_knows_its_number():
     exp = experiment(env=Numbered)
     assert exp.foreach_env(lambda env: tuple(env.number)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert np.array_equal(exp.evaluate(2)["eval/return_mean"], 9.0)
+    exp.close()
+
+
+def wait_for(happened, process):
+    while not happened():
+        assert process.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("run", ["IMPALA", "DQN"])
+def test_a_run_that_is_ended_while_workers_play_is_resumed(run, end, tmp_path):
+    words = ["train", "--run", run, "--env", "CartPole-v1", "--no-preset", "--num-workers", "2", "--trial", "t"]
+    words += ["--project", str(tmp_path), "num_envs=1", "checkpoint_freq=1", "--quiet"]
+    words += ["learning_starts=200", "train_every=16"] if run == "DQN" else []
+    with subprocess.Popen([sys.executable, "-m", "bray", *words, "--stop", '{"env_steps_total": -1}']) as process:
+        checkpoints = RunDir(tmp_path / "t").steps
+        wait_for(lambda: (tmp_path / "t").exists() and len(checkpoints()) > 1, process)
+        workers = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.send_signal(end)
+        process.wait()
+    for worker in workers:
+        while Path(f"/proc/{worker}/stat").exists() and b") Z " not in Path(f"/proc/{worker}/stat").read_bytes():
+            time.sleep(0.1)  # they end with the one that learns, however it ends
+    before = read_results(tmp_path / "t")
+    exp = bray.Experiment.resume(tmp_path / "t")
+    assert not exp.exact
+    steps = exp.training.env_steps
+    assert steps == [row["env_steps_total"] for row in before if row["learner_steps_total"] == exp.training.steps][-1]
+    list(exp.train({"env_steps_total": steps + 2000}))
+    exp.close()
+    rows = read_results(tmp_path / "t")
+    assert [row["training_iteration"] for row in rows] == list(range(1, len(rows) + 1))
+    assert rows[-1]["env_steps_total"] >= steps + 2000
+    assert rows[-1]["episode_return_mean"] > 5
+
+
+@pytest.mark.slow
+def test_a_resumed_asynchronous_run_plays_other_episodes(tmp_path):
+    exp = experiment(tmp_path / "run", run="DQN", learning_starts=10_000, num_envs=1)
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run")
+    seeds = exp.foreach_env(lambda env: env.unwrapped.np_random_seed)
+    exp.close()
+    exp = experiment(run="DQN", learning_starts=10_000, num_envs=1)
+    assert not set(seeds) & set(exp.foreach_env(lambda env: env.unwrapped.np_random_seed))
     exp.close()

@@ -18,6 +18,7 @@ import platform
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -163,8 +164,10 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
-        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            for result in pool.imap(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
+        with ProcessPoolExecutor(
+            jobs, multiprocessing.get_context("spawn")
+        ) as pool:  # one that may have workers itself
+            for result in pool.map(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
                 print(json.dumps({"case": name, **result}), flush=True)
                 results.append(result)
         record_curves(dict(zip(seeds, paths, strict=True)), out / f"{name}.jsonl")

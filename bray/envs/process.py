@@ -95,7 +95,9 @@ class Child:
             self._unlink()  # both sides hold it open
 
     def stack(self) -> str:
-        """Where a hung worker is, or where a crashed one was."""
+        """Where a hung worker is, or where a crashed one was; empty for one that was ended already."""
+        if self._trace.closed:
+            return ""
         if self.process.is_alive() and hasattr(signal, "SIGUSR1") and self.process.pid:
             os.kill(self.process.pid, signal.SIGUSR1)
             self.process.join(0.2)  # the time to write it down

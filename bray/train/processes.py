@@ -21,7 +21,7 @@ import numpy as np
 from bray import tree
 from bray.act import Clock
 from bray.data.piece import COLUMNS, Piece
-from bray.envs.process import STOP, Child, error_answer, portable, unpack
+from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
 from bray.train.player import Plan, Played, Player
 
 _ALIGN = 64
@@ -35,10 +35,16 @@ class Processes:
 
     def __init__(self, weights: Mapping[str, np.ndarray]):
         self._slots = Slots(weights)
+        self._starting: list[PlayerProcess] = []
 
     def start(self, plan: Plan) -> PlayerProcess:
-        """Begin to start a player; `started` waits for it."""
-        return PlayerProcess(plan, self._slots)
+        """Begin to start a player; `started` waits for it. Where more start than there are cores for, they would only slow each other down, beyond
+        their time limit: the next one then begins when the first of them is there."""
+        self._starting = [worker for worker in self._starting if worker.starting]
+        if len(self._starting) >= 2 * (os.cpu_count() or 1):
+            wait([self._starting.pop(0).conn], START_TIMEOUT)
+        self._starting.append(PlayerProcess(plan, self._slots))
+        return self._starting[-1]
 
     def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
         """Players take the newest weights when they begin to play, so a question need not say which."""
@@ -59,6 +65,7 @@ class PlayerProcess:
         told, needs_main = portable(plan)
         self._child = Child(serve_player, (slots, told), "bray-rollout", needs_main)
         self._pieces: list[Piece] = []
+        self.starting = True
 
     @property
     def name(self) -> str:
@@ -73,6 +80,7 @@ class PlayerProcess:
         return self._child.process.pid or 0
 
     def started(self) -> None:
+        self.starting = False
         self._child.started()
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -91,6 +99,7 @@ class PlayerProcess:
 
     def kill(self) -> str:
         """End it at once; where it was, and how it ended."""
+        self.starting = False
         where = self._child.stack()
         self._child.kill()
         return f"{where}\nexit code {self._child.process.exitcode}".lstrip()

@@ -129,10 +129,10 @@ class WorkerSource(Source):
             if not any(seat.under_way for seat in self._seats):
                 self._ask_for_pieces(2)
             self._came += self._take(0.0)
-            most = (
-                1 if self._came else 2
-            )  # where the learner is the slower one, a second piece would only be older when its turn comes
-            self._came += self._take(timeout) if most == 2 else []
+            # Where all have played already the learner is the slower side, and a second piece would only be older when its turn comes.
+            most = 1 if len({w for w, _ in self._came}) == len(self._seats) else 2
+            if not self._came:
+                self._came = self._take(timeout)
             self._ask_for_pieces(most)
         else:
             self._publish()
@@ -148,11 +148,7 @@ class WorkerSource(Source):
         pieces = [played.piece for _, played in came]
         if not self.asynchronous:
             return [side_by_side(pieces)]  # copied: players write over theirs
-        if self._lanes is None:
-            return pieces
-        for w, played in came:
-            self._lanes.add(w, played.piece)
-        return self._lanes.take()
+        return pieces if self._lanes is None else self._lanes.take()
 
     def _count(self, came: list[Played]) -> Counts:
         for played in came:
@@ -203,6 +199,8 @@ class WorkerSource(Source):
         self._longest = max(self._longest, sum(played.seconds.values()))
         if self.asynchronous:  # it is asked again at once, and then writes over it
             played = played._replace(piece=side_by_side([played.piece]))
+        if self._lanes is not None:  # here, so that one that dies next is cut behind it
+            self._lanes.add(seat.index, played.piece)
         return played
 
     @property
