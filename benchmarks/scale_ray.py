@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale_ray [cartpole] [pong] [--cores 16] [--link 10] [--learner SAMPLES_S]
 
-docs/scaling.md explains the columns. What is measured is measured with one thread per process; the rest is extrapolation.
+docs/scaling.md explains the columns. Inputs are measured, the tables are extrapolated.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Inputs(NamedTuple):
 
     bytes_per_sample: float
     samples_s_core: float
-    """Environment and forward, one process with one thread."""
+    """Environment and forward, by CPU time: other work on the machine changes little."""
     learner_samples_s: float
-    """Samples learnt per second, all epochs of the algorithm, one thread."""
+    """Samples learnt per second of CPU time, all epochs of the algorithm."""
     store_bytes_s: float
     """Rows from two workers through the object store into the learner's own memory."""
     weight_bytes: float
@@ -98,10 +98,10 @@ class Holder:
         pass
 
 
-def per_second(function: Callable[[], Any], seconds: float) -> float:
+def per_second(function: Callable[[], Any], seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
     function()
-    calls, start = 0, time.perf_counter()
-    while (spent := time.perf_counter() - start) < seconds:
+    calls, start = 0, clock()
+    while (spent := clock() - start) < seconds:
         function()
         calls += 1
     return calls / spent
@@ -114,16 +114,17 @@ def measure(case: str, seconds: float = 4.0) -> Inputs:
     config = {**PPO, **CASES[case]}
     exp = bray.Experiment(run="PPO", env=config.pop("env"), use_preset=False, config=config)
     exp.training.iterate()  # records the update
-    row = exp.training.iterate()
-    assert row is not None
+    start = time.process_time()
+    exp.training.iterate()
+    both = time.process_time() - start
     samples = config["num_envs"] * ROWS
-    learner = 1e3 * samples / row["perf/learn"]
     weights = {k: v.detach().cpu().numpy().copy() for k, v in exp.training.model.state_dict().items()}
     exp.close()
     c = exp.config
     plan = Plan(exp.algo, c["run"], c["env"], c["model"], c["algo"], index=1, rows=ROWS, state_every=ROWS)
     player = Player(plan)
-    rate = per_second(lambda: player.play(weights, (0, 0)), seconds) * samples
+    rate = per_second(lambda: player.play(weights, (0, 0)), seconds, time.process_time) * samples
+    learner = samples / max(1e-9, both - samples / rate)
     piece = player.play(weights, (0, 0)).piece
     player.close()
     size = piece_bytes(piece)

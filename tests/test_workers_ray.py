@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bray
+from benchmarks.scale_ray import Inputs, enough, reach
 from bray.cluster import ray_workers
 from bray.config import ConfigSource
 from bray.errors import ConfigError, EnvError, ResourceError
@@ -75,6 +76,16 @@ def test_a_cluster_without_workers_is_refused():
     with pytest.raises(ConfigError, match=r"run.address=10.0.0.1:6379 .* num_workers=0"):
         experiment(num_workers=0, address="10.0.0.1:6379")
     assert experiment(num_workers=0, address="10.0.0.1:6379", cluster="local").training.env is not None
+
+
+def test_the_formulas_of_many_machines():
+    """1,000 samples/s per core and 1,250 bytes each, over a link of 1.25e9 bytes/s: a million per second is what the link carries."""
+    inputs = Inputs(1250, 1000, 2e6, 2.5e9, weight_bytes=5e6, broadcast_s=0.01)
+    ten, hundred = (reach(inputs, nodes, cores=16, link=1.25e9) for nodes in (10, 100))
+    assert ten == (160_000, 1e6, 2e6, 2e6, pytest.approx(0.05))
+    assert (ten.bound, ten.samples_s) == ("rollout", 160_000)
+    assert (hundred.bound, hundred.samples_s) == ("network", 1e6)
+    assert enough(inputs, 16, 1.25e9) == 63  # 62.5 nodes of 16,000 samples/s
 
 
 @pytest.mark.slow
