@@ -48,7 +48,7 @@ class RunConfig:
     num_workers: Annotated[Whole, Flag()] = 0
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
     worker_timeout_s: Positive | None = None
-    """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
+    """Seconds after which a worker that does not answer is replaced; null = ten times as long as its longest piece took, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
     iteration_steps: Whole | None = None
