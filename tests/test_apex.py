@@ -70,7 +70,7 @@ def test_games_without_a_number_explore_as_the_middle_one():
 
 def test_workers_explore_as_one_process_with_all_environments_does():
     q, one = np.tile(np.float32([0.0, 1.0, 0.5]), (4, 1)), np.random.default_rng([7, 0])
-    workers = [RowsOfAll(7, w, 2, 2) for w in range(2)]
+    workers = [RowsOfAll(7, range(2 * w, 2 * w + 2), 4) for w in range(2)]
     for _ in range(200):  # rarely somebody of one worker alone explores
         together = np.concatenate([epsilon_greedy(q[:2], 0.1, rng) for rng in workers])
         assert together.tolist() == epsilon_greedy(q, 0.1, one).tolist()

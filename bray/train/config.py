@@ -53,7 +53,7 @@ class RunConfig:
     """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps. null = 2 with central inference,
     else 1."""
     worker_timeout_s: Positive | None = None
-    """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
+    """Seconds after which a worker that does not answer is replaced; null = ten times as long as its longest piece took, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
     cluster: Annotated[Literal["local", "ray"] | None, Flag()] = None
