@@ -67,5 +67,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _each_rollout_is_an_iteration() -> Iterator[None]:
     """Most tests train a few small rollouts and look at each; one in `test_experience.py` asks what the default does. Processes say `iteration_steps=0`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bray.data.experience.Rollouts.iteration_steps", 0)
+        patch.setattr("bray.data.rollouts.Rollouts.iteration_steps", 0)
         yield

@@ -438,6 +438,7 @@ def test_a_collected_episode_can_be_played_again(tmp_path):
 def test_doctor_as_json(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "SMOKE_SECONDS", 0.1)
+    monkeypatch.setattr(doctor, "TRIED", ("vectors",))
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     checks = {c["name"]: c for c in report["checks"]}
@@ -445,6 +446,9 @@ def test_doctor_as_json(capsys, monkeypatch, tmp_path):
     assert report["bray"] == bray.__version__
     assert checks["torch"]["value"].startswith("2.13.0")
     assert re.search(r"PPO on CartPole-v1: [\d,]+ steps/s", checks["trains"]["value"])
+    assert re.match(
+        r"recorded, 1 thread: [\d.e-]+ ms; eager, 1 thread: [\d.e-]+ ms", checks["update, vectors"]["value"]
+    )
     assert {
         "python",
         "cpu",

@@ -64,8 +64,21 @@ CASES = {
         {**SMALL, "use_lstm": True, "lstm_cell_size": 16, "max_seq_len": 16},
     ),
     "a2c": Case("A2C", games.Signs, 5000, 3.6, 6.0, 32, {"lr": 1e-2, "gamma": 0.5, "rollout_length": 8}),
+    "impala": Case("IMPALA", games.Signs, 5000, 3.6, 6.0, 32, {"lr": 1e-2, "gamma": 0.5, "rollout_length": 8}),
+    "impala-memory": Case(
+        "IMPALA",
+        games.Recall,
+        12000,
+        3.6,
+        4.6,
+        128,
+        {"lr": 1e-2, "gamma": 0.9, "rollout_length": 16},
+        {**SMALL, "use_lstm": True, "lstm_cell_size": 16},
+    ),
+    "appo": Case("APPO", games.Signs, 4000, 3.6, 6.5, 128, {**PPO, "epochs": 2}),
     "dqn": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "prioritized": Case("DQN", games.Signs, 3000, 3.6, 6.5, 0, {**DQN, "prioritized": True}),
+    "apex": Case("Ape-X", games.Signs, 3000, 3.6, 6.5, 0, DQN),
     "sac": Case(
         "SAC",
         games.Follow,
@@ -84,7 +97,10 @@ CASES = {
         },
     ),
 }
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+NEW = {"impala", "impala-memory", "appo", "apex"}  # the others show each way
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in NEW else ()) for k in CASES]
+)
 
 
 def rose(returns, case):
@@ -108,7 +124,7 @@ def test_in_the_loop(case, tmp_path):
     experiment.close()
 
 
-LONG = {"memory", "a2c"}  # from live games
+LONG = {"memory", "a2c", *NEW}  # from live games
 live_cases = [pytest.param(CASES[k], id=k, marks=pytest.mark.slow if k in LONG else ()) for k in CASES]
 
 

@@ -28,6 +28,7 @@ CASES = {
     "dqn-native": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "native"}, 4),
     "dqn-subprocess": ("DQN", "CartPole-v1", {**OFF, "num_envs": 2, "vector": "subprocess", "tau": 0.01}, 4),
     "rainbow": ("Rainbow", "CartPole-v1", {**OFF, "num_atoms": 11}, 4),
+    "apex": ("Ape-X", "CartPole-v1", {**OFF, "num_envs": 2, "prioritized": True}, 4),
     "iqn": ("IQN", "CartPole-v1", OFF, 4),
     "r2d2": ("R2D2", "CartPole-v1", {**OFF, "num_envs": 2, "sequence_length": 6, "burn_in": 2, "lstm_cell_size": 8}, 4),
     "pqn": ("PQN", "CartPole-v1", ON, 8),
@@ -76,7 +77,7 @@ def assert_same(a, b):
     }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c == "apex" else ()) for c in CASES])
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path, case):
     total = CASES[case][3]
     run(tmp_path / "whole", case, total)

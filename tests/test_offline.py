@@ -80,7 +80,7 @@ def test_in_python(files, tmp_path):
         ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
         ({"live": True}, "not from both"),
-        ({"eval_freq": 1}, "leave it out"),
+        ({"eval_freq": 1}, "leave them out"),
     ],
 )
 def test_what_cannot_work_is_refused(files, tmp_path, more, message):

@@ -15,9 +15,10 @@ import bray.remote.master
 from bray import tree
 from bray.act import Clock
 from bray.algos import dqn, ppo
-from bray.data.experience import Counts, Rollouts
+from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.data.ring import ReplayRing
+from bray.data.rollouts import Rollouts
 from bray.data.rows import Decoder, to_samples
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec

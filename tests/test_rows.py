@@ -8,8 +8,9 @@ import pytest
 from bray import tree
 from bray.act import Clock
 from bray.algos.rows import advantages
-from bray.data.experience import Counts, Replay, Rollouts
+from bray.data.experience import Counts, Replay
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.data.rows import Decoder, to_samples
 
 COLUMNS = ("obs", "action", "reward", "terminated", "truncated", "valid", "first", "outputs", "extras", "version")

@@ -18,6 +18,7 @@ import platform
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +83,8 @@ R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequen
 CASES = {
     "ppo-cartpole": Case("PPO", "CartPole-v1", 475, 200_000, 5),
     "a2c-cartpole": Case("A2C", "CartPole-v1", 475, 500_000, 6),
+    "impala-cartpole": Case("IMPALA", "CartPole-v1", 475, 300_000, 10),
+    "appo-cartpole": Case("APPO", "CartPole-v1", 475, 300_000, 10),
     "pg-cartpole": Case("PG", "CartPole-v1", 475, 1_000_000, 5),
     "es-cartpole": Case("ES", "CartPole-v1", 475, 1_000_000, 1),
     "ars-cartpole": Case("ARS", "CartPole-v1", 475, 1_000_000, 1),
@@ -90,6 +93,7 @@ CASES = {
     "qrdqn-cartpole": Case("QR-DQN", "CartPole-v1", 475, 100_000, 2),
     "iqn-cartpole": Case("IQN", "CartPole-v1", 475, 100_000, 2),
     "rainbow-cartpole": Case("Rainbow", "CartPole-v1", 475, 100_000, 2),
+    "apex-cartpole": Case("Ape-X", "CartPole-v1", 475, 150_000, 2),
     "pqn-cartpole": Case("PQN", "CartPole-v1", 475, 300_000, 1),
     "r2d2-cartpole": Case("R2D2", "CartPole-v1", 475, 300_000, 4),
     "r2d2-cartpole-masked": Case("R2D2", f"{TASKS}MaskedCartPole", 400, 1_000_000, 4, 3, R2D2_MASKED),
@@ -166,8 +170,9 @@ def measure(name: str, seeds: list[int] | None, out: Path, jobs: int = 1, until:
     with tempfile.TemporaryDirectory() as runs:
         paths = [Path(runs) / f"seed-{s}" for s in seeds]
         results = []
-        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-            for result in pool.imap(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, context) as pool:  # its processes may have children: rollout workers
+            for result in pool.map(functools.partial(_train, case, until), zip(seeds, paths, strict=True)):
                 print(json.dumps({"case": name, **result}), flush=True)
                 results.append(result)
         record_curves(dict(zip(seeds, paths, strict=True)), out / f"{name}.jsonl")

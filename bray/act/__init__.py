@@ -11,10 +11,12 @@ from bray.act.policy import (
     TRAINED,
     ActingEngine,
     Clock,
+    Deciding,
     Decision,
     Policy,
     Tick,
     decide_now,
+    go_on,
     standard_normals,
 )
 from bray.act.rules import RULES, Distribution, Rule, make_rule
@@ -28,6 +30,7 @@ __all__ = [
     "TRAINED",
     "ActingEngine",
     "Clock",
+    "Deciding",
     "Decision",
     "Deterministic",
     "Distribution",
@@ -37,6 +40,7 @@ __all__ = [
     "Squashed",
     "Tick",
     "decide_now",
+    "go_on",
     "make_rule",
     "standard_normals",
 ]

@@ -12,42 +12,66 @@ from bray.spec import ActionLayout
 
 
 class EpsilonGreedy(Rule):
-    """The best of the action values, or with probability epsilon a random legal action."""
+    """The best of the action values, or with probability epsilon a random legal action.
+
+    With a spread, environment i of N explores with epsilon ** (1 + spread i / (N - 1)) (Horgan et al. 2018): some much, most little. Who has no number among
+    others (a live game, a single environment, a served policy) has the exponent of the middle.
+    """
 
     name, reads, stochastic = "q", ("q",), False
 
-    def __init__(self, epsilon: Schedule = 0.0):
-        self.epsilon = make_schedule(epsilon)
+    def __init__(self, epsilon: Schedule = 0.0, spread: float = 0.0):
+        self.epsilon, self.spread = make_schedule(epsilon), spread
+        self._exponents: np.ndarray | None = None
+
+    def seat(self, first: int, rows: int, total: int) -> None:
+        if self.spread and total > 1:
+            self._exponents = 1.0 + self.spread * np.arange(first, first + rows) / (total - 1)
+
+    def _middle(self, env_steps: int) -> float:
+        return float(self.epsilon(env_steps) ** (1.0 + self.spread / 2.0))
+
+    def _epsilons(self, rows: int, env_steps: int) -> float | np.ndarray:
+        if self._exponents is None or len(self._exponents) != rows:
+            return self._middle(env_steps)
+        return np.power(self.epsilon(env_steps), self._exponents)
 
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
-        return {"action": epsilon_greedy(outputs["q"], self.epsilon(env_steps), rng, mask)}
+        return {"action": epsilon_greedy(outputs["q"], self._epsilons(len(outputs["q"]), env_steps), rng, mask)}
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"q": rng.random((rows, layout.num_params), np.float32)}
 
     def numbers(self, env_steps: int) -> dict[str, float]:
-        return {"epsilon": self.epsilon(env_steps)}
+        numbers = {"epsilon": self._middle(env_steps)}
+        if self.spread:
+            most = float(self.epsilon(env_steps))
+            numbers |= {"epsilon_max": most, "epsilon_min": most ** (1.0 + self.spread)}
+        return numbers
 
     def trained(self) -> dict[str, float]:
-        return {"epsilon": float(self.epsilon(sys.maxsize))}
+        return {"epsilon": self._middle(sys.maxsize)}
 
 
 RULES[EpsilonGreedy.name] = EpsilonGreedy
 
 
-def epsilon_greedy(q: np.ndarray, epsilon: float, rng: Rng, mask: Mask = None) -> np.ndarray:
-    """The best action `[B]` by `q [B, N]`, or with probability epsilon (drawn per row) a uniformly random legal one."""
+def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: Mask = None) -> np.ndarray:
+    """The best action `[B]` by `q [B, N]`, or with probability epsilon (one, or `[B]`; drawn per row) a uniformly random legal one."""
     best = (q if mask is None else np.where(mask, q, -np.inf)).argmax(-1)
-    if rng is None or epsilon <= 0.0:
+    if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
     batch, n = q.shape
-    explore = np.less(rng.random(batch), epsilon)
+    drawn = rng.random(batch)
+    explore = np.less(drawn, epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
-    u = rng.random(batch)
+    # Below epsilon, drawn / epsilon is uniform in 0..1. A second draw, made only where somebody explores, would leave workers that share a stream of
+    # random numbers (`RowsOfAll`) at different places of it.
+    u = np.where(explore, drawn / np.where(explore, epsilon, 1.0), 0.0)
     if mask is None:
-        other = (u * n).astype(np.int64)
+        other = np.minimum((u * n).astype(np.int64), n - 1)
     else:
-        order = np.argsort(~mask, axis=-1, kind="stable")  # legal actions first
-        other = np.take_along_axis(order, (u * mask.sum(-1)).astype(np.int64)[:, None], -1)[:, 0]
+        order, legal = np.argsort(~mask, axis=-1, kind="stable"), mask.sum(-1)  # legal actions first
+        other = np.take_along_axis(order, np.minimum((u * legal).astype(np.int64), legal - 1)[:, None], -1)[:, 0]
     return np.where(explore, other, best)

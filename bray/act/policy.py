@@ -102,6 +102,16 @@ class Policy:
         action, extras = self.act(outputs, tick, rng, mode, clock)
         return Decision(action, extras, outputs.get("state"), outputs)
 
+    def seat(self, first: int, rows: int, total: int) -> None:
+        """Its rows are environments `first`, `first` + 1, ... of `total` that train together, those of all workers: told before they act. Live games,
+        which come and go, and policies whose training is over are never told."""
+        if self.rule is not None:
+            self.rule.seat(first, rows, total)
+
+    def label(self, piece: Any) -> Any:
+        """A piece that it played, with columns that are made of several rows, such as priorities; called where it was played. `keeps` is there."""
+        return piece
+
     def numbers(self, clock: Clock) -> dict[str, float]:
         """What a result row says of acting now (`policy/*`)."""
         return {} if self.rule is None else self.rule.numbers(clock.env_steps)
@@ -119,13 +129,17 @@ def standard_normals(shapes: Mapping[str, tuple[int, ...]], rng: np.random.Gener
 
 def decide_now(deciding: Deciding, forward: Callable[..., dict[str, Any]]) -> Decision:
     """Drive a decision in line."""
-    inputs = next(deciding)
+    return go_on(deciding, forward(*next(deciding)), forward)
+
+
+def go_on(deciding: Deciding, outputs: dict[str, Any], forward: Callable[..., dict[str, Any]]) -> Decision:
+    """Drive a decision to its end in line, from the outputs that it waits for."""
     while True:
-        outputs = forward(*inputs)
         try:
             inputs = deciding.send(outputs)
         except StopIteration as end:
             return end.value
+        outputs = forward(*inputs)
 
 
 class ActingEngine:

@@ -32,6 +32,9 @@ class Rule:
         """`action`, flat as the learner wants it, and what else it keeps."""
         raise NotImplementedError
 
+    def seat(self, first: int, rows: int, total: int) -> None:
+        """As `Policy.seat`."""
+
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         """Outputs that know nothing: drawn from, they give random legal actions."""
         return {name: np.zeros((rows, layout.num_params), np.float32) for name in self.reads}

@@ -14,8 +14,8 @@ from bray.algos import ppo, rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
-from bray.data.experience import Rollouts
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import update_normalizers

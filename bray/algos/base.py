@@ -15,6 +15,7 @@ from bray import tree
 from bray.act import Clock, standard_normals
 from bray.algos.terms import Terms
 from bray.capture import capture
+from bray.capture.transfer import to_device
 from bray.errors import ConfigError
 from bray.schedules import make_schedule
 from bray.spec import EnvSpec
@@ -44,7 +45,7 @@ def to_torch(batch: Any, device: torch.device) -> Any:
                 k: torch.from_numpy(x) if isinstance(x, np.ndarray) else to_torch(x, device) for k, x in batch.items()
             }
         return tree.map(torch.from_numpy, batch)
-    return tree.map(lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True), batch)
+    return tree.map(lambda x: to_device(torch.from_numpy(np.ascontiguousarray(x)), device), batch)
 
 
 class Learner:

@@ -29,7 +29,10 @@ class Config(dqn.Config):
     v_max: float = 10.0
     """Return at the last atom; larger ones count as this. Choose it above every discounted return: 100 for reward 1 a step at gamma 0.99."""
 
+    priorities_are_td_errors = False
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.v_min < self.v_max:
             raise ConfigError(f"v_min should be below v_max, got {self.v_min} and {self.v_max}")
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from bray import act
+from bray import act, tree
 from bray.act import Clock
 from bray.algos import rnd
 from bray.algos.base import Update, drawn, to_torch
 from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
+from bray.data.piece import Piece, nstep_td_errors
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
@@ -54,6 +55,9 @@ class Config:
     """How strongly priorities count; 0 = uniform."""
     priority_beta: ShareSchedule = 0.4
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
+    initial_priority: Literal["max", "td_error"] = "max"
+    """Priority of a new transition: the largest so far, so that each is soon learnt from; or its own |TD error|, by the values that it was
+    played with, in pieces of 16 rows (Horgan et al. 2018)."""
     replay_size: Count = 100_000
     """Transitions kept."""
     max_use: Count | None = None
@@ -74,6 +78,9 @@ class Config:
     """Instead of copies, move the target this fraction of the way after every gradient step; null = copies."""
     epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
+    epsilon_spread: Amount = 0.0
+    """Environment i of N, those of all workers, explores with epsilon ** (1 + epsilon_spread * i / (N - 1)); 0 = all alike. A single one, and live games,
+    which have no number, have the exponent of the middle."""
     huber: Positive | None = None
     """TD errors beyond this count linearly (1 is usual for Atari's clipped rewards); null = squared errors. With large returns a small
     value learns the median instead of the mean and overestimates states from which few transitions end the episode."""
@@ -81,6 +88,14 @@ class Config:
     """Gradients are scaled down to this norm; null = off."""
     max_grad_value: Positive | None = None
     """Each entry of a gradient is clamped to this value, up and down (1 in many tutorials, with `max_grad_norm: null`); null = off."""
+    priorities_are_td_errors: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.initial_priority == "td_error" and not self.priorities_are_td_errors:
+            raise ConfigError(
+                "initial_priority=td_error is for priorities that are TD errors of single transitions (DQN, Ape-X); this algorithm's are of another kind: "
+                "leave it at max"
+            )
 
 
 METRICS = ("loss", "q", "td_error", "grad_norm")
@@ -102,7 +117,21 @@ class Policy(act.Policy):
 
     def __init__(self, config: Config, spec: EnvSpec):
         self.num_actions = spec.num_actions  # refuses spaces that are not Discrete
-        super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon}))
+        super().__init__(spec.layout, act.make_rule("q", {"epsilon": config.epsilon, "spread": config.epsilon_spread}))
+        self.config = config
+        self.labels = getattr(config, "prioritized", False) and config.initial_priority == "td_error"
+        if self.labels:
+            self.keeps = ("q",)
+
+    def label(self, piece: Piece) -> Piece:
+        """With the TD error of each row by the values that acted, where priorities begin with it; the values themselves are not sent on."""
+        if not self.labels:
+            return piece
+        q, mask = piece.outputs["q"], self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
+        value = q.max(-1) if mask is None else np.where(mask.reshape(q.shape), q, -np.inf).max(-1)
+        chosen = np.take_along_axis(q[:-1], piece.action[..., None], -1)[..., 0]
+        error = nstep_td_errors(piece, chosen, value, self.config.n_step, self.config.gamma)
+        return replace(piece, outputs={}, extras={**piece.extras, "priority": error})
 
 
 class Learner(rnd.Learner):

@@ -37,7 +37,10 @@ class Config(dqn.Config):
     eta: float = 0.71
     """How strongly: above 0 for cpw; for cvar the part of the outcomes, the worst ones, that counts (above 0, at most 1)."""
 
+    priorities_are_td_errors = False
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.risk in ("cpw", "cvar") and self.eta <= 0) or (self.risk == "cvar" and self.eta > 1):
             expected = "above 0 and at most 1" if self.risk == "cvar" else "above 0"
             raise ConfigError(f"risk={self.risk} needs an eta {expected}, got {self.eta}")

@@ -19,8 +19,8 @@ from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, take, unpack
 from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
-from bray.data.experience import Rollouts
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig

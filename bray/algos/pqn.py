@@ -15,9 +15,9 @@ from bray.act import Clock
 from bray.algos import base, dqn, rows
 from bray.algos.base import Update, drawn, to_torch
 from bray.algos.packing import take
-from bray.config.declare import RateSchedule, ShareSchedule
-from bray.data.experience import Rollouts
+from bray.config.declare import Amount, RateSchedule, ShareSchedule
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
@@ -53,6 +53,8 @@ class Config:
     """Q(lambda): 0 trusts the action values, 1 the observed return."""
     epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
+    epsilon_spread: Amount = 0.0
+    """Environment i of N explores with epsilon ** (1 + epsilon_spread * i / (N - 1)); 0 = all alike."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
     """Gradients are scaled down to this norm; null = off."""
 

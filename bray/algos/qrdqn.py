@@ -25,6 +25,7 @@ class Config(dqn.Config):
     """Quantiles K of a return. (The paper: 200, for Atari.)"""
     huber: Annotated[float, Field(ge=0)] = 1.0
     """Errors beyond this count linearly; 0 = all of them."""
+    priorities_are_td_errors = False
 
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:

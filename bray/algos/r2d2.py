@@ -57,7 +57,10 @@ class Config(dqn.Config):
     train_every: Count = 8
     """Env steps between two visits to the learner."""
 
+    priorities_are_td_errors = False
+
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("max_use", "max_staleness"):
             if getattr(self, name) is not None:
                 raise ConfigError(

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.algos.base import drawn
-from bray.data.experience import Rollouts
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.rl import returns
 from bray.spec import ActionLayout
 
 logger = logging.getLogger("bray")
 
 
-def rollouts(config: Any, model: Any) -> Rollouts:
-    """`rollout_length` rows of each game, cut into sequences where the Model has a memory."""
+def rollouts(config: Any, model: Any, **more: Any) -> Rollouts:
+    """`rollout_length` rows of each game, cut into sequences where the Model has a memory. `more` arguments of `Rollouts`."""
     steps, most = config.rollout_length, getattr(model, "max_seq_len", None)
     length = sequence_length(steps, most)
     memory = getattr(model, "use_lstm", False) or getattr(model, "custom_model", None) is not None
@@ -36,7 +36,7 @@ def rollouts(config: Any, model: Any) -> Rollouts:
             steps,
             length,
         )
-    return Rollouts(steps, state_every=length)
+    return Rollouts(steps, state_every=length, **more)
 
 
 def sequence_length(steps: int, max_seq_len: int | None) -> int:
@@ -48,23 +48,33 @@ def advantage_rows(
     piece: Piece, layout: ActionLayout, gamma: float, lambda_: float, standardize: bool
 ) -> dict[str, Any]:
     """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where the Model has a memory."""
-    value, steps = piece.outputs["value"], piece.length
+    value = piece.outputs["value"]
     advantage = advantages(piece, gamma, lambda_)
     target = advantage + value[:-1]
     if standardize:
         advantage = returns.standardize(advantage, piece.valid)
+    return learning_rows(piece, layout, piece.extras["logp"], value[:-1], advantage, target)
+
+
+def learning_rows(
+    piece: Piece,
+    layout: ActionLayout,
+    logp: np.ndarray,
+    value: np.ndarray,
+    advantage: np.ndarray,
+    target: np.ndarray,
+) -> dict[str, Any]:
+    """Columns `[T, B]` and those of the piece as rows `[N, ...]`, or as sequences `[L, S, ...]`."""
     rows = {
         "obs": tree.map(lambda x: x[:-1], piece.obs),
         "action": piece.action,
-        "logp": piece.extras["logp"],
-        "value": value[:-1],
+        "logp": logp,
+        "value": value,
         "advantage": advantage,
         "target": target,
         "weight": piece.valid.astype(np.float32),
+        **masks(piece, layout),
     }
-    mask = layout.mask(tree.map(lambda x: x[:steps].reshape(-1, *x.shape[2:]), piece.obs))
-    if mask is not None:
-        rows["mask"] = mask.reshape(steps, -1, mask.shape[-1])
     if piece.state is None:
         return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
     rows["first"] = piece.first[:-1]
@@ -72,6 +82,18 @@ def advantage_rows(
     sequences = tree.map(lambda x: _cut(x, length), rows)
     sequences["state"] = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.state)
     return sequences
+
+
+def masks(piece: Piece, layout: ActionLayout) -> dict[str, np.ndarray]:
+    """`mask [T, B, choices]`, where observations have one."""
+    steps = piece.length
+    mask = layout.mask(tree.map(lambda x: x[:steps].reshape(-1, *x.shape[2:]), piece.obs))
+    return {} if mask is None else {"mask": mask.reshape(steps, -1, mask.shape[-1])}
+
+
+def memory(piece: Piece) -> dict[str, Any]:
+    """What a Model with memory needs to go through a whole piece: `first [T + 1, B]` and the `state` that it begins with; empty without one."""
+    return {} if piece.state is None else {"first": piece.first, "state": tree.map(lambda x: x[0], piece.state)}
 
 
 def advantages(piece: Piece, gamma: float, lambda_: float) -> np.ndarray:
@@ -113,6 +135,15 @@ def actor_critic(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, .
         return {k: outputs[k].float() for k in ("dist", "value")}
     outputs = model.unroll(batch["obs"], batch["state"], batch["first"], *noise)  # type: ignore[operator]
     return {k: outputs[k].flatten(0, 1).float() for k in ("dist", "value")}
+
+
+def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
+    """`dist [T + 1, B, P]` and `value [T + 1, B]` for all observations `[T + 1, B, ...]` of rollouts, the last ones too."""
+    shape = tree.leaves(batch["obs"])[0].shape[:2]
+    if "first" not in batch:
+        batch = {"obs": tree.map(lambda x: x.flatten(0, 1), batch["obs"])}
+    outputs = actor_critic(model, batch, draws)
+    return outputs["dist"].unflatten(0, shape), outputs["value"].unflatten(0, shape)
 
 
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:

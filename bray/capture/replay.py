@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,6 +87,27 @@ def _literal(x: Any) -> str:
     raise NotRecordable(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
+_LARGE = 1 << 20  # bytes
+
+
+class Copies:
+    """The static inputs of a recording, filled from what a call gives. A large input that is the same tensor as the last time, and has not been changed,
+    is there already: the columns of a rollout stay while its minibatches are learnt."""
+
+    def __init__(self, static: list[Tensor]):
+        self._static = static
+        self._last: list[tuple[Any, int]] = [(lambda: None, 0)] * len(static)
+
+    def take(self, flat: list[Tensor]) -> None:
+        for i, (mine, given) in enumerate(zip(self._static, flat, strict=True)):
+            if mine.nbytes >= _LARGE:
+                last, version = self._last[i]
+                if last() is given and version == given._version:
+                    continue
+                self._last[i] = weakref.ref(given), given._version
+            mine.copy_(given, non_blocking=True)
+
+
 def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     """A CUDA graph over static copies of the inputs: one launch for the whole function."""
     static = [x.clone() for x in flat]
@@ -100,15 +122,17 @@ def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     gc.collect()
     gc.disable()  # an old graph that is freed while a new one is recorded breaks the recording
     try:
-        with torch.cuda.graph(graph), torch.no_grad():
+        # What other threads do on the device meanwhile (central inference) does not break the recording.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
             out = tape.play(static)
     finally:
         gc.enable()
     before.restore()
 
+    copies = Copies(static)
+
     def replay(flat: list[Tensor]) -> list[Tensor]:
-        for mine, given in zip(static, flat, strict=True):
-            mine.copy_(given, non_blocking=True)
+        copies.take(flat)
         graph.replay()
         return [x.clone() for x in out]
 

@@ -23,6 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from rich.text import Text
 
 from bray._version import __version__
+from bray.cli.doctor_run import examine
 from bray.cli.options import Doctor
 from bray.cli.show import say
 from bray.errors import how_to_install
@@ -40,6 +41,8 @@ _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
 }
 SMOKE_SECONDS = 2.0
 """How long the trial training of `bray doctor` runs."""
+TRIED = ("vectors", "pictures")
+"""Observations that the settings which a run chooses by rule are tried on."""
 _CHECKOUT = Path(__file__).parents[2]
 
 
@@ -56,6 +59,8 @@ class Check:
 def doctor(options: Doctor) -> int:
     """Run all checks; 0 when nothing is to be fixed."""
     as_json = options.json
+    if options.path is not None:
+        return examine(options.path, as_json)
     checks: list[Check] = []
     for look in CHECKS:
         for check in _look(look):
@@ -63,7 +68,7 @@ def doctor(options: Doctor) -> int:
             checks.append(check)
             if not as_json:
                 mark, style = {True: ("ok", "green"), False: ("FIX", "bold red"), None: ("", "")}[check.ok]
-                say(Text.assemble((f"{mark:<4}", style), (f"{check.name:<16}", "dim"), check.value))
+                say(Text.assemble((f"{mark:<4}", style), (f"{check.name:<18}", "dim"), check.value))
     wrong = [c for c in checks if c.ok is False]
     if as_json:
         report = {"bray": __version__, "ok": not wrong, "checks": [asdict(c) for c in checks]}
@@ -306,6 +311,23 @@ def _training() -> list[Check]:
     ]
 
 
+def _choices() -> list[Check]:
+    """What a run chooses by rule (`record`, `threads`), and what the other choices would cost here."""
+    if not _has("torch"):
+        return []
+    from bray.cli.choices import Pictures, time_choices
+
+    checks = []
+    for name, env in (("vectors", "CartPole-v1"), ("pictures", Pictures)):
+        if name not in TRIED:
+            continue
+        ways = time_choices(env, SMOKE_SECONDS / 4)
+        chosen, best = ways[0], min(ways, key=lambda way: way.seconds)
+        slow = f". Faster here: {best.typed}" if chosen.seconds > 1.3 * best.seconds else ""
+        checks.append(Check(f"update, {name}", "; ".join(map(str, ways)) + slow))
+    return checks
+
+
 def _serving() -> list[Check]:
     """A game against a service without an agent: sockets, the protocol, the client."""
     if not _has("httptools"):
@@ -327,4 +349,4 @@ def _serving() -> list[Check]:
     return [Check("serves", f"a tick over HTTP takes {1e6 * float(np.median(times)):,.0f} us", True)]
 
 
-CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training, _serving)
+CHECKS = (_python, _cpu, _memory, _packages, _torch, _numba, _ffmpeg, _disk, _training, _choices, _serving)

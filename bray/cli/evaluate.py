@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from pathlib import Path
 from typing import Any, Literal
-
-import numpy as np
 
 from bray.act import GREEDY, SAMPLE
 from bray.cli.options import Eval
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
-from bray.envs.make import make_env
-from bray.envs.vector import LIFE_LOST, episode_seed
-from bray.errors import BrayError, ConfigError
+from bray.errors import ConfigError
 from bray.experiment import Experiment
+from bray.experiment.film import film
 from bray.metrics import short
 from bray.rundir import RunDir
-from bray.train.evaluate import EVAL_SEED, eval_config, much_worse, summarize
+from bray.train.evaluate import much_worse, summarize
 from bray.video import write_video
 
 Render = Literal["video", "human"]
@@ -76,7 +71,8 @@ def judge(
             say_if_greedy_is_worse(exp, results, seed)
     if render is None:
         return []
-    frames, return_, length, fps = film(exp, render, act=act, seed=seed)
+    mode = "human" if render == "human" else "rgb_array"
+    frames, return_, length, fps = film(exp.served, exp.config["env"], mode, act, seed)
     videos = []
     if render == "video":
         videos.append(write_video(frames, folder / "eval.mp4", fps))
@@ -119,61 +115,3 @@ def _table(result: dict[str, Any], act: str) -> None:
         f"{result['eval/episodes']} {'sampled' if act == SAMPLE else 'greedy'}", short(mean), interval, *numbers
     )
     put(table)
-
-
-def film(
-    exp: Experiment, render: Render, act: str = GREEDY, seed: int | None = None
-) -> tuple[list[np.ndarray], float, int, float]:
-    """One episode in one environment that draws: frames (the first picture, then one per step), return, steps, frames/s."""
-    served, name = exp.served, exp.env_id
-    config = dataclasses.replace(eval_config(exp.config["env"], 1), vector="inprocess")
-    mode = "human" if render == "human" else "rgb_array"
-    if mode == "rgb_array" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # else pygame complains about a screen that nobody needs
-    env = _open(config, mode, name)
-    seed = EVAL_SEED if seed is None else seed
-    served.rng = np.random.default_rng(seed)
-    frames: list[np.ndarray] = []
-
-    def shoot() -> None:
-        if mode == "human":
-            return  # it draws itself in reset and step
-        try:
-            picture = env.render()
-        except NotImplementedError:
-            picture = None
-        picture = np.asarray(picture) if picture is not None else None
-        if picture is None or picture.ndim != 3 or picture.dtype != np.uint8:
-            got = "nothing" if picture is None else f"{picture.dtype}{list(picture.shape)}"
-            raise ConfigError(f"{name} draws no picture: expected uint8 [H, W, 3] from render(), got {got}")
-        frames.append(picture.copy())
-
-    try:
-        obs, _ = env.reset(seed=episode_seed(seed, 0, 0))
-        shoot()
-        total, steps, state, over = 0.0, 0, None, False
-        while not over:
-            action = served(obs, state, act)
-            if served.recurrent:
-                action, state = action
-            obs, reward, terminated, truncated, info = env.step(action)
-            shoot()
-            total, steps = total + float(np.asarray(reward).item()), steps + 1
-            over = bool(truncated) or (bool(terminated) and not info.get(LIFE_LOST))
-    finally:
-        env.close()
-    return frames, total, steps, float((env.metadata or {}).get("render_fps") or 30)
-
-
-def _open(config: Any, mode: str, name: str) -> Any:
-    try:
-        env = make_env(config, render_mode=mode)
-    except BrayError:
-        raise
-    except Exception as e:  # no display, no pygame, no such mode: the environment's own words say which
-        raise ConfigError(f"{name} cannot be drawn with render_mode={mode!r}: {type(e).__name__}: {e}") from e
-    modes = (env.metadata or {}).get("render_modes")
-    if modes and mode not in modes:
-        env.close()
-        raise ConfigError(f"{name} has no render mode {mode!r}, it has: {', '.join(modes)}")
-    return env

@@ -337,8 +337,10 @@ class CheckEnv(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Options):
-    """Look at this machine and this installation; names no user and no path, so it can be shared."""
+    """Look at this machine and this installation; names no user and no path, so it can be shared. With a run: where its time goes, and what to change."""
 
+    path: Annotated[Path | None, Flag(metavar="[RUN_DIR]", argument=True)] = None
+    """A run, finished or not: say where its time goes instead."""
     json: bool = False
     """For a machine."""
 

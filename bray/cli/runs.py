@@ -113,10 +113,20 @@ def _meta(directory: RunDir, which: str) -> dict[str, Any]:
 
 def _last_row(path: Path) -> dict[str, Any]:
     """The newest whole row of result.jsonl; empty where there is none."""
+    rows = newest_rows(path, _TAIL)
+    return rows[-1] if rows else {}
+
+
+def newest_rows(path: Path, most_bytes: int) -> list[dict[str, Any]]:
+    """The whole rows in the last so many bytes of result.jsonl; none where there is no such file."""
     if not (path / "result.jsonl").exists():
-        return {}
+        return []
     with open_plain("result.jsonl", path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-        lines = file.read(_TAIL).split(b"\n")[:-1]
-    row = json.loads(lines[-1]) if lines else {}
-    return row if isinstance(row, dict) else {}
+        start = max(0, os.fstat(file.fileno()).st_size - most_bytes)
+        file.seek(start)
+        lines = file.read(most_bytes).split(b"\n")[1 if start else 0 : -1]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except RecursionError:
+        raise ValueError("brackets in brackets, too deep") from None
+    return [row for row in rows if isinstance(row, dict)]

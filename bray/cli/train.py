@@ -292,6 +292,7 @@ def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
         ("checkpoint", latest.parent / latest.resolve().name if latest.is_symlink() else latest),
         ("curve", path / "figures" / "learning_curve.png"),
         *[("video", video) for video in videos],
+        *([("videos", path / "videos")] if exp.config["run"].video_freq else []),
         ("results", path / "result.jsonl"),
         ("tensorboard", path / "tb"),
     ]

@@ -48,8 +48,8 @@ _INLINE = 50_000  # bytes of constructor arguments that travel in the message; l
 _GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)  # the latter: its node is gone too
 
 
-def enter_worker(info: SessionInfo, member: str) -> None:
-    """In a worker process: take part in the session."""
+def prepare_worker(info: SessionInfo) -> None:
+    """In a worker process: the session's modules are found, a SIGTERM ends it no more, and warnings are shown."""
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"  # a thread of ours waits, never Ray's loop
     _survive_sigterm()
     let_ray_get_take_ours()
@@ -61,6 +61,11 @@ def enter_worker(info: SessionInfo, member: str) -> None:
     # In place of what Ray Train has set up, which would show every line of ours.
     logging.basicConfig(handlers=[shown], level=logging.WARNING, force=True)
     logging.getLogger("bray").setLevel(logging.INFO)
+
+
+def enter_worker(info: SessionInfo, member: str) -> None:
+    """In a worker process: take part in the session."""
+    prepare_worker(info)
     opened = enter(ClusterSession(info, RayCluster(info, False), member))
     opened.log = log_to(opened.numbers / "bray.log")
 
@@ -290,7 +295,7 @@ class RayCluster:
         while not ray.wait([ready], timeout=1.0)[0]:
             waited = time.monotonic() - start
             if waited > BUSY_TIMEOUT and not ray.wait([placed], timeout=0)[0]:
-                raise self._busy(name, asks)
+                raise self.busy(name, asks)
             if waited > START_TIMEOUT:
                 raise Unreachable(f"{name} was not ready after {START_TIMEOUT:g} s and was stopped; Ray's logs say why")
         try:
@@ -312,7 +317,8 @@ class RayCluster:
             "Ask for less (cpus_per_worker, gpus_per_worker, memory_per_worker), or add a larger node."
         )
 
-    def _busy(self, name: str, asks: str) -> ResourceError:
+    def busy(self, name: str, asks: str) -> ResourceError:
+        """The error for a request that fits the cluster, but not what others leave free."""
         free = ray.available_resources()
         return ResourceError(
             f"{name} asks for {asks}, and others hold what there is: free are "
@@ -322,13 +328,19 @@ class RayCluster:
 
     def check_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
         """Refuse `count` processes that would not fit if the cluster were empty."""
-        nodes = self.nodes()
-        room = sum(min(int(n.cpus / cpus) if cpus else count, int(n.gpus / gpus) if gpus else count) for n in nodes)
+        room = self.room(count, cpus, gpus)
         if room < count:
             raise ResourceError(
-                f"{name} asks for {count} x {_amount(cpus, gpus)}, and there is room for {room}: there are {_list(nodes)}. "
-                "Ask for less (num_workers, cpus_per_worker, use_gpu), or add a node."
+                f"{name} asks for {count} x {_amount(cpus, gpus)}, and there is room for {room}: there are {_list(self.nodes())}. "
+                "Ask for less (num_workers, CPUs or GPUs per worker), or add a node."
             )
+
+    def room(self, count: int, cpus: float, gpus: float) -> int:
+        """How many of `count` processes would fit if the cluster were empty."""
+        of_nodes = [
+            min(int(n.cpus / cpus) if cpus else count, int(n.gpus / gpus) if gpus else count) for n in self.nodes()
+        ]
+        return min(count, sum(of_nodes))
 
     def wait_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
         """Wait until others leave room for `count` processes; ResourceError after BUSY_TIMEOUT."""
@@ -336,7 +348,7 @@ class RayCluster:
         free = ray.available_resources()
         while free.get("CPU", 0.0) < count * cpus or free.get("GPU", 0.0) < count * gpus:
             if time.monotonic() > end:
-                raise self._busy(name, f"{count} x {_amount(cpus, gpus)}")
+                raise self.busy(name, f"{count} x {_amount(cpus, gpus)}")
             time.sleep(0.5)
             free = ray.available_resources()
 

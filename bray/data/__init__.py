@@ -1,12 +1,13 @@
 """Data: rollouts, replay and trajectory files. Numpy and Numba only."""
 
 from bray.data.episodes import Episodes
-from bray.data.experience import Batch, Counts, Dataset, EndOfData, Experience, Replay, Rollouts, Sequences
+from bray.data.experience import Batch, Counts, Dataset, EndOfData, Experience, Replay, Sequences
 from bray.data.files import EpisodeReader, EpisodeWriter, to_pickle, write_episodes
 from bray.data.generation import Generation
 from bray.data.limit import RateLimit
 from bray.data.piece import Piece, nstep, unroll
 from bray.data.ring import ReplayRing
+from bray.data.rollouts import Rollouts
 from bray.data.store import PrioritizedBuffer, ReplayBuffer
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Experience: what an algorithm learns from. Pieces of trajectory in, batches out, priorities back.
 
-    Rollouts    the newest rows, once: a canvas `[T, B]` (PPO, A2C)
+    Rollouts    the newest rows, once: a canvas `[T, B]` (PPO, A2C; `rollouts.py`)
     Replay      transitions drawn again and again, uniform or prioritized (DQN, SAC)
     Sequences   runs of rows drawn again and again, for Models with memory
     Dataset     all transitions of files, epoch by epoch
@@ -13,8 +13,7 @@ methods of `Experience`.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -30,6 +29,8 @@ from bray.tree import NestedArray
 
 ITERATION_STEPS = 1000
 """Environment steps of an iteration, unless `run.iteration_steps` says otherwise."""
+LABEL_ROWS = 16
+"""Rows of a piece whose priorities are computed where it is played: n-step sums end with the piece, and its last observation costs a forward."""
 
 
 class EndOfData(Exception):
@@ -69,6 +70,10 @@ class Experience:
     """Environment steps of an iteration, at least; 0 = an iteration is one batch."""
     ends_with_batch: bool = True
     """Whether an iteration ends with a batch; else with the step, be a batch due or not."""
+    asynchronous: bool = False
+    """Whether rollout workers play on while it learns, each at its own pace and with weights that are some versions old."""
+    lanes: bool = False
+    """Whether a row is one step of all environments: pieces of such workers then come side by side."""
 
     def check_live(self) -> None:
         """Raise ConfigError if games that come and go cannot fill it."""
@@ -126,143 +131,6 @@ class Experience:
         """Delete files that none of these states (the `arrays` of kept checkpoints) needs."""
 
 
-# --- rollouts ---------------------------------------------------------------------------------------------------------------
-
-
-class Rollouts(Experience):
-    """Each row once, while it is fresh: batches are canvases of `length` rows by `columns` games.
-
-    A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live games are ragged and are laid one
-    after the other: behind each goes its last observation as a dead row and its last row counts as truncated, so nothing leaks from one to the
-    next. What does not fit goes to the next canvas. Rows of a Model with memory are cut into sequences of `state_every` rows, one per column, the
-    last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
-    """
-
-    iteration_steps = ITERATION_STEPS
-
-    def __init__(self, length: int, columns: int | None = None, state_every: int = 1):
-        self.piece_length, self.columns, self.state_every = length, columns, state_every
-        self._ready: deque[Piece] = deque()
-        self._canvas: _Canvas | None = None
-        self._last: Piece | None = None
-
-    def add(self, piece: Piece) -> None:
-        if piece.stream is None and piece.length == self.piece_length:
-            self._ready.append(piece)
-            return
-        if self._canvas is None:
-            assert self.piece_length is not None
-            rows = self.piece_length * (self.columns or 1)
-            length = self.state_every if piece.state is not None else min(self.piece_length, rows)
-            self._canvas = _Canvas(piece, length, max(1, -(-rows // length)))
-        self._ready.extend(self._canvas.lay(piece))
-
-    def room(self) -> bool:
-        return len(self._ready) < 2
-
-    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
-        if not self._ready:
-            return None
-        piece = self._last = self._ready.popleft()
-        return Batch(piece, int(np.count_nonzero(piece.valid)))
-
-    def cut(self) -> None:
-        self._ready.clear()
-        if self._canvas is not None:
-            self._canvas.clear()
-
-    def wait_reason(self) -> str:
-        if self._canvas is None:
-            return "no game has sent a row to learn from yet"
-        c = self._canvas
-        return f"{c.filled:,} of {c.length * c.columns:,} rows of the next rollout have come"
-
-    def newest_obs(self, rows: int) -> NestedArray | None:
-        if self._last is None:
-            return None
-        return tree.map(lambda x: x.reshape(-1, *x.shape[2:])[-rows:], self._last.obs)
-
-
-class _Canvas:
-    """A piece `[length, columns]` that is being filled, column after column."""
-
-    def __init__(self, example: Piece, length: int, columns: int):
-        self.length, self.columns = length, columns
-        self._example = example.rows(0, 1)
-        self.clear()
-
-    def clear(self) -> None:
-        self._piece, self._row, self._column = self._blank(), 0, 0
-
-    @property
-    def filled(self) -> int:
-        return self._column * self.length + self._row
-
-    def _blank(self) -> Piece:
-        def column(rows: int) -> Any:
-            return lambda x: np.zeros((rows, self.columns, *x.shape[2:]), x.dtype)
-
-        e, t = self._example, self.length
-        return Piece(
-            obs=tree.map(column(t + 1), e.obs),
-            action=tree.map(column(t), e.action),
-            reward=np.zeros((t, self.columns), np.float32),
-            terminated=np.zeros((t, self.columns), bool),
-            truncated=np.zeros((t, self.columns), bool),
-            valid=np.zeros((t, self.columns), bool),
-            first=np.zeros((t + 1, self.columns), bool),
-            outputs=tree.map(column(t + 1), e.outputs),
-            extras=tree.map(column(t), e.extras),
-            state=None if e.state is None else tree.map(column(1), e.state),
-            state_every=t if e.state is not None else 1,
-            version=np.zeros((t, self.columns), np.int64),
-            in_line=e.state is not None,
-        )
-
-    def lay(self, piece: Piece) -> Iterator[Piece]:
-        """Add the columns of a piece; returns the canvases that are full now."""
-        for b in range(piece.num_envs):
-            at = 0
-            while at < piece.length:
-                # A column of T rows has T + 1 observations, so at its end the last observation needs no row of its own.
-                n = min(piece.length - at, self.length - self._row)
-                self._write(piece, b, at, n)
-                at += n
-                if not self._piece.in_line or at == piece.length or self._column == self.columns - 1:
-                    self._truncate(n)
-                self._row += n + 1
-                if self._row >= self.length or piece.state is not None:
-                    self._row, self._column = 0, self._column + 1
-                if self._column == self.columns:
-                    yield self._piece
-                    self.clear()
-
-    def _write(self, piece: Piece, b: int, at: int, n: int) -> None:
-        mine, row, column = self._piece, self._row, self._column
-
-        def put(to: Any, of: Any, rows: int) -> None:
-            tree.map(lambda x, y: x.__setitem__((slice(row, row + rows), column), y[at : at + rows, b]), to, of)
-
-        put(mine.obs, piece.obs, n + 1)
-        put(mine.first, piece.first, n + 1)
-        put(mine.outputs, piece.outputs, n + 1)
-        for name in ("action", "reward", "terminated", "truncated", "valid", "extras"):
-            put(getattr(mine, name), getattr(piece, name), n)
-        version = np.asarray(piece.version)
-        mine.version[row : row + n, column] = version if version.ndim == 0 else version[at : at + n, b]  # type: ignore[index]
-        if row + n < self.length:
-            mine.valid[row + n, column] = False
-        if piece.state is not None:
-            tree.map(lambda x, y: x.__setitem__((0, column), y[at // piece.state_every, b]), mine.state, piece.state)
-
-    def _truncate(self, n: int) -> None:
-        """The last n rows that were written have no successor."""
-        mine, row, column = self._piece, self._row, self._column
-        played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
-        if len(played) and not mine.terminated[last := row + played[-1], column]:
-            mine.truncated[last, column] = True
-
-
 # --- replay -----------------------------------------------------------------------------------------------------------------
 
 
@@ -271,11 +139,15 @@ class Replay(Experience):
 
     After `learning_starts` environment steps, `updates` batches are due for every `train_every` steps. Environments of this process step together
     and share rows of the ring; pieces of live games lie one after the other, each with its last observation behind it.
+
+    A new row has the largest priority so far. With `initial_priority="td_error"` it has that of its piece's column `priority`, where there is one
+    (`Policy.label` makes it): pieces then have 16 rows.
     """
 
     piece_length: int | None = 1
     iteration_steps = ITERATION_STEPS
     ends_with_batch = False
+    asynchronous = lanes = True
 
     def __init__(
         self,
@@ -287,6 +159,7 @@ class Replay(Experience):
         prioritized: bool = False,
         alpha: float = 0.6,
         beta: Schedule = 0.4,
+        initial_priority: str = "max",
         learning_starts: int = 0,
         train_every: int = 1,
         updates: int = 1,
@@ -297,6 +170,8 @@ class Replay(Experience):
         self.size, self.batch_size = size, batch_size
         self.learning_starts, self.train_every, self.updates = learning_starts, train_every, updates
         self.prioritized, self._beta = prioritized, make_schedule(beta if prioritized else 1.0)
+        if prioritized and initial_priority == "td_error":
+            self.piece_length = LABEL_ROWS
         self._options: dict[str, Any] = {"gamma": gamma, "n_step": n_step, "prioritized": prioritized}
         if prioritized:
             self._options["alpha"] = alpha
@@ -319,6 +194,7 @@ class Replay(Experience):
             "gamma",
             "n_step",
             "prioritized",
+            "initial_priority",
             "learning_starts",
             "train_every",
             "updates",
@@ -355,15 +231,16 @@ class Replay(Experience):
             return  # too old when it came
         if self.ring is None:
             row = {"obs": piece.obs, "action": piece.action, **self._kept(piece)}
+            row.pop("priority", None)  # not a column of the ring
             example = tree.map(lambda x: x[0, 0], row)
             self.ring = self._make_ring(example, 1 if self._ragged else piece.num_envs)
         if self._ragged:
             for b in range(piece.num_envs):
                 self._add_ragged(piece, b)
         else:
-            add = self.ring.add
+            add, version = self.ring.add, int(np.min(piece.version))
             for columns, extras in self._rows_of(piece):
-                add(*columns, **extras)
+                add(*columns, version=version, **extras)
         self._due += int(np.count_nonzero(piece.valid))
 
     def _rows_of(self, piece: Piece) -> list[tuple[list[Any], dict[str, Any]]]:
@@ -396,6 +273,7 @@ class Replay(Experience):
                 np.array([terminated]),
                 np.array([cut and not dead]),
                 np.array([not dead]),
+                version=int(np.min(piece.version)),
                 **tree.index(kept, (row, slice(b, b + 1))),
             )
 

@@ -163,6 +163,14 @@ def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, n
     return total.reshape(t, b), discount.reshape(t, b), (after // b).reshape(t, b)
 
 
+def nstep_td_errors(piece: Piece, chosen: np.ndarray, value: np.ndarray, n: int, gamma: float) -> np.ndarray:
+    """The n-step TD error of each row, `[T, B]` float32: with the value of the action that was chosen `[T, B]` and of each observation `[T + 1, B]`, as
+    they were when it was played. 0 for dead rows; windows as in `nstep`."""
+    total, discount, after = nstep(piece, n, gamma)
+    future = np.where(discount > 0.0, discount * np.take_along_axis(value, after, 0), np.float32(0.0))
+    return np.where(piece.valid, total + future - chosen, np.float32(0.0)).astype(np.float32)
+
+
 def _pad(piece: Piece, length: int) -> Piece:
     missing = length - piece.length
 

@@ -60,8 +60,8 @@ class SumTree:
         self.tree[slots] = priority
         _lift(self.tree, self.offsets, slots.copy())
 
-    def turn(self, flags: np.ndarray, enter: int, leave: int, count: int, priority: float) -> None:
-        """`count` slots from `enter` on get `priority` where they are eligible; `count` slots from `leave` on get 0.
+    def turn(self, flags: np.ndarray, enter: int, leave: int, count: int, priority: np.ndarray) -> None:
+        """`count` slots from `enter` on get their `priority` where they are eligible; `count` slots from `leave` on get 0.
         A negative start means none."""
         _turn(self.tree, self.offsets, flags, enter, leave, count, priority)
 
@@ -136,7 +136,7 @@ def _turn(tree, offsets, flags, enter, leave, count, priority):
             n += 1
     if enter >= 0:
         for slot in range(enter, enter + count):
-            tree[slot] = priority if flags[slot] & ELIGIBLE_MASK == ELIGIBLE else 0.0
+            tree[slot] = priority[slot - enter] if flags[slot] & ELIGIBLE_MASK == ELIGIBLE else 0.0
             nodes[n] = slot
             n += 1
     _lift(tree, offsets, nodes[:n])

@@ -126,6 +126,8 @@ class ReplayRing(SampledRing):
         if self._tree is not None:
             state["max_priority"] = np.float64(self.max_priority)
             state["priority"] = self._tree.leaves[:filled].copy()
+            if self._given:
+                state["newest_priority"] = self._priority.copy()
         return state
 
     def _check_state(self, state: NestedArray) -> None:
@@ -154,7 +156,12 @@ class ReplayRing(SampledRing):
                     f"the replay state's {name} has shape {np.shape(state[name])}, expected {(filled,)}"
                 )
         if self._tree is not None:
-            values = np.append(np.asarray(state["priority"], np.float64), float(state.get("max_priority", -1.0)))
+            newest = np.asarray(state.get("newest_priority", np.ones(self.num_envs)), np.float64)
+            if newest.shape != (self.num_envs,):
+                raise CheckpointError(
+                    f"the replay state's newest_priority has shape {newest.shape}, expected {(self.num_envs,)}"
+                )
+            values = np.concatenate([state["priority"], newest, [float(state.get("max_priority", -1.0))]])
             if not (np.isfinite(values) & (values >= 0)).all():
                 raise CheckpointError("the replay state's priorities are not all finite and >= 0")
 
@@ -164,7 +171,7 @@ class ReplayRing(SampledRing):
         self._first[:] = True
         self._any_ended = False
         self.steps = self.late_updates = self._count = self._entering = self._saved = self.version = self._fresh = 0
-        self.max_priority = 1.0
+        self.max_priority, self._given = 1.0, False
         self._cuts, self._segments = [], []
         if self._frames is not None:
             self._frames.clear()
@@ -191,6 +198,8 @@ class ReplayRing(SampledRing):
             self.max_priority = float(state["max_priority"])
             self._tree.leaves[:filled] = state["priority"]
             self._tree.rebuild()
+            self._given = "newest_priority" in state
+            self._priority[:] = state.get("newest_priority", 1.0)
         self._count = len(self.ids())
         self.version = int(state.get("weights_version", 0))
         if self.max_staleness is not None:

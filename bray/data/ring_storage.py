@@ -35,6 +35,7 @@ _RESERVED = {
     "id",
     "flags",
     "version",
+    "priority",
 }  # columns and outputs of our own
 _FLAGS = ("terminated", "truncated", "valid")
 _BITS = np.array([TERMINATED, TRUNCATED, VALID, FIRST], np.uint8)
@@ -100,7 +101,9 @@ class RingStorage:
         self.late_updates = 0
         """Priorities that came for rows already overwritten (or too old); they were ignored."""
         self.max_priority = 1.0
-        """The largest (|priority| + eps)^alpha so far; new rows get it."""
+        """The largest (|priority| + eps)^alpha so far; new rows that come without a priority get it."""
+        self._priority = np.ones(config.num_envs)  # of the newest row, which enters the tree when its successor comes
+        self._given = False  # whether it came with the row
         self.version = 0
         """Version of the weights that act now (see `advance`); rows remember the one they came with."""
         self._fresh = 0  # rows before this one are stale
@@ -150,9 +153,13 @@ class RingStorage:
         terminated: np.ndarray,
         truncated: np.ndarray,
         valid: np.ndarray,
+        *,
+        priority: np.ndarray | None = None,
+        version: int | None = None,
         **extras: NestedArray,
     ) -> None:
-        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written."""
+        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written. `priority`: its errors `[B]`, if they are known
+        already (a uniform replay does not look at them); `version`: of the weights that acted, if it is not the newest."""
         n = self.num_envs
         writes: list[tuple[np.ndarray, np.ndarray]] = []
         words = None
@@ -184,9 +191,17 @@ class RingStorage:
                 f"environment {env}: its episode ended with the previous row, so this row (the final observation) has valid=False and "
                 "the next one starts an episode. Vector environments of Gymnasium do so with AutoresetMode.NEXT_STEP."
             )
-        self._write(writes, words)
+        if priority is not None and (np.shape(priority) != (n,) or not np.isfinite(priority).all()):
+            raise DataError(
+                f"replay: a row's priority is {n} finite numbers, got {priority}. The loss has probably diverged."
+            )
+        self._write(writes, words, self.version if version is None else min(version, self.version))
+        self._given = priority is not None
+        if priority is not None and self._tree is not None:
+            self._priority[:] = (np.abs(priority) + self.config.eps) ** self.config.alpha
+            self.max_priority = max(self.max_priority, float(self._priority.max(where=self._stage[2], initial=0.0)))
 
-    def _write(self, writes: list[tuple[np.ndarray, np.ndarray]], words: np.ndarray | None) -> None:
+    def _write(self, writes: list[tuple[np.ndarray, np.ndarray]], words: np.ndarray | None, version: int) -> None:
         """Write the checked row: columns, words of frames, and the flags in `_stage`."""
         n = self.num_envs
         slot = (self.steps % self.rows) * n
@@ -203,10 +218,12 @@ class RingStorage:
         if self._uses is not None:
             self._uses[slot:end] = 0
         if self._versions is not None:
-            self._versions[self.steps % self.rows] = self.version
+            self._versions[self.steps % self.rows] = version
         if self._tree is not None:
             enter = (slot - n) % self._size if self.steps else -1
-            self._tree.turn(self._flags, enter, leave, n, self.max_priority)
+            if not self._given:
+                self._priority.fill(self.max_priority)
+            self._tree.turn(self._flags, enter, leave, n, self._priority)
         self._count += self._entering
         self._entering = int(np.count_nonzero(self._stage[2]))
         np.logical_not(self._stage[2], out=self._first)
@@ -267,7 +284,7 @@ class RingStorage:
         return ids[(self._flags.take(ids % self._size) & ELIGIBLE_MASK) == ELIGIBLE]
 
     def _expire(self) -> None:
-        """Rows that are too stale leave. Versions only grow, so these are the oldest ones."""
+        """Rows that are too stale leave. Versions only grow (but for rows of several workers, by a few), so these are the oldest ones."""
         assert self._versions is not None
         assert self.max_staleness is not None
         n, newest, least = self.num_envs, self.steps - 1, self.version - self.max_staleness
@@ -276,7 +293,7 @@ class RingStorage:
             slot = (row % self.rows) * n
             self._count -= self._eligible(slot, slot + n)
             if self._tree is not None:
-                self._tree.turn(self._flags, -1, slot, n, 0.0)
+                self._tree.turn(self._flags, -1, slot, n, self._priority)
             row += 1
         self._fresh = row
 

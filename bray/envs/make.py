@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 import gymnasium as gym
 
@@ -27,9 +28,17 @@ def make_env(config: EnvConfig, index: int = 0, render_mode: str | None = None, 
     return env if limit is None else gym.wrappers.TimeLimit(env, limit)
 
 
-def make_vec(config: EnvConfig, *, seed: int, render_mode: str | None = None, worker_index: int = 0) -> VecEnv:
-    """`config.num_envs` environments in the form `config.vector` names. `auto` chooses by what is declared, so that it chooses the same whatever
-    else the machine does."""
+def make_vec(
+    config: EnvConfig,
+    *,
+    seed: int,
+    render_mode: str | None = None,
+    worker_index: int = 0,
+    numbers: range | None = None,
+    threads: int = 0,
+) -> VecEnv:
+    """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses by what is declared, so that it
+    chooses the same whatever else the machine does. `threads`: of a form that has threads; 0 = one per core."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
     if form == "envpool":
@@ -40,18 +49,20 @@ def make_vec(config: EnvConfig, *, seed: int, render_mode: str | None = None, wo
             f"{source.name} has no native vector form: {why_not}. Use env.vector=inprocess or subprocess."
         )
     if form == "native" or (form == "auto" and why_not is None and _native_pays(build)):
-        worker_seed = episode_seed(seed, worker_index, 0) if worker_index else seed
-        return native.make_native(config, source, build.preprocessing(), worker_seed, render_mode)
+        worker_seed = episode_seed(seed, worker_index, numbers.start if numbers else 0) if worker_index else seed
+        if numbers is not None:
+            config = replace(config, num_envs=len(numbers))
+        return native.make_native(config, source, build.preprocessing(), worker_seed, render_mode, threads)
     if source.single and form == "subprocess":
         raise ConfigError("an environment object cannot be moved to another process: give its class or a factory")
-    if form == "subprocess" or (form == "auto" and _processes_pay(build)):
+    if form == "subprocess" or (form == "auto" and numbers is None and _processes_pay(build)):
         try:
             return SubprocessVecEnv(build, seed)
         except ConfigError:
             if form == "subprocess" or config.step_timeout is not None:
                 raise
             log.info("%s cannot be made in another process: its environments run in this one.", source.name)
-    return InProcessVecEnv(build, seed)
+    return InProcessVecEnv(build, seed, numbers=numbers)
 
 
 def _native_pays(build: Builder) -> bool:

@@ -237,16 +237,20 @@ def _load(entry_point: Any) -> Any:
 
 
 def make_native(
-    config: EnvConfig, source: EnvSource, preprocessing: dict[str, Any], seed: int, render_mode: str | None
+    config: EnvConfig,
+    source: EnvSource,
+    preprocessing: dict[str, Any],
+    seed: int,
+    render_mode: str | None,
+    threads: int = 0,
 ) -> VecEnv:
-    """The vector form that the registry (or ALE) has; ask `why_not_native` first."""
+    """The vector form that the registry (or ALE) has; ask `why_not_native` first. `threads`: of ALE's; 0 = one per core."""
     gym_spec = source.gym_spec
     limit = gym_spec.max_episode_steps
     if config.max_episode_steps is not None:
         limit = config.max_episode_steps if config.max_episode_steps > 0 else None
     atari = is_atari(gym_spec)
-    make = _make_ale if atari else _make_registered
-    env = make(config, source, limit, render_mode)
+    env = _make_ale(config, source, limit, threads) if atari else _make_registered(config, source, limit, render_mode)
     observation, action = Space.from_gym(env.single_observation_space), Space.from_gym(env.single_action_space)
     spec = EnvSpec(source.name, observation, action, limit, preprocessing)
     if atari:
@@ -279,7 +283,7 @@ def _make_registered(config: EnvConfig, source: EnvSource, limit: int | None, re
         raise ConfigError(f"the vector form of {source.name} does not take {config.env_config}: {e}") from e
 
 
-def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, render_mode: str | None) -> Any:
+def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, threads: int) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
     atari, kwargs = config.atari, source.gym_spec.kwargs
@@ -301,6 +305,7 @@ def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, render_mo
         noop_max=atari.noop_max,
         use_fire_reset=atari.fire_reset,
         reward_clipping=False,
+        num_threads=threads,
     )
 
 

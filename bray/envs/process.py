@@ -38,6 +38,10 @@ class Lost(Exception):
     """A worker that died or did not answer in time."""
 
 
+class LostAtStart(EnvError, Lost):
+    """A worker that died or hung before it was ready."""
+
+
 class Child:
     """A worker process, seen from its parent. It runs `serve(conn, *arguments)`, which answers questions at its end of a pipe."""
 
@@ -80,7 +84,7 @@ class Child:
             unpack(self.receive(START_TIMEOUT))
         except Lost as e:
             self.kill()
-            raise EnvError(
+            raise LostAtStart(
                 f"a worker process {e} while starting (exit code {self.process.exitcode}). If your environment "
                 "is defined in the script you run, put the training under `if __name__ == '__main__':`."
             ) from None
@@ -91,7 +95,9 @@ class Child:
             self._unlink()  # both sides hold it open
 
     def stack(self) -> str:
-        """Where a hung worker is, or where a crashed one was."""
+        """Where a hung worker is, or where a crashed one was; empty for one that was ended already."""
+        if self._trace.closed:
+            return ""
         if self.process.is_alive() and hasattr(signal, "SIGUSR1") and self.process.pid:
             os.kill(self.process.pid, signal.SIGUSR1)
             self.process.join(0.2)  # the time to write it down
@@ -120,7 +126,12 @@ class Child:
 
 def unpack(answer: bytes) -> tuple[Any, list[str]]:
     """(result, failures) of a worker's answer; its error is raised."""
-    kind, first, second = pickle.loads(answer)
+    return read_answer(pickle.loads(answer))
+
+
+def read_answer(answer: tuple[str, Any, Any]) -> tuple[Any, list[str]]:
+    """The same of an answer that is no bytes any more."""
+    kind, first, second = answer
     if kind == "error":
         raise ConfigError(second) if first == "config" else EnvError(second)
     return first, second

@@ -21,12 +21,13 @@ from bray.config import ConfigSource
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
-from bray.experiment.goals import Score, check_stop, reached
+from bray.experiment.evaluations import Evaluations
+from bray.experiment.goals import Score, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
-from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch
-from bray.experiment.setup import Check, check_playable, run_path, set_up
+from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch, with_choices
+from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
@@ -44,6 +45,7 @@ from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy
 from bray.train.offline import ID as FILES, FileTraining
+from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
@@ -97,7 +99,6 @@ class Experiment:
         """The checkpoint that was loaded, and its step."""
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
-        self._best: float | None = None
         self._time = 0.0
         self._saved_at = -1
         self._saved_step = 0  # gradient steps in the newest checkpoint
@@ -106,6 +107,7 @@ class Experiment:
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
+        self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
@@ -127,7 +129,7 @@ class Experiment:
             elif "data" in c.sections:
                 self._training = FileTraining(*parts, c["data"])
             else:
-                self._training = LocalTraining(*parts)
+                self._training = LocalTraining(*parts, home=home_of(c["run"]))
             if self._weights is not None:
                 self._training.set_weights(self._weights)
             elif c["run"].init_from is not None and self._begins:
@@ -144,7 +146,7 @@ class Experiment:
     def _run_dir(self) -> RunDir:
         if self._dir is None:
             self._dir = RunDir.create(self.path)
-            self._dir.write_config(self.config)
+            self._dir.write_config(with_choices(self.config, self.training.spec))
             self._dir.write_spec(self.training.spec)
             policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
@@ -180,16 +182,14 @@ class Experiment:
         return self.last_row or {}
 
     def _train(
-        self,
-        stop: Mapping[str, float],
-        sinks: Sequence[Sink],
-        show: bool,
+        self, stop: Mapping[str, float], sinks: Sequence[Sink], show: bool
     ) -> Generator[dict[str, Any], None, None]:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
         training, directory = self.training, self._run_dir()
         self._stop_requested = False
         graph = self._graph_export()
+        evaluations = self._evaluations = Evaluations(self, directory, self._score)
         self._looked_at = began = time.monotonic()
         training.start()
         for source in training.sources:
@@ -211,6 +211,7 @@ class Experiment:
                     self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
+                    evaluations.begin_when_due()
                     graph.tend(time.monotonic() - began)
                     yield row
             except Exception as e:
@@ -222,6 +223,7 @@ class Experiment:
             else:
                 self._save_last()
             finally:
+                evaluations.close()
                 graph.close(0.0 if self._stop_requested else _GRAPH_WAIT_S)
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
@@ -236,8 +238,8 @@ class Experiment:
     def _log_start(self) -> None:
         run = self.config["run"]
         logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
-        if self.training.depends_on_timing:
-            why = "the games are live" if self.live else f"env.wait_num={self.config['env'].wait_num}"
+        if why := self.training.depends_on_timing:
+            self.exact = False
             logger.warning(
                 "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
                 why,
@@ -245,8 +247,7 @@ class Experiment:
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
         """One iteration with its evaluation; None when the data has ended."""
-        training, eval_freq = self.training, self.config["run"].eval_freq
-        began = time.perf_counter()
+        training, began = self.training, time.perf_counter()
         try:
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
         except Exception as e:
@@ -255,11 +256,8 @@ class Experiment:
             raise
         if row is None:
             return None
-        if eval_freq and training.iteration % eval_freq == 0:
-            assert isinstance(training, LocalTraining)
-            evaluated = training.evaluate()
-            self._callbacks.on_evaluate(self, evaluated)
-            row |= evaluated
+        ends = bool(reached(stop, row | {"time_total_s": self._time + time.perf_counter() - began}))
+        row |= self._evaluations.look(ends, self._callbacks)  # type: ignore[union-attr]
         self._time += time.perf_counter() - began
         return row | {"time_total_s": self._time, **when_and_where()}
 
@@ -283,6 +281,10 @@ class Experiment:
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `env`, `model`, `policy`; what it returned, in their order."""
+        return [result for source in self.training.sources for result in source.foreach_worker(fn)]
+
     def request_stop(self) -> None:
         """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
         self._stop_requested = True
@@ -290,9 +292,6 @@ class Experiment:
             self._training.stop()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    def _is_better(self, score: float | None) -> bool:
-        return score is not None and (self._best is None or score > self._best)
 
     def _save_when_due(self, row: Mapping[str, Any]) -> None:
         run, score = self.config["run"], self._score
@@ -304,7 +303,7 @@ class Experiment:
         # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed checkpoint_every_s.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
-        better = score.key.startswith("eval/") and self._is_better(score.of(row))
+        better = score.key.startswith("eval/") and score.is_better(score.of(current(row)))
         if (due or late or better) and now >= self._try_again:
             self._unless_full(self.save)
 
@@ -336,9 +335,10 @@ class Experiment:
         training, directory, run = self.training, self._run_dir(), self.config["run"]
         began = time.monotonic()
         row, step = self.last_row or {}, training.learner.steps
-        score = self._score.of(row)
-        best = self._is_better(score)
-        best_score = score if best else self._best
+        now = current(row)
+        score = self._score.of(now)
+        best = self._score.is_better(score)
+        best_score = score if best else self._score.best
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay
         keeps_replay = how == "always" or (how == "auto" and training.experience.nbytes <= _AUTO_REPLAY_BYTES)
@@ -349,11 +349,13 @@ class Experiment:
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = meta_of(training, run, self.env_id, row) | {"exact": self.exact and state["json"]["exact"]}
+        meta = meta_of(training, run, self.env_id, now) | {"exact": self.exact and state["json"]["exact"]}
         meta |= {"score": score, "score_by": self._score.name}
-        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best}
+        spare = self._evaluations.looked_at if self._evaluations is not None else set()
+        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best, "spare": spare}
         path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, **kept)
-        self._best, self._saved_at, self._saved_time, self._saved_step = best_score, training.iteration, began, step
+        self._score.best = best_score
+        self._saved_at, self._saved_time, self._saved_step = training.iteration, began, step
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
@@ -470,10 +472,10 @@ class Experiment:
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
-                self._best = None if saved["best"] is None else float(saved["best"])
+                self._score.best = None if saved["best"] is None else float(saved["best"])
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
-        self._dir.write_config(self.config)
+        self._dir.write_config(with_choices(self.config, training.spec))
 
     def init_from(
         self,

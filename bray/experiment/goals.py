@@ -8,6 +8,7 @@ from typing import Any
 
 from bray.errors import ConfigError, UnknownName
 from bray.train.config import RunConfig
+from bray.train.spent import CPU, PHASES, QUEUED
 
 STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
 """Names that people from RLlib type."""
@@ -27,8 +28,8 @@ ROW_KEYS = (
     "episodes_this_iter",
     "env_steps_per_second",
     "time_this_iter_s",
-    *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes")),
-    *(f"perf/{k}" for k in ("env", "forward", "learn", "idle")),
+    *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes", "env_steps")),
+    *(f"perf/{k}" for k in (*PHASES, CPU, QUEUED)),
 )
 """Keys of the rows of every algorithm."""
 OWN_KEYS = ("loss/", "policy/", "replay/")
@@ -60,6 +61,13 @@ def reached(stop: Mapping[str, float], row: Mapping[str, Any] | None) -> dict[st
     return {key: value for key, value in found.items() if value is not None and value >= stop[key]}
 
 
+def current(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row without an evaluation that is of older weights than those that its iteration ended with."""
+    if row.get("eval/env_steps", row.get("env_steps_total")) == row.get("env_steps_total"):
+        return row
+    return {k: v for k, v in row.items() if not k.startswith("eval/")}
+
+
 class Score:
     """The score by which checkpoints are compared (`checkpoint_score`); larger is better."""
 
@@ -68,6 +76,8 @@ class Score:
         self.key = self.name.removeprefix("-")
         if self.key not in ROW_KEYS and not self.key.startswith(OWN_KEYS):
             raise UnknownName("key of a result row", self.key, ROW_KEYS, "run.checkpoint_score")
+        if run.eval_parallel and not run.eval_freq:
+            raise ConfigError("run.eval_parallel: nothing is evaluated: set eval_freq (--eval-freq N)")
         if self.key.startswith("eval/") and not run.eval_freq:
             raise ConfigError(
                 f"run.checkpoint_score is {self.name!r}, but nothing is evaluated: set eval_freq (--eval-freq N)"
@@ -79,6 +89,12 @@ class Score:
         if value is None or not math.isfinite(value):
             return None
         return -value if self.name.startswith("-") else value
+
+    best: float | None = None
+    """Of the checkpoints so far."""
+
+    def is_better(self, score: float | None) -> bool:
+        return score is not None and (self.best is None or score > self.best)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise if the score is a key that the algorithm does not log; known once it has logged its first loss."""

@@ -1,4 +1,4 @@
-"""What a run says of its own health: symptoms in its rows, and dead units counted now and then."""
+"""What a run says of its own health and speed: symptoms in its rows, dead units counted now and then, what holds it up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from bray.config import Resolved
 from bray.metrics import HEALTH, ITERATION
+from bray.train.bottleneck import Advisor
 from bray.train.driver import Driver
 from bray.train.symptoms import DEAD_UNITS, Symptoms
 from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
@@ -21,15 +22,18 @@ class Watch:
     def __init__(self, config: Resolved):
         sections = [vars(config[name]) for name in ("model", "env", "algo")]
         self.symptoms = Symptoms({k: v for section in sections for k, v in section.items()})
+        self.advisor = Advisor({k: v for section in [vars(config["run"]), *sections] for k, v in section.items()})
         self._has_units = True  # that can die, until a look finds none
 
     def resume(self, row: Mapping[str, Any] | None) -> None:
         """Go on after this row: what was said in it is not said again."""
         said = (row or {}).get(HEALTH) or ""
+        self.advisor.resume(row)
         self.symptoms.told += [cause for cause in said.split(", ") if cause]
 
     def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
         """What belongs into the row: the share of dead units where they were counted, and the causes that were said so far."""
+        self.advisor.look(row)
         seen: dict[str, Any] = {}
         if self._has_units and row[ITERATION] % COUNT_UNITS == 0:
             obs = training.recent_observations(SAMPLE, SAMPLE_BYTES)

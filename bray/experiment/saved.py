@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,28 @@ import numpy as np
 import torch
 
 from bray._version import __version__
-from bray.config import ConfigSource, parse_yaml
+from bray.config import ConfigSource, Resolved, parse_yaml
 from bray.errors import BrayError, CheckpointError
 from bray.experiment.setup import Check
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
+from bray.spec import EnvSpec
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
+from bray.train.local import threads_for
 
 
 def read_config(directory: RunDir) -> ConfigSource:
     """`config.yaml` of a run."""
     return parse_yaml(directory.read_text("config.yaml"), str(directory.path / "config.yaml"))
+
+
+def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
+    """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before on any machine."""
+    if config["run"].threads is not None:
+        return config
+    run = replace(config["run"], threads=threads_for(spec))
+    return Resolved({**config.sections, "run": run}, {**config.provenance, "run.threads": "chosen by rule"})
 
 
 def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) -> dict[str, Any]:

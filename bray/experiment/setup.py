@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bray.nn.catalog import ModelConfig
 from bray.train.config import DataConfig, LiveConfig, RunConfig
 from bray.train.live import ID as LIVE
 from bray.train.offline import ID as FILES
+from bray.train.workers import Home
 
 logger = logging.getLogger("bray")
 
@@ -73,6 +75,7 @@ def set_up(
     if from_files:
         sections["data"] = DataConfig
     config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given])))
+    _refuse_empty_cluster(config["run"])
     if check is not None:
         check(config.to_dict())
     else:  # a new run; one that was made before runs on
@@ -108,6 +111,27 @@ def _refuse_exclusive(config: Resolved) -> None:
                         f"set one of them and leave the other at its default ({name}={show(known[name].default)}, "
                         f"{other}={show(known[other].default)})"
                     )
+
+
+def _on_ray(run: RunConfig) -> bool:
+    return run.cluster == "ray" or (run.cluster is None and run.address is not None)
+
+
+def _refuse_empty_cluster(run: RunConfig) -> None:
+    if _on_ray(run) and not run.num_workers:
+        said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
+        raise ConfigError(
+            f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers 8), or leave it out"
+        )
+
+
+def home_of(run: RunConfig) -> Callable[[], Home] | None:
+    """What makes the place where rollout workers live; None = processes of this machine."""
+    if not _on_ray(run):
+        return None
+    from bray.remote.players import RayPlayers  # it imports Ray
+
+    return partial(RayPlayers, run)
 
 
 def _told(config: Resolved, section: str, name: str) -> str:

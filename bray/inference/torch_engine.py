@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from bray import tree
 from bray.capture import capture
+from bray.capture.transfer import to_device, to_host
 from bray.errors import CheckpointError
 from bray.inference.engine import gather
 
@@ -107,7 +108,7 @@ class TorchEngine:
     def _run(self, flat: list[Tensor], shapes: Any, example: Any) -> Any:
         """`example` has the structure of the arguments."""
         if not self._on_cpu:
-            flat = [x.to(self.device, non_blocking=True) for x in flat]
+            flat = [to_device(x, self.device) for x in flat]
         if shapes not in self._programs:
             structure = pytree.tree_structure(example)
             program = self._captured.program(flat, structure) if self._captured.enabled else None
@@ -122,8 +123,8 @@ class TorchEngine:
         if names is not None and program.is_recorded:
             if self._on_cpu:
                 return {k: x.numpy() for k, x in zip(names, values, strict=True)}
-            return {k: _numpy(x) for k, x in zip(names, values, strict=True)}
-        return tree.map(_numpy, pytree.tree_unflatten(values, program.out_structure))
+            return dict(zip(names, to_host(values), strict=True))
+        return pytree.tree_unflatten(to_host(values), program.out_structure)
 
     def _run_eagerly(self, flat: list[Tensor], structure: Any) -> Any:
         return tree.map(_numpy, self._forward(*pytree.tree_unflatten(flat, structure)))

@@ -7,7 +7,17 @@ A sink is anything with `write(row)`, `truncate_after(iteration, env_steps)` and
 killed run wrote after its last checkpoint, so that the files of a resumed run equal those of one never interrupted.
 """
 
-from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, EpisodeStats, Row, flatten_row, pretty_print
+from bray.metrics.rows import (
+    ENV_STEPS,
+    HEALTH,
+    ITERATION,
+    NAN_METRICS,
+    EpisodeStats,
+    Row,
+    flatten_row,
+    number,
+    pretty_print,
+)
 from bray.metrics.sinks import CsvSink, JsonlSink, Sink, Sinks, TensorBoardSink
 from bray.metrics.terminal import TerminalSink, duration, short
 from bray.metrics.timing import Timer, Watchdog
@@ -29,6 +39,7 @@ __all__ = [
     "Watchdog",
     "duration",
     "flatten_row",
+    "number",
     "pretty_print",
     "short",
 ]

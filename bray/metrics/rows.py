@@ -23,6 +23,12 @@ HEALTH = "health"
 Row = dict[str, Any]
 
 
+def number(row: Mapping[str, Any], key: str) -> float | None:
+    """A finite number of a row; None where it has none."""
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
+
+
 def flatten_row(values: Mapping[str, Any]) -> Row:
     """Nested results as one flat row of Python scalars: keys joined by '/', NaN and infinity as None and listed."""
     row: Row = {}

@@ -117,14 +117,14 @@ def vtrace(
     lambda_: float = 1.0,
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
-    rho_pg_clip: float = 1.0,
+    rho_pg_clip: float | None = 1.0,
 ) -> VTrace:
     """V-trace (Espeholt et al. 2018): value targets and advantages of pi from what mu did; `ratio` = pi/mu `[T, B]`.
 
         vs_t = V_t + delta_t + gamma c_t (vs_{t+1} - V_{t+1}),   delta_t = rho_t (r_t + gamma V_{t+1} - V_t)
         A_t  = rho_pg_t (r_t + gamma vs_{t+1} - V_t),            rho = min(rho_clip, ratio), c = lambda min(c_clip, ratio)
 
-    Behind the last step of an episode or piece vs_{t+1} is V_{t+1}.
+    Behind the last step of an episode or piece vs_{t+1} is V_{t+1}. Without a `rho_pg_clip` rho_pg is 1: for a loss that has the ratio itself.
     """
     _check(value, reward)
     ended, rho = terminated | truncated, ratio.clip(None, rho_clip)
@@ -132,7 +132,8 @@ def vtrace(
     excess = discounted_sum(delta, _decay(ended, valid, gamma * lambda_ * ratio.clip(None, c_clip), delta))
     following = value[1:] + _cat(excess[1:], 0 * excess[:1]) * (1.0 - _real(ended, value))
     gain = reward + gamma * (1.0 - _real(terminated, value)) * following - value[:-1]
-    return VTrace(value[:-1] + excess, ratio.clip(None, rho_pg_clip) * gain * valid)
+    rho_pg = 1.0 if rho_pg_clip is None else ratio.clip(None, rho_pg_clip)
+    return VTrace(value[:-1] + excess, rho_pg * gain * valid)
 
 
 def retrace(

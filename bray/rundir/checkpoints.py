@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,9 +190,10 @@ class Checkpoints:
         best: bool = False,
         keep: int | None = None,
         keep_best: int = 1,
+        spare: Set[int] = frozenset(),
     ) -> Path:
         """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, the newest `keep` remain besides latest, best and protected
-        ones, and the `keep_best` whose meta has the highest `score` (by the same `score_by`). On any failure the previous checkpoint is intact
+        ones, those of `spare`, and the `keep_best` whose meta has the highest `score` (by the same `score_by`). On any failure the previous checkpoint is intact
         and still `latest`."""
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected to keep at least 1 checkpoint, got keep={keep}")
@@ -235,8 +236,24 @@ class Checkpoints:
                 raise write_error(e, final, "the previous checkpoint is kept") from e
             raise
         if keep is not None:
-            self._retain(step, keep, self._best(head["meta"], keep_best))
+            self._retain(step, keep, self._best(head["meta"], keep_best) | spare)
         return final
+
+    def rate(self, step: int, meta: Mapping[str, Any], best: bool) -> None:
+        """Add to the meta of a checkpoint what became known of it later, and make it `best` if it is. What is not there any more is left alone."""
+        path = self._find(step) / META
+        if not path.exists():
+            return
+        self._head(step)  # checked
+        head = read_dict(path.relative_to(self.path), self.path)
+        head["meta"] |= json.loads(to_json(dict(meta)))
+        head["sha256"] = _own_checksum(head)
+        try:
+            write_atomic(path, to_json(head))
+            if best:
+                self._point("best", step)
+        except OSError as e:
+            raise write_error(e, path, "the checkpoint itself is safe") from e
 
     def _put(self, temp: Path, final: Path) -> Path | None:
         """Rename a finished checkpoint to its place; one of the same step moves aside first and is returned."""

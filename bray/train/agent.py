@@ -170,7 +170,7 @@ class Player:
         state = None
         if self.initial_state is not None:
             state = _column([s.memory for s in rows[:: self.state_every]])
-        return Piece(
+        piece = Piece(
             obs=_column([s.obs for s in states]),
             action=extras.pop("action"),
             reward=np.where(dead, np.float32(0.0), reward),
@@ -186,6 +186,7 @@ class Player:
             stream=np.array([stream]),
             start=int(states[0].tick),
         )
+        return self.policy.label(piece)
 
 
 class PolicyAgent(Agent):

@@ -21,7 +21,8 @@ class Episode:
     """An episode that is being played, as callbacks see it."""
 
     def __init__(self, rollout: Any, number: int, env_index: int):
-        self._rollout, self.id, self.env_index = rollout, number, env_index
+        self._rollout, self.id, self._at = rollout, number, env_index
+        self.env_index = rollout.numbers_from + env_index
         self.length, self.total_reward = int(rollout.lengths[env_index]), float(rollout.returns[env_index])
         """Steps and rewards so far, before any change to rewards that the config asks for."""
         self.user_data: dict[str, Any] = {}
@@ -36,12 +37,12 @@ class Episode:
     @property
     def obs(self) -> Any:
         """The newest observation."""
-        return tree.index(self._rollout.obs, self.env_index)
+        return tree.index(self._rollout.obs, self._at)
 
     @property
     def env(self) -> Any:
         """The environment itself, where it runs in this process (`env.vector=inprocess`)."""
-        return self._rollout.env.users_env(self.env_index)
+        return self._rollout.env.users_env(self._at)
 
     def __repr__(self) -> str:
         return f"<Episode {self.id} of environment {self.env_index}, {self.length} steps, return {self.total_reward:g}>"

@@ -47,10 +47,26 @@ class RunConfig:
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
+    inference: Annotated[Literal["worker", "central"], Flag()] = "worker"
+    """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one forward for all who have asked."""
+    env_groups: Count | None = None
+    """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps. null = 2 with central inference,
+    else 1."""
     worker_timeout_s: Positive | None = None
-    """Seconds after which a worker that does not answer is replaced; null = ten times its longest round, and at least 60."""
+    """Seconds after which a worker that does not answer is replaced; null = ten times as long as its longest piece took, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
+    cluster: Annotated[Literal["local", "ray"] | None, Flag()] = None
+    """Where workers run. local: processes of this machine. ray: processes on any node of the Ray cluster at `address`, else of the one that runs
+    here, else of one that is started here and ends with the run. null = ray where an address is given, else local."""
+    address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
+    """Address of the Ray cluster on which workers run, as `ray start --head` shows it."""
+    num_cpus_per_worker: Positive = 1.0
+    """CPUs that Ray reserves for each worker; parts of one too."""
+    num_gpus_per_worker: Amount = 0.0
+    """GPUs that Ray reserves for each worker, for environments that use one; with 0.25, four workers share a GPU."""
+    object_store_mb: Count | None = None
+    """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the memory."""
     iteration_steps: Whole | None = None
     """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
     rollout that passes them; 0 = each rollout is an iteration. null = 1,000."""
@@ -58,6 +74,11 @@ class RunConfig:
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
+    eval_parallel: Annotated[bool, Flag()] = False
+    """Evaluate in a process of its own, while training goes on with the next iterations. The result is in the row after it is known, and
+    `eval/env_steps` says of which weights it is; these are saved first, so that the best checkpoint is what was evaluated."""
+    video_freq: Annotated[Whole, Flag()] = 0
+    """Iterations between two films of a greedy episode, to RUN_DIR/videos/steps-N.mp4; 0 = none while training."""
     checkpoint_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two checkpoints; 0 = by time alone, and at the end."""
     checkpoint_updates: Whole = 0

@@ -17,3 +17,11 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device is {name!r}, but PyTorch finds no CUDA GPU here. Use --device cpu, or auto.")
     return device
+
+
+def tune(device: torch.device) -> None:
+    """How a GPU computes, for the whole process: products of float32 in TF32 (convolutions are by default; 10 bits of mantissa, as bfloat16 has 7), and
+    the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes of updates and of batches for acting are few and fixed."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True

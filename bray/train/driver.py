@@ -32,6 +32,7 @@ from bray.rundir import RunDir
 from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
+from bray.train.spent import PHASES, Cores
 
 logger = logging.getLogger("bray")
 
@@ -284,7 +285,7 @@ class Driver:
         `most_episodes` have been finished since training began."""
         if self.ended:
             return None
-        start, steps = time.perf_counter(), self.totals.env_steps
+        start, steps, cores = time.perf_counter(), self.totals.env_steps, Cores()
         self._learn_seconds = 0.0
         means = _Means()
         every = self.experience.iteration_steps
@@ -306,7 +307,8 @@ class Driver:
         if not means.count and not own and (self.ended or (self.stopped and self.totals.env_steps == steps)):
             return None
         self.iteration += 1
-        return self._row(means.row() | own, steps, time.perf_counter() - start)
+        row = self._row(means.row() | own, steps, time.perf_counter() - start)
+        return row | {f"perf/{k}": 1e3 * v for k, v in cores.take().items()}
 
     def _iterate_to_batch(self, means: _Means, until: int, most_episodes: int | None) -> None:
         """Until there have been so many environment steps, and what they make due is learnt from."""
@@ -366,11 +368,11 @@ class Driver:
     """Whose words they are, in the log."""
 
     def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
-        perf: dict[str, float] = {"env": 0.0, "forward": 0.0}
+        perf = dict.fromkeys(PHASES, 0.0)
         for source in self.sources:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
         perf["learn"] = self._learn_seconds
-        perf["idle"] = max(0.0, seconds - sum(perf.values()))
+        perf["other"] = max(0.0, seconds - sum(perf[phase] for phase in PHASES))
         numbers = getattr(self.learner, "numbers", dict)  # a `bray.Trainer` has none
         return {
             "training_iteration": self.iteration,

@@ -21,8 +21,9 @@ from torch import nn
 
 from bray import tree
 from bray.act import Clock, Policy, standard_normals
-from bray.data.experience import Counts, Experience, Rollouts
+from bray.data.experience import Counts, Experience
 from bray.data.piece import Piece
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
@@ -43,6 +44,7 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.local import initial_state, make_side
 from bray.train.source import Source
+from bray.train.spent import Laps
 
 ID = "live"
 """The environment's name of a run whose games call."""
@@ -99,6 +101,7 @@ class LiveSource(Source):
         self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
         self._published = 0.0
         self._closing = False
+        self._laps = Laps()
         self._most_rows = _rows_of(side.experience)
         self._model = copy.deepcopy(side.model).cpu().eval()
         engine = LiveEngine(self._model, side.policy, np.random.default_rng([seed, 3]))
@@ -198,8 +201,10 @@ class LiveSource(Source):
         self.open()
         self._publish_pending()
         with self._news:
+            self._laps.lap("elsewhere")
             if not self._came:
                 self._news.wait(timeout)
+            self._laps.lap("idle")
             came, self.waiting_rows = list(self._came), 0
             self._came.clear()
         counts = Counts()
@@ -217,6 +222,9 @@ class LiveSource(Source):
             weights, clock = self._pending
             self.host.publish_weights(weights(), clock.version).result()
             self.clock, self._pending, self._published = clock, None, time.monotonic()
+
+    def seconds(self) -> dict[str, float]:
+        return {"idle": self._laps.take().get("idle", 0.0)}
 
     def wait_reason(self) -> str:
         if self.server is None:
@@ -285,8 +293,8 @@ class LiveTraining(Driver):
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, live: LiveConfig):
         self.algo, self.run_config, self.env_config, self.live = algo, run, env, live
-        if run.eval_freq:
-            raise ConfigError("eval_freq: live games cannot be evaluated in; leave it out")
+        if run.eval_freq or run.video_freq:
+            raise ConfigError("eval_freq, video_freq: live games cannot be evaluated in; leave them out")
         self.device = resolve_device(run.device)
         self.spec = live_spec(live, env)
         side = make_side(algo, run, self.spec, model, config)
@@ -295,7 +303,7 @@ class LiveTraining(Driver):
         super().__init__([side], [self.source])
         self.source.about = self.about
 
-    depends_on_timing = True
+    depends_on_timing = "the games are live"
 
     def describe(self) -> str:
         return f"live games on port {self.source.port}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,26 @@ from torch import nn
 
 from bray import tree
 from bray.algos import algo_name, broken, make_experience, make_policy
-from bray.data.experience import Replay, Rollouts
+from bray.data.experience import Replay
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
+from bray.nn.catalog import example_obs
 from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
+from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import resolve_device
+from bray.train.device import resolve_device, tune
 from bray.train.driver import Driver, Side
-from bray.train.evaluate import EVAL_SEED, eval_config, play, summarize
-from bray.train.player import Plan
+from bray.train.evaluate import evaluate_model
+from bray.train.player import Plan, group_numbers
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
-from bray.train.workers import REPLAY_ROWS, WorkerSource
+from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
 
@@ -35,6 +39,7 @@ _PICTURE = 32  # pixels of a side, at least
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
+    tune(device)
     torch.set_num_threads(run.threads or threads_for(spec))
     torch.manual_seed(run.seed)
     policy = make_policy(algo, config, spec)
@@ -70,9 +75,14 @@ def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
 class LocalTraining(Driver):
     """An algorithm at work on an environment, in this process."""
 
-    def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any):
-        self.algo, self.run_config, self.env_config = algo, run, env
+    def __init__(
+        self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Callable[[], Home] | None = None
+    ):
+        """`home` makes the place where workers live; None = processes of this machine."""
+        self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
+        self._central: CentralServer | None = None
+        _check_inference(run)
         self.env = None if run.num_workers else make_vec(env, seed=run.seed)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
@@ -86,12 +96,15 @@ class LocalTraining(Driver):
         except BaseException:
             if self.env is not None:
                 self.env.close()
+            if self._central is not None:
+                self._central.close()
             raise
         super().__init__([side], [source])
 
     def _play_here(self, side: Side) -> EnvSource:
         run, env = self.run_config, self.env_config
         assert self.env is not None
+        side.policy.seat(0, env.num_envs, env.num_envs)
         rewards = RewardTransform(env, env.num_envs, getattr(side.config, "gamma", 1.0))
         self.rollout = Rollout(
             self.env,
@@ -106,7 +119,7 @@ class LocalTraining(Driver):
         return EnvSource(self.rollout, side.experience.piece_length, side.experience.state_every, run.record)
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
-        """Algorithms that replay learn while the next round is played; the others wait for rows of their newest weights."""
+        """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""
         rows = side.experience.piece_length
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
@@ -127,17 +140,38 @@ class LocalTraining(Driver):
             rows=REPLAY_ROWS if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
-        return WorkerSource(plan, Processes(weights()), weights, overlap=isinstance(side.experience, Replay))
+        self._central = self._inference_for(side)
+        home = Processes(weights(), self._central) if self._home is None else self._home()
+        return WorkerSource(plan, home, weights, side.experience.asynchronous, side.experience.lanes)
+
+    def _inference_for(self, side: Side) -> CentralServer | None:
+        run = self.run_config
+        if run.inference == "worker":
+            return None
+        obs = tree.map(lambda x: x.numpy(), example_obs(self.spec.observation, 1))
+        groups = [len(numbers) for numbers in group_numbers(run, self.env_config.num_envs)]
+        return CentralServer(side.model, side.policy, obs, run.num_workers, groups, run.record)
+
+    def close(self) -> None:
+        super().close()
+        if self._central is not None:
+            self._central.close()
 
     @property
-    def depends_on_timing(self) -> bool:
-        return self.env is not None and self.env.waits
+    def depends_on_timing(self) -> str:
+        """Why, in words; empty where it does not."""
+        if self.env is not None and self.env.waits:
+            return f"env.wait_num={self.env_config.wait_num}"
+        if not all(source.exact for source in self.sources):
+            return f"num_workers={self.run_config.num_workers}, which play while the learner learns"
+        return ""
 
     def describe(self) -> str:
         """Where pieces come from, in words."""
         if self.env is None:
             workers, n = self.run_config.num_workers, self.env_config.num_envs
-            return f"{workers} worker{'s' if workers > 1 else ''} with {n} env{'s' if n > 1 else ''} each"
+            where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
+            return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each"
         form = type(self.env).__name__.removesuffix("VecEnv")
         words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
         n = self.env.num_envs
@@ -146,11 +180,22 @@ class LocalTraining(Driver):
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
         """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
         episodes = episodes or self.run_config.eval_episodes
-        config = eval_config(self.env_config, min(episodes, 16))
-        with make_vec(config, seed=EVAL_SEED) as env:
-            engine = acting_engine(self.model, self.policy, self.run_config.record)
-            results = play(env, engine, self.policy, episodes, EVAL_SEED, initial_state=initial_state(self.model))
-        return summarize(results)
+        return evaluate_model(self.model, self.policy, self.env_config, episodes, self.run_config.record)
+
+
+def _check_inference(run: RunConfig) -> None:
+    if run.inference == "central" and not run.num_workers:
+        raise ConfigError(
+            "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave it out"
+        )
+    if run.inference == "central" and (run.cluster == "ray" or run.address):
+        raise ConfigError(
+            "run.inference=central needs workers on this machine: leave run.cluster and run.address out, or set run.inference=worker"
+        )
+    if (run.env_groups or 1) > 1 and run.inference != "central":
+        raise ConfigError(
+            f"run.env_groups={run.env_groups}: environments play in turn while actions are computed elsewhere; set run.inference=central, or leave it out"
+        )
 
 
 def _refuse_waiting(wait_num: int, side: Side) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bray.data.episodes import Episodes
-from bray.data.experience import Dataset, Experience, Replay, Rollouts, Sequences
+from bray.data.experience import Dataset, Experience, Replay, Sequences
 from bray.data.files import EpisodeReader
 from bray.data.generation import Generation
+from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
@@ -34,13 +35,13 @@ BATCHES = 100
 class FileTraining(Driver):
     """An algorithm that learns from files."""
 
-    depends_on_timing = False
+    depends_on_timing = ""
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, data: DataConfig):
         self.algo, self.run_config, self.env_config = algo, run, env
-        if run.eval_freq:
+        if run.eval_freq or run.video_freq:
             raise ConfigError(
-                "eval_freq: there is no environment to evaluate in while learning from files; leave it out"
+                "eval_freq, video_freq: there is no environment to evaluate in while learning from files; leave them out"
             )
         self.device = resolve_device(run.device)
         self.reader = EpisodeReader(find_files(data.files))

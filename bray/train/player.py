@@ -1,11 +1,13 @@
-"""A player: environments, a Policy and a copy of the Model, in a process of their own. It plays rows when it is asked to."""
+"""A player: environments, a Policy and a copy of the Model (or a line to it), in a process of their own. It plays rows when it is asked to."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +15,19 @@ import torch
 
 from bray.act import Clock
 from bray.data.experience import Counts
-from bray.data.piece import Piece
+from bray.data.piece import Piece, side_by_side
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.rewards import RewardTransform
-from bray.envs.vector import episode_seed
+from bray.envs.vector import VecEnv, episode_seed
 from bray.inference.torch_engine import load_weights
 from bray.train.acting import acting_engine, initial_state
+from bray.train.callbacks import CallbackList
+from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
 from bray.train.rollout import EnvSource, Rollout
+from bray.train.source import RolloutWorker
+from bray.train.spent import WEIGHTS, Cores, Laps
 
 
 @dataclass
@@ -48,6 +54,7 @@ class Played(NamedTuple):
     piece: Piece
     counts: Counts
     seconds: dict[str, float]
+    """Since the answer before, by phase (`train/spent.py`)."""
     metrics: list[dict[str, float]]
     """`custom_metrics` of the episodes that ended."""
 
@@ -55,41 +62,87 @@ class Played(NamedTuple):
 class Player:
     """See the module."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, line: Line | None = None):
+        """line: where inference is central, whom to ask."""
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
-        seed = episode_seed(plan.run.seed, plan.index, plan.life) if plan.life else plan.run.seed
-        self.env = make_vec(plan.env, seed=seed, worker_index=plan.index)
-        spec = self.env.spec
-        policy = plan.algo.Policy(plan.config, spec)
-        self.model = plan.algo.make_model(plan.config, spec, plan.model)
+        self._plan, self._line, self._seed = plan, line, plan.run.seed
+        if plan.life:
+            self._seed = episode_seed(plan.run.seed, plan.index, plan.life)
+        groups = group_numbers(plan.run, plan.env.num_envs)
+        told: dict[str, Any] = {
+            "seed": self._seed,
+            "worker_index": plan.index,
+            "threads": max(1, cores() // plan.run.num_workers),
+        }
+        envs = [make_vec(plan.env, numbers=n if len(groups) > 1 else None, **told) for n in groups]
+        self.model = plan.algo.make_model(plan.config, envs[0].spec, plan.model)
+        answers = Answers(line) if line else None
+        sources: list[EnvSource] = []
+        for g, (env, numbers) in enumerate(zip(envs, groups, strict=True)):
+            engine = CentralEngine(line, g, answers, plan.life) if line and answers else None
+            sources.append(self._play_group(env, numbers, engine))
+        self._groups = sources
+        self.source = sources[0] if len(sources) == 1 else Turns(sources)
+        self.laps, self._cores = Laps(), Cores(every=0.1)
+
+    def _play_group(self, env: VecEnv, numbers: range, engine: Any) -> EnvSource:
+        plan = self._plan
+        policy = plan.algo.Policy(plan.config, env.spec)
         policy.draws = getattr(self.model, "draws", None) or {}
-        rewards = RewardTransform(plan.env, plan.env.num_envs, getattr(plan.config, "gamma", 1.0))
-        rng = RowsOfAll(plan.run.seed, plan.index - 1, plan.run.num_workers, plan.env.num_envs)
-        self.rollout = Rollout(
-            self.env,
-            acting_engine(self.model, policy, plan.run.record),
+        rewards = RewardTransform(plan.env, len(numbers), getattr(plan.config, "gamma", 1.0))
+        policy.seat(self._mine(numbers).start, len(numbers), plan.run.num_workers * plan.env.num_envs)
+        rollout = Rollout(
+            env,
+            engine or acting_engine(self.model, policy, plan.run.record),
             policy,
-            rng,  # type: ignore[arg-type]
+            self._rng(plan.run.seed, numbers),
             rewards=rewards if rewards.active else None,
             initial_state=initial_state(self.model),
         )
-        self.rollout.reset(seed)
-        self.source = EnvSource(self.rollout, plan.rows, plan.state_every, plan.run.record)
+        rollout.numbers_from = numbers.start
+        rollout.reset()  # by the seed that they were made with: native ones of another worker have another one
+        return EnvSource(rollout, plan.rows, plan.state_every, plan.run.record)
+
+    def _mine(self, numbers: range) -> range:
+        """Which of the environments of all workers these are."""
+        before = (self._plan.index - 1) * self._plan.env.num_envs
+        return range(before + numbers.start, before + numbers.stop)
+
+    def _rng(self, seed: int, numbers: range) -> Any:
+        return RowsOfAll(seed, self._mine(numbers), self._plan.run.num_workers * self._plan.env.num_envs)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
-        """The rows of a piece with these weights."""
-        load_weights(self.model, weights)
-        self.rollout.clock = Clock(*clock)
-        self.rollout.version = clock[1]
+        """The rows of a piece with these weights; where it has a line, with those of whom it asks."""
+        self.laps.lap("idle")
+        if self._line is None:
+            load_weights(self.model, weights)
+        self.laps.lap(WEIGHTS)
+        self.source.set_clock(Clock(*clock))
         (piece,), counts = self.source.gather()
-        return Played(piece, counts, self.source.seconds(), self.source.ended_metrics())
+        return Played(piece, counts, self._seconds(), self.source.ended_metrics())
+
+    def _seconds(self) -> dict[str, float]:
+        self.laps.lap("other")  # what of it was env and forward, the source knows
+        spent = self.laps.take() | (played := self.source.seconds())
+        spent["other"] -= sum(played.values())
+        spent["transfer"] = spent.get("transfer", 0.0) + spent[WEIGHTS]
+        return spent | self._cores.take()
 
     def watch(self, callbacks: bytes) -> None:
         self.source.watch(pickle.loads(callbacks))  # our own bytes, from our own parent
 
     def foreach_env(self, fn: bytes) -> list[Any]:
-        return self.env.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent
+        return self.source.foreach_env(pickle.loads(fn))  # our own bytes, from our own parent
+
+    def foreach_worker(self, fn: bytes) -> Any:
+        worker = RolloutWorker(
+            self._plan.index,
+            tuple(group.rollout.env for group in self._groups),
+            None if self._line else self.model,
+            self._groups[0].rollout.policy,
+        )
+        return pickle.loads(fn)(worker)  # our own bytes, from our own parent
 
     def get_state(self) -> dict[str, Any]:
         return self.source.get_state()
@@ -97,9 +150,89 @@ class Player:
     def set_state(self, state: dict[str, Any], clock: tuple[int, int]) -> bool:
         return self.source.set_state(state, Clock(*clock))
 
+    def start_anew(self, clock: tuple[int, int]) -> None:
+        """Other episodes and other random numbers than those that the run began with."""
+        for group in self._groups:
+            numbers = range(group.rollout.numbers_from, group.rollout.numbers_from + group.rollout.env.num_envs)
+            seed = episode_seed(self._plan.run.seed, 1 + self._mine(numbers).start, 1 + clock[0])
+            group.rollout.rng = self._rng(seed, numbers)
+            group.rollout.reset(seed)
+
     def close(self) -> None:
         with suppress(Exception):
-            self.env.close()
+            self.source.close()
+
+
+class Turns:
+    """Groups of environments that play in turn, as one source: while one waits for its answer, the others step. Its columns are theirs side by side."""
+
+    def __init__(self, groups: list[EnvSource]):
+        self.groups = groups
+
+    def set_clock(self, clock: Clock) -> None:
+        for group in self.groups:
+            group.set_clock(clock)
+
+    def gather(self) -> tuple[list[Piece], Counts]:
+        rows = self.groups[0].rows
+        for group in self.groups:
+            group.begin()
+            group.rollout.ask()
+        for t in range(rows - 1):
+            for group in self.groups:
+                group.row(t)
+                group.rollout.ask()
+        pieces, counts = [], Counts()
+        for group in self.groups:
+            group.row(rows - 1)
+            (piece,), counted = group.end()
+            pieces.append(piece)
+            counts = Counts(counts.env_steps + counted.env_steps, (*counts.episodes, *counted.episodes))
+        return [side_by_side(pieces)], counts
+
+    def seconds(self) -> dict[str, float]:
+        spent = [group.seconds() for group in self.groups]
+        return {name: sum(one[name] for one in spent) for name in spent[0]}
+
+    def ended_metrics(self) -> list[dict[str, float]]:
+        return [metrics for group in self.groups for metrics in group.ended_metrics()]
+
+    def watch(self, callbacks: CallbackList) -> None:
+        for group in self.groups:
+            group.watch(callbacks)
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [result for group in self.groups for result in group.foreach_env(fn)]
+
+    def get_state(self) -> dict[str, Any]:
+        states = [group.get_state() for group in self.groups]
+        arrays = {str(g): state["arrays"] for g, state in enumerate(states)}
+        exact = all(state["json"]["exact"] for state in states)
+        return {"arrays": arrays, "json": {"groups": [state["json"] for state in states], "exact": exact}}
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        saved = state["json"].get("groups", [])
+        if len(saved) != len(self.groups):
+            return False
+        told = [{"arrays": state["arrays"][str(g)], "json": json} for g, json in enumerate(saved)]
+        exact = [group.set_state(one, clock) for group, one in zip(self.groups, told, strict=True)]
+        return all(exact)
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+
+
+def group_numbers(run: RunConfig, num_envs: int) -> list[range]:
+    """The environments of each group of a worker."""
+    groups = min(num_envs, run.env_groups or (2 if run.inference == "central" else 1))
+    edges = [round(num_envs * g / groups) for g in range(groups + 1)]
+    return [range(a, b) for a, b in pairwise(edges)]
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Bits:
@@ -118,12 +251,12 @@ class _Bits:
 
 
 class RowsOfAll:
-    """A random generator that draws for the environments of all workers and gives out those of this one: they act as they would in one process."""
+    """A random generator that draws for the environments of all workers and gives out those of `mine`: they act as they would in one process."""
 
-    def __init__(self, seed: int, worker: int, workers: int, rows: int):
+    def __init__(self, seed: int, mine: range, total: int):
         self._rng = np.random.default_rng([seed, 0])
-        self.bit_generator = _Bits(self._rng, [seed, 0, worker])
-        self._rows, self._all, self._mine = rows, workers * rows, slice(worker * rows, (worker + 1) * rows)
+        self.bit_generator = _Bits(self._rng, [seed, 0, mine.start])
+        self._rows, self._all, self._mine = len(mine), total, slice(mine.start, mine.stop)
 
     def _draw(self, draw: Callable[..., Any], size: Any, *arguments: Any) -> Any:
         shape = (size,) if isinstance(size, int) else tuple(size or ())

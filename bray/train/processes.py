@@ -1,4 +1,6 @@
-"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe."""
+"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe.
+
+Nobody waits for anybody there: the weights are written to one of two places in turn, and a player that was overtaken by the second writing reads again."""
 
 from __future__ import annotations
 
@@ -8,17 +10,19 @@ import multiprocessing
 import os
 import pickle
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.act import Clock
 from bray.data.piece import COLUMNS, Piece
-from bray.envs.process import STOP, Child, error_answer, portable, unpack
+from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
+from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
 
 _ALIGN = 64
@@ -30,39 +34,59 @@ _ALIGN = 64
 class Processes:
     """Where players live: processes of this machine."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray]):
-        self._slots = Slots(weights)
-        self._next = 0
+    def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
+        """central: who computes the Model for them; then it is given the weights, and they are not."""
+        self._slots = Slots({} if central else weights)
+        self._central = central
+        self._starting: list[PlayerProcess] = []
 
     def start(self, plan: Plan) -> PlayerProcess:
-        """Begin to start a player; `started` waits for it."""
-        return PlayerProcess(plan, self._slots)
+        """Begin to start a player; `started` waits for it. Where more start than there are cores for, they would only slow each other down, beyond
+        their time limit: the next one then begins when the first of them is there."""
+        self._starting = [worker for worker in self._starting if worker.starting]
+        if len(self._starting) >= 2 * (os.cpu_count() or 1):
+            wait([self._starting.pop(0).conn], START_TIMEOUT)
+        line = self._central.line(plan.index - 1) if self._central else None
+        self._starting.append(PlayerProcess(plan, self._slots, line))
+        return self._starting[-1]
 
-    def publish(self, weights: Mapping[str, np.ndarray]) -> int:
-        """Weights for players to come; what `play` is given for them. They last until the publication after the next."""
-        slot, self._next = self._next, 1 - self._next
-        for name, array in self._slots.views(slot).items():
-            array[...] = weights[name]
-        return slot
+    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
+        """Players take the newest weights when they begin to play, so a question need not say which."""
+        if self._central:
+            self._central.set_weights(weights)
+        self._slots.write(weights, clock)
+
+    def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
+        ready = set(wait([worker.conn for worker in workers], timeout))
+        return [worker for worker in workers if worker.conn in ready]
+
+    def close(self) -> None:
+        """Nothing is left when the players are closed."""
 
 
 class PlayerProcess:
     """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it died or hangs."""
 
-    def __init__(self, plan: Plan, slots: Slots):
+    def __init__(self, plan: Plan, slots: Slots, line: Line | None = None):
         told, needs_main = portable(plan)
-        self._child = Child(serve_player, (slots, told), "bray-rollout", needs_main)
+        self._child = Child(serve_player, (slots, line, told), "bray-rollout", needs_main)
         self._pieces: list[Piece] = []
+        self.starting = True
 
     @property
     def name(self) -> str:
         return f"process {self._child.process.pid}"
 
     @property
+    def conn(self) -> Connection:
+        return self._child.conn
+
+    @property
     def process_id(self) -> int:
         return self._child.process.pid or 0
 
     def started(self) -> None:
+        self.starting = False
         self._child.started()
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -81,6 +105,7 @@ class PlayerProcess:
 
     def kill(self) -> str:
         """End it at once; where it was, and how it ended."""
+        self.starting = False
         where = self._child.stack()
         self._child.kill()
         return f"{where}\nexit code {self._child.process.exitcode}".lstrip()
@@ -90,7 +115,8 @@ class PlayerProcess:
 
 
 class Slots:
-    """Two copies of the weights in memory that all players see."""
+    """Two copies of the weights in memory that all players see. Each has a counter that is odd while it is written: a reader that finds it odd, or
+    changed behind its copy, takes the other one. A reader that is killed leaves nothing behind."""
 
     def __init__(self, weights: Mapping[str, np.ndarray]):
         self._places: dict[str, _Place] = {}
@@ -98,10 +124,34 @@ class Slots:
         for name, array in weights.items():
             self._places[name] = _Place(self._size, array)
             self._size += _padded(array)
-        self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, 2 * self._size))
+        context = multiprocessing.get_context("spawn")
+        self._memory = context.RawArray(ctypes.c_uint8, max(1, 2 * self._size))
+        self._numbers = context.RawArray(ctypes.c_int64, 7)
 
     def views(self, slot: int) -> dict[str, np.ndarray]:
         return {name: place.of(self._memory, slot * self._size) for name, place in self._places.items()}
+
+    def write(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
+        """Over the older of the two."""
+        slot = 1 - self._numbers[0]
+        at = 1 + 3 * slot
+        self._numbers[at] += 1
+        for name, array in self.views(slot).items():
+            array[...] = weights[name]
+        self._numbers[at + 1 : at + 3] = [*clock]
+        self._numbers[at] += 1
+        self._numbers[0] = slot
+
+    def read(self) -> tuple[dict[str, np.ndarray], Clock]:
+        """A copy of the newest ones, whole."""
+        while True:
+            slot = self._numbers[0]
+            at = 1 + 3 * slot
+            before = self._numbers[at]
+            weights = {name: array.copy() for name, array in self.views(slot).items()}
+            clock = Clock(*self._numbers[at + 1 : at + 3])
+            if before % 2 == 0 and self._numbers[at] == before:
+                return weights, clock
 
 
 class _Place:
@@ -145,10 +195,10 @@ def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
 # --- in a player's process --------------------------------------------------------------------------------------------
 
 
-def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
+def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes) -> None:
     """Play until told to stop."""
     try:
-        player = Player(pickle.loads(told))  # our own bytes, from our own parent
+        player = Player(pickle.loads(told), line)  # our own bytes, from our own parent
     except BaseException as e:
         conn.send(error_answer(e))
         return
@@ -159,13 +209,13 @@ def serve_player(conn: Connection, slots: Slots, told: bytes) -> None:
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
-                    slot, clock = arguments
-                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(slots.views(slot), clock)), [])
+                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(*slots.read())), [])
                 else:
                     answer = ("ok", getattr(player, method)(*arguments), [])
             except Exception as e:
                 answer = error_answer(e)
             conn.send(answer)
+            player.laps.lap("transfer")
     finally:
         player.close()
 

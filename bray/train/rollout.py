@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.act import SAMPLE, Clock, Policy, Tick, decide_now
+from bray.act import SAMPLE, Clock, Deciding, Policy, Tick, decide_now, go_on
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
@@ -20,7 +20,7 @@ from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
 from bray.train.health import blame_policy
-from bray.train.source import Source
+from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")
 
@@ -35,7 +35,7 @@ class Step:
 
     obs: Any
     valid: np.ndarray
-    first: np.ndarray
+    first: Any
     state: Any
     outputs: dict[str, Any]
     extras: dict[str, Any]
@@ -52,7 +52,7 @@ class Rollout:
     def __init__(
         self,
         env: VecEnv,
-        engine: TorchEngine,
+        engine: Any,
         policy: Any,
         rng: np.random.Generator,
         mode: str = SAMPLE,
@@ -66,6 +66,7 @@ class Rollout:
         self.first = np.ones(env.num_envs, bool)
         self.state = initial_state(env.num_envs) if initial_state else None
         self._one_forward = self.state is None and not policy.draws and type(policy).decide is Policy.decide
+        self._asked: tuple[Tick, Any, Deciding] | None = None  # a step that waits for its answer
         self._under_way: dict[str, Any] | None = None  # the extras of the last row, where environments are waited for
         self.env_steps = 0
         self.version = 0
@@ -73,6 +74,8 @@ class Rollout:
         self.clock: Clock | None = None
         """What schedules are told instead of these two."""
         self.obs: Any = None
+        self.numbers_from = 0
+        """The number of the first environment, where others have a Rollout of their own."""
         self.ended: list[tuple[int, float, int]] = []
         """(environment, return, length) of the episodes that the last step ended."""
         self.episodes_left: int | None = None
@@ -87,27 +90,46 @@ class Rollout:
         """Whether all episodes that count have been played."""
         return self.episodes_left == 0
 
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int | None = None) -> None:
         self.obs = self.env.reset(seed)
+
+    def ask(self) -> None:
+        """Begin a step: put the question to an engine that is somewhere else (`ask`, `answer`) and return. `step` waits for the answer and goes on."""
+        start = time.perf_counter()
+        tick, state, clock = self._tick()
+        deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
+        self.engine.ask(*next(deciding))
+        self._asked = tick, state, deciding
+        self.seconds["forward"] += time.perf_counter() - start
+
+    def _tick(self) -> tuple[Tick, Any, Clock]:
+        """What is decided on: observations, memory and time."""
+        if self.watch is not None:
+            self.watch.before_step(self)
+        first, state = self.first, self.state
+        if state is not None and first.any():
+            state = zeroed(state, first)
+        return Tick(self.obs, None, first), state, self.clock or Clock(self.env_steps, self.version)
 
     def step(self) -> Step:
         """One decision in every environment."""
-        if self.watch is not None:
-            self.watch.before_step(self)
-        obs, first, state, env = self.obs, self.first, self.state, self.env
+        env = self.env
         dead, waits = env.dead, env.waits
         valid = ~dead
         t0 = time.perf_counter()
-        if state is not None and first.any():
-            state = zeroed(state, first)
-        clock = self.clock or Clock(self.env_steps, self.version)
-        tick = Tick(obs, None, first)
-        if self._one_forward:  # what the default `decide` does, without a generator: 2 % of a step of a small network
-            outputs = self.engine.forward(obs)
-            actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
+        if self._asked is not None:
+            (tick, state, deciding), self._asked = self._asked, None
+            actions, extras, self.state, outputs = go_on(deciding, self.engine.answer(), self.engine.forward)
         else:
-            deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
-            actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
+            tick, state, clock = self._tick()
+            if (
+                self._one_forward
+            ):  # what the default `decide` does, without a generator: 2 % of a step of a small network
+                outputs = self.engine.forward(tick.obs)
+                actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
+            else:
+                deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
+                actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
         if waits:
             extras = self._under_way = self._taken(extras)
         t1 = time.perf_counter()
@@ -138,7 +160,7 @@ class Rollout:
         learned = reward
         if self.rewards is not None:
             learned = self.rewards(reward, env.dead, valid if waits else None)
-        step = Step(obs, valid, first, state, outputs, extras, learned, terminated, truncated, actions)
+        step = Step(tick.obs, valid, tick.first, state, outputs, extras, learned, terminated, truncated, actions)
         if self.watch is not None:
             self.watch.after_step(self, step, reward, infos)
         return step
@@ -228,10 +250,13 @@ class EnvSource(Source):
         if self._keep and rollout.state is None:
             self._later = self._separate_outputs(record)
         self._row: tuple[_Columns, Piece] | None = None
+        self.begin()
 
     def _separate_outputs(self, record: bool) -> TorchEngine | None:
         """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
         rollout, reads = self.rollout, self.rollout.policy.reads
+        if not isinstance(rollout.engine, TorchEngine):
+            return None
         model = rollout.engine.model
         both = TorchEngine(model, (*reads, *self._keep), record)
         if record:
@@ -245,23 +270,34 @@ class EnvSource(Source):
         """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a fixed shape."""
         if self.rows == 1:
             return self._gather_row()
-        rollout, before = self.rollout, self.rollout.env_steps
-        episodes: list[tuple[float, int]] = []
-        columns: _Columns | None = None
-        whole = True
+        self.begin()
         for t in range(self.rows):
-            step = rollout.step()
-            if columns is None:
-                columns = _Columns(step, self.rows, self._keep, self._state_every)
-            columns.write(t, step)
-            if rollout.ended:
-                episodes += [(return_, length) for _, return_, length in rollout.ended]
-            if rollout.full and t + 1 < self.rows:
-                whole = False
-                break
-        assert columns is not None
-        counts = Counts(rollout.env_steps - before, tuple(episodes))
-        return ([self._piece(columns)] if whole else []), counts
+            self.row(t)
+            if self.rollout.full and t + 1 < self.rows:
+                return [], self._counts()
+        return self.end()
+
+    def begin(self) -> None:
+        """A new piece; then come its `row`s and its `end`."""
+        self._columns: _Columns | None = None
+        self._episodes: list[tuple[float, int]] = []
+        self._before = self.rollout.env_steps
+
+    def row(self, t: int) -> None:
+        rollout = self.rollout
+        step = rollout.step()
+        if self._columns is None:
+            self._columns = _Columns(step, self.rows, self._keep, self._state_every)
+        self._columns.write(t, step)
+        if rollout.ended:
+            self._episodes += [(return_, length) for _, return_, length in rollout.ended]
+
+    def end(self) -> tuple[list[Piece], Counts]:
+        assert self._columns is not None
+        return [self._piece(self._columns)], self._counts()
+
+    def _counts(self) -> Counts:
+        return Counts(self.rollout.env_steps - self._before, tuple(self._episodes))
 
     def _gather_row(self) -> tuple[list[Piece], Counts]:
         """One row: the same piece again and again, written over. Whoever keeps rows copies them."""
@@ -282,6 +318,7 @@ class EnvSource(Source):
         rollout, rows = self.rollout, self.rows
         columns.write_last(rollout.obs, rollout.first)
         outputs = columns.outputs
+        began = time.perf_counter()
         if self._later is not None:
             flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs)
             late = self._later.forward(flat)
@@ -292,7 +329,8 @@ class EnvSource(Source):
             last = rollout.engine.forward(*inputs)
             for k in self._keep:
                 outputs[k][rows] = last[k]
-        return columns.piece(outputs, rollout.version, self._state_every)
+        rollout.seconds["forward"] += time.perf_counter() - began
+        return rollout.policy.label(columns.piece(outputs, rollout.version, self._state_every))
 
     def limit_episodes(self, left: int | None) -> None:
         self.rollout.episodes_left = left
@@ -300,6 +338,10 @@ class EnvSource(Source):
     def publish(self, weights: Any, clock: Clock) -> None:
         """The parameters are shared: only their version is news."""
         self.rollout.version = clock.version
+
+    def set_clock(self, clock: Clock) -> None:
+        """What schedules are told, and the version of the weights, where somebody else counts."""
+        self.rollout.clock, self.rollout.version = clock, clock.version
 
     def watch(self, callbacks: CallbackList) -> None:
         self.rollout.watch = callbacks.watch()
@@ -318,6 +360,10 @@ class EnvSource(Source):
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self.rollout.env.foreach_env(fn)
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        rollout = self.rollout
+        return [fn(RolloutWorker(0, (rollout.env,), rollout.engine.model, rollout.policy))]
 
     def seconds(self) -> dict[str, float]:
         spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}

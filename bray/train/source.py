@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,26 @@ from bray.act import Clock
 from bray.data.experience import Counts, EndOfData
 from bray.data.files import EpisodeReader
 from bray.data.piece import Piece
+from bray.envs.vector import VecEnv
 from bray.errors import ConfigError
 from bray.spec import ActionLayout, Space
 from bray.train.callbacks import CallbackList
+
+
+@dataclass(frozen=True)
+class RolloutWorker:
+    """What a function of `foreach_worker` is given: what plays in one process."""
+
+    index: int
+    """From 1; 0 is the process that learns."""
+    envs: tuple[VecEnv, ...]
+    """All of its environments together, or a part for each of its groups (`run.env_groups`)."""
+    model: Any
+    """Its copy of the Model; in the process that learns, the one that is trained. None where the Model is computed there for all."""
+    policy: Any
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return [result for env in self.envs for result in env.foreach_env(fn)]
 
 
 class Source:
@@ -39,7 +57,7 @@ class Source:
         return ""
 
     def seconds(self) -> dict[str, float]:
-        """Time spent per phase since the last call."""
+        """Time that the process that learns spent here since the last call, by phase (`train/spent.py`)."""
         return {}
 
     def numbers(self) -> dict[str, float]:
@@ -57,6 +75,10 @@ class Source:
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment; what it returned, in their order."""
         raise ConfigError("foreach_env needs environments that Bray steps, not live games or files")
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        """`fn(worker)` in every process that plays; what it returned, in their order."""
+        raise ConfigError("foreach_worker needs environments that Bray steps, not live games or files")
 
     def get_state(self) -> dict[str, Any]:
         """{"arrays": tree, "json": plain data}"""

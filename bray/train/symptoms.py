@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from bray.metrics import short
+from bray.metrics import number, short
 
 logger = logging.getLogger("bray")
 
@@ -91,7 +91,7 @@ class Symptoms:
 
     def _entropy(self, row: Mapping[str, Any]) -> str:
         """A policy that always does the same, and is no better than at the start. (Entropies of continuous actions have no zero: they only pass it.)"""
-        entropy, got = _number(row, "loss/entropy"), _number(row, "episode_return_mean")
+        entropy, got = number(row, "loss/entropy"), number(row, "episode_return_mean")
         if entropy is None or got is None:
             return ""
         at_first, worst = self._first.setdefault("entropy", abs(entropy)), self._first.setdefault("return", got)
@@ -104,7 +104,7 @@ class Symptoms:
         )
 
     def _step_size(self, row: Mapping[str, Any]) -> str:
-        kl, clipped = _number(row, "loss/kl"), _number(row, "loss/clip_fraction")
+        kl, clipped = number(row, "loss/kl"), number(row, "loss/clip_fraction")
         if (kl or 0.0) <= KL_FAR and (clipped or 0.0) <= CLIPPED:
             return ""
         seen = [f"kl {kl:.2g}, usual is below 0.02"] if (kl or 0.0) > KL_FAR else []
@@ -116,7 +116,7 @@ class Symptoms:
 
     def _value_function(self, row: Mapping[str, Any]) -> str:
         """Worse than a constant, and wrong by much: where all returns are equal, explained variance means nothing."""
-        explained, loss = _number(row, "loss/explained_variance"), _number(row, "loss/value_loss")
+        explained, loss = number(row, "loss/explained_variance"), number(row, "loss/value_loss")
         scale = 1.0 if self._scaled else self._value_scale(row)
         if explained is None or loss is None or scale is None:
             return ""
@@ -128,7 +128,7 @@ class Symptoms:
         )
 
     def _action_values(self, row: Mapping[str, Any]) -> str:
-        q, scale = _number(row, "loss/q"), self._value_scale(row)
+        q, scale = number(row, "loss/q"), self._value_scale(row)
         if q is None or scale is None or self._scaled or abs(q) <= Q_BEYOND * max(scale, 1.0):
             return ""
         return (
@@ -143,7 +143,7 @@ class Symptoms:
         scale = self._value_scale(row, row.get("episode_return_mean"))
         if scale is None or self._scaled or scale < REWARD_SCALE:
             return ""
-        explained, q = _number(row, "loss/explained_variance"), _number(row, "loss/q")
+        explained, q = number(row, "loss/explained_variance"), number(row, "loss/q")
         if (explained is None or explained > 0.5) and (q is None or abs(q) > 0.1 * scale):
             return ""
         return (
@@ -153,7 +153,7 @@ class Symptoms:
 
     def _gradients(self, row: Mapping[str, Any]) -> str:
         """Grown by orders of magnitude since the start."""
-        norm = _number(row, "loss/grad_norm")
+        norm = number(row, "loss/grad_norm")
         if norm is None:
             return ""
         if len(self._norms) < 2 * self.patience:
@@ -167,7 +167,7 @@ class Symptoms:
         )
 
     def _dead_units(self, row: Mapping[str, Any]) -> str:
-        dead = _number(row, DEAD_UNITS)
+        dead = number(row, DEAD_UNITS)
         if dead is None or dead < DEAD:
             return ""
         return (
@@ -177,8 +177,8 @@ class Symptoms:
 
     def _stale_replay(self, row: Mapping[str, Any]) -> str:
         """Transitions much older than they get where learning and gathering keep pace: half of what a replay of this size holds."""
-        age, size = _number(row, "replay/staleness_mean"), _number(row, "replay/size")
-        steps, updates = _number(row, "env_steps_total"), _number(row, "learner_steps_total")
+        age, size = number(row, "replay/staleness_mean"), number(row, "replay/size")
+        steps, updates = number(row, "env_steps_total"), number(row, "learner_steps_total")
         if not (age and size and steps and updates) or age <= STALE * max(100.0, 0.5 * size * updates / steps):
             return ""
         return (
@@ -198,7 +198,7 @@ class Symptoms:
 
     def _value_scale(self, row: Mapping[str, Any], return_: float | None = None) -> float | None:
         """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever. Default: the largest return so far."""
-        low, high, length = (_number(row, f"episode_{k}") for k in ("return_min", "return_max", "length_mean"))
+        low, high, length = (number(row, f"episode_{k}") for k in ("return_min", "return_max", "length_mean"))
         gamma = (self.options or {}).get("gamma")
         if low is None or high is None or not length or not isinstance(gamma, (int, float)):
             return None
@@ -226,9 +226,3 @@ def _listed(words: Iterable[str]) -> list[str]:
     """`[a, b, c]` -> `["a, b", "c"]`, to be joined by a word."""
     *most, last = words
     return [", ".join(most), last] if most else [last]
-
-
-def _number(row: Mapping[str, Any], key: str) -> float | None:
-    """A finite number of a row."""
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,9 +1,10 @@
 """Rollout workers: players, each with its own environments and its own copy of the Model, as one source of pieces.
 
-They play in rounds. All are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by side in the order of
-the workers. With `overlap` the next round is played while the learner learns from this one: its weights are then one round old.
-A worker that dies or hangs is killed, replaced and counted; its part of the round is played again. Where players live is a `Home`:
-processes of this machine (`processes.py`).
+In rounds: all are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by side in the order of the
+workers. Asynchronous: each has a piece or two to play under way, with the newest weights that are there when it begins one, and plays on while the
+learner learns; whatever has been played is taken. A slow worker then holds nobody up, and what is learnt from is some versions old.
+A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where players live is a `Home`:
+processes of this machine (`processes.py`) or of a cluster (`bray/remote/players.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -21,19 +22,22 @@ import numpy as np
 
 from bray.act import Clock
 from bray.data.experience import Counts
+from bray.data.lanes import Lanes
 from bray.data.piece import Piece, side_by_side
-from bray.envs.process import Lost
+from bray.envs.process import START_TIMEOUT, Lost
 from bray.errors import ConfigError, EnvError
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
-from bray.train.source import Source
+from bray.train.source import RolloutWorker, Source
+from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 
 logger = logging.getLogger("bray")
 
 REPLAY_ROWS = 16
-"""Rows of a round for algorithms that replay, which want them one by one: a question to a worker costs as much as several steps."""
+"""Rows of a piece for algorithms that replay, which want them one by one: a question to a worker costs as much as several steps."""
 SLOW, LEAST_S = 10.0, 60.0
-"""A worker is hung when it takes this many times as long as the longest round before, and at least so many seconds."""
+"""A worker is hung when it takes this many times as long as for the longest piece before, and at least so many seconds."""
+TURN_S = 1.0  # seconds after which those who wait for all workers look whether one of them hangs
 
 
 class Worker(Protocol):
@@ -51,36 +55,62 @@ class Worker(Protocol):
 
 
 class Home(Protocol):
-    """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`."""
+    """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`, the clock the second."""
 
     def start(self, plan: Plan) -> Worker: ...
-    def publish(self, weights: Mapping[str, np.ndarray]) -> Any: ...
+    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> Any: ...
+    def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
+        """Those of these workers that have answered, have started or have died; waits so many seconds for the first of them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Seat:
+    """A worker, and what it was asked for."""
+
+    index: int
+    worker: Worker
+    starting: bool = True
+    under_way: int = 0
+    """Questions `play` that are not answered."""
+    since: float = 0.0
+    """When it began with the oldest of them, or to start."""
 
 
 class WorkerSource(Source):
     """See the module."""
 
-    exact = True
-
-    def __init__(self, plan: Plan, home: Home, weights: Callable[[], Mapping[str, np.ndarray]], overlap: bool):
-        self.plan, self.home, self.overlap, self.restarts = plan, home, overlap, 0
-        self._weights, self._clock = weights, Clock()
-        self._lag = 0
-        self._playing = False
-        self._answers: list[Played] = []
+    def __init__(
+        self,
+        plan: Plan,
+        home: Home,
+        weights: Callable[[], Mapping[str, np.ndarray]],
+        asynchronous: bool = False,
+        lanes: bool = False,
+    ):
+        self.plan, self.home, self.asynchronous, self.exact = plan, home, asynchronous, not asynchronous
+        self.restarts = 0
+        self._lanes = Lanes(plan.run.num_workers) if asynchronous and lanes else None
+        self._weights, self._clock, self._news = weights, Clock(), True
+        self._lag = _Lag()
+        self._came: list[tuple[int, Played]] = []
         self._question: tuple[Any, ...] = ()
-        self._seconds: dict[str, float] = {}
+        self._laps, self._times = Laps(), WorkerTimes()
         self._longest = 0.0
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._each: bytes | None = None
-        self._workers: list[Worker] = []
-        self._finalizer = Finalize(self, _close_all, (self._workers,), exitpriority=10)
+        self._each_worker: bytes | None = None
+        self._seats: list[_Seat] = []
+        self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
             for w in range(plan.run.num_workers):
-                self._workers.append(self._start(w))
-            for worker in self._workers:
-                worker.started()
+                self._seats.append(_Seat(w, self._start(w)))
+            for seat in self._seats:
+                seat.worker.started()
+                seat.starting = False
         except BaseException:
             self.close()
             raise
@@ -90,86 +120,150 @@ class WorkerSource(Source):
 
     @property
     def process_ids(self) -> list[int]:
-        return [worker.process_id for worker in self._workers]
+        return [seat.worker.process_id for seat in self._seats]
 
-    # --- rounds
+    # --- pieces
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
-        if not self._playing:
-            self._play()
-        self._finish()
-        answers, self._answers, self._playing = self._answers, [], False
-        piece = side_by_side([answer.piece for answer in answers])  # copied: players write over theirs
-        self._lag = self._clock.version - int(piece.version)
-        if self.overlap:
-            self._play()
-        for name in ("env", "forward"):
-            self._seconds[name] = self._seconds.get(name, 0.0) + sum(a.seconds[name] for a in answers) / len(answers)
-        for answer in answers:
-            self._metrics.add(answer.metrics)
-        steps = sum(answer.counts.env_steps for answer in answers)
-        return [piece], Counts(steps, tuple(e for answer in answers for e in answer.counts.episodes))
+        self._laps.lap("elsewhere")
+        if self.asynchronous:
+            if self._news:
+                self._publish()
+            if not any(seat.under_way for seat in self._seats):
+                self._ask_for_pieces(2)
+            self._came += self._take(0.0)
+            # Where all have played already the learner is the slower side, and a second piece would only be older when its turn comes.
+            most = 1 if len({w for w, _ in self._came}) == len(self._seats) else 2
+            if not self._came:
+                self._came = self._take(timeout)
+            self._ask_for_pieces(most)
+        else:
+            self._publish()
+            self._ask_for_pieces(1)
+            while len(self._came) < len(self._seats):
+                self._came += self._take(TURN_S)
+        came, self._came = sorted(self._came, key=lambda answer: answer[0]), []
+        pieces = self._pieces(came)
+        self._laps.lap("transfer")
+        return pieces, self._count(came)
 
-    def _finish(self) -> None:
-        """Wait until the round under way is played; `gather` returns it."""
-        if self._playing and not self._answers:
-            start = time.perf_counter()
-            self._answers = [self._answer(w) for w in range(len(self._workers))]
-            self._longest = max(self._longest, time.perf_counter() - start)
+    def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
+        for _, played in came:
+            self._lag.see(self._clock.version - int(np.max(played.piece.version)), played.counts.env_steps)
+        pieces = [played.piece for _, played in came]
+        if not self.asynchronous:
+            return [side_by_side(pieces)]  # copied: players write over theirs
+        return pieces if self._lanes is None else self._lanes.take()
 
-    def _play(self) -> None:
-        """Let all workers play a round with the newest weights."""
-        self._question = ("play", self.home.publish(self._weights()), tuple(self._clock))
-        for w, worker in enumerate(self._workers):
+    def _count(self, came: list[tuple[int, Played]]) -> Counts:
+        for w, played in came:
+            self._times.add(w + 1, played.seconds)
+            self._metrics.add(played.metrics)
+        steps = sum(played.counts.env_steps for _, played in came)
+        return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
+
+    def _publish(self) -> None:
+        self._question = ("play", self.home.publish(self._weights(), self._clock), tuple(self._clock))
+        self._news = False
+        self._laps.lap(WEIGHTS)
+
+    def _ask_for_pieces(self, most: int) -> None:
+        """Let every worker have so many to play."""
+        for seat in self._seats:
+            while seat.under_way < most:
+                seat.since = seat.since if seat.under_way else time.monotonic()
+                seat.under_way += 1
+                if seat.starting:
+                    continue  # it is asked when it is there
+                try:
+                    seat.worker.send(*self._question)
+                except Lost as e:
+                    self._replace(seat, e)
+
+    def _take(self, timeout: float) -> list[tuple[int, Played]]:
+        """What has been played, by worker, waiting so long for the first. Workers that died or hang are replaced."""
+        busy = [seat for seat in self._seats if seat.under_way or seat.starting]
+        ready = self.home.wait([seat.worker for seat in busy], timeout)
+        self._laps.lap("idle")
+        came: list[tuple[int, Played]] = []
+        for seat in busy:
             try:
-                worker.send(*self._question)
+                if seat.worker not in ready:
+                    self._check_hung(seat)
+                elif seat.starting:
+                    self._welcome(seat)
+                else:
+                    came.append((seat.index, self._receive(seat)))
             except Lost as e:
-                self._replace(w, e)
-        self._playing = True
+                self._replace(seat, e)
+        self._laps.lap("transfer")
+        return came
 
-    def _answer(self, w: int) -> Played:
-        """What worker w, or one that replaces it, has played."""
-        while True:
-            try:
-                played: Played = self._workers[w].receive(self._limit)
-                return played
-            except Lost as e:
-                self._replace(w, e)
+    def _receive(self, seat: _Seat) -> Played:
+        played: Played = seat.worker.receive(self._limit)
+        seat.under_way -= 1
+        seat.since = time.monotonic()
+        self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
+        if self.asynchronous:  # it is asked again at once, and then writes over it
+            played = played._replace(piece=side_by_side([played.piece]))
+        if self._lanes is not None:  # here, so that one that dies next is cut behind it
+            self._lanes.add(seat.index, played.piece)
+        return played
 
     @property
     def _limit(self) -> float:
         return self.plan.run.worker_timeout_s or max(LEAST_S, SLOW * self._longest)
 
-    def _replace(self, w: int, why: Lost) -> None:
-        """Kill a worker, start another one, and let it play the round."""
-        worker = self._workers[w]
+    def _check_hung(self, seat: _Seat) -> None:
+        limit = max(self._limit, START_TIMEOUT) if seat.starting else self._limit
+        if time.monotonic() - seat.since > limit:
+            raise Lost(f"did not answer within {limit:g} s")
+
+    def _replace(self, seat: _Seat, why: Lost) -> None:
+        """Kill a worker and begin to start another one; the others play on meanwhile."""
+        worker, w = seat.worker, seat.index
         end = worker.kill()
         self.restarts += 1
-        report = f"{end}\nrollout worker {w + 1} ({worker.name}) {why}"
+        report = f"{end}\nrollout worker {w + 1} ({worker.name}) {why}".lstrip()
         if self.restarts > self.plan.run.max_worker_restarts:
             raise EnvError(
                 f"{report}. run.max_worker_restarts={self.plan.run.max_worker_restarts} are used up: see above why they end, or allow more."
             )
         logger.warning("%s. Replaced (%d so far); its episodes are lost.", report, self.restarts)
-        self._workers[w] = self._start(w, self.restarts)
-        self._workers[w].started()
-        for method, told in (("watch", self._watch), ("foreach_env", self._each)):
+        seat.worker, seat.starting, seat.since = self._start(w, self.restarts), True, time.monotonic()
+        if self._lanes is not None:
+            self._lanes.cut(w)
+
+    def _welcome(self, seat: _Seat) -> None:
+        """One that replaces another has started: it is told what that one was told, and asked for what it was asked for."""
+        seat.worker.started()
+        for method, told in (
+            ("watch", self._watch),
+            ("foreach_env", self._each),
+            ("foreach_worker", self._each_worker),
+        ):
             if told is not None:
-                self._ask(w, method, told)
-        self._workers[w].send(*self._question)
+                self._ask(seat, method, told)
+        for _ in range(seat.under_way):
+            seat.worker.send(*self._question)
+        seat.starting, seat.since = False, time.monotonic()
 
     # --- the rest of a Source
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
-        self._weights, self._clock = weights, clock
+        self._weights, self._clock, self._news = weights, clock, True
+
+    def wait_reason(self) -> str:
+        starting = [str(seat.index + 1) for seat in self._seats if seat.starting]
+        return f"rollout workers that are starting: {', '.join(starting)}" if starting else ""
 
     def seconds(self) -> dict[str, float]:
-        spent, self._seconds = self._seconds, {}
-        return spent
+        spent = self._laps.take()
+        weights = spent.get(WEIGHTS, 0.0)
+        return {"transfer": spent.get("transfer", 0.0) + weights, WEIGHTS: weights, "idle": spent.get("idle", 0.0)}
 
     def numbers(self) -> dict[str, float]:
-        counted = {"workers/policy_lag": self._lag, "workers/restarts": self.restarts}
-        return counted | self._metrics.row()
+        return self._lag.row() | {"workers/restarts": self.restarts} | self._times.row() | self._metrics.row()
 
     def watch(self, callbacks: CallbackList) -> None:
         """Only those that ask for episodes go to the workers: others may hold what belongs to this process."""
@@ -186,42 +280,79 @@ class WorkerSource(Source):
         self._ask_all("watch", self._watch)
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        self._each = cloudpickle.dumps(fn)
-        return [result for results in self._ask_all("foreach_env", self._each) for result in results]
+        told = cloudpickle.dumps(fn)
+        answers = self._ask_all("foreach_env", told)
+        self._each = told
+        return [result for results in answers for result in results]
 
-    def _ask(self, w: int, method: str, *arguments: Any) -> Any:
-        self._workers[w].send(method, *arguments)
-        return self._workers[w].receive(None)
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        told = cloudpickle.dumps(fn)
+        answers = self._ask_all("foreach_worker", told)
+        self._each_worker = told
+        return answers
+
+    def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+        seat.worker.send(method, *arguments)
+        return seat.worker.receive(None)
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same question to all workers, after the round that they play."""
-        self._finish()
+        """The same question to all workers, behind what they are playing; `gather` returns that."""
+        while any(seat.under_way or seat.starting for seat in self._seats):
+            self._came += self._take(TURN_S)
         try:
-            return [self._ask(w, method, *arguments) for w in range(len(self._workers))]
+            return [self._ask(seat, method, *arguments) for seat in self._seats]
         except Lost as e:
             raise EnvError(f"a rollout worker {e} in {method}") from None
 
     def get_state(self) -> dict[str, Any]:
-        if self._playing:  # a round that is under way is not saved
-            return {"arrays": {}, "json": {"workers": None, "exact": False}}
+        """In rounds, where all environments are. What is under way while the learner learns is not saved: a resumed run starts new episodes."""
+        if not self.asynchronous:
+            try:
+                return self._state_of_all()
+            except EnvError as e:  # what was learnt is saved in any case
+                logger.warning(
+                    "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
+                )
+        return {"arrays": {}, "json": {"workers": None, "exact": False}}
+
+    def _state_of_all(self) -> dict[str, Any]:
         states = self._ask_all("get_state")
         arrays = {str(w): state["arrays"] for w, state in enumerate(states)}
         exact = all(state["json"]["exact"] for state in states)
         return {"arrays": arrays, "json": {"workers": [state["json"] for state in states], "exact": exact}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        self._clock = clock
+        self._clock, self._news = clock, True
         saved = state["json"]["workers"]
-        if saved is None or len(saved) != len(self._workers):
+        if saved is None or len(saved) != len(self._seats):
+            self._ask_all("start_anew", tuple(clock))
             return False
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
-        exact = [self._ask(w, "set_state", one, tuple(clock)) for w, one in enumerate(told)]
+        exact = [self._ask(seat, "set_state", one, tuple(clock)) for seat, one in zip(self._seats, told, strict=True)]
         return all(exact)
 
     def close(self) -> None:
         self._finalizer()
 
 
-def _close_all(workers: list[Worker]) -> None:
-    for worker in workers:
-        worker.close()
+class _Lag:
+    """By how many versions the weights that acted were older than the newest ones, over the rows since the last row of numbers."""
+
+    def __init__(self) -> None:
+        self._total = self._rows = self._most = 0
+
+    def see(self, versions: int, rows: int) -> None:
+        self._total += versions * rows
+        self._rows += rows
+        self._most = max(self._most, versions)
+
+    def row(self) -> dict[str, float]:
+        row = {"workers/policy_lag": self._total / max(1, self._rows), "workers/policy_lag_max": self._most}
+        self._total = self._rows = self._most = 0
+        return row
+
+
+def _close_all(seats: list[_Seat], home: Home) -> None:
+    for seat in seats:
+        seat.worker.close()
+    home.close()

@@ -24,7 +24,7 @@ import torch
 from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
-from bray.data.experience import Rollouts
+from bray.data.rollouts import Rollouts
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
 from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
 from bray.remote.trainer.base import LossLearner

@@ -1,0 +1,1 @@
+"""How throughput grows with rollout workers, what they cost, and what killing them does."""

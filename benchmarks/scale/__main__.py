@@ -1,0 +1,138 @@
+"""python -m benchmarks.scale sleep | overhead | faults | rllib --peer PYTHON
+
+sleep      environment steps/s of an environment that sleeps 5 ms, with 1, 8 and 32 workers (IMPALA): at least 7 and 26 times those of one
+overhead   ALE/Pong-v5 with one worker against none, by turns (PPO in rounds, and IMPALA): at most 10 % slower
+faults     a random worker is killed (SIGKILL) every 10 s for 2 minutes: the run goes on, solves CartPole-v1 and counts the restarts
+rllib      IMPALA and APPO on CartPole-v1 with two workers of eight environments, by turns with RLlib's in the Python `--peer`: at least 3 times its steps/s
+
+Each figure is the median of `--repeat` windows of `--seconds`. Exit code 0: what is said above holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bray import Experiment
+
+PEER = Path(__file__).parent.parent / "peers" / "rllib_async.py"
+SMALL = {"fcnet_hiddens": [16], "export_graph_after_s": None}
+
+
+def rates(run: str, env: str, seconds: float, repeat: int, **config: Any) -> list[float]:
+    """Environment steps/s of several windows of one training, after its first iterations."""
+    exp = Experiment(run, env, use_preset=False, config={"threads": 1, **config})
+    try:
+        training = exp.training
+        for _ in range(3):
+            training.iterate()
+        found = []
+        for _ in range(repeat):
+            start, steps = time.perf_counter(), training.env_steps
+            while time.perf_counter() - start < seconds:
+                training.iterate()
+            found.append((training.env_steps - steps) / (time.perf_counter() - start))
+        return found
+    finally:
+        exp.close()
+
+
+def show(name: str, found: list[float]) -> float:
+    middle = statistics.median(found)
+    print(f"{name:24} {middle:10,.0f} steps/s   ({', '.join(f'{x:,.0f}' for x in found)})", flush=True)
+    return middle
+
+
+def sleep(args: argparse.Namespace) -> bool:
+    config = {**SMALL, "num_envs": 1, "rollout_length": 20, "iteration_steps": 100}
+    alone, good = 0.0, True
+    for workers, least in ((1, 1.0), (8, 7.0), (32, 26.0)):
+        config |= {"num_workers": workers, "batch_envs": min(workers, 8)}
+        rate = show(
+            f"{workers} workers", rates("IMPALA", "benchmarks.scale.envs:Sleep", args.seconds, args.repeat, **config)
+        )
+        alone = alone or rate
+        print(f"{'':24} {rate / alone:10.1f} times one worker; at least {least:g}", flush=True)
+        good = good and rate / alone >= least
+    return good
+
+
+def overhead(args: argparse.Namespace) -> bool:
+    """Windows by turns, so that a change of the machine's load meets both."""
+    good = True
+    for run, config in (("PPO", {"rollout_length": 32, "epochs": 1, "minibatches": 4}), ("IMPALA", {})):
+        found: dict[int, list[float]] = {0: [], 1: []}
+        for _ in range(args.repeat):
+            for workers in found:
+                more = {**config, "num_envs": 8, "num_workers": workers, "iteration_steps": 0}
+                found[workers] += rates(run, "ALE/Pong-v5", args.seconds, 1, **more)
+        none, one = (show(f"{run}, {workers} workers", found[workers]) for workers in found)
+        print(f"{'':24} {100 * (1 - one / none):+9.1f} % slower; at most 10", flush=True)
+        good = good and one >= 0.9 * none
+    return good
+
+
+def faults(args: argparse.Namespace) -> bool:
+    exp = Experiment(args.run, "CartPole-v1", config={"num_workers": 2, "seed": args.seed, "threads": 1})
+    training, rng, kills, best = exp.training, random.Random(args.seed), 0, 0.0
+    start = time.monotonic()
+    try:
+        while (now := time.monotonic() - start) < args.last or (best < 475 and now < args.last + 120):
+            row = training.iterate()
+            if kills < min(now, args.last) // args.every:
+                with contextlib.suppress(ProcessLookupError):  # one that is being replaced
+                    os.kill(rng.choice(training.sources[0].process_ids), signal.SIGKILL)  # type: ignore[attr-defined]
+                kills += 1
+                best = max(best, training.evaluate(10)["eval/return_mean"])
+                print(f"{now:6.0f} s  kill {kills}  {training.env_steps:,} steps  greedy return {best:.0f}", flush=True)
+    finally:
+        exp.close()
+    assert row is not None
+    restarts = int(row["workers/restarts"])
+    print(f"{kills} killed, {restarts} restarts counted, {training.env_steps:,} steps, best greedy return {best:.0f}")
+    return best >= 475 and 0 < restarts <= kills
+
+
+def rllib(args: argparse.Namespace) -> bool:
+    """Rollouts of the same length, a gradient step for each of them (APPO: each library's own number of passes), two layers of 64."""
+    good = True
+    for run, length in (("IMPALA", 20), ("APPO", 64)):
+        mine: list[float] = []
+        theirs: list[float] = []
+        for _ in range(args.repeat):
+            mine += rates(run, "CartPole-v1", args.seconds, 1, num_workers=2, num_envs=8, rollout_length=length)
+            words = [args.peer, str(PEER), run, "--seconds", str(args.seconds), "--length", str(length)]
+            told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+            theirs.append(json.loads(told.splitlines()[-1])["steps_per_second"])
+        times = show(f"{run}, Bray", mine) / show(f"{run}, RLlib", theirs)
+        print(f"{'':24} {times:10.1f} times RLlib's; at least 3", flush=True)
+        good = good and times >= 3
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
+    parser.add_argument("what", choices=("sleep", "overhead", "faults", "rllib"))
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--peer", default=sys.executable, help="a Python with ray[rllib]")
+    parser.add_argument("--run", default="IMPALA", help="algorithm of `faults`")
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills")
+    parser.add_argument("--last", type=float, default=120.0, help="seconds of kills")
+    parser.add_argument("--seed", type=int, default=100)
+    args = parser.parse_args()
+    return 0 if globals()[args.what](args) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Rollouts: each row is learnt from once, in batches of a fixed shape `[T, B]`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from bray import tree
+from bray.data.experience import ITERATION_STEPS, Batch, Experience
+from bray.data.piece import Piece, side_by_side
+from bray.tree import NestedArray
+
+
+class Rollouts(Experience):
+    """Each row once, while it is fresh: batches are canvases of `length` rows by `columns` games.
+
+    A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live games are ragged and are laid one
+    after the other: behind each goes its last observation as a dead row and its last row counts as truncated, so nothing leaks from one to the
+    next. What does not fit goes to the next canvas. Rows of a Model with memory are cut into sequences of `state_every` rows, one per column, the
+    last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
+
+    `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played; so many as have `least` columns
+    together make a batch, side by side.
+    """
+
+    iteration_steps = ITERATION_STEPS
+
+    def __init__(
+        self,
+        length: int,
+        columns: int | None = None,
+        state_every: int = 1,
+        asynchronous: bool = False,
+        least: int = 1,
+    ):
+        self.piece_length, self.columns, self.state_every = length, columns, state_every
+        self.asynchronous, self.least = asynchronous, least
+        self._ready: deque[Piece] = deque()
+        self._beside: list[Piece] = []
+        self._canvas: _Canvas | None = None
+        self._last: Piece | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.stream is None and piece.length == self.piece_length:
+            self._beside.append(piece)
+            if sum(beside.num_envs for beside in self._beside) >= self.least:
+                self._ready.append(self._beside[0] if len(self._beside) == 1 else side_by_side(self._beside))
+                self._beside = []
+            return
+        if self._canvas is None:
+            assert self.piece_length is not None
+            rows = self.piece_length * (self.columns or 1)
+            length = self.state_every if piece.state is not None else min(self.piece_length, rows)
+            self._canvas = _Canvas(piece, length, max(1, -(-rows // length)))
+        self._ready.extend(self._canvas.lay(piece))
+
+    def room(self) -> bool:
+        return len(self._ready) < 2
+
+    def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
+        if not self._ready:
+            return None
+        piece = self._last = self._ready.popleft()
+        return Batch(piece, int(np.count_nonzero(piece.valid)))
+
+    def cut(self) -> None:
+        self._ready.clear()
+        self._beside = []
+        if self._canvas is not None:
+            self._canvas.clear()
+
+    def wait_reason(self) -> str:
+        if self._canvas is None:
+            return "no game has sent a row to learn from yet"
+        c = self._canvas
+        return f"{c.filled:,} of {c.length * c.columns:,} rows of the next rollout have come"
+
+    def newest_obs(self, rows: int) -> NestedArray | None:
+        if self._last is None:
+            return None
+        return tree.map(lambda x: x.reshape(-1, *x.shape[2:])[-rows:], self._last.obs)
+
+
+class _Canvas:
+    """A piece `[length, columns]` that is being filled, column after column."""
+
+    def __init__(self, example: Piece, length: int, columns: int):
+        self.length, self.columns = length, columns
+        self._example = example.rows(0, 1)
+        self.clear()
+
+    def clear(self) -> None:
+        self._piece, self._row, self._column = self._blank(), 0, 0
+
+    @property
+    def filled(self) -> int:
+        return self._column * self.length + self._row
+
+    def _blank(self) -> Piece:
+        def column(rows: int) -> Any:
+            return lambda x: np.zeros((rows, self.columns, *x.shape[2:]), x.dtype)
+
+        e, t = self._example, self.length
+        return Piece(
+            obs=tree.map(column(t + 1), e.obs),
+            action=tree.map(column(t), e.action),
+            reward=np.zeros((t, self.columns), np.float32),
+            terminated=np.zeros((t, self.columns), bool),
+            truncated=np.zeros((t, self.columns), bool),
+            valid=np.zeros((t, self.columns), bool),
+            first=np.zeros((t + 1, self.columns), bool),
+            outputs=tree.map(column(t + 1), e.outputs),
+            extras=tree.map(column(t), e.extras),
+            state=None if e.state is None else tree.map(column(1), e.state),
+            state_every=t if e.state is not None else 1,
+            version=np.zeros((t, self.columns), np.int64),
+            in_line=e.state is not None,
+        )
+
+    def lay(self, piece: Piece) -> Iterator[Piece]:
+        """Add the columns of a piece; returns the canvases that are full now."""
+        for b in range(piece.num_envs):
+            at = 0
+            while at < piece.length:
+                # A column of T rows has T + 1 observations, so at its end the last observation needs no row of its own.
+                n = min(piece.length - at, self.length - self._row)
+                self._write(piece, b, at, n)
+                at += n
+                if not self._piece.in_line or at == piece.length or self._column == self.columns - 1:
+                    self._truncate(n)
+                self._row += n + 1
+                if self._row >= self.length or piece.state is not None:
+                    self._row, self._column = 0, self._column + 1
+                if self._column == self.columns:
+                    yield self._piece
+                    self.clear()
+
+    def _write(self, piece: Piece, b: int, at: int, n: int) -> None:
+        mine, row, column = self._piece, self._row, self._column
+
+        def put(to: Any, of: Any, rows: int) -> None:
+            tree.map(lambda x, y: x.__setitem__((slice(row, row + rows), column), y[at : at + rows, b]), to, of)
+
+        put(mine.obs, piece.obs, n + 1)
+        put(mine.first, piece.first, n + 1)
+        put(mine.outputs, piece.outputs, n + 1)
+        for name in ("action", "reward", "terminated", "truncated", "valid", "extras"):
+            put(getattr(mine, name), getattr(piece, name), n)
+        version = np.asarray(piece.version)
+        mine.version[row : row + n, column] = version if version.ndim == 0 else version[at : at + n, b]  # type: ignore[index]
+        if row + n < self.length:
+            mine.valid[row + n, column] = False
+        if piece.state is not None:
+            tree.map(lambda x, y: x.__setitem__((0, column), y[at // piece.state_every, b]), mine.state, piece.state)
+
+    def _truncate(self, n: int) -> None:
+        """The last n rows that were written have no successor."""
+        mine, row, column = self._piece, self._row, self._column
+        played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
+        if len(played) and not mine.terminated[last := row + played[-1], column]:
+            mine.truncated[last, column] = True

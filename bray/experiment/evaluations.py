@@ -1,0 +1,136 @@
+"""Evaluations and videos of a run while it trains: in line, or beside it in a process of its own (`eval_parallel`)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from bray.envs.process import Lost
+from bray.errors import BrayError, DiskFull
+from bray.experiment.evaluator import Evaluator, Looked, Plan, Task, look_at
+from bray.experiment.goals import Score
+from bray.experiment.policy import ServedPolicy
+from bray.rundir import RunDir
+from bray.train.callbacks import CallbackList
+
+logger = logging.getLogger("bray")
+
+_LISTEN_S = 0.5
+
+
+class Evaluations:
+    """Looks at the weights of an experiment every `eval_freq` and `video_freq` iterations. Beside the training there is one evaluation at a time: what falls due
+    meanwhile begins when that one has ended, with the weights of then."""
+
+    def __init__(self, experiment: Any, directory: RunDir, score: Score):
+        self._experiment, self._directory, self._score = experiment, directory, score
+        config, self._training = experiment.config, experiment.training
+        self._run, self._env = config["run"], config["env"]
+        self._evaluate = self._film = False  # due
+        self._beside: Evaluator | None = None
+        if self._run.eval_parallel:
+            parts = (self._run, self._env, config["model"], config["algo"], self._training.spec)
+            self._beside = Evaluator(Plan(experiment.algo, *parts))
+
+    def look(self, last: bool, callbacks: CallbackList) -> dict[str, Any]:
+        """After an iteration: what its row says of evaluations. After the last one it waits for all that is due."""
+        self._evaluate |= self._is_due(self._run.eval_freq)
+        self._film |= self._is_due(self._run.video_freq)
+        row: dict[str, Any] = {}
+        if self._beside is None:
+            if self._evaluate or self._film:
+                t = self._training
+                served = ServedPolicy(t.policy, t.model, t.spec)
+                row |= self._row(look_at(served, self._env, self._task(), self._run.record), callbacks)
+            return row
+        if (looked := self._finish(self._beside, last)) is not None:
+            row |= self._row(looked, callbacks)
+        if last and (self._evaluate or self._film) and not self._training.stopped:
+            self._begin(self._beside, saved=False)
+            if (looked := self._finish(self._beside, last)) is not None:
+                row |= self._row(looked, callbacks)
+        return row
+
+    def begin_when_due(self) -> None:
+        """After the row of an iteration was written: look at its weights beside the training. They are saved first, so that there is a checkpoint to
+        call the best."""
+        if self._beside is None or self._beside.task is not None or not (self._evaluate or self._film):
+            return
+        try:
+            if self._evaluate and not self._experiment.all_saved:
+                self._experiment.save()
+        except DiskFull as e:
+            logger.warning("%s The weights that are evaluated now have no checkpoint.", e)
+        self._begin(self._beside, self._experiment.all_saved)
+
+    @property
+    def looked_at(self) -> set[int]:
+        """The step of the checkpoint whose weights are being evaluated: it has to stay until its score is known."""
+        task = None if self._beside is None else self._beside.task
+        return {task.step} if task is not None and task.saved else set()
+
+    def _is_due(self, every: int) -> bool:
+        return bool(every) and self._training.iteration % every == 0
+
+    def _task(self) -> Task:
+        """What is due, with the weights of now."""
+        training = self._training
+        video = self._directory.folder("videos") / f"steps-{training.env_steps:09d}.mp4" if self._film else None
+        episodes = self._run.eval_episodes if self._evaluate else 0
+        self._evaluate = self._film = False
+        weights = {} if self._beside is None else training.weights()
+        return Task(weights, int(training.learner.steps), training.env_steps, episodes, video)
+
+    def _begin(self, beside: Evaluator, saved: bool) -> None:
+        try:
+            beside.begin(self._task()._replace(saved=saved))
+        except (Lost, OSError) as e:
+            beside.close()
+            self._failed(e)
+
+    def _finish(self, beside: Evaluator, wait: bool) -> Looked | None:
+        """What the process has found; None where it is still at it, or failed."""
+        try:
+            while beside.task is not None:
+                if beside.finished(_LISTEN_S if wait else 0.0):
+                    return beside.take()
+                if not wait or self._training.stopped:
+                    break
+        except (Lost, BrayError, OSError) as e:
+            self._failed(e)
+        return None
+
+    def _failed(self, e: Exception) -> None:
+        logger.warning("the evaluation failed: its process %s. Training goes on; the next one starts another.", e)
+
+    def _row(self, looked: Looked, callbacks: CallbackList) -> dict[str, Any]:
+        """What was found, for a row. A checkpoint of the weights gets their score."""
+        row: dict[str, Any] = {}
+        if looked.result is not None:
+            callbacks.on_evaluate(self._experiment, looked.result)
+            row |= looked.result
+            if looked.saved:
+                self._rate(looked.step, looked.result)
+        if looked.video is not None:
+            row["video"] = str(looked.video.relative_to(self._directory.path))
+            logger.info("video: %s", looked.video)
+        elif looked.no_video:
+            logger.warning("no video: %s", looked.no_video)
+        return row
+
+    def _rate(self, step: int, result: dict[str, Any]) -> None:
+        """Write down how the weights of a checkpoint were evaluated, and make it the best where it is."""
+        score, meta = self._score.of(result), {"eval/return_mean": result.get("eval/return_mean")}
+        if self._score.key.startswith("eval/"):
+            meta["score"] = score
+        better = self._score.is_better(score)
+        try:
+            self._directory.rate(step, meta, better)
+        except DiskFull as e:
+            logger.warning("%s Training goes on, and the score of checkpoint %d is not in its meta.json.", e, step)
+        else:
+            self._score.best = score if better else self._score.best
+
+    def close(self) -> None:
+        if self._beside is not None:
+            self._beside.close()

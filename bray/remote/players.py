@@ -1,0 +1,49 @@
+"""Players of rollout workers on a Ray cluster (`run.cluster: ray`): a `Home` for `bray.train.workers`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bray.act import Clock
+from bray.cluster.ray_workers import RayWorker, RayWorkers
+from bray.train.config import RunConfig
+from bray.train.player import Plan, Player
+
+
+class RayPlayers:
+    """Where players live: processes that Ray places on any node. Weights and pieces go through its object store."""
+
+    def __init__(self, run: RunConfig):
+        cpus, gpus = run.num_cpus_per_worker, run.num_gpus_per_worker
+        self._workers = RayWorkers("rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
+
+    def start(self, plan: Plan) -> RayWorker:
+        """Begin to start a player; `started` waits for it."""
+        return self._workers.start(partial(Player, plan), replaces=plan.life > 0)
+
+    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> Any:
+        """Weights for players to come; what `play` is given for them."""
+        return self._workers.put(dict(weights))
+
+    def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
+        return self._workers.wait(workers, timeout)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+def ray_settings(run: RunConfig) -> dict[str, Any]:
+    """What `ray.init` is told: an address, or how large a Ray of our own is. Its CPUs are not counted: environments may wait more than they compute."""
+    if run.address is not None:
+        return {"address": run.address}
+    asked = math.ceil(run.num_workers * run.num_cpus_per_worker)
+    settings: dict[str, Any] = {"num_cpus": max(8, 4 * (os.cpu_count() or 1), asked)}
+    if run.object_store_mb is not None:
+        settings["object_store_memory"] = run.object_store_mb << 20
+    return settings

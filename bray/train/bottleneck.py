@@ -1,0 +1,428 @@
+"""What holds a run up, from the `perf/*` numbers of its rows, and which setting would make it faster.
+
+`Times.of(rows)` says where the wall time goes, `find_bottleneck` names what takes most of it, and what to change: keys that the run has, with
+values, and at most how much faster it gets (Amdahl's law). All of it is data in, data out: rows and config may come from any run directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bray.metrics import number
+from bray.train.spent import CPU, PHASES, QUEUED, WEIGHTS
+
+logger = logging.getLogger("bray")
+
+SAY_AFTER_S, SAY_AFTER_ROWS = 60.0, 5
+"""Seconds and rows of training after which a run says what holds it up."""
+LOUD_GAIN = 1.5
+"""What is gained without learning anything else is a warning from here on; else it is for the log."""
+MOST = 0.4
+"""Share of the time from which a phase is what holds a run up; without it a run is at most 1 / (1 - 0.4) = 1.7 times as fast."""
+LEAST_GAIN = 1.1
+"""Changes that give less are not worth a word."""
+CROWDED = 0.3
+"""Share of its time that a process waits for a core, from which there are too few of them."""
+SHORT_STEP_S = 3e-3
+"""Seconds of a gradient step below which most of it is not arithmetic: fewer and larger ones take less time."""
+MOST_WORKERS, MOST_ENVS = 32, 64
+MORE = 4
+"""Times as many environments, or as few minibatches, as an advice goes at once."""
+_WORDS = {
+    "env": "env-bound",
+    "forward": "inference-bound",
+    "transfer": "transfer-bound",
+    "learn": "learner-bound",
+    "idle": "waiting",
+    "other": "bookkeeping",
+    "evaluation": "evaluation-bound",
+}
+_DOING = {
+    "env": "stepping environments",
+    "forward": "choosing actions",
+    "transfer": "copying weights and pieces between processes",
+    "learn": "the update",
+    "idle": "waiting for games or for the slowest worker",
+    "other": "storing rows, callbacks and the rest",
+    "evaluation": "evaluations",
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    cores: int
+    gpus: int = 0
+
+    @classmethod
+    def here(cls) -> Machine:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if importlib.util.find_spec("torch") is None:
+            return cls(cores)
+        import torch
+
+        return cls(cores, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Where the time of some rows went, as shares of it."""
+
+    seconds: float
+    learner: dict[str, float]
+    """Phases of the process that learns, and `evaluation`: they are all of its time."""
+    worker: dict[str, float]
+    """Those of the mean rollout worker, all of its time; empty without workers."""
+    worker_idle: dict[int, float]
+    """How much of its time each worker waits."""
+    learner_cores: dict[str, float]
+    """`cpu` and `queued` of the process that learns, as shares of its time."""
+    worker_cores: dict[str, float]
+    weights: float
+    """Share of the wall time that passes with copying weights alone."""
+    step_seconds: float | None
+    """Of a gradient step, without the wait for a core that others have."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Times | None:
+        """Of the rows of a run, without its first, in which much is made; None where they do not tell."""
+        told = [row for row in rows if number(row, "time_this_iter_s") and number(row, "perf/learn") is not None]
+        if len(told) < 2:
+            return None
+        first, told = told[0], told[1:]
+        iterating = _sum(told, "time_this_iter_s")
+        evaluating = _evaluating(told)
+        wall = iterating + evaluating
+        learner = {phase: _sum(told, f"perf/{phase}") / 1e3 / wall for phase in PHASES}
+        learner["evaluation"] = evaluating / wall
+        worked = {phase: _sum(told, f"perf/worker_{phase}") for phase in PHASES}
+        all_ = sum(worked.values()) or 1.0
+        waited = {w: _sum(told, f"perf/worker_idle/{w}") / all_ for w in range(1, 1 + _workers(told[-1]))}
+        steps = (number(told[-1], "learner_steps_total") or 0.0) - (number(first, "learner_steps_total") or 0.0)
+        worker = {phase: ms / all_ for phase, ms in worked.items()} if waited else {}
+        cores = {k: _sum(told, f"perf/{k}") / 1e3 / wall for k in (CPU, QUEUED)}
+        copying = _sum(told, f"perf/{WEIGHTS}") / 1e3 / wall
+        return cls(
+            wall,
+            learner,
+            worker,
+            waited,
+            cores,
+            {k: _sum(told, f"perf/worker_{k}") / all_ for k in (CPU, QUEUED)} if waited else {},
+            copying + learner["idle"] * _share(_sum(told, f"perf/worker_{WEIGHTS}") / all_, worker),
+            _sum(told, "perf/learn") / 1e3 / steps * (1.0 - min(0.9, cores[QUEUED])) if steps > 0 else None,
+        )
+
+    @property
+    def wall(self) -> dict[str, float]:
+        """Shares of the wall time by what has to happen before it can go on: while the process that learns waits for workers, that is what they do.
+        What remains of `idle` is the wait for the slowest of them, or for games."""
+        if not self.worker:
+            return self.learner
+        waits = self.learner["idle"]
+        busy = 1.0 - self.worker["idle"]
+        slowest = 1.0 - min(self.worker_idle.values())
+        even = waits * (busy / slowest if slowest > 0 else 1.0)
+        played = {phase: even * _share(self.worker[phase], self.worker) for phase in PHASES if phase != "idle"}
+        return {k: played.get(k, 0.0) + (waits - even if k == "idle" else v) for k, v in self.learner.items()}
+
+    @property
+    def env_waits(self) -> bool:
+        """Whether most of a step of the environments is neither arithmetic nor a queue for a core: they sleep, or ask somebody."""
+        phases, cores = (self.worker, self.worker_cores) if self.worker else (self.learner, self.learner_cores)
+        asleep = 1.0 - phases["idle"] - sum(cores.values()) if cores.get(CPU) else 0.0
+        return asleep > 0.5 * phases["env"]
+
+    @property
+    def queued(self) -> float:
+        """How much of its time a process waits for a core that others have."""
+        return max(cores.get(QUEUED, 0.0) for cores in (self.learner_cores, self.worker_cores))
+
+    def free(self, machine: Machine) -> int:
+        """Cores that the run may have: others use some where there is a queue."""
+        return max(1, round(machine.cores * (1.0 - min(1.0, self.queued))))
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys to set."""
+
+    keys: dict[str, Any]
+    gain: float
+    """At most so many times as many environment steps a second."""
+    same: bool = True
+    """Whether it learns the same; else returns are to be compared."""
+
+    def __str__(self) -> str:
+        said = " ".join(f"{k}={v}" for k, v in self.keys.items())
+        return f"{said} (at most {self.gain:.1f} times as fast{'' if self.same else '; learns differently, compare returns'})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What holds a run up."""
+
+    name: str
+    """`learner-bound`, ...; `balanced` where nothing stands out."""
+    because: str
+    """The numbers it rests on."""
+    share: float
+    note: str = ""
+    changes: tuple[Change, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.because}{'; ' if self.note else ''}{self.note}"
+        return f"{text}. Try {', or '.join(map(str, self.changes))}." if self.changes else f"{text}."
+
+
+def find_bottleneck(times: Times, options: Mapping[str, Any], machine: Machine) -> Finding:
+    """What takes most of the wall time, and what to change. `options`: those of the run by name, from all its sections."""
+    wall = times.wall
+    phase = max(wall, key=lambda k: wall[k])
+    share = wall[phase]
+    if share < MOST:
+        parts = ", ".join(f"{k} {v:.0%}" for k, v in sorted(wall.items(), key=lambda kv: -kv[1]) if v >= 0.005)
+        return Finding("balanced", f"nothing stands out ({parts})", share)
+    told = f"{share:.0%} of the time is {_DOING[phase]} ({_key(phase, times)})"
+    rule = _RULES.get(phase)
+    note, changes = rule(times, _Options(options), machine) if rule else ("", [])
+    best = sorted((c for c in changes if c.gain >= LEAST_GAIN), key=lambda c: not c.same)
+    if times.queued > CROWDED:
+        busy = f"there are more processes than cores: one waits {times.queued:.0%} of its time for them"
+        note = f"{note}; {busy}" if note else busy
+    return Finding(_WORDS[phase], told, share, note, tuple(best))
+
+
+class Advisor:
+    """Looks at the rows of a run, and says once what holds it up, after about a minute. `options`: as in `find_bottleneck`."""
+
+    def __init__(self, options: Mapping[str, Any], machine: Machine | None = None):
+        self._options, self._machine = options, machine
+        self._rows: list[Mapping[str, Any]] = []
+        self._seconds = 0.0
+        self.said: Finding | None = None
+        self._done = False
+
+    def resume(self, row: Mapping[str, Any] | None) -> None:
+        """Go on after this row: where it comes after the minute, it was said."""
+        self._done = (number(row or {}, "time_total_s") or 0.0) >= SAY_AFTER_S
+
+    def look(self, row: Mapping[str, Any]) -> None:
+        if self._done:
+            return
+        self._rows.append(dict(row))
+        self._seconds += number(row, "time_this_iter_s") or 0.0
+        if self._seconds < SAY_AFTER_S or len(self._rows) < SAY_AFTER_ROWS:
+            return
+        self._done, rows, self._rows = True, self._rows, []
+        if (times := Times.of(rows)) is None:
+            return
+        self.said = found = find_bottleneck(times, self._options, self._machine or Machine.here())
+        loud = any(change.same and change.gain >= LOUD_GAIN for change in found.changes)
+        logger.log(logging.WARNING if loud else logging.INFO, "%s `bray doctor RUN_DIR` says more.", found)
+
+
+# --- what to change ---------------------------------------------------------------------------------------------------
+
+
+class _Options:
+    """Options of a run that may be anything: it comes from a file."""
+
+    def __init__(self, options: Mapping[str, Any]):
+        self._options = options
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._options
+
+    def count(self, name: str, default: int = 0) -> int:
+        value = self._options.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+    @property
+    def on_cpu(self) -> bool:
+        return self._options.get("device", "cpu") == "cpu"
+
+    @property
+    def replays(self) -> bool:
+        return "replay_size" in self
+
+    @property
+    def in_processes(self) -> bool:
+        """Whether environments are in processes already, which compute while this one waits for them."""
+        return self._options.get("vector") == "subprocess" or self._options.get("step_timeout") is not None
+
+    @property
+    def takes_workers(self) -> bool:
+        return self.replays or "rollout_length" in self
+
+    @property
+    def envs(self) -> int:
+        """Of all processes."""
+        return self.count("num_envs", 1) * max(1, self.count("num_workers"))
+
+
+def _speedup(share: float, factor: float) -> float:
+    """Amdahl's law: a part of this share that gets so many times as fast."""
+    return 1.0 / max(1.0 - share + share / factor, 1e-3)
+
+
+def _env(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    changes = _more_workers(times, options, machine)
+    if times.env_waits and not options.in_processes:
+        return "the environment waits more than it computes", changes
+    return (
+        ""
+        if changes or times.queued > CROWDED
+        else "all cores play already: a faster environment or more cores would help",
+        changes,
+    )
+
+
+def _forward(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    wall, changes = times.wall, []
+    if machine.gpus and options.on_cpu and not options.count("num_workers"):
+        changes.append(Change({"device": "cuda"}, _speedup(wall["forward"] + wall["learn"], math.inf)))
+    changes += _more_workers(times, options, machine)
+    changes += _more_envs(options, wall["forward"])
+    return "", changes
+
+
+def _learn(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    share, changes = times.wall["learn"], []
+    step, cores = times.step_seconds, times.free(machine)
+    long_steps = step is not None and step >= SHORT_STEP_S
+    note = "more workers will not help"
+    if long_steps and machine.gpus and options.on_cpu:
+        changes.append(Change({"device": "cuda"}, _speedup(share, math.inf)))
+    elif long_steps and options.on_cpu and cores > 1 and options.count("threads", 1) == 1:
+        changes.append(Change({"threads": cores}, _speedup(share, cores)))
+    if options.replays and not options.count("num_workers") and cores > 1:
+        note = "one worker plays while it learns, more will not help"
+        changes.append(Change({"num_workers": 1}, 1.0 / max(share, 1.0 - share)))
+    if options.count("minibatches") > 1 and not long_steps:
+        fewer = max(1, options.count("minibatches") // MORE)
+        changes.append(_fewer(options, "minibatches", fewer, share))
+    if options.count("epochs") > 1:
+        changes.append(_fewer(options, "epochs", max(1, options.count("epochs") // 2), share))
+    if options.count("updates") > 1:
+        changes.append(_fewer(options, "updates", options.count("updates") // 2, share))
+    elif options.count("train_every"):
+        changes.append(Change({"train_every": 2 * options.count("train_every")}, _speedup(share, 2.0), same=False))
+    return note if step is None else f"{note}; a gradient step takes {1e3 * step:.2g} ms", changes
+
+
+def _fewer(options: _Options, name: str, value: int, share: float) -> Change:
+    return Change({name: value}, _speedup(share, options.count(name) / value), same=False)
+
+
+def _transfer(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    """In one process nothing is copied, but environments are stepped one after the other."""
+    wall, workers = times.wall, options.count("num_workers")
+    kept = wall["learn"] + wall["other"]
+    changes = []
+    if times.worker and kept + workers * wall["env"] + wall["forward"] < 1.0:
+        least = kept + wall["env"] + wall["forward"]
+        changes.append(Change({"num_workers": 0, "num_envs": options.envs}, 1.0 / max(least, 1e-3)))
+    if times.weights > 0.5 * wall["transfer"]:
+        if length := options.count("rollout_length"):
+            changes.append(Change({"rollout_length": 2 * length}, _speedup(times.weights, 2.0), same=False))
+        return "most of it are weights, once for each piece: longer pieces need them less often", changes
+    return "most of it are pieces: smaller observations (uint8, fewer pixels) are copied sooner", changes
+
+
+def _idle(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    if not times.worker_idle:
+        return "more games at once, or faster ones, would give it more to learn from", []
+    slowest = min(times.worker_idle, key=lambda w: times.worker_idle[w])
+    return f"worker {slowest} is the slowest, the others wait for it at the end of each round", []
+
+
+def _other(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    return "callbacks of episodes are called for each step", _more_envs(options, times.wall["other"])
+
+
+def _evaluation(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    if not options.count("eval_freq"):
+        return "", []
+    rarer = {"eval_freq": MORE * options.count("eval_freq")}
+    return "", [Change(rarer, _speedup(times.wall["evaluation"], MORE))]
+
+
+def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Change]:
+    """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them, so that it learns the same."""
+    now, total = options.count("num_workers"), options.envs
+    if not options.takes_workers:
+        return []
+    cores, waits = times.free(machine), times.env_waits and not options.in_processes
+    most = MOST_WORKERS if waits else min(MOST_WORKERS, cores)
+    fits = [w for w in range(1, most + 1) if total % w == 0] if total > 1 else [most]
+    workers = max(fits)
+    if workers <= max(1, now):
+        return []
+    wall = times.wall
+    playing = wall["env"] + wall["forward"]
+    factor = workers / max(1, now)
+    gain = _speedup(playing, factor)
+    if options.replays and not now:  # it plays while it learns
+        gain = 1.0 / max(1.0 - playing, playing / factor)
+    keys = {"num_workers": workers, "num_envs": max(1, total // workers)}
+    return [Change(keys, gain if waits else min(gain, float(cores)), same=total > 1)]
+
+
+def _more_envs(options: _Options, share: float) -> list[Change]:
+    """One forward for more environments takes little longer. Rollouts keep their size: as many times shorter."""
+    envs, length = options.count("num_envs", 1), options.count("rollout_length")
+    if "num_envs" not in options or envs * MORE > MOST_ENVS or (length and length // MORE < 8):
+        return []
+    keys = {"num_envs": envs * MORE} | ({"rollout_length": length // MORE} if length else {})
+    return [Change(keys, _speedup(share, MORE), same=False)]
+
+
+_RULES = {
+    "env": _env,
+    "forward": _forward,
+    "transfer": _transfer,
+    "learn": _learn,
+    "idle": _idle,
+    "other": _other,
+    "evaluation": _evaluation,
+}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    return sum(max(0.0, number(row, key) or 0.0) for row in rows)
+
+
+def _evaluating(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds that evaluations took: what `time_total_s` has beyond the iterations."""
+    totals = [number(row, "time_total_s") for row in rows]
+    if None in totals or not any("eval/return_mean" in row for row in rows):
+        return 0.0
+    return max(0.0, (totals[-1] or 0.0) - (totals[0] or 0.0) - _sum(rows[1:], "time_this_iter_s"))
+
+
+def _workers(row: Mapping[str, Any]) -> int:
+    return sum(isinstance(key, str) and key.startswith("perf/worker_idle/") for key in row)
+
+
+def _share(part: float, phases: Mapping[str, float]) -> float:
+    """Of the time in which a worker does something."""
+    busy = 1.0 - phases["idle"] if phases else 0.0
+    return part / busy if busy > 0 else 0.0
+
+
+def _key(phase: str, times: Times) -> str:
+    """Where the number is in a row."""
+    if phase == "evaluation":
+        return "time_total_s beyond time_this_iter_s"
+    if times.worker and phase in ("env", "forward"):
+        return f"perf/worker_{phase} while perf/idle"
+    return f"perf/{phase}" + (f" and perf/worker_{phase}" if times.worker and phase == "transfer" else "")

@@ -1,0 +1,100 @@
+"""Evaluations and videos while training goes on."""
+
+import json
+import multiprocessing
+import os
+
+import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
+
+import bray
+from bray.errors import ConfigError
+from bray.rundir import RunDir
+
+SMALL = {"use_preset": False, "rollout_length": 16, "num_envs": 2, "iteration_steps": 0, "vector": "inprocess", "eval_episodes": 3}  # fmt: skip
+
+
+class Seen(bray.Callbacks):
+    """Keeps what was evaluated, and gives the evaluations these scores."""
+
+    def __init__(self, *scores):
+        self.scores, self.seen = list(scores), {}
+
+    def on_evaluate(self, experiment, result):
+        self.seen[result["eval/env_steps"]] = result["eval/return_mean"]
+        if self.scores:
+            result["eval/return_mean"] = self.scores.pop(0)
+            result["eval/episodes"] = len(self.seen)
+
+
+def trained(path, stop, seen, **config):
+    exp = bray.Experiment(run="PPO", env=config.pop("env", "CartPole-v1"), path=path, **SMALL, **config)
+    rows = list(exp.train(stop, callbacks=seen))
+    exp.close()
+    return rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluations_beside_the_training_are_those_in_line(tmp_path, workers):
+    beside, in_line = Seen(), Seen()
+    more = {"eval_freq": 2, "num_workers": workers, "lr": 1e-2}
+    rows = trained(tmp_path / "beside", {"training_iteration": 6}, beside, eval_parallel=True, video_freq=6, **more)
+    same = trained(tmp_path / "in_line", {"training_iteration": 6}, in_line, **more)
+    assert len(rows) == len(same) == 6
+    assert rows[-1]["loss/policy_loss"] == same[-1]["loss/policy_loss"]  # the training does not notice
+    assert beside.seen.items() <= in_line.seen.items()  # what fell due while it was busy was looked at later, or not
+    assert rows[-1]["env_steps_total"] in beside.seen  # the end is waited for
+    assert rows[-1]["eval/env_steps"] == rows[-1]["env_steps_total"]
+    assert rows[-1]["video"] == f"videos/steps-{rows[-1]['env_steps_total']:09d}.mp4"
+    assert (tmp_path / "beside" / rows[-1]["video"]).stat().st_size > 1000
+
+
+def test_the_best_checkpoint_is_what_was_evaluated(tmp_path):
+    """The first evaluation is the best one. The second one ends the run: a stop condition sees what came from beside."""
+    seen, stop = Seen(10.0, 5.0), {"eval/episodes": 2, "training_iteration": 100_000}
+    more = {"eval_freq": 1, "eval_parallel": True, "keep_checkpoints": 1, "checkpoint_freq": 1, "lr": 1e-2}
+    rows = trained(tmp_path / "run", stop, seen, **more)
+    evaluated = [row for row in rows if row.get("eval/return_mean") is not None]
+    assert [row["eval/return_mean"] for row in evaluated] == [10.0, 5.0]
+    assert evaluated[0] is not rows[-1]
+    assert evaluated[-1] is rows[-1]
+    first = min(seen.seen)
+    best = RunDir.open(tmp_path / "run").load_checkpoint("best")
+    assert best.meta["env_steps_total"] == evaluated[0]["eval/env_steps"] == first < evaluated[0]["env_steps_total"]
+    assert (best.meta["score"], best.meta["eval/return_mean"]) == (10.0, 10.0)
+    again = bray.Experiment.load(tmp_path / "run", "best")
+    assert again.evaluate(3)["eval/return_mean"] == seen.seen[first]  # of those very weights
+    again.close()
+    latest = RunDir.open(tmp_path / "run").load_checkpoint("latest")
+    assert latest.meta["env_steps_total"] == rows[-1]["env_steps_total"]
+    assert latest.state["json"]["best"] == 10.0
+
+
+class Dies(CartPoleEnv):
+    def reset(self, **how):
+        if multiprocessing.current_process().name == "bray-evaluator":
+            os._exit(3)
+        return super().reset(**how)
+
+
+@pytest.mark.slow
+def test_a_crash_of_the_evaluator_is_told_and_training_goes_on(tmp_path, caplog):
+    rows = trained(tmp_path / "run", {"training_iteration": 2}, Seen(), env=Dies, eval_freq=1, eval_parallel=True)
+    assert len(rows) == 2
+    assert "the evaluation failed: its process died" in caplog.text
+    assert "eval/return_mean" not in rows[-1]
+
+
+@pytest.mark.slow
+def test_a_film_in_line(tmp_path, caplog):
+    rows = trained(tmp_path / "run", {"training_iteration": 2}, Seen(), video_freq=2)
+    assert "video" not in rows[0]
+    assert (tmp_path / "run" / rows[1]["video"]).exists()
+    (line,) = [json.loads(x) for x in (tmp_path / "run" / "result.jsonl").read_text().splitlines()][1:]
+    assert line["video"] == rows[1]["video"]
+
+
+def test_nothing_to_evaluate_is_refused():
+    with pytest.raises(ConfigError, match="nothing is evaluated: set eval_freq"):
+        bray.Experiment(run="PPO", env="CartPole-v1", eval_parallel=True)

@@ -1,0 +1,51 @@
+"""What reaches a recording's inputs, and how Adam is done on a GPU; both on the CPU, where they are the same code."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bray.capture.replay import Copies
+from bray.capture.transfer import to_device, to_host
+from bray.optim import Optimizer
+
+
+def test_a_large_input_that_has_not_changed_is_copied_once():
+    static = [torch.zeros(1 << 18), torch.zeros(3)]
+    copies = Copies(static)
+    columns, index = torch.ones(1 << 18), torch.tensor([1.0, 2.0, 3.0])
+    copies.take([columns, index])
+    assert static[0].eq(1).all()
+    assert static[1].tolist() == [1, 2, 3]
+    static[0][7] = 5.0  # stays only where nothing is copied
+    copies.take([columns, index + 1])
+    assert static[0][7] == 5
+    assert static[1].tolist() == [2, 3, 4]
+    columns[0] = 9.0  # changed in place
+    copies.take([columns, index])
+    assert static[0][0] == 9
+    assert static[0][7] == 1
+    static[0][7] = 5.0
+    copies.take([columns.clone(), index])  # another tensor
+    assert static[0][7] == 1
+
+
+def test_arrays_to_a_device_and_back():
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    assert to_host([to_device(torch.from_numpy(x), torch.device("cpu"))])[0].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_in_one_kernel_is_adam(weight_decay):
+    ends = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        x, y = torch.randn(32, 5), torch.randn(32, 1)
+        model = nn.Linear(5, 1)
+        optimizer = Optimizer(model.parameters(), 1e-2, max_grad_norm=0.5, weight_decay=weight_decay)
+        optimizer.fused = fused
+        for step in range(20):
+            optimizer.set_lr(1e-2 / (1 + step))
+            optimizer.step((model(x) - y).square().mean())
+        ends.append(optimizer.flat.clone())
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-7)
