@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -136,9 +137,11 @@ class Slots:
         slot = 1 - self._numbers[0]
         at = 1 + 3 * slot
         self._numbers[at] += 1
+        _in_order()
         for name, array in self.views(slot).items():
             array[...] = weights[name]
         self._numbers[at + 1 : at + 3] = [*clock]
+        _in_order()
         self._numbers[at] += 1
         self._numbers[0] = slot
 
@@ -148,10 +151,23 @@ class Slots:
             slot = self._numbers[0]
             at = 1 + 3 * slot
             before = self._numbers[at]
+            _in_order()
             weights = {name: array.copy() for name, array in self.views(slot).items()}
             clock = Clock(*self._numbers[at + 1 : at + 3])
+            _in_order()
             if before % 2 == 0 and self._numbers[at] == before:
                 return weights, clock
+
+
+_turn = threading.Lock()
+
+
+def _in_order() -> None:
+    """What this process wrote or read so far comes before what follows, for other processes too. On ARM stores and loads may overtake each other, but
+    none overtakes a lock that is released and taken again."""
+    for _ in range(2):
+        with _turn:
+            pass
 
 
 class _Place:

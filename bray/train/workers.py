@@ -270,23 +270,17 @@ class WorkerSource(Source):
         watching = callbacks.of_episodes()
         if not watching.callbacks and self._watch is None:
             return
-        try:
-            self._watch = cloudpickle.dumps(watching)
-        except (pickle.PicklingError, AttributeError, TypeError) as e:
-            raise ConfigError(
-                f"callbacks of episodes run in the rollout workers, and these cannot be sent there ({e}): make what they hold when they first need it, or "
-                "set num_workers=0"
-            ) from e
+        self._watch = _code(watching, "callbacks of episodes")
         self._ask_all("watch", self._watch)
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        told = cloudpickle.dumps(fn)
+        told = _code(fn, "functions for environments")
         answers = self._ask_all("foreach_env", told)
         self._each = told
         return [result for results in answers for result in results]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
-        told = cloudpickle.dumps(fn)
+        told = _code(fn, "functions for workers")
         answers = self._ask_all("foreach_worker", told)
         self._each_worker = told
         return answers
@@ -350,6 +344,17 @@ class _Lag:
         row = {"workers/policy_lag": self._total / max(1, self._rows), "workers/policy_lag_max": self._most}
         self._total = self._rows = self._most = 0
         return row
+
+
+def _code(value: Any, what: str) -> bytes:
+    """As workers are told it."""
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        raise ConfigError(
+            f"{what} run in the rollout workers, and these cannot be sent there ({e}): make what they hold when they first need it, or "
+            "set num_workers=0"
+        ) from e
 
 
 def _close_all(seats: list[_Seat], home: Home) -> None:
