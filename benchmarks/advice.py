@@ -1,7 +1,7 @@
 """Made-up trainings that something holds up: what the advisor says of each, and how much faster each is when its first advice is followed.
 
-A case is trained for so many seconds, its rows are looked at as `bray doctor RUN_DIR` does, the first change is made, and it is trained
-again. `said` has to be `expected`. Steps per second are those of the time in which the process that learns did not queue for a core
+Each case trains for `--seconds`. The advisor reads its rows, as `bray doctor RUN_DIR` does; the case then trains again with the first change that it
+advises. `said` has to be `expected`. Steps per second are those of the time in which the process that learns did not queue for a core
 (`perf/queued`), nor a worker while it waited for them, so that a busy machine distorts them less; gains of `num_workers` still need cores that nobody else uses.
 
     python -m benchmarks.advice [CASE ...] [--seconds 20]
@@ -110,7 +110,7 @@ def experiment(case: Case, path: Path, changes: dict[str, Any] | None = None) ->
 def train(
     case: Case, seconds: float, machine: Machine, changes: dict[str, Any] | None = None
 ) -> tuple[Finding | None, float]:
-    """What is said of a training of so many seconds, and its steps per second."""
+    """Train for `seconds`: what the advisor says, and the steps per second."""
     with tempfile.TemporaryDirectory() as folder:
         exp = experiment(case, Path(folder) / "run", changes)
         rows = list(exp.train({"time_total_s": seconds}))

@@ -2,7 +2,7 @@
 
 sleep      environment steps/s of an environment that sleeps 5 ms, with 1, 8 and 32 workers (IMPALA): at least 7 and 26 times those of one
 overhead   ALE/Pong-v5 with one worker against none, by turns (PPO in rounds, and IMPALA): at most 10 % slower
-faults     a random worker is killed (SIGKILL) every 10 s for 2 minutes: the run goes on, solves CartPole-v1 and counts the restarts
+faults     kills a random worker (SIGKILL) every 10 s for 2 minutes: the run goes on, solves CartPole-v1 and counts the restarts
 rllib      IMPALA and APPO on CartPole-v1 with two workers of eight environments, by turns with RLlib's in the Python `--peer`: at least 3 times its steps/s
 
 Each figure is the median of `--repeat` windows of `--seconds`. Exit code 0: what is said above holds.

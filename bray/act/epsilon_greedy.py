@@ -66,8 +66,8 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
     explore = np.less(drawn, epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
-    # Below epsilon, drawn / epsilon is uniform in 0..1. A second draw, made only where somebody explores, would leave workers that share a stream of
-    # random numbers (`RowsOfAll`) at different places of it.
+    # `drawn` below epsilon, divided by epsilon, is uniform in 0..1: the same draw also says which action. Workers share one stream of random numbers
+    # (`RowsOfAll`); a second draw by those that explore alone would put them out of step.
     u = np.where(explore, drawn / np.where(explore, epsilon, 1.0), 0.0)
     if mask is None:
         other = np.minimum((u * n).astype(np.int64), n - 1)

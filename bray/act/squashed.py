@@ -79,7 +79,7 @@ def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: in
 
     Else pink noise (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold` steps). In a game with inertia white noise cancels itself
     out, and a car in a valley never leaves it; after actions that were merely held for long, TD3 learnt a third as much on HalfCheetah.
-    They follow from the seed of `rng` and the number of the step alone, so a resumed run goes on with them."""
+    The seed of `rng` and the number of the step decide them, so a resumed run goes on with the same noise."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
     seed, step = rng.bit_generator.seed_seq.generate_state(4), env_steps // rows

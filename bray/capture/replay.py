@@ -91,8 +91,8 @@ _LARGE = 1 << 20  # bytes
 
 
 class Copies:
-    """The static inputs of a recording, filled from what a call gives. A large input that is the same tensor as the last time, and has not been changed,
-    is there already: the columns of a rollout stay while its minibatches are learnt."""
+    """Copies the arguments of a call to the static inputs of a recording. It leaves out a large tensor that it copied at the last call and that nobody has
+    changed since: all minibatches of a rollout read the same columns."""
 
     def __init__(self, static: list[Tensor]):
         self._static = static

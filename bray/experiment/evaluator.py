@@ -21,21 +21,15 @@ from bray.experiment.film import film
 from bray.experiment.policy import ServedPolicy
 from bray.inference.torch_engine import load_weights
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig
 from bray.train.evaluate import evaluate_model
+from bray.train.player import Parts
 from bray.video import write_video
 
 
 @dataclass
-class Plan:
+class Plan(Parts):
     """What the process is told."""
 
-    algo: Any
-    run: RunConfig
-    env: EnvConfig
-    model: Any
-    config: Any
-    """Of the algorithm."""
     spec: EnvSpec
 
 

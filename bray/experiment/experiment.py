@@ -187,8 +187,7 @@ class Experiment:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
         training, directory = self.training, self._run_dir()
-        self._stop_requested = False
-        graph = self._graph_export()
+        self._stop_requested, graph = False, self._graph_export()
         evaluations = self._evaluations = Evaluations(self, directory, self._score)
         self._looked_at = began = time.monotonic()
         training.start()
@@ -282,7 +281,7 @@ class Experiment:
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
-        """`fn(worker)` in every rollout worker, or here without any: `index`, `env`, `model`, `policy`; what it returned, in their order."""
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policy`; what it returned, in their order."""
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
     def request_stop(self) -> None:
@@ -336,8 +335,7 @@ class Experiment:
         began = time.monotonic()
         row, step = self.last_row or {}, training.learner.steps
         now = current(row)
-        score = self._score.of(now)
-        best = self._score.is_better(score)
+        best = self._score.is_better(score := self._score.of(now))
         best_score = score if best else self._score.best
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay

@@ -31,8 +31,8 @@ from bray.train.spent import WEIGHTS, Cores, Laps
 
 
 @dataclass
-class Plan:
-    """What a player is told."""
+class Parts:
+    """What a training consists of: enough to act as it does in another process."""
 
     algo: Any
     run: RunConfig
@@ -40,6 +40,12 @@ class Plan:
     model: Any
     config: Any
     """Of the algorithm."""
+
+
+@dataclass
+class Plan(Parts):
+    """What a player is told."""
+
     index: int
     """From 1; 0 is the process that learns."""
     rows: int
