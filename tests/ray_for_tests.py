@@ -9,7 +9,8 @@ import bray
 import bray.remote.init
 from bray.cluster.ray_start import start_ray
 
-RAY = {"address": "local", "num_cpus": 16, "object_store_memory": 300 << 20, "include_dashboard": False}
+# The GPU is one that Ray counts, and nothing else.
+RAY = {"address": "local", "num_cpus": 16, "num_gpus": 1, "object_store_memory": 300 << 20, "include_dashboard": False}
 
 
 def start_shared_ray():

@@ -204,8 +204,8 @@ def test_infeasible_requests_fail_at_once(session):
     start = time.monotonic()
     with pytest.raises(ResourceError, match=r"counter/big asks for 500 CPUs.*there are node .*: 16 CPUs"):
         session.cluster.start("counter/big", Counter, cpus=500)
-    with pytest.raises(ResourceError, match="1 GPUs"):
-        session.cluster.start("counter/gpu", Counter, gpus=1)
+    with pytest.raises(ResourceError, match="2 GPUs"):
+        session.cluster.start("counter/gpu", Counter, gpus=2)
     with pytest.raises(ResourceError, match="which is not there"):
         session.cluster.start("counter/far", Counter, node="f" * 56)
     assert time.monotonic() - start < 5

@@ -137,7 +137,7 @@ def test_a_missing_model_names_those_that_exist(model):
     ("keys", "message"),
     [
         ({"cpus_per_worker": 500}, "500 CPUs"),
-        ({"gpus_per_worker": 1}, "1 GPUs"),
+        ({"gpus_per_worker": 2}, "2 GPUs"),
         ({"memory_per_worker": 10**9}, "1000000000 MB"),
     ],
 )

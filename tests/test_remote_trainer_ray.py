@@ -76,6 +76,26 @@ def test_a_function_runs_on_two_ranks(parts):
     assert bray.query("steps", "sum") == 40
 
 
+def gpu_left(_model):
+    """In a rank: what Ray has not given away, and what it has given to this one."""
+    import ray
+
+    return ray.available_resources().get("GPU", 0.0), ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
+
+@pytest.mark.slow
+def test_ranks_and_model_workers_share_one_gpu(parts):
+    """As Ray counts it: two workers of a quarter and a rank of half, and nobody else."""
+    shared = bray.RemoteModel("quarter", net(), (np.zeros(3, np.float32),), num_workers=2, gpus_per_worker=0.25)
+    assert shared(np.zeros(3, np.float32)) is not None
+    rank = bray.RemoteTrainer("half", use_gpu=True, gpus_per_worker=0.5, num_workers=1)
+    left, ids = rank.train(train=gpu_left, _model="quarter").result(240)
+    assert left == 0
+    assert ids == ["0"]
+    with pytest.raises(ResourceError, match="GPU"):
+        bray.RemoteModel("too-much", net(), (np.zeros(3, np.float32),), num_workers=1, gpus_per_worker=0.75)
+
+
 class Slow(Regression):
     def loss(self, replay, step):
         if step >= self.config[self.name].get("fails", step + 1) and dist.get_rank() == 1:
@@ -126,8 +146,8 @@ def test_what_does_not_fit_fails_at_once():
         ResourceError, match=r"trainer big asks for 40 x 1 CPUs, and there is room for 16: there are node"
     ):
         bray.RemoteTrainer("big", num_workers=40).train(train=print)
-    with pytest.raises(ResourceError, match=r"asks for 1 x 1 CPUs, 1 GPUs, and there is room for 0"):
-        bray.RemoteTrainer("gpu", use_gpu=True).train(train=print)
+    with pytest.raises(ResourceError, match=r"asks for 1 x 1 CPUs, 2 GPUs, and there is room for 0"):
+        bray.RemoteTrainer("gpu", use_gpu=True, gpus_per_worker=2).train(train=print)
     assert time.monotonic() - begin < 5
 
 

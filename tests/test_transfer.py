@@ -1,16 +1,20 @@
 """What reaches a recording's inputs, and how Adam is done on a GPU; both on the CPU, where they are the same code."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bray.capture.replay import Copies
+from bray.capture.replay import Copies, Results
 from bray.capture.transfer import to_device, to_host
 from bray.optim import Optimizer
+from bray.spec import EnvSpec, Space
+from bray.train.local import threads_for
 
 
-def test_a_large_input_that_has_not_changed_is_copied_once():
+def test_an_input_that_has_not_changed_is_copied_once():
     static = [torch.zeros(1 << 18), torch.zeros(3)]
     copies = Copies(static)
     columns, index = torch.ones(1 << 18), torch.tensor([1.0, 2.0, 3.0])
@@ -28,6 +32,15 @@ def test_a_large_input_that_has_not_changed_is_copied_once():
     static[0][7] = 5.0
     copies.take([columns.clone(), index])  # another tensor
     assert static[0][7] == 1
+
+
+def test_results_are_copies_with_their_shapes():
+    made = [torch.tensor(1.0), torch.tensor([[2.0]]), torch.arange(3.0), torch.tensor(4)]
+    got = Results(made).copy()
+    assert [x.tolist() for x in got] == [1.0, [[2.0]], [0.0, 1.0, 2.0], 4]
+    for x in made:
+        x.zero_()
+    assert [x.tolist() for x in got] == [1.0, [[2.0]], [0.0, 1.0, 2.0], 4]
 
 
 def test_arrays_to_a_device_and_back():
@@ -49,3 +62,11 @@ def test_adam_in_one_kernel_is_adam(weight_decay):
             optimizer.step((model(x) - y).square().mean())
         ends.append(optimizer.flat.clone())
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-7)
+
+
+def test_few_threads_where_a_gpu_computes(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    choices = Space("discrete", n=(6,), start=(0,))
+    pictures, vectors = (EnvSpec("e", Space("box", shape), choices) for shape in ((4, 84, 84), (4,)))
+    assert [threads_for(pictures, torch.device(name)) for name in ("cpu", "cuda")] == [16, 4]
+    assert [threads_for(vectors, torch.device(name)) for name in ("cpu", "cuda")] == [1, 1]

@@ -66,8 +66,8 @@ def test_an_environment_that_cannot_be_made_in_a_worker_is_told(shared_ray):
 def test_what_does_not_fit_is_refused_at_once(shared_ray):
     with pytest.raises(ResourceError, match=r"rollout asks for 40 x 1 CPUs, and there is room for 16: .*16 CPUs"):
         _ = on_ray(num_workers=40).training
-    with pytest.raises(ResourceError, match=r"asks for 2 x 1 CPUs, 0\.5 GPUs, and there is room for 0"):
-        _ = on_ray(num_gpus_per_worker=0.5).training
+    with pytest.raises(ResourceError, match=r"asks for 2 x 1 CPUs, 1\.5 GPUs, and there is room for 0"):
+        _ = on_ray(num_gpus_per_worker=1.5).training
 
 
 def test_a_cluster_without_workers_is_refused():

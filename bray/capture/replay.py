@@ -87,12 +87,9 @@ def _literal(x: Any) -> str:
     raise NotRecordable(f"an operation has an argument of type {type(x).__name__}, which cannot be written out")
 
 
-_LARGE = 1 << 20  # bytes
-
-
 class Copies:
-    """Copies the arguments of a call to the static inputs of a recording. It leaves out a large tensor that it copied at the last call and that nobody has
-    changed since: all minibatches of a rollout read the same columns."""
+    """Copies the arguments of a call to the static inputs of a recording. It leaves out what it copied at the last call and nobody has changed since: all
+    minibatches of a rollout read the same columns. (What a device cannot see changing, memory of the host, is copied always.)"""
 
     def __init__(self, static: list[Tensor]):
         self._static = static
@@ -100,12 +97,27 @@ class Copies:
 
     def take(self, flat: list[Tensor]) -> None:
         for i, (mine, given) in enumerate(zip(self._static, flat, strict=True)):
-            if mine.nbytes >= _LARGE:
-                last, version = self._last[i]
-                if last() is given and version == given._version:
-                    continue
-                self._last[i] = weakref.ref(given), given._version
+            last, version = self._last[i]
+            if last() is given and version == given._version and given.device == mine.device:
+                continue
+            self._last[i] = weakref.ref(given), given._version
             mine.copy_(given, non_blocking=True)
+
+
+class Results:
+    """The outputs of a recording as copies that the next call leaves alone; the single numbers among them, which are many and small, in one copy."""
+
+    def __init__(self, out: list[Tensor]):
+        """In the recording, behind what makes the outputs."""
+        self._out = out
+        self._single = [i for i, x in enumerate(out) if x.numel() == 1 and x.dtype == torch.float32]
+        self._joined = torch.cat([out[i].reshape(1) for i in self._single]) if self._single else None
+
+    def copy(self) -> list[Tensor]:
+        if self._joined is None:
+            return [x.clone() for x in self._out]
+        single = dict(zip(self._single, self._joined.clone().unbind(), strict=True))
+        return [single[i].reshape(x.shape) if i in single else x.clone() for i, x in enumerate(self._out)]
 
 
 def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
@@ -124,7 +136,7 @@ def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     try:
         # What other threads do on the device meanwhile (central inference) does not break the recording.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
-            out = tape.play(static)
+            results = Results(tape.play(static))
     finally:
         gc.enable()
     before.restore()
@@ -134,6 +146,6 @@ def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     def replay(flat: list[Tensor]) -> list[Tensor]:
         copies.take(flat)
         graph.replay()
-        return [x.clone() for x in out]
+        return results.copy()
 
     return replay

@@ -20,6 +20,7 @@ from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
 from bray.spec import EnvSpec
 from bray.train.config import RunConfig
+from bray.train.device import resolve_device
 from bray.train.driver import Driver
 from bray.train.local import threads_for
 
@@ -33,7 +34,7 @@ def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
     """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before on any machine."""
     if config["run"].threads is not None:
         return config
-    run = replace(config["run"], threads=threads_for(spec))
+    run = replace(config["run"], threads=threads_for(spec, resolve_device(config["run"].device)))
     return Resolved({**config.sections, "run": run}, {**config.provenance, "run.threads": "chosen by rule"})
 
 

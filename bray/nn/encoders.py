@@ -96,11 +96,15 @@ class Convs(nn.Module):
         self.out_shape = (channels, sides[0], sides[1])
         self.out_features = math.prod(self.out_shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        for conv, pad in zip(self.convs, self.pads, strict=True):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Of `scale * x`: the few weights of the first layer are multiplied, not the many pixels."""
+        for i, (conv, pad) in enumerate(zip(self.convs, self.pads, strict=True)):
             if pad is not None:
                 x = F.pad(x, pad)
-            x = self.act(conv(x))
+            if i == 0 and scale != 1.0:
+                x = self.act(F.conv2d(x, conv.weight * scale, conv.bias, conv.stride, conv.padding))
+            else:
+                x = self.act(conv(x))
         return x.flatten(1)
 
 
@@ -140,7 +144,8 @@ class ImageInput(nn.Module):
         self.size = (config.dim, config.dim) if config.dim and (h, w) != (config.dim, config.dim) else None
         self.out_shape = (channels, *(self.size or (h, w)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scaled: bool = True) -> Tensor:
+        """Not `scaled`: bytes as numbers up to 255; whoever asks multiplies by `scale`."""
         if self.add_channel:
             x = x.unsqueeze(1)
         if self.channels_last:
@@ -149,7 +154,7 @@ class ImageInput(nn.Module):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         x = x.to(dtype, memory_format=torch.channels_last)
-        if self.bytes:
+        if self.bytes and scaled:
             x = x * self.scale
         if self.zero_mean:
             x = x - 1.0
@@ -181,6 +186,7 @@ class ImageStem(nn.Module):
             self.convs = Convs(shape, read_filters(config.conv_filters), act, "same", init)
             if self.convs.out_shape[1:] == (1, 1) and width is None:
                 width = 0
+        self.folds = isinstance(self.convs, Convs) and self.input.bytes and not self.input.zero_mean
         width = 512 if width is None else width
         self.dense = linear(self.convs.out_features, width, init=init) if width else None
         self.norm = nn.LayerNorm(width) if width and config.layer_norm else None
@@ -188,8 +194,10 @@ class ImageStem(nn.Module):
         self.out_features = width or self.convs.out_features
 
     def forward(self, x: Tensor, *drawn: Tensor) -> Tensor:
-        x = self.input(x)
-        x = self.convs(torch.cat([x, *drawn], 1) if drawn else x)
+        if self.folds and not drawn:
+            x = self.convs(self.input(x, scaled=False), self.input.scale)
+        else:
+            x = self.convs(torch.cat([self.input(x), *drawn], 1))
         if self.dense is not None:
             x = self.dense(x)
             if self.norm is not None:

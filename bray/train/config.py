@@ -42,7 +42,8 @@ class RunConfig:
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
     threads: Count | None = None
-    """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures."""
+    """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures, at most four where a GPU
+    computes."""
     record: bool = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from bray.errors import ConfigError
+
+logger = logging.getLogger("bray")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -17,6 +21,15 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"run.device is {name!r}, but PyTorch finds no CUDA GPU here. Use --device cpu, or auto.")
     return device
+
+
+def device_of(has_gpu: bool, who: str) -> torch.device:
+    """Of a process that a cluster has given a GPU, or none."""
+    if has_gpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if has_gpu:
+        logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", who)
+    return torch.device("cpu")
 
 
 def tune(device: torch.device) -> None:

@@ -34,13 +34,14 @@ from bray.train.rollout import EnvSource, Rollout
 from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
+_COPYING = 4  # threads
 
 
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
     tune(device)
-    torch.set_num_threads(run.threads or threads_for(spec))
+    torch.set_num_threads(run.threads or threads_for(spec, device))
     torch.manual_seed(run.seed)
     policy = make_policy(algo, config, spec)
     model = algo.make_model(config, spec, model_config)
@@ -214,10 +215,12 @@ def _refuse_waiting(wait_num: int, side: Side) -> None:
     )
 
 
-def threads_for(spec: EnvSpec) -> int:
-    """One thread for vectors and boards (more are slower there: PPO on 5 x 7 x 7 took a third more CPU time), all cores for pictures."""
+def threads_for(spec: EnvSpec, device: torch.device) -> int:
+    """One thread for vectors and boards (more are slower there: PPO on 5 x 7 x 7 took a third more CPU time), all cores for pictures; but few where a GPU
+    computes: the CPU only copies then, and threads that wait for more to copy take time from the environments."""
     pictures = any(len(s.shape) >= 2 and max(s.shape) >= _PICTURE for s in _leaf_spaces(spec.observation))
-    return (os.cpu_count() or 1) if pictures else 1
+    cores = os.cpu_count() or 1
+    return (min(cores, _COPYING) if device.type == "cuda" else cores) if pictures else 1
 
 
 def _leaf_spaces(space: Any) -> list[Any]:

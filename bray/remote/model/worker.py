@@ -42,14 +42,14 @@ class ModelWorker:
     def _serve(self, about: ModelInfo) -> EngineHost:
         import torch
 
+        from bray.train.device import device_of
+
         threads = max(1, int(about.definition.cpus_per_worker))
         if session().member:  # a process of our own
             torch.set_num_threads(threads)
             torch.seed()  # else all workers of a Model that draws numbers draw the same ones
-        device = "cuda" if about.definition.gpus_per_worker > 0 and torch.cuda.is_available() else "cpu"
-        if about.definition.gpus_per_worker > 0 and device == "cpu":
-            logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", self.where)
-        return EngineHost(about, self._follower.keeper, device, threads)
+        device = device_of(about.definition.gpus_per_worker > 0, self.where)
+        return EngineHost(about, self._follower.keeper, device.type, threads)
 
     def address(self) -> Address:
         return self.listener.address

@@ -32,6 +32,7 @@ from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
 from bray.rundir import RunDir, read_json, write_atomic
 from bray.serving.link import Address, Link
+from bray.train.device import device_of
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
@@ -124,7 +125,7 @@ def assemble(
         refuse_store(f"trainer {plan.name}", name, store_of(buffer))
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
-    torch.set_num_threads(threads_for(setup.spec))
+    torch.set_num_threads(threads_for(setup.spec, next(model.parameters()).device))
     # A recording cannot hold the conversation between ranks.
     learner = setup.make_learner(model, plan.seed + 10_007 * ranks.rank, ranks.size == 1, cls)
     experience = setup.make_experience()
@@ -260,7 +261,7 @@ def rank_main(info: SessionInfo, name: str, address: Address, made: list[Any], u
     logger.info("%s begins", where)
     try:
         plan: Plan = session().cluster.get(made[0])  # only now: the user's modules are found on the session's path
-        device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+        device = device_of(use_gpu, where)
         ranks.check_gpus(device)
         with _Line(address, plan) as line:
             result = execute(plan, device, line.started)
