@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
@@ -128,3 +129,27 @@ def test_bind_flattens_once_and_equals_a_call():
 
 def test_disabled_is_the_function():
     assert capture(lambda x: {"y": x + 1}, enabled=False)(torch.zeros(2))["y"].tolist() == [1, 1]
+
+
+@pytest.mark.slow
+def test_training_by_a_compiled_recording_equals_training_without():
+    """With the C++ compiler of the machine."""
+    m1, _, f1 = make_step()
+    m2, _, f2 = make_step()
+    recorded, data = capture(f1, enabled="compiled"), batch()
+    for _ in range(4):
+        torch.testing.assert_close(recorded(data, torch.arange(8)), f2(data, torch.arange(8)), rtol=1e-4, atol=1e-5)
+    assert recorded.recordings == 1
+    for a, b in zip(m1.parameters(), m2.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_is_recorded_and_says_so(monkeypatch, caplog):
+    def no_compiler(*_, **__):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    recorded = capture(lambda x: x + 1, enabled="compiled", name="the step")
+    assert recorded(torch.zeros(2)).tolist() == [1, 1]
+    assert recorded.recordings == 1
+    assert "the step is recorded and not compiled: no C++ compiler" in caplog.text

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bray import tree
 from bray.act import Clock, standard_normals
 from bray.algos.terms import Terms
-from bray.capture import capture
+from bray.capture import Record, capture
 from bray.capture.transfer import to_device
 from bray.errors import ConfigError
 from bray.schedules import make_schedule
@@ -52,7 +52,7 @@ class Learner:
     """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state, steps, saved state."""
 
     def __init__(
-        self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: bool = True
+        self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: Record = True
     ):
         self.config, self.spec, self.model, self.model_config = config, spec, model, model_config
         self.layout, self.record = spec.layout, record

@@ -16,7 +16,8 @@ A recording is tried before it is used: on inputs other than those it was made f
 for which no other value can be made up (an index may be used to look something up) is tried at the first call that brings one. All of
 that leaves tensors, Python state and random generators as one call of the function does.
 
-`torch.compile` does more (it fuses kernels) but needs a C++ compiler and 3-10 s before the first step; a recording takes 0.1 s.
+A recording takes 0.1 s. `enabled="compiled"` gives the flat list to `torch.compile`, which fuses operations: 10-60 s before the first call, and a C++
+compiler on the machine. It is tried like any recording, and where it cannot be made the list is replayed as it is.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bray.capture.check import Subject, other_values
 from bray.capture.python_state import PythonState
-from bray.capture.replay import Replay, cuda_graph, interpreter
+from bray.capture.replay import Replay, compiled, replayed
 from bray.capture.simplify import simplify
 from bray.capture.tape import NoPeeking, NotRecordable, Recorder, Tape, equal
 
 logger = logging.getLogger("bray")
+
+Record = bool | Literal["compiled"]
+"""Whether a function is recorded, and what becomes of the recording."""
 
 MAX_PROGRAMS = 8
 """Input shapes for which one function is recorded; with further ones it runs eagerly."""
@@ -46,7 +50,7 @@ class capture:
 
     holds_recordings = True  # so that the search for the Python state of a function does not go through recordings
 
-    def __init__(self, fn: Callable[..., Any], enabled: bool = True, name: str | None = None):
+    def __init__(self, fn: Callable[..., Any], enabled: Record = True, name: str | None = None):
         self.fn = fn
         self.enabled = enabled
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
@@ -102,10 +106,19 @@ class capture:
 
     def _record(self, flat: list[Tensor], structure: Any) -> Program | None:
         try:
-            return record(self.fn, flat, structure, self._warn)
+            return self._record_as(flat, structure)
         except Exception as e:  # whatever the recorder cannot follow: the function itself is still right
             self._warn(e)
             return None
+
+    def _record_as(self, flat: list[Tensor], structure: Any) -> Program:
+        if self.enabled == "compiled":
+            try:
+                return record(self.fn, flat, structure, self._warn, compiled)
+            except Exception as e:  # no compiler, or an operation that it cannot do: a recording needs neither
+                logger.warning("%s is recorded and not compiled: %s", self.name, _first_line(e))
+                logger.debug("why compiling failed", exc_info=e)
+        return record(self.fn, flat, structure, self._warn)
 
     def _warn(self, e: Exception) -> None:
         """Once: the other shapes of the inputs have the same reason."""
@@ -176,10 +189,14 @@ class Program:
 
 
 def record(
-    fn: Callable[..., Any], flat: list[Tensor], structure: Any, reject: Callable[[Exception], None] = lambda e: None
+    fn: Callable[..., Any],
+    flat: list[Tensor],
+    structure: Any,
+    reject: Callable[[Exception], None] = lambda e: None,
+    replay: Callable[[Tape, list[Tensor]], Replay] = replayed,
 ) -> Program:
     """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
-    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong."""
+    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong; `replay` makes of a tape what is run."""
     if not flat:
         raise NotRecordable("a recorded function takes at least one tensor")
     subject = Subject(fn, structure)
@@ -195,8 +212,7 @@ def record(
             else:
                 state = before
             simplify(tape)
-            run = cuda_graph(tape, flat) if flat[0].is_cuda else interpreter(tape, flat)
-            program = Program(subject, run, tape, reject)
+            program = Program(subject, replay(tape, flat), tape, reject)
             program.check(flat)
             _refuse_changes(state)
     except BaseException:

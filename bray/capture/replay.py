@@ -20,6 +20,26 @@ Replay = Callable[[list[Tensor]], list[Tensor]]
 """Flat inputs -> flat outputs."""
 
 
+def replayed(tape: Tape, flat: list[Tensor]) -> Replay:
+    return cuda_graph(tape.play, tape, flat) if flat[0].is_cuda else interpreter(tape, flat)
+
+
+def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
+    """By `torch.compile`: operations are fused. The tape is flat and has its gradients, so there is nothing that the compiler could not follow."""
+    held = [x.detach() for x in tape.held.values()]
+    names: dict[str, Any] = {"torch": torch}
+    exec(
+        _source(tape, range(len(flat)), list(tape.held)), names
+    )  # what we have written ourselves, from a list of operations
+    run = torch.compile(names["program"], fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def play(flat: list[Tensor]) -> list[Tensor]:
+        return list(run(*flat, *held))
+
+    return cuda_graph(play, tape, flat) if flat[0].is_cuda else play
+
+
 def interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
@@ -120,15 +140,15 @@ class Results:
         return [single[i].reshape(x.shape) if i in single else x.clone() for i, x in enumerate(self._out)]
 
 
-def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
-    """A CUDA graph over static copies of the inputs: one launch for the whole function."""
+def cuda_graph(play: Replay, tape: Tape, flat: list[Tensor]) -> Replay:
+    """A CUDA graph of `play` (the operations of the tape) over static copies of the inputs: one launch for the whole function."""
     static = [x.clone() for x in flat]
     before = Snapshot(list(tape.held.values()) + static, generators_of(flat))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():
         for _ in range(3):  # cuBLAS and cuDNN choose their kernels and allocate outside the recording
-            tape.play(static)
+            play(static)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     gc.collect()
@@ -136,7 +156,7 @@ def cuda_graph(tape: Tape, flat: list[Tensor]) -> Replay:
     try:
         # What other threads do on the device meanwhile (central inference) does not break the recording.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
-            results = Results(tape.play(static))
+            results = Results(play(static))
     finally:
         gc.enable()
     before.restore()

@@ -41,7 +41,7 @@ class Way:
     threads: int
 
     def __str__(self) -> str:
-        how = "eager" if self.keys.get("record") is False else "recorded"
+        how = {False: "eager", True: "recorded"}.get(self.keys.get("record", True), "compiled")
         where = "on the GPU" if "device" in self.keys else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"{how}, {where}: {1e3 * self.seconds:.3g} ms"
 
@@ -57,7 +57,8 @@ def time_choices(env: Any, seconds: float) -> list[Way]:
         chosen = _measure(env, {}, seconds)
         others: list[dict[str, Any]] = [{"record": False}]
         others += [{"threads": n} for n in sorted({1, machine.cores} - {chosen.threads})]
-        others += [{"device": "cuda"}, {"device": "cuda", "record": False}] if machine.gpus else []
+        if machine.gpus:
+            others += [{"device": "cuda"}, *({"device": "cuda", "record": r} for r in (False, "compiled"))]
         return [chosen, *(_measure(env, keys, seconds) for keys in others)]
     finally:
         torch.set_num_threads(before)

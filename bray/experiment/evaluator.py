@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from bray.algos import make_policy
+from bray.capture import Record
 from bray.envs.config import EnvConfig
 from bray.envs.process import STOP, Child, Lost, error_answer, portable, unpack
 from bray.errors import BrayError, ConfigError, EnvError
@@ -58,7 +59,7 @@ class Looked(NamedTuple):
     """Why there is no film."""
 
 
-def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: bool) -> Looked:
+def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record) -> Looked:
     """Evaluate and film the weights that `served` has now."""
     result, video, no_video = None, None, ""
     if task.episodes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bray import tree
-from bray.capture import capture
+from bray.capture import Record, capture
 from bray.capture.transfer import to_device, to_host
 from bray.errors import CheckpointError
 from bray.inference.engine import gather
@@ -76,16 +76,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 class TorchEngine:
     """The Model itself in eval mode (as it is exported), recorded (`bray.capture`) per batch size. It reads the Model's own parameters,
-    so a learner's in-place updates are seen at once; the learner's Model stays in train mode.
+    so a learner's in-place updates are seen at once; the learner's Model stays in train mode. It is never compiled: batch sizes are several, and each would
+    take many seconds.
 
     A Model that cannot be recorded has its modes changed for the time of a forward: a learner in another thread needs a copy."""
 
-    def __init__(self, model: nn.Module, outputs: tuple[str, ...] | None = None, record: bool = True):
+    def __init__(self, model: nn.Module, outputs: tuple[str, ...] | None = None, record: Record = True):
         self.model = model
         self.outputs = outputs
         self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
         self._on_cpu = self.device.type == "cpu"
-        self._captured = capture(self._forward, enabled=record, name=f"the forward of {type(model).__name__}")
+        self._captured = capture(self._forward, enabled=bool(record), name=f"the forward of {type(model).__name__}")
         self._structures: dict[int, Any] = {}  # by the number of arguments: draws may be left out
         self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 

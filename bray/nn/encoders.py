@@ -102,6 +102,7 @@ class Convs(nn.Module):
             if pad is not None:
                 x = F.pad(x, pad)
             if i == 0 and scale != 1.0:
+                assert isinstance(conv, nn.Conv2d)
                 x = self.act(F.conv2d(x, conv.weight * scale, conv.bias, conv.stride, conv.padding))
             else:
                 x = self.act(conv(x))

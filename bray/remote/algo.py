@@ -25,6 +25,7 @@ import numpy as np
 
 from bray import tree
 from bray.algos import algo_name, get_algo, make_experience, make_policy
+from bray.capture import Record
 from bray.config import ConfigSource, Resolved, resolve
 from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
@@ -186,7 +187,7 @@ class AlgoSetup:
         """What the Learner learns from."""
         return make_experience(self.algo, self.config, self.spec, self.model_config)
 
-    def make_learner(self, model: Any, seed: int = 0, record: bool = True, learner: Any = None) -> Any:
+    def make_learner(self, model: Any, seed: int = 0, record: Record = True, learner: Any = None) -> Any:
         """The Learner of the algorithm, or of another class in its place."""
         make = learner or self.algo.Learner
         return make(self.config, self.spec, model, self.model_config, seed=seed, record=record)

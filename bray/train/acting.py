@@ -8,6 +8,7 @@ import numpy as np
 from torch import nn
 
 from bray import tree
+from bray.capture import Record
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 
 
@@ -18,6 +19,6 @@ def initial_state(model: nn.Module) -> Any:
     return lambda n: tree.map(np.asarray, model.initial_state(n))  # type: ignore[operator]
 
 
-def acting_engine(model: nn.Module, policy: Any, record: bool = True) -> TorchEngine:
+def acting_engine(model: nn.Module, policy: Any, record: Record = True) -> TorchEngine:
     """The Model as a Policy asks it."""
     return TorchEngine(model, None if is_recurrent(model) else policy.reads, record)

@@ -29,7 +29,7 @@ from torch import nn
 
 from bray import tree
 from bray.act import Policy
-from bray.capture import MAX_PROGRAMS
+from bray.capture import MAX_PROGRAMS, Record
 from bray.capture.transfer import pin, unpin
 from bray.errors import ConfigError, EnvError
 from bray.inference.engine import gather
@@ -84,7 +84,7 @@ class CentralServer:
     """See the module."""
 
     def __init__(
-        self, model: nn.Module, policy: Policy, obs: Any, workers: int, groups: Sequence[int], record: bool = True
+        self, model: nn.Module, policy: Policy, obs: Any, workers: int, groups: Sequence[int], record: Record = True
     ):
         """obs: an example, `[1, ...]`; groups: how many environments the groups of each worker have."""
         if getattr(model, "draws", None):

@@ -44,8 +44,9 @@ class RunConfig:
     threads: Count | None = None
     """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures, at most four where a GPU
     computes."""
-    record: bool = True
-    """Record updates and forwards once and replay them without Python (`bray.capture`); false runs them eagerly."""
+    record: bool | Literal["compiled"] = True
+    """Record updates and forwards once and replay them without Python (`bray.capture`); compiled: updates go through torch.compile besides, which
+    takes up to a minute and needs a C++ compiler; false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
     inference: Annotated[Literal["worker", "central"], Flag()] = "worker"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bray.act import GREEDY, TRAINED
+from bray.capture import Record
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
 from bray.envs.vector import VecEnv
@@ -82,7 +83,7 @@ def play(
     return [result for d in done for result in d]
 
 
-def evaluate_model(model: Any, policy: Any, env: EnvConfig, episodes: int, record: bool = True) -> dict[str, Any]:
+def evaluate_model(model: Any, policy: Any, env: EnvConfig, episodes: int, record: Record = True) -> dict[str, Any]:
     """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
     with make_vec(eval_config(env, min(episodes, 16)), seed=EVAL_SEED) as envs:
         engine = acting_engine(model, policy, record)

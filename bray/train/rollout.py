@@ -12,6 +12,7 @@ import numpy as np
 
 from bray import tree
 from bray.act import SAMPLE, Clock, Deciding, Policy, Tick, decide_now, go_on
+from bray.capture import Record
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
@@ -242,7 +243,7 @@ class EnvSource(Source):
 
     exact = True
 
-    def __init__(self, rollout: Rollout, rows: int, state_every: int = 1, record: bool = True):
+    def __init__(self, rollout: Rollout, rows: int, state_every: int = 1, record: Record = True):
         self.rollout, self.rows, self._state_every = rollout, rows, state_every
         self._metrics = EpisodeMetrics()
         self._keep = rollout.policy.keeps
@@ -252,7 +253,7 @@ class EnvSource(Source):
         self._row: tuple[_Columns, Piece] | None = None
         self.begin()
 
-    def _separate_outputs(self, record: bool) -> TorchEngine | None:
+    def _separate_outputs(self, record: Record) -> TorchEngine | None:
         """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
         rollout, reads = self.rollout, self.rollout.policy.reads
         if not isinstance(rollout.engine, TorchEngine):
