@@ -345,6 +345,21 @@ def test_random_actions_are_pink_noise_and_come_again_after_a_resume():
     assert np.array_equal(policy.act(outputs, Tick(np.zeros(0)), None, GREEDY, Clock(0))[1]["action"], np.zeros((2, 2)))
 
 
+def test_noise_while_learning_may_be_pink():
+    """Its neighbours are alike, its spread is that of white noise."""
+    found = {}
+    for hold in (1, 8):
+        policy = sac.Policy(sac.Config(learning_starts=0, noise_hold=hold), CONTINUOUS)
+        outputs = {"dist": np.zeros((2, CONTINUOUS.layout.num_params), np.float32)}
+        rng, tick = np.random.default_rng([7, 0]), Tick(np.zeros((2, 3), np.float32))
+        drawn = np.array([policy.act(outputs, tick, rng, SAMPLE, Clock(n))[1]["action"] for n in range(0, 8000, 2)])
+        noise = np.arctanh(drawn)  # mean 0, standard deviation 1
+        assert noise.std() == pytest.approx(1.0, rel=0.05)
+        found[hold] = np.corrcoef(noise[:-1].reshape(-1), noise[1:].reshape(-1))[0, 1]
+    assert found[1] == pytest.approx(0.0, abs=0.05)
+    assert found[8] == pytest.approx((0 + 4 + 6 + 7) / 32, abs=0.05)
+
+
 class Arm(gym.Env):
     observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
 

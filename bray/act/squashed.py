@@ -13,10 +13,10 @@ from bray.spec import ActionLayout
 
 
 class Continuous(Rule):
-    """Random actions before learning starts, pink noise up to `random_hold` steps; then `explore`."""
+    """Random actions before learning starts, pink noise up to `random_hold` steps; then `explore`, with noise that is pink up to `noise_hold` steps."""
 
-    def __init__(self, learning_starts: int = 0, random_hold: int = 1):
-        self.learning_starts, self.random_hold = learning_starts, random_hold
+    def __init__(self, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
+        self.learning_starts, self.random_hold, self.noise_hold = learning_starts, random_hold, noise_hold
 
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         x = outputs[self.reads[0]]
@@ -35,7 +35,10 @@ class Squashed(Continuous):
     name, reads = "squashed", ("dist",)
 
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
-        return squashed(x, rng)
+        mean, log_std = np.split(x, 2, -1)
+        if rng is None:
+            return np.tanh(mean)
+        return np.tanh(mean + np.exp(log_std) * normal(rng, env_steps, self.noise_hold, *mean.shape))
 
 
 class Deterministic(Continuous):
@@ -43,14 +46,14 @@ class Deterministic(Continuous):
 
     name, reads, stochastic = "deterministic", ("mu",), False
 
-    def __init__(self, noise: Schedule = 0.0, learning_starts: int = 0, random_hold: int = 1):
-        super().__init__(learning_starts, random_hold)
+    def __init__(self, noise: Schedule = 0.0, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
+        super().__init__(learning_starts, random_hold, noise_hold)
         self.noise = make_schedule(noise)
 
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
         if rng is None:
             return x
-        return np.clip(x + self.noise(env_steps) * rng.standard_normal(x.shape, np.float32), -1.0, 1.0)
+        return np.clip(x + self.noise(env_steps) * normal(rng, env_steps, self.noise_hold, *x.shape), -1.0, 1.0)
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"mu": rng.uniform(-1.0, 1.0, (rows, layout.size)).astype(np.float32)}
@@ -66,26 +69,23 @@ RULES[Squashed.name] = Squashed
 RULES[Deterministic.name] = Deterministic
 
 
-def squashed(dist: np.ndarray, rng: Rng) -> np.ndarray:
-    """tanh of a Gaussian (SAC): actions `[B, D]` in [-1, 1]; the mean's when greedy."""
-    mean, log_std = np.split(dist, 2, -1)
-    if rng is None:
-        return np.tanh(mean)
-    return np.tanh(mean + np.exp(log_std) * rng.standard_normal(mean.shape, np.float32))
-
-
-def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
-    """Random actions `[rows, size]`, each number uniform in [-1, 1]: white noise for `hold` 1, a new one at every step.
-
-    Else pink noise (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold` steps). In a game with inertia white noise cancels itself
-    out, and a car in a valley never leaves it; after actions that were merely held for long, TD3 learnt a third as much on HalfCheetah.
-    The seed of `rng` and the number of the step decide them, so a resumed run goes on with the same noise."""
+def normal(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+    """Normal noise `[rows, size]`: white for `hold` 1, new at every step. Else pink (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold`
+    steps): in a game with inertia white noise cancels itself out, and a car in a valley never leaves it.
+    The seed of `rng` and the number of the step decide pink noise, so a resumed run goes on with the same."""
     if hold == 1:
-        return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
+        return rng.standard_normal((rows, size), np.float32)
     seed, step = rng.bit_generator.seed_seq.generate_state(4), env_steps // rows
     octaves = range(hold.bit_length())
     parts = [np.random.default_rng([*seed, k, step >> k]).standard_normal((rows, size)) for k in octaves]
-    return _erf(np.sum(parts, 0) / math.sqrt(2.0 * len(parts))).astype(np.float32)
+    return (np.sum(parts, 0) / math.sqrt(len(parts))).astype(np.float32)
+
+
+def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+    """Random actions `[rows, size]`, each number uniform in [-1, 1], white or pink as in `normal`."""
+    if hold == 1:
+        return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
+    return _erf(normal(rng, env_steps, hold, rows, size) / math.sqrt(2.0)).astype(np.float32)
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])

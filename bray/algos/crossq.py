@@ -22,14 +22,9 @@ Policy, experience, make_model = sac.Policy, sac.experience, sac.make_model
 
 
 @dataclass(frozen=True)
-class Config(sac.Soft):
+class Config(sac.Continuous):
     lr: RateSchedule = 1e-3
     """Learning rate of the actor; a number or a schedule over env steps."""
-    target_entropy: float | None = None
-    """Entropy that the temperature aims at; null = minus the number of action dimensions."""
-    random_hold: Count = 32
-    """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
-    new one at every step."""
     critic_hiddens: tuple[Count, ...] = (512, 512)
     """Widths of the critics' layers; wide ones are what the method lives on. (The paper: 2048, for GPUs.)"""
     policy_delay: Count = 3

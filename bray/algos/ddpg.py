@@ -60,6 +60,8 @@ class Config:
     random_hold: Count = 32
     """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
     new one at every step."""
+    noise_hold: Count = 1
+    """`noise` is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""
     updates: Count = 1
@@ -84,7 +86,7 @@ class Policy(act.Policy):
 
     def __init__(self, config: Config, spec: EnvSpec):
         base.check_bounded(spec)
-        settings = {name: getattr(config, name) for name in ("noise", "learning_starts", "random_hold")}
+        settings = {name: getattr(config, name) for name in ("noise", "learning_starts", "random_hold", "noise_hold")}
         super().__init__(spec.layout, act.make_rule("deterministic", settings))
 
 

@@ -68,14 +68,22 @@ class Soft:
 
 
 @dataclass(frozen=True)
-class Config(Soft):
-    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """The target critics move this fraction of the way after every gradient step."""
+class Continuous(Soft):
+    """What SAC and CrossQ share."""
+
     target_entropy: float | None = None
     """Entropy that the temperature aims at; null = minus the number of action dimensions."""
     random_hold: Count = 32
     """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
     new one at every step."""
+    noise_hold: Count = 1
+    """The noise of actions while learning is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
+
+
+@dataclass(frozen=True)
+class Config(Continuous):
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """The target critics move this fraction of the way after every gradient step."""
 
 
 METRICS = ("critic_loss", "actor_loss", "alpha", "entropy", "q", "grad_norm")
@@ -94,7 +102,7 @@ class Policy(act.Policy):
 
     def __init__(self, config: Config, spec: EnvSpec):
         base.check_bounded(spec)
-        settings = {"learning_starts": config.learning_starts, "random_hold": config.random_hold}
+        settings = {name: getattr(config, name) for name in ("learning_starts", "random_hold", "noise_hold")}
         super().__init__(spec.layout, act.make_rule("squashed", settings))
 
 
