@@ -28,14 +28,25 @@ TRAINING: dict[str, list[list[str]]] = {
     "ppo-cartpole": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-acrobot": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-cartpole-256relu": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
-    "ppo-dict-lstm": [["sb3_contrib_recurrent.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
+    "ppo-dict-lstm": [["sb3_contrib_train.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-custom-module": [["sb3.py"], ["cleanrl_style.py"], ["pufferlib_ppo.py"]],
     "ppo-pong": [["sb3.py"], ["cleanrl_style.py", "--env", "ale"], ["pufferlib_ppo.py"]],
+    "a2c-cartpole": [["sb3.py"]],
+    "pg-cartpole": [["tianshou_train.py"]],
+    "pqn-cartpole": [["cleanrl_style.py"]],
     "dqn-cartpole": [["sb3.py"], ["cleanrl_style.py"]],
+    "qrdqn-cartpole": [["sb3_contrib_train.py"]],
+    "c51-cartpole": [["cleanrl_style.py"], ["tianshou_train.py"]],
+    "iqn-cartpole": [["tianshou_train.py"]],
+    "rainbow-cartpole": [["tianshou_train.py"]],
+    "r2d2-cartpole": [["tianshou_train.py"]],
+    "ars-cartpole": [["sb3_contrib_train.py"]],
+    "es-cartpole": [["sb3_contrib_train.py"]],
+    "sac-discrete-cartpole": [["tianshou_train.py"]],
     "sac-pendulum": [["sb3.py"], ["cleanrl_style.py"]],
     "td3-pendulum": [["sb3.py"]],
     "ddpg-pendulum": [["sb3.py"]],
-    "crossq-pendulum": [["sb3_contrib_crossq.py"]],
+    "crossq-pendulum": [["sb3_contrib_train.py"]],
 }
 REPLAY = {
     "replay-84": [["tianshou_replay.py"], ["cpprb_replay.py"]],
@@ -72,6 +83,7 @@ def compare(
     """Ours and each peer in turn, `repeat` times, so that a busy minute hits all alike."""
     for case in names or cases:
         rates: dict[str, list[float]] = {}
+        by_cpu: dict[str, list[float]] = {}  # varies less while others use the machine
         for _ in range(repeat):
             commands = [("bray", [sys.executable, *mine(case, seconds)])]
             if PEER_PYTHON.exists():
@@ -87,19 +99,23 @@ def compare(
                 result = call(command, case)
                 if result is not None:
                     rates.setdefault(label, []).append(result[key])
-        medians = {k: statistics.median(v) for k, v in rates.items()}
-        peers = {k: v for k, v in medians.items() if k != "bray"}
-        summary: dict[str, Any] = {
-            "case": case,
-            "measure": key,
-            "medians": medians,
-            "repeat": repeat,
-            "machine": platform.machine(),
-        }
-        if peers and "bray" in medians:
-            best = max(peers, key=lambda k: peers[k])
-            summary |= {"fastest_peer": best, "ratio": round(medians["bray"] / peers[best], 2)}
+                    if result.get("cpu_seconds"):
+                        by_cpu.setdefault(label, []).append(result["env_steps"] / result["cpu_seconds"])
+        summary: dict[str, Any] = {"case": case, "measure": key, **beside_fastest(rates)}
+        if by_cpu:
+            summary["per_cpu_second"] = beside_fastest(by_cpu)
+        summary |= {"repeat": repeat, "machine": platform.machine()}
         print(json.dumps(summary), flush=True)
+
+
+def beside_fastest(rates: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and the ratio of ours to the fastest peer's."""
+    medians = {k: round(statistics.median(v), 1) for k, v in rates.items()}
+    peers = {k: v for k, v in medians.items() if k != "bray"}
+    if not peers or "bray" not in medians:
+        return {"medians": medians}
+    best = max(peers, key=lambda k: peers[k])
+    return {"medians": medians, "fastest_peer": best, "ratio": round(medians["bray"] / peers[best], 2)}
 
 
 def engines(names: list[str], repeat: int, seconds: float) -> None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,15 @@ DQN = {
     "double": False,
     "max_grad_norm": None,
 }
-PENDULUM = {
-    "env": "Pendulum-v1",
+DQN_CARTPOLE = {
+    "env": "CartPole-v1",
+    "num_envs": 1,
+    "fcnet_hiddens": [120, 84],
+    "fcnet_activation": "relu",
+    **DQN,
+}
+C51 = {"double": True, "num_atoms": 51, "v_min": 0.0, "v_max": 100.0}
+SAC = {
     "num_envs": 1,
     "fcnet_hiddens": [256, 256],
     "fcnet_activation": "relu",
@@ -49,6 +57,7 @@ PENDULUM = {
     "replay_size": 1_000_000,
     "learning_starts": 500,
 }
+PENDULUM = {"env": "Pendulum-v1", **SAC}
 
 CASES: dict[str, dict[str, Any]] = {
     "ppo-cartpole": {"run": "PPO", "env": "CartPole-v1", "num_envs": 8, **PPO},
@@ -87,19 +96,90 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": "bfloat16",
         **PPO,
     },
-    "dqn-cartpole": {
-        "run": "DQN",
+    "a2c-cartpole": {
+        "run": "A2C",
         "env": "CartPole-v1",
-        "num_envs": 1,
+        "num_envs": 8,
+        "rollout_length": 5,
+        "lr": 7e-4,
+        "optimizer": "rmsprop",
+        "lambda_": 1.0,
+        "entropy_coef": 0.01,
+    },
+    "pg-cartpole": {
+        "run": "PG",
+        "env": "CartPole-v1",
+        "num_envs": 8,
+        "batch_size": 1_000,
+        "lr": 3e-3,
+        "baseline": False,
+        "max_grad_norm": None,
+    },
+    "pqn-cartpole": {
+        "run": "PQN",
+        "env": "CartPole-v1",
+        "num_envs": 8,
         "fcnet_hiddens": [120, 84],
+        "rollout_length": 128,
+        "epochs": 4,
+        "minibatches": 4,
+        "lr": 2.5e-4,
+        "lambda_": 0.65,
+        "epsilon": DQN["epsilon"],
+        "max_grad_norm": 10.0,
+    },
+    "dqn-cartpole": {"run": "DQN", **DQN_CARTPOLE},
+    "qrdqn-cartpole": {"run": "QR-DQN", **DQN_CARTPOLE, "num_quantiles": 50},
+    "c51-cartpole": {"run": "C51", **DQN_CARTPOLE, **C51},
+    "iqn-cartpole": {"run": "IQN", **DQN_CARTPOLE, "double": True, "num_fractions": 8, "acting_fractions": 32},
+    "rainbow-cartpole": {
+        "run": "Rainbow",
+        **DQN_CARTPOLE,
+        **C51,
+        "n_step": 3,
+        "priority_alpha": 0.5,
+        "priority_beta": 0.4,
+    },
+    "r2d2-cartpole": {
+        "run": "R2D2",
+        **DQN_CARTPOLE,
+        "double": True,
+        "fcnet_hiddens": [64],
+        "fcnet_activation": "none",
+        "lstm_cell_size": 64,
+        "batch_size": 32,
+        "sequence_length": 16,
+        "burn_in": 0,
+        "rescale": False,
+        "n_step": 1,
+        "dueling": False,
+        "prioritized": False,
+    },
+    "ars-cartpole": {"run": "ARS", "env": "CartPole-v1", "num_envs": 32, "lr": 0.03, "sigma": 0.05, "top": 0.5},
+    "es-cartpole": {
+        "run": "ES",
+        "env": "CartPole-v1",
+        "num_envs": 32,
+        "fcnet_hiddens": [32, 32],
         "fcnet_activation": "relu",
-        **DQN,
+        "lr": 0.03,
+        "sigma": 0.05,
+    },
+    "sac-discrete-cartpole": {
+        **SAC,
+        "run": "SAC-Discrete",
+        "env": "CartPole-v1",
+        "alpha_lr": 3e-4,
+        "entropy_scale": 0.7,
     },
     "sac-pendulum": {**PENDULUM, "run": "SAC", "alpha_lr": 3e-4},
     "td3-pendulum": {**PENDULUM, "run": "TD3"},
     "ddpg-pendulum": {**PENDULUM, "run": "DDPG"},
     "crossq-pendulum": {**PENDULUM, "run": "CrossQ", "alpha_lr": 3e-4, "critic_hiddens": [256, 256]},
 }
+
+GENERATIONS = ("ars-cartpole", "es-cartpole")
+"""Here only the steps of episodes that an update learnt from count, because the peer plays no others. CartPole pays 1 a step."""
 
 
 def __getattr__(name: str) -> Any:
@@ -124,6 +204,19 @@ def __getattr__(name: str) -> Any:
     return Custom
 
 
+def count_learnt(learner: Any) -> Callable[[], int]:
+    """How many steps the episodes had that updates learnt from so far."""
+    update, total = learner.update, 0
+
+    def counting(batch: Any, clock: Any) -> Any:
+        nonlocal total
+        total += int(batch["return"].sum())
+        return update(batch, clock)
+
+    learner.update = counting
+    return lambda: total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("case", choices=list(CASES))
@@ -136,19 +229,22 @@ def main() -> None:
 
     exp = Experiment(**CASES[args.case], use_preset=False, seed=1)
     training = exp.training
-    start = time.perf_counter()
+    learnt = count_learnt(training.learner) if args.case in GENERATIONS else None
+    start, cpu = time.perf_counter(), 0.0
     steps, rows = 0, []
     warm = False
     while True:
         row = training.iterate()
         now = time.perf_counter()
+        done = learnt() if learnt else row["env_steps_total"]
         if not warm:
             if now - start >= 2.0 and training.learner.steps:
-                warm, start, steps = True, now, row["env_steps_total"]
+                warm, start, cpu, steps = True, now, time.process_time(), done
             continue
         rows.append(row)
         if now - start >= args.seconds:
             break
+    cpu = time.process_time() - cpu
     import torch
 
     seconds = now - start
@@ -156,9 +252,10 @@ def main() -> None:
         "peer": "bray",
         "version": bray.__version__,
         "case": args.case,
-        "env_steps_per_second": round((row["env_steps_total"] - steps) / seconds, 1),
-        "env_steps": row["env_steps_total"] - steps,
+        "env_steps_per_second": round((done - steps) / seconds, 1),
+        "env_steps": done - steps,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu, 2),
         "threads": torch.get_num_threads(),
         "peak_rss_mb": peak_rss_mb(),
         "mean_return": row["episode_return_mean"] and round(row["episode_return_mean"], 1),

@@ -34,6 +34,14 @@ PPO_ENV_IDS = {
     "ppo-acrobot": "Acrobot-v1",
 }
 
+A2C_STEPS = 5
+"""SB3's settings: with RMSprop, and lambda 1."""
+A2C_LEARNING_RATE = 7e-4
+
+PG_BATCH = 1_000
+"""Environment steps of one gradient step."""
+PG_LEARNING_RATE = 3e-3
+
 DQN_HIDDEN = (120, 84)
 DQN_BATCH = 128
 DQN_LEARNING_RATE = 2.5e-4
@@ -46,6 +54,39 @@ DQN_EPSILON_STEPS = 2_000
 a slow schedule would measure something else."""
 DQN_EPSILON = 0.05
 
+QUANTILES = 50
+"""Of QR-DQN. Its other settings are DQN's, and so are those of C51, IQN and Rainbow; these three choose the next action
+with the online network, as Tianshou always does."""
+ATOMS = 51
+RETURNS = (0.0, 100.0)
+"""The first and the last atom of C51 and Rainbow."""
+FRACTIONS = 8
+"""Of IQN: those that are learnt, and those of the target."""
+ACTING_FRACTIONS = 32
+COSINES = 64
+RAINBOW_STEPS = 3
+RAINBOW_ALPHA = 0.5
+RAINBOW_BETA = 0.4
+
+SEQUENCE = 16
+"""Steps through which the recurrent DQN goes, without burn-in."""
+SEQUENCES = 32
+"""Of an update. Uniform, one-step, without streams; the rest is DQN's."""
+LSTM = 64
+"""Width of the memory and of the layer before it."""
+
+PQN_LAMBDA = 0.65
+PQN_MAX_GRAD_NORM = 10.0
+"""Rollouts, minibatches and the rate are PPO's, the widths and epsilon are DQN's."""
+
+DIRECTIONS = 16
+"""Of ARS and ES: a generation is twice as many episodes."""
+TOP_DIRECTIONS = 8
+SEARCH_LEARNING_RATE = 0.03
+SEARCH_NOISE = 0.05
+ES_HIDDEN = (32, 32)
+"""ARS's policy is linear."""
+
 SAC_HIDDEN = (256, 256)
 SAC_BATCH = 256
 SAC_LEARNING_RATE = 3e-4
@@ -56,6 +97,8 @@ NOISE = 0.1
 """Of TD3's and DDPG's actions; their networks, batches and rates are SAC's."""
 CROSSQ_HIDDEN = (256, 256)
 """Of the critics."""
+ENTROPY_SCALE = 0.7
+"""Discrete SAC aims at this share of the largest entropy."""
 
 
 def prepare(case: str) -> None:

@@ -1,9 +1,10 @@
-"""Eager single-file loops of PPO, recurrent PPO, DQN and SAC in the manner of CleanRL, written anew.
+"""Eager single-file loops of PPO, recurrent PPO, PQN, DQN, C51 and SAC in the manner of CleanRL, written anew.
 
 CleanRL is a set of scripts rather than a package, so this keeps what decides its speed: a numpy vector environment
 stepped one by one, a separate forward pass without gradients per step, advantages in a loop of torch operations, a
 minibatch loop with eager Adam, the statistics it logs (Kullback-Leibler estimate, clipped share), and its value clip.
-It departs from CleanRL where the case says so: no annealed learning rate, SAC updates the policy at every step.
+It departs from CleanRL where the case says so: no annealed learning rate, SAC updates the policy at every step, PQN
+has Adam, C51 chooses the next action with the online network and projects all rows at once (CleanRL: row by row, slower).
 
 `--env` (Pong only): gym = gymnasium's SyncVectorEnv, ale = ale_py's AtariVectorEnv, envpool = EnvPool.
 """
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 PPO_CASES = [*cases.PPO_ENV_IDS, "ppo-pong"]
-CASES = [*PPO_CASES, "ppo-dict-lstm", "dqn-cartpole", "sac-pendulum"]
+CASES = [*PPO_CASES, "ppo-dict-lstm", "pqn-cartpole", "dqn-cartpole", "c51-cartpole", "sac-pendulum"]
 
 
 # ---------------------------------------------------------------------------------------------------- environments
@@ -41,8 +42,8 @@ def make_envs(case: str, kind: str):
     return SyncVectorEnv([lambda: cases.make_env(case)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def make_single(env_id: str) -> SyncVectorEnv:
-    return SyncVectorEnv([lambda: gym.make(env_id)], autoreset_mode=AutoresetMode.SAME_STEP)
+def make_plain(env_id: str, count: int = 1) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: gym.make(env_id)] * count, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 class EnvPoolPong:
@@ -107,10 +108,10 @@ def ppo_loss(distribution, value, action, old_logprob, advantage, returned, old_
     return policy_loss - cases.ENTROPY_COEF * entropy + cases.VALUE_COEF * value_loss
 
 
-def gradient_step(optimizer, network, loss) -> None:
+def gradient_step(optimizer, network, loss, max_norm: float = cases.MAX_GRAD_NORM) -> None:
     optimizer.zero_grad()
     loss.backward()
-    nn.utils.clip_grad_norm_(network.parameters(), cases.MAX_GRAD_NORM)
+    nn.utils.clip_grad_norm_(network.parameters(), max_norm)
     optimizer.step()
 
 
@@ -248,7 +249,73 @@ def ppo_lstm(case: str, watch: common.Stopwatch) -> None:
                 gradient_step(optimizer, network, loss)
 
 
-# --------------------------------------------------------------------------------------------------- DQN and SAC
+# ------------------------------------------------------------------------------------------------------------- PQN
+
+
+def dense(num_outputs: int, norm: bool = False) -> nn.Sequential:
+    """CartPole's observation through the hidden layers of DQN, with a LayerNorm after each if `norm`."""
+    layers, num_inputs = [], 4
+    for width in cases.DQN_HIDDEN:
+        layers += [nn.Linear(num_inputs, width), *([nn.LayerNorm(width)] if norm else []), nn.ReLU()]
+        num_inputs = width
+    return nn.Sequential(*layers, nn.Linear(num_inputs, num_outputs))
+
+
+def exploration(step: int) -> float:
+    return max(1.0 + (cases.DQN_EPSILON - 1.0) * step / cases.DQN_EPSILON_STEPS, cases.DQN_EPSILON)
+
+
+def lambda_returns(rewards, dones, values, next_done, next_value):
+    """Q(lambda), one torch step at a time. All [T, N]; `values` are the largest action values."""
+    targets = torch.zeros_like(rewards)
+    targets[-1] = rewards[-1] + cases.GAMMA * (1.0 - next_done) * next_value
+    for t in reversed(range(NUM_STEPS - 1)):
+        following = cases.PQN_LAMBDA * targets[t + 1] + (1.0 - cases.PQN_LAMBDA) * values[t + 1]
+        targets[t] = rewards[t] + cases.GAMMA * (1.0 - dones[t + 1]) * following
+    return targets
+
+
+def pqn(watch: common.Stopwatch) -> None:
+    envs = make_plain("CartPole-v1", NUM_ENVS)
+    num_actions = int(envs.single_action_space.n)
+    network = dense(num_actions, norm=True)
+    optimizer = torch.optim.Adam(network.parameters(), lr=cases.LEARNING_RATE)
+    returns = Returns(watch, NUM_ENVS)
+
+    obs = torch.zeros((NUM_STEPS, NUM_ENVS, 4))
+    actions = torch.zeros((NUM_STEPS, NUM_ENVS), dtype=torch.long)
+    rewards, dones, values = (torch.zeros((NUM_STEPS, NUM_ENVS)) for _ in range(3))
+    next_obs = torch.Tensor(envs.reset(seed=common.SEED)[0])
+    next_done = torch.zeros(NUM_ENVS)
+    env_steps = 0
+
+    while not watch.tick(env_steps):
+        for t in range(NUM_STEPS):
+            obs[t], dones[t] = next_obs, next_done
+            with torch.no_grad():
+                values[t], greedy = network(next_obs).max(dim=1)
+            explores = torch.rand(NUM_ENVS) < exploration(env_steps)
+            actions[t] = action = torch.where(explores, torch.randint(num_actions, (NUM_ENVS,)), greedy)
+            observation, reward, terminated, truncated, _ = envs.step(action.numpy())
+            done = np.logical_or(terminated, truncated)
+            rewards[t] = torch.as_tensor(reward)
+            next_obs, next_done = torch.Tensor(observation), torch.Tensor(done)
+            returns.add(reward, done)
+            env_steps += NUM_ENVS
+
+        with torch.no_grad():
+            targets = lambda_returns(rewards, dones, values, next_done, network(next_obs).max(dim=1)[0])
+        b_obs, b_actions, b_targets = obs.reshape(-1, 4), actions.reshape(-1, 1), targets.reshape(-1)
+        order = np.arange(cases.ROLLOUT)
+        for _ in range(cases.EPOCHS):
+            np.random.shuffle(order)
+            for start in range(0, cases.ROLLOUT, cases.MINIBATCH):
+                i = order[start : start + cases.MINIBATCH]
+                q = network(b_obs[i]).gather(1, b_actions[i]).squeeze(1)
+                gradient_step(optimizer, network, F.mse_loss(q, b_targets[i]), cases.PQN_MAX_GRAD_NORM)
+
+
+# ----------------------------------------------------------------------------------------------- DQN, C51 and SAC
 
 
 class ReplayBuffer:
@@ -280,18 +347,56 @@ def last_observation(observation, info, done):
     return info["final_obs"][0] if done else observation[0]
 
 
-def dqn(watch: common.Stopwatch) -> None:
-    envs = make_single("CartPole-v1")
+class Values(nn.Module):
+    """obs [B, 4] -> action values [B, A]; the loss of DQN."""
+
+    def __init__(self, num_actions: int):
+        super().__init__()
+        self.layers = dense(num_actions)
+
+    def forward(self, obs):
+        return self.layers(obs)
+
+    def loss(self, target, obs, next_obs, actions, rewards, dones):
+        with torch.no_grad():
+            best, _ = target(next_obs).max(dim=1)
+            td_target = rewards + cases.GAMMA * best * (1 - dones)
+        return F.mse_loss(td_target, self(obs).gather(1, actions).squeeze(1))
+
+
+class Distributions(nn.Module):
+    """obs [B, 4] -> means [B, A] of the distributions of returns; the loss of C51."""
+
+    def __init__(self, num_actions: int):
+        super().__init__()
+        self.layers = dense(num_actions * cases.ATOMS)
+        self.atoms = torch.linspace(*cases.RETURNS, cases.ATOMS)
+
+    def logits(self, obs):
+        return self.layers(obs).view(len(obs), -1, cases.ATOMS)
+
+    def forward(self, obs):
+        return (self.logits(obs).softmax(dim=2) * self.atoms).sum(2)
+
+    def loss(self, target, obs, next_obs, actions, rewards, dones):
+        rows, (low, high) = torch.arange(len(obs)), cases.RETURNS
+        with torch.no_grad():
+            probs = target.logits(next_obs)[rows, self(next_obs).argmax(1)].softmax(dim=1)
+            atoms = rewards.unsqueeze(1) + cases.GAMMA * self.atoms * (1 - dones).unsqueeze(1)
+            place = (atoms.clamp(low, high) - low) * ((cases.ATOMS - 1) / (high - low))
+            below = place.floor().clamp(max=cases.ATOMS - 2)
+            goal = torch.zeros_like(probs)
+            goal.scatter_add_(1, below.long(), (below + 1 - place) * probs)
+            goal.scatter_add_(1, below.long() + 1, (place - below) * probs)
+        probs = self.logits(obs)[rows, actions.squeeze(1)].softmax(dim=1)
+        return -(goal * probs.clamp(min=1e-5, max=1 - 1e-5).log()).sum(1).mean()
+
+
+def dqn(kind: type[nn.Module], watch: common.Stopwatch) -> None:
+    envs = make_plain("CartPole-v1")
     num_actions = int(envs.single_action_space.n)
     returns = Returns(watch, 1)
-
-    def make_network():
-        first, second = cases.DQN_HIDDEN
-        return nn.Sequential(
-            nn.Linear(4, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU(), nn.Linear(second, num_actions)
-        )
-
-    network, target = make_network(), make_network()
+    network, target = kind(num_actions), kind(num_actions)
     target.load_state_dict(network.state_dict())
     optimizer = torch.optim.Adam(network.parameters(), lr=cases.DQN_LEARNING_RATE)
     replay = ReplayBuffer(cases.DQN_BUFFER, (4,), (1,), np.int64)
@@ -299,8 +404,7 @@ def dqn(watch: common.Stopwatch) -> None:
     step = 0
 
     while not watch.tick(step):
-        epsilon = max(1.0 + (cases.DQN_EPSILON - 1.0) * step / cases.DQN_EPSILON_STEPS, cases.DQN_EPSILON)
-        if random.random() < epsilon:
+        if random.random() < exploration(step):
             action = np.array([envs.single_action_space.sample()])
         else:
             with torch.no_grad():
@@ -313,11 +417,7 @@ def dqn(watch: common.Stopwatch) -> None:
         step += 1
 
         if step > cases.DQN_LEARNING_STARTS and step % cases.DQN_TRAIN_EVERY == 0:
-            b_obs, b_next_obs, b_actions, b_rewards, b_dones = replay.sample(cases.DQN_BATCH)
-            with torch.no_grad():
-                best, _ = target(b_next_obs).max(dim=1)
-                td_target = b_rewards + cases.GAMMA * best * (1 - b_dones)
-            loss = F.mse_loss(td_target, network(b_obs).gather(1, b_actions).squeeze(1))
+            loss = network.loss(target, *replay.sample(cases.DQN_BATCH))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -366,7 +466,7 @@ class SquashedGaussian(nn.Module):
 
 
 def sac(watch: common.Stopwatch) -> None:
-    envs = make_single("Pendulum-v1")
+    envs = make_plain("Pendulum-v1")
     space = envs.single_action_space
     returns = Returns(watch, 1)
     actor = SquashedGaussian(3, space)
@@ -437,8 +537,11 @@ def main() -> None:
     cases.prepare(args.case)
     random.seed(common.SEED)
     name = "cleanrl-style"
-    if args.case == "dqn-cartpole":
-        dqn(watch := common.Stopwatch(args.seconds, cases.DQN_EPSILON_STEPS))
+    if args.case in ("dqn-cartpole", "c51-cartpole"):
+        kind = Values if args.case == "dqn-cartpole" else Distributions
+        dqn(kind, watch := common.Stopwatch(args.seconds, cases.DQN_EPSILON_STEPS))
+    elif args.case == "pqn-cartpole":
+        pqn(watch := common.Stopwatch(args.seconds, cases.DQN_EPSILON_STEPS))
     elif args.case == "sac-pendulum":
         sac(watch := common.Stopwatch(args.seconds, cases.SAC_LEARNING_STARTS))
     elif args.case == "ppo-dict-lstm":

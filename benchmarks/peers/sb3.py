@@ -1,4 +1,6 @@
-"""Stable-Baselines3 on the PPO, DQN, SAC, TD3 and DDPG cases, through its own API."""
+"""Stable-Baselines3 on the PPO, A2C, DQN, SAC, TD3 and DDPG cases, through its own API."""
+
+from contextlib import suppress
 
 import cases
 import common
@@ -6,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import stable_baselines3
 from custom_module import ResidualMLP
-from stable_baselines3 import DDPG, DQN, PPO, SAC, TD3
+from stable_baselines3 import A2C, DDPG, DQN, PPO, SAC, TD3
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.noise import NormalActionNoise
@@ -29,7 +31,8 @@ PPO_ARGUMENTS = {
     "seed": common.SEED,
     "device": "cpu",
 }
-CASES = [*cases.PPO_ENV_IDS, "ppo-pong", "dqn-cartpole", "sac-pendulum", "td3-pendulum", "ddpg-pendulum"]
+OFF_POLICY = {"sac-pendulum": SAC, "td3-pendulum": TD3, "ddpg-pendulum": DDPG}
+CASES = [*cases.PPO_ENV_IDS, "ppo-pong", "a2c-cartpole", "dqn-cartpole", *OFF_POLICY]
 
 
 class CustomExtractor(BaseFeaturesExtractor):
@@ -44,19 +47,23 @@ class CustomExtractor(BaseFeaturesExtractor):
         return self.trunk(observations)
 
 
+class TimeIsUp(Exception):
+    """Raised where SB3 starts to collect, to leave `learn`: not every algorithm looks at what a callback returns."""
+
+
 class StopAfter(BaseCallback):
     """Ticks the stopwatch where SB3 starts to collect, which is where the update before it ended."""
 
     def __init__(self, watch: common.Stopwatch):
         super().__init__()
         self.watch = watch
-        self.finished = False
 
     def _on_rollout_start(self) -> None:
-        self.finished = self.watch.tick(self.num_timesteps)
+        if self.watch.tick(self.num_timesteps):
+            raise TimeIsUp
 
     def _on_step(self) -> bool:
-        return not self.finished
+        return True
 
 
 def make_ppo(case: str) -> PPO:
@@ -75,11 +82,28 @@ def make_ppo(case: str) -> PPO:
     return PPO("MlpPolicy", envs, policy_kwargs=network, **PPO_ARGUMENTS)
 
 
-def make_dqn() -> DQN:
-    return DQN(
+def make_a2c() -> A2C:
+    return A2C(
+        "MlpPolicy",
+        make_vec_env("CartPole-v1", n_envs=cases.NUM_ENVS, seed=common.SEED),
+        policy_kwargs={"net_arch": [64, 64], "activation_fn": nn.Tanh},
+        n_steps=cases.A2C_STEPS,
+        learning_rate=cases.A2C_LEARNING_RATE,
+        gamma=cases.GAMMA,
+        ent_coef=cases.ENTROPY_COEF,
+        vf_coef=cases.VALUE_COEF,
+        max_grad_norm=cases.MAX_GRAD_NORM,
+        seed=common.SEED,
+        device="cpu",
+    )
+
+
+def make_dqn(kind=DQN, **network):
+    """DQN, or a relative with the same arguments and what else its network is made of."""
+    return kind(
         "MlpPolicy",
         make_vec_env("CartPole-v1", n_envs=1, seed=common.SEED),
-        policy_kwargs={"net_arch": list(cases.DQN_HIDDEN)},
+        policy_kwargs={"net_arch": list(cases.DQN_HIDDEN), **network},
         batch_size=cases.DQN_BATCH,
         learning_rate=cases.DQN_LEARNING_RATE,
         buffer_size=cases.DQN_BUFFER,
@@ -92,9 +116,6 @@ def make_dqn() -> DQN:
         seed=common.SEED,
         device="cpu",
     )
-
-
-OFF_POLICY = {"sac-pendulum": SAC, "td3-pendulum": TD3, "ddpg-pendulum": DDPG}
 
 
 def off_policy_arguments() -> dict:
@@ -118,9 +139,10 @@ def make_off_policy(case: str):
     return OFF_POLICY[case]("MlpPolicy", policy_kwargs=network, tau=cases.SAC_TAU, **off_policy_arguments(), **more)
 
 
-def train(model, watch: common.Stopwatch) -> None:
+def train(model, watch: common.Stopwatch, callback=StopAfter) -> None:
     """Runs `model.learn` until the stopwatch has seen enough."""
-    model.learn(FOREVER, callback=StopAfter(watch))
+    with suppress(TimeIsUp):
+        model.learn(FOREVER, callback=callback(watch))
     watch.returns.extend(episode["r"] for episode in model.ep_info_buffer)
 
 
@@ -129,6 +151,8 @@ def main() -> None:
     cases.prepare(args.case)
     if args.case == "dqn-cartpole":
         model, warm_steps = make_dqn(), cases.DQN_EPSILON_STEPS
+    elif args.case == "a2c-cartpole":
+        model, warm_steps = make_a2c(), 1
     elif args.case in OFF_POLICY:
         model, warm_steps = make_off_policy(args.case), cases.SAC_LEARNING_STARTS
     else:
