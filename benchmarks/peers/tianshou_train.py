@@ -259,7 +259,7 @@ def sac(case: str, watch: common.Stopwatch) -> None:
     off_policy(make(envs.action_space[0]), envs, watch, replay, cases.SAC_LEARNING_STARTS, 1, cases.SAC_BATCH)
 
 
-Q_LEARNING = [f"{name}-cartpole" for name in ("dqn", "qrdqn", "c51", "iqn", "rainbow", "r2d2")]
+Q_LEARNING = ["dqn-cartpole", "qrdqn-cartpole", "c51-cartpole", "iqn-cartpole", "rainbow-cartpole", "r2d2-cartpole"]
 CASES = {
     **dict.fromkeys([*cases.PPO_ENV_IDS, "ppo-pong"], ppo),
     "pg-cartpole": reinforce,
