@@ -15,12 +15,11 @@ import gymnasium as gym
 import torch
 from custom_module import ResidualMLP
 from networks import NatureCNN
-from tianshou.algorithm import C51, DQN, IQN, PPO, QRDQN, SAC, DiscreteSAC, RainbowDQN, Reinforce
+from tianshou.algorithm import C51, DQN, IQN, PPO, SAC, DiscreteSAC, RainbowDQN, Reinforce
 from tianshou.algorithm.modelfree.c51 import C51Policy
 from tianshou.algorithm.modelfree.discrete_sac import DiscreteSACPolicy
 from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
 from tianshou.algorithm.modelfree.iqn import IQNPolicy
-from tianshou.algorithm.modelfree.qrdqn import QRDQNPolicy
 from tianshou.algorithm.modelfree.reinforce import DiscreteActorPolicy
 from tianshou.algorithm.modelfree.sac import AutoAlpha, SACPolicy
 from tianshou.algorithm.optim import AdamOptimizerFactory
@@ -174,9 +173,6 @@ def make_q_learning(case: str, space: gym.spaces.Discrete):
     if case == "r2d2-cartpole":
         model = Recurrent(layer_num=1, state_shape=(4,), action_shape=space.n, hidden_layer_size=cases.LSTM)
         return DQN(policy=DiscreteQLearningPolicy(model=model, **acting), is_double=True, **learning)
-    if case == "qrdqn-cartpole":
-        policy = QRDQNPolicy(model=net(num_atoms=cases.QUANTILES), **acting)
-        return QRDQN(policy=policy, num_quantiles=cases.QUANTILES, **learning)
     if case == "iqn-cartpole":
         trunk = Net(state_shape=(4,), hidden_sizes=cases.DQN_HIDDEN)
         model = ImplicitQuantileNetwork(preprocess_net=trunk, action_shape=space.n, num_cosines=cases.COSINES)
@@ -259,7 +255,7 @@ def sac(case: str, watch: common.Stopwatch) -> None:
     off_policy(make(envs.action_space[0]), envs, watch, replay, cases.SAC_LEARNING_STARTS, 1, cases.SAC_BATCH)
 
 
-Q_LEARNING = ["dqn-cartpole", "qrdqn-cartpole", "c51-cartpole", "iqn-cartpole", "rainbow-cartpole", "r2d2-cartpole"]
+Q_LEARNING = ["dqn-cartpole", "c51-cartpole", "iqn-cartpole", "rainbow-cartpole", "r2d2-cartpole"]
 CASES = {
     **dict.fromkeys([*cases.PPO_ENV_IDS, "ppo-pong"], ppo),
     "pg-cartpole": reinforce,
