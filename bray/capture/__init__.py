@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -46,8 +47,9 @@ class capture:
 
     holds_recordings = True  # so that the search for the Python state of a function does not go through recordings
 
-    def __init__(self, fn: Callable[..., Any], enabled: bool = True, name: str | None = None):
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], enabled: bool = True, name: str | None = None, arrays: bool = False):
+        """arrays: whether callers have numpy arrays and ask `Program.on_arrays`: small functions then need no tensors."""
+        self.fn, self._arrays = fn, arrays
         self.enabled = enabled
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._programs: dict[Any, Program | None] = {}
@@ -102,7 +104,7 @@ class capture:
 
     def _record(self, flat: list[Tensor], structure: Any) -> Program | None:
         try:
-            return record(self.fn, flat, structure, self._warn)
+            return record(self.fn, flat, structure, self._warn, self._arrays)
         except Exception as e:  # whatever the recorder cannot follow: the function itself is still right
             self._warn(e)
             return None
@@ -138,21 +140,26 @@ class Program:
         self.is_recorded = True
         self._subject, self._replay, self._reject = subject, replay, reject
         self._untried: dict[int, Tensor] = {}  # inputs that had one value so far, with that value
-        self.run: Replay = replay
+        self.run: Replay = self._run_watched
+        self.on_arrays: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+        """`run` for numpy arrays, where it needs no tensors."""
 
     def _run_watched(self, flat: list[Tensor]) -> list[Tensor]:
         self._try(flat)
-        if not self._untried:
-            self.run = self._replay  # from now on without a look at the inputs
+        self._trust()
         return self._replay(flat)
+
+    def _trust(self) -> None:
+        """From now on run without a look at the inputs, if all were tried."""
+        if not self._untried:
+            self.run, self.on_arrays = self._replay, getattr(self._replay, "on_arrays", None)
 
     def check(self, flat: list[Tensor]) -> None:
         """Try the recording on made up inputs; NotRecordable if it differs from the function."""
         others = [other_values(x) for x in flat]
         self._subject.compare(self._replay, [others, flat])
         self._untried = {i: x.clone() for i, (x, o) in enumerate(zip(flat, others, strict=True)) if equal(x, o)}
-        if self._untried:
-            self.run = self._run_watched
+        self._trust()
 
     def _try(self, flat: list[Tensor]) -> None:
         new = [i for i, x in self._untried.items() if not equal(x, flat[i])]
@@ -176,10 +183,14 @@ class Program:
 
 
 def record(
-    fn: Callable[..., Any], flat: list[Tensor], structure: Any, reject: Callable[[Exception], None] = lambda e: None
+    fn: Callable[..., Any],
+    flat: list[Tensor],
+    structure: Any,
+    reject: Callable[[Exception], None] = lambda e: None,
+    arrays: bool = False,
 ) -> Program:
     """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
-    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong."""
+    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong. `arrays`: as that of `capture`."""
     if not flat:
         raise NotRecordable("a recorded function takes at least one tensor")
     subject = Subject(fn, structure)
@@ -195,8 +206,7 @@ def record(
             else:
                 state = before
             simplify(tape)
-            run = cuda_graph(tape, flat) if flat[0].is_cuda else interpreter(tape, flat)
-            program = Program(subject, run, tape, reject)
+            program = Program(subject, _replay(tape, flat, subject, arrays), tape, reject)
             program.check(flat)
             _refuse_changes(state)
     except BaseException:
@@ -204,6 +214,26 @@ def record(
         raise
     tape.examples.clear()
     return program
+
+
+def _replay(tape: Tape, flat: list[Tensor], subject: Subject, arrays: bool) -> Replay:
+    if flat[0].is_cuda:
+        return cuda_graph(tape, flat)
+    if arrays:
+        try:
+            from bray.capture.arrays import OnArrays  # needs Numba, which a service may not have
+
+            replay = OnArrays(tape)
+            subject.compare(replay, [flat])
+            return replay
+        except (
+            ImportError,
+            NotRecordable,
+            TypeError,
+            ValueError,
+        ) as e:  # numpy has rules of its own for types and shapes
+            logger.debug("not played on arrays: %s", e)
+    return interpreter(tape)
 
 
 def _refuse_changes(state: PythonState) -> None:

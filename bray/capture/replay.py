@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bray.capture.simplify import ARM
-from bray.capture.tape import NotRecordable, Ref, Snapshot, Tape, generators_of
+from bray.capture.tape import NotRecordable, Op, Ref, Snapshot, Tape, generators_of
 
 aten = torch.ops.aten
 
@@ -20,11 +20,11 @@ Replay = Callable[[list[Tensor]], list[Tensor]]
 """Flat inputs -> flat outputs."""
 
 
-def interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
+def interpreter(tape: Tape) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
     held = [x.detach() for x in tape.held.values()]
-    run = torch.jit.CompilationUnit(_source(tape, range(len(flat)), list(tape.held))).program
+    run = torch.jit.CompilationUnit(source(tape, _torch_name)).program
     if not _prefers_openblas(tape):
         return lambda flat: run(*flat, *held)
 
@@ -56,13 +56,16 @@ def _prefers_openblas(tape: Tape) -> bool:
     return _TINY_PRODUCT < largest < _SMALL_PRODUCT
 
 
-def _source(tape: Tape, inputs: Iterable[int], held: list[int]) -> str:
-    """A tape as TorchScript."""
-    lines = [f"def program({', '.join(f't{s}' for s in [*inputs, *held])}):"]
+def _torch_name(op: Op) -> str:
+    return f"torch.ops.aten.{op.func.name().removeprefix('aten::').split('.')[0]}"
+
+
+def source(tape: Tape, name: Callable[[Op], str]) -> str:
+    """A tape as the text of a function `program` of its inputs and of what it holds. `name`: how an operation is called there."""
+    lines = [f"def program({', '.join(f't{s}' for s in [*range(tape.num_inputs), *tape.held])}):"]
     for op in tape.ops:
-        name = op.func.name().removeprefix("aten::").split(".")[0]
         args = [_literal(a) for a in op.args] + [f"{k}={_literal(v)}" for k, v in op.kwargs.items()]
-        call = f"torch.ops.aten.{name}({', '.join(args)})"
+        call = f"{name(op)}({', '.join(args)})"
         if op.results is None:
             lines.append(f"    t{op.outs[0]} = {call}")
         else:
