@@ -23,7 +23,8 @@ Replay = Callable[[list[Tensor]], list[Tensor]]
 def interpreter(tape: Tape) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
-    held = [x.detach() for x in tape.held.values()]
+    held: list[Any] = [x.detach() for x in tape.held.values()]
+    held += [[tape.held[s].detach() for s in slots] for slots in _held_lists(tape)]
     run = torch.jit.CompilationUnit(source(tape, _torch_name)).program
     if not _prefers_openblas(tape):
         return lambda flat: run(*flat, *held)
@@ -40,7 +41,7 @@ def interpreter(tape: Tape) -> Replay:
     return replay
 
 
-_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
+_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 250_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
 
 
@@ -62,11 +63,17 @@ def _torch_name(op: Op) -> str:
 
 def source(tape: Tape, name: Callable[[Op], str]) -> str:
     """A tape as the text of a function `program` of its inputs and of what it holds. `name`: how an operation is called there."""
-    lines = [f"def program({', '.join(f't{s}' for s in [*range(tape.num_inputs), *tape.held])}):"]
+    lists = {_literal([Ref(s) for s in slots]): f"l{i}" for i, slots in enumerate(_held_lists(tape))}
+    tensors = [f"t{s}" for s in [*range(tape.num_inputs), *tape.held]]
+    lines = [f"def program({', '.join([*tensors, *(f'{x}: List[Tensor]' for x in lists.values())])}):"]
     for op in tape.ops:
-        args = [_literal(a) for a in op.args] + [f"{k}={_literal(v)}" for k, v in op.kwargs.items()]
+        args = [lists.get(_literal(a), _literal(a)) for a in op.args] + [
+            f"{k}={_literal(v)}" for k, v in op.kwargs.items()
+        ]
         call = f"{name(op)}({', '.join(args)})"
-        if op.results is None:
+        if not op.outs:
+            lines.append(f"    {call}")
+        elif op.results is None:
             lines.append(f"    t{op.outs[0]} = {call}")
         else:
             lines.append(f"    r = {call}")
@@ -74,6 +81,19 @@ def source(tape: Tape, name: Callable[[Op], str]) -> str:
             lines += [f"    t{slot} = r[{i}]" for slot, i in zip(op.outs, places, strict=True)]
     lines.append(f"    return [{', '.join(f't{s}' for s in tape.outputs)}]")
     return "\n".join(lines) + "\n"
+
+
+def _held_lists(tape: Tape) -> list[tuple[int, ...]]:
+    """Lists of held tensors, as operations that only change such lists are given (Adam's): TorchScript leaves an operation out if it changes nothing but a
+    list that was made for it."""
+    lists = [
+        tuple(x.slot for x in a)
+        for op in tape.ops
+        if not op.outs
+        for a in op.args
+        if isinstance(a, list) and a and all(isinstance(x, Ref) and x.slot in tape.held for x in a)
+    ]
+    return list(dict.fromkeys(lists))
 
 
 def _literal(x: Any) -> str:
