@@ -89,7 +89,9 @@ def test_memory_of_an_lstm_cell_goes_through_arrays():
 
 
 @pytest.mark.parametrize(
-    "net, rows", [(Net(width=4096), 64), (Net(act=F.gelu), 2), (Net(act=F.softplus), 2)], ids=["large", "gelu", "other"]
+    ("net", "rows"),
+    [(Net(width=4096), 64), (Net(act=F.gelu), 2), (Net(act=F.softplus), 2)],
+    ids=["large", "gelu", "other"],
 )
 def test_what_arrays_cannot_do_or_not_faster_is_left_to_torch(net, rows):
     x = torch.randn(rows, 5)
