@@ -355,25 +355,20 @@ class ActionLayout:
             nonlocal used
             if space.composite:
                 return space.join(build(part) for part in space.parts)
-            width = len(space.n) if space.n else int(np.prod(space.shape, dtype=int))
+            width = len(space.n) if space.n else math.prod(space.shape)
             x = action[:, used : used + width]
             used += width
             if space.n:
                 x = x.astype(np.int64) + np.asarray(space.start)
             elif space.kind == "box":
                 low, high, bounded, origin, span = _box(space)
-                x = np.where(bounded, origin + (_clip(x, -1.0, 1.0) + 1.0) * 0.5 * span, x)
-                x = _clip(x, low, high)  # rounding must not leave the box by a hair
+                x = np.where(bounded, origin + (np.clip(x, -1.0, 1.0) + 1.0) * 0.5 * span, x)
+                x = np.clip(x, low, high)  # rounding must not leave the box by a hair
                 if np.dtype(space.dtype).kind in "iu":
                     x = np.rint(x)
             return x.reshape(len(x), *space.shape).astype(space.dtype, copy=False)
 
         return build(self.space)
-
-
-def _clip(x: np.ndarray, low: Any, high: Any) -> np.ndarray:
-    """`np.clip`, which takes three times as long for a few numbers."""
-    return np.minimum(np.maximum(x, low), high)
 
 
 @dataclass(frozen=True)
