@@ -2,7 +2,8 @@
 
 Small networks spend most of an update in Python and in autograd's bookkeeping, not in arithmetic. `capture(fn)` runs `fn` once and
 notes every tensor operation below autograd, *through* `torch.autograd.grad` and in-place updates. That flat list is replayed by
-TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the overhead.
+TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the overhead. The forward of a small network, asked with
+numpy arrays, is played on those (`arrays.py`).
 
     step = capture(self._step)      # forward, loss, gradients, clipping, optimizer: one function of tensors
     metrics = step(batch)           # a tree of tensors in, a tree of tensors out
