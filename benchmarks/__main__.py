@@ -72,6 +72,7 @@ def compare(
     """Ours and each peer in turn, `repeat` times, so that a busy minute hits all alike."""
     for case in names or cases:
         rates: dict[str, list[float]] = {}
+        per_cpu: dict[str, list[float]] = {}  # by second on a core: what can be read where others share the machine
         for _ in range(repeat):
             commands = [("bray", [sys.executable, *mine(case, seconds)])]
             if PEER_PYTHON.exists():
@@ -87,6 +88,8 @@ def compare(
                 result = call(command, case)
                 if result is not None:
                     rates.setdefault(label, []).append(result[key])
+                    if result.get("cpu_seconds"):
+                        per_cpu.setdefault(label, []).append(result["env_steps"] / result["cpu_seconds"])
         medians = {k: statistics.median(v) for k, v in rates.items()}
         peers = {k: v for k, v in medians.items() if k != "bray"}
         summary: dict[str, Any] = {
@@ -99,6 +102,8 @@ def compare(
         if peers and "bray" in medians:
             best = max(peers, key=lambda k: peers[k])
             summary |= {"fastest_peer": best, "ratio": round(medians["bray"] / peers[best], 2)}
+        if per_cpu.keys() > {"bray"}:
+            summary["per_cpu_second"] = {k: round(statistics.median(v), 1) for k, v in per_cpu.items()}
         print(json.dumps(summary), flush=True)
 
 

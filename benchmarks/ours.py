@@ -136,7 +136,7 @@ def main() -> None:
 
     exp = Experiment(**CASES[args.case], use_preset=False, seed=1)
     training = exp.training
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), 0.0
     steps, rows = 0, []
     warm = False
     while True:
@@ -144,7 +144,7 @@ def main() -> None:
         now = time.perf_counter()
         if not warm:
             if now - start >= 2.0 and training.learner.steps:
-                warm, start, steps = True, now, row["env_steps_total"]
+                warm, start, steps, cpu = True, now, row["env_steps_total"], time.process_time()
             continue
         rows.append(row)
         if now - start >= args.seconds:
@@ -159,6 +159,7 @@ def main() -> None:
         "env_steps_per_second": round((row["env_steps_total"] - steps) / seconds, 1),
         "env_steps": row["env_steps_total"] - steps,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(time.process_time() - cpu, 2),
         "threads": torch.get_num_threads(),
         "peak_rss_mb": peak_rss_mb(),
         "mean_return": row["episode_return_mean"] and round(row["episode_return_mean"], 1),
