@@ -83,7 +83,7 @@ def compare(
     """Ours and each peer in turn, `repeat` times, so that a busy minute hits all alike."""
     for case in names or cases:
         rates: dict[str, list[float]] = {}
-        by_cpu: dict[str, list[float]] = {}  # varies less while others use the machine
+        per_cpu: dict[str, list[float]] = {}  # by second on a core: what can be read where others share the machine
         for _ in range(repeat):
             commands = [("bray", [sys.executable, *mine(case, seconds)])]
             if PEER_PYTHON.exists():
@@ -100,10 +100,10 @@ def compare(
                 if result is not None:
                     rates.setdefault(label, []).append(result[key])
                     if result.get("cpu_seconds"):
-                        by_cpu.setdefault(label, []).append(result["env_steps"] / result["cpu_seconds"])
+                        per_cpu.setdefault(label, []).append(result["env_steps"] / result["cpu_seconds"])
         summary: dict[str, Any] = {"case": case, "measure": key, **beside_fastest(rates)}
-        if by_cpu:
-            summary["per_cpu_second"] = beside_fastest(by_cpu)
+        if per_cpu:
+            summary["per_cpu_second"] = beside_fastest(per_cpu)
         summary |= {"repeat": repeat, "machine": platform.machine()}
         print(json.dumps(summary), flush=True)
 

@@ -53,8 +53,6 @@ class Optimizer:
         self.steps = torch.zeros((), device=self.flat.device, dtype=torch.float64)
         self.m = torch.zeros_like(self.flat) if kind == "adam" else torch.zeros(0)
         self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
-        self.fused = kind == "adam" and self.flat.is_cuda
-        """Whether Adam is one kernel of PyTorch's in place of a dozen: on GPUs. It differs in the last digit."""
         self.average: Callable[[Tensor], Tensor | None] | None = None
         """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so that there is none.
         It talks to other processes, so a step with it cannot be recorded."""
@@ -94,13 +92,14 @@ class Optimizer:
         if self.weight_decay:
             self.flat.mul_((1.0 - self.lr * self.weight_decay).to(self.flat.dtype))
         beta1, beta2 = self.betas
-        if self.fused:
-            moments: Any = [self.m], [self.v], [], [self.steps.float()]
+        if self.kind == "adam":  # one kernel in place of twenty
+            on_cpu = not self.flat.is_cuda  # where the two numbers are read as they are
+            moments: Any = [self.m], [self.v], [], [self.steps if on_cpu else self.steps.float()]
             torch._fused_adam_(
                 [self.flat],
                 [grad],
                 *moments,
-                lr=self.lr.float(),
+                lr=self.lr if on_cpu else self.lr.float(),
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=0.0,
@@ -108,13 +107,6 @@ class Optimizer:
                 amsgrad=False,
                 maximize=False,
             )
-        elif self.kind == "adam":
-            self.m.lerp_(grad, 1.0 - beta1)
-            self.v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-            correct2 = (1.0 - beta2**self.steps).sqrt()
-            scalars = torch.stack([self.lr * correct2 / (1.0 - beta1**self.steps), self.eps * correct2])
-            rate, eps = scalars.to(self.flat.dtype).unbind(0)
-            self.flat.sub_(rate * self.m / (self.v.sqrt() + eps))
         elif self.kind == "rmsprop":
             self.v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
             self.flat.sub_(self.lr.to(grad.dtype) * grad / (self.v.sqrt() + self.eps))

@@ -355,7 +355,7 @@ class ActionLayout:
             nonlocal used
             if space.composite:
                 return space.join(build(part) for part in space.parts)
-            width = len(space.n) if space.n else int(np.prod(space.shape, dtype=int))
+            width = len(space.n) if space.n else math.prod(space.shape)
             x = action[:, used : used + width]
             used += width
             if space.n:

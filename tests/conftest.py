@@ -55,6 +55,8 @@ SLOW = [
     "test_serving_workers.py::test_one_worker_that_cannot_come_back_does_not_end_the_others",
     "test_template.py::test_a_copy_of_the_template_passes_its_own_test",
     "test_template.py::test_the_gamecore_plays_with_a_policy_agent[atari-shape1-6]",
+    "test_remote_buffer_ray.py::test_sources_are_read_in_processes_of_their_own",
+    "test_remote_model_ray.py::test_who_published_last_gives_it_to_a_keeper_that_lost_it",
 ]
 """Long tests beside which a shorter one, or another case, checks the same in `make test`: they are for `make test-slow`."""
 

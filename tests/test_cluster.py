@@ -200,6 +200,18 @@ def test_members_call_each_other(session, counter):
 
 
 @on_ray
+def test_an_address_of_another_ray_is_refused(session):
+    import ray
+
+    here = ray.get_runtime_context().gcs_address
+    assert ray_start.start_ray("n", {"address": here}) == (False, False)
+    with pytest.raises(
+        ConfigError, match=r"address=192\.0\.2\.7:6379: this process is connected to the Ray at .* already"
+    ):
+        ray_start.start_ray("n", {"address": "192.0.2.7:6379"})
+
+
+@on_ray
 def test_infeasible_requests_fail_at_once(session):
     start = time.monotonic()
     with pytest.raises(ResourceError, match=r"counter/big asks for 500 CPUs.*there are node .*: 16 CPUs"):

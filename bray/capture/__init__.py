@@ -2,7 +2,8 @@
 
 Small networks spend most of an update in Python and in autograd's bookkeeping, not in arithmetic. `capture(fn)` runs `fn` once and
 notes every tensor operation below autograd, *through* `torch.autograd.grad` and in-place updates. That flat list is replayed by
-TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the overhead.
+TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the overhead. The forward of a small network, asked with
+numpy arrays, is played on those (`arrays.py`).
 
     step = capture(self._step)      # forward, loss, gradients, clipping, optimizer: one function of tensors
     metrics = step(batch)           # a tree of tensors in, a tree of tensors out
@@ -27,6 +28,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -50,8 +52,9 @@ class capture:
 
     holds_recordings = True  # so that the search for the Python state of a function does not go through recordings
 
-    def __init__(self, fn: Callable[..., Any], enabled: Record = True, name: str | None = None):
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any], enabled: Record = True, name: str | None = None, arrays: bool = False):
+        """arrays: whether callers have numpy arrays and ask `Program.on_arrays`: small functions then need no tensors."""
+        self.fn, self._arrays = fn, arrays
         self.enabled = enabled
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
         self._programs: dict[Any, Program | None] = {}
@@ -114,11 +117,11 @@ class capture:
     def _record_as(self, flat: list[Tensor], structure: Any) -> Program:
         if self.enabled == "compiled":
             try:
-                return record(self.fn, flat, structure, self._warn, compiled)
+                return record(self.fn, flat, structure, self._warn, lambda tape, flat, _: compiled(tape, flat))
             except Exception as e:  # no compiler, or an operation that it cannot do: a recording needs neither
                 logger.warning("%s is recorded and not compiled: %s", self.name, _first_line(e))
                 logger.debug("why compiling failed", exc_info=e)
-        return record(self.fn, flat, structure, self._warn)
+        return record(self.fn, flat, structure, self._warn, *([_on_arrays] if self._arrays else []))
 
     def _warn(self, e: Exception) -> None:
         """Once: the other shapes of the inputs have the same reason."""
@@ -151,21 +154,26 @@ class Program:
         self.is_recorded = True
         self._subject, self._replay, self._reject = subject, replay, reject
         self._untried: dict[int, Tensor] = {}  # inputs that had one value so far, with that value
-        self.run: Replay = replay
+        self.run: Replay = self._run_watched
+        self.on_arrays: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
+        """`run` for numpy arrays, where it needs no tensors."""
 
     def _run_watched(self, flat: list[Tensor]) -> list[Tensor]:
         self._try(flat)
-        if not self._untried:
-            self.run = self._replay  # from now on without a look at the inputs
+        self._trust()
         return self._replay(flat)
+
+    def _trust(self) -> None:
+        """From now on run without a look at the inputs, if all were tried."""
+        if not self._untried:
+            self.run, self.on_arrays = self._replay, getattr(self._replay, "on_arrays", None)
 
     def check(self, flat: list[Tensor]) -> None:
         """Try the recording on made up inputs; NotRecordable if it differs from the function."""
         others = [other_values(x) for x in flat]
         self._subject.compare(self._replay, [others, flat])
         self._untried = {i: x.clone() for i, (x, o) in enumerate(zip(flat, others, strict=True)) if equal(x, o)}
-        if self._untried:
-            self.run = self._run_watched
+        self._trust()
 
     def _try(self, flat: list[Tensor]) -> None:
         new = [i for i, x in self._untried.items() if not equal(x, flat[i])]
@@ -188,15 +196,19 @@ class Program:
         return leaves
 
 
+Maker = Callable[[Tape, list[Tensor], Subject], Replay]
+"""A tape, the inputs that it was recorded with and what was recorded -> what is run in its place."""
+
+
 def record(
     fn: Callable[..., Any],
     flat: list[Tensor],
     structure: Any,
     reject: Callable[[Exception], None] = lambda e: None,
-    replay: Callable[[Tape, list[Tensor]], Replay] = replayed,
+    make: Maker = lambda tape, flat, subject: replayed(tape, flat),
 ) -> Program:
     """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
-    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong; `replay` makes of a tape what is run."""
+    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong; `make` makes of a tape what is run."""
     if not flat:
         raise NotRecordable("a recorded function takes at least one tensor")
     subject = Subject(fn, structure)
@@ -212,7 +224,7 @@ def record(
             else:
                 state = before
             simplify(tape)
-            program = Program(subject, replay(tape, flat), tape, reject)
+            program = Program(subject, make(tape, flat, subject), tape, reject)
             program.check(flat)
             _refuse_changes(state)
     except BaseException:
@@ -220,6 +232,24 @@ def record(
         raise
     tape.examples.clear()
     return program
+
+
+def _on_arrays(tape: Tape, flat: list[Tensor], subject: Subject) -> Replay:
+    if not flat[0].is_cuda:
+        try:
+            from bray.capture.arrays import OnArrays  # needs Numba, which a service may not have
+
+            replay = OnArrays(tape)
+            subject.compare(replay, [flat])
+            return replay
+        except (
+            ImportError,
+            NotRecordable,
+            TypeError,
+            ValueError,
+        ) as e:  # numpy has rules of its own for types and shapes
+            logger.debug("not played on arrays: %s", e)
+    return replayed(tape, flat)
 
 
 def _refuse_changes(state: PythonState) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bray.capture.simplify import ARM
-from bray.capture.tape import NotRecordable, Ref, Snapshot, Tape, generators_of
+from bray.capture.tape import NotRecordable, Op, Ref, Snapshot, Tape, generators_of
 
 aten = torch.ops.aten
 
@@ -21,16 +21,14 @@ Replay = Callable[[list[Tensor]], list[Tensor]]
 
 
 def replayed(tape: Tape, flat: list[Tensor]) -> Replay:
-    return cuda_graph(tape.play, tape, flat) if flat[0].is_cuda else interpreter(tape, flat)
+    return cuda_graph(tape.play, tape, flat) if flat[0].is_cuda else interpreter(tape)
 
 
 def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
     """By `torch.compile`: operations are fused. The tape is flat and has its gradients, so there is nothing that the compiler could not follow."""
-    held = [x.detach() for x in tape.held.values()]
-    names: dict[str, Any] = {"torch": torch}
-    exec(
-        _source(tape, range(len(flat)), list(tape.held)), names
-    )  # what we have written ourselves, from a list of operations
+    held = _held(tape)
+    names: dict[str, Any] = {"torch": torch, "List": list, "Tensor": Tensor}
+    exec(source(tape, _torch_name), names)  # what we have written ourselves, from a list of operations
     run = torch.compile(names["program"], fullgraph=True, dynamic=False)
 
     @torch.no_grad()
@@ -40,11 +38,11 @@ def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
     return cuda_graph(play, tape, flat) if flat[0].is_cuda else play
 
 
-def interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
+def interpreter(tape: Tape) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
-    held = [x.detach() for x in tape.held.values()]
-    run = torch.jit.CompilationUnit(_source(tape, range(len(flat)), list(tape.held))).program
+    held = _held(tape)
+    run = torch.jit.CompilationUnit(source(tape, _torch_name)).program
     if not _prefers_openblas(tape):
         return lambda flat: run(*flat, *held)
 
@@ -60,7 +58,7 @@ def interpreter(tape: Tape, flat: list[Tensor]) -> Replay:
     return replay
 
 
-_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 4_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
+_TINY_PRODUCT, _SMALL_PRODUCT = 60_000, 250_000_000  # multiplications; the two libraries are equal there (Neoverse N1)
 _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.baddbmm.default: 1}
 
 
@@ -76,14 +74,23 @@ def _prefers_openblas(tape: Tape) -> bool:
     return _TINY_PRODUCT < largest < _SMALL_PRODUCT
 
 
-def _source(tape: Tape, inputs: Iterable[int], held: list[int]) -> str:
-    """A tape as TorchScript."""
-    lines = [f"def program({', '.join(f't{s}' for s in [*inputs, *held])}):"]
+def _torch_name(op: Op) -> str:
+    return f"torch.ops.aten.{op.func.name().removeprefix('aten::').split('.')[0]}"
+
+
+def source(tape: Tape, name: Callable[[Op], str]) -> str:
+    """A tape as the text of a function `program` of its inputs and of what it holds. `name`: how an operation is called there."""
+    lists = {_literal([Ref(s) for s in slots]): f"l{i}" for i, slots in enumerate(_held_lists(tape))}
+    tensors = [f"t{s}" for s in [*range(tape.num_inputs), *tape.held]]
+    lines = [f"def program({', '.join([*tensors, *(f'{x}: List[Tensor]' for x in lists.values())])}):"]
     for op in tape.ops:
-        name = op.func.name().removeprefix("aten::").split(".")[0]
-        args = [_literal(a) for a in op.args] + [f"{k}={_literal(v)}" for k, v in op.kwargs.items()]
-        call = f"torch.ops.aten.{name}({', '.join(args)})"
-        if op.results is None:
+        args = [lists.get(_literal(a), _literal(a)) for a in op.args] + [
+            f"{k}={_literal(v)}" for k, v in op.kwargs.items()
+        ]
+        call = f"{name(op)}({', '.join(args)})"
+        if not op.outs:
+            lines.append(f"    {call}")
+        elif op.results is None:
             lines.append(f"    t{op.outs[0]} = {call}")
         else:
             lines.append(f"    r = {call}")
@@ -91,6 +98,25 @@ def _source(tape: Tape, inputs: Iterable[int], held: list[int]) -> str:
             lines += [f"    t{slot} = r[{i}]" for slot, i in zip(op.outs, places, strict=True)]
     lines.append(f"    return [{', '.join(f't{s}' for s in tape.outputs)}]")
     return "\n".join(lines) + "\n"
+
+
+def _held(tape: Tape) -> list[Any]:
+    """What `program` of `source` takes behind the inputs."""
+    tensors: list[Any] = [x.detach() for x in tape.held.values()]
+    return tensors + [[tape.held[s].detach() for s in slots] for slots in _held_lists(tape)]
+
+
+def _held_lists(tape: Tape) -> list[tuple[int, ...]]:
+    """Lists of held tensors, as operations that only change such lists are given (Adam's): TorchScript leaves an operation out if it changes nothing but a
+    list that was made for it."""
+    lists = [
+        tuple(x.slot for x in a)
+        for op in tape.ops
+        if not op.outs
+        for a in op.args
+        if isinstance(a, list) and a and all(isinstance(x, Ref) and x.slot in tape.held for x in a)
+    ]
+    return list(dict.fromkeys(lists))
 
 
 def _literal(x: Any) -> str:

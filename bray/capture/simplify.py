@@ -29,7 +29,14 @@ _PURE_FACTORIES = {
     aten.arange.start_step,
 }
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
-_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
+_SAME_IF_AS_LARGE = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.reshape.default,
+    aten.slice.Tensor,
+    aten.slice_backward.default,
+}
 _ALIASES = {
     aten.t.default,
     aten.transpose.int,
@@ -58,7 +65,7 @@ def simplify(tape: Tape) -> None:
 
 
 def _drop_same_value(tape: Tape) -> None:
-    """Detached copies, views of the same shape and double transposes are the tensor they come from."""
+    """Detached copies, views and slices of the same shape and double transposes are the tensor they come from."""
     same: dict[int, int] = {}
     transposed: dict[int, int] = {}
     kept = []
@@ -67,7 +74,7 @@ def _drop_same_value(tape: Tape) -> None:
         source = op.args[0].slot if op.args and isinstance(op.args[0], Ref) else None
         if source is not None and len(op.outs) == 1:
             before, after = tape.examples[source], tape.examples[op.outs[0]]
-            if op.func in _SAME_VALUE or (op.func in _VIEWS and before.shape == after.shape):
+            if op.func in _SAME_VALUE or (op.func in _SAME_IF_AS_LARGE and before.shape == after.shape):
                 same[op.outs[0]] = source
                 continue
             if op.func is aten.t.default:

@@ -37,6 +37,7 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
     hook: Any = import_module("ray._private.auto_init_hook")
     hook.enable_auto_connect = False  # the environment variable comes too late where Ray was imported before us
     if ray.is_initialized():
+        _refuse_another(kwargs.get("address"), ray.get_runtime_context().gcs_address)
         return False, False
     kwargs = {"namespace": namespace, "logging_level": "warning", "log_to_driver": True, **kwargs}
     address = kwargs.get("address")
@@ -81,11 +82,32 @@ def _running_address() -> str | None:
     return None
 
 
+def _refuse_another(address: str | None, connected: str) -> None:
+    """A process belongs to one Ray: an address of another one would be ignored."""
+    if address is None or not _is_host_and_port(address) or _resolved(address) == _resolved(connected):
+        return
+    raise ConfigError(
+        f"address={address}: this process is connected to the Ray at {connected} already; leave the address out, or call ray.shutdown() first"
+    )
+
+
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return port.isdigit() and "/" not in host
+
+
+def _resolved(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host.strip("[]"))
+    return host, port
+
+
 def _answers(address: str) -> bool:
     """Whether `host:port` accepts a connection. Other forms of address (`auto`, `ray://...`) are not checked here."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or "/" in host:
+    if not _is_host_and_port(address):
         return True
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError:

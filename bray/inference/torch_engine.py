@@ -86,7 +86,8 @@ class TorchEngine:
         self.outputs = outputs
         self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
         self._on_cpu = self.device.type == "cpu"
-        self._captured = capture(self._forward, enabled=bool(record), name=f"the forward of {type(model).__name__}")
+        name = f"the forward of {type(model).__name__}"
+        self._captured = capture(self._forward, enabled=bool(record), name=name, arrays=True)
         self._structures: dict[int, Any] = {}  # by the number of arguments: draws may be left out
         self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 
@@ -98,37 +99,44 @@ class TorchEngine:
     def forward(self, *args: Any) -> Any:
         """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy."""
         if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
-            return self._run([torch.from_numpy(args[0])], args[0].shape, args)
+            return self._run([args[0]], args[0].shape, args)
         expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
         leaves: list[Any] = []
         gather(expected, args, leaves)
-        out = self._run([torch.from_numpy(x) for x in leaves], tuple([x.shape for x in leaves]), expected)
+        out = self._run(leaves, tuple([x.shape for x in leaves]), expected)
         self._structures[len(args)] = expected  # only now: what the Model refuses is no example for others
         return out
 
-    def _run(self, flat: list[Tensor], shapes: Any, example: Any) -> Any:
+    def _run(self, leaves: list[np.ndarray], shapes: Any, example: Any) -> Any:
         """`example` has the structure of the arguments."""
-        if not self._on_cpu:
-            flat = [to_device(x, self.device) for x in flat]
-        if shapes not in self._programs:
-            structure = pytree.tree_structure(example)
-            program = self._captured.program(flat, structure) if self._captured.enabled else None
-            self._programs[shapes] = (program, structure, _names(program))
-        program, structure, names = self._programs[shapes]
+        known = self._programs.get(shapes)
+        if known is None:
+            known = self._programs[shapes] = self._program(leaves, example)
+        program, structure, names = known
         if program is None or not program.is_recorded:
-            return self._run_eagerly(flat, structure)
+            return self._run_eagerly(leaves, structure)
         try:
-            values = program.run(flat)
+            if program.on_arrays is not None:
+                values = program.on_arrays(leaves)
+            else:
+                values = to_host(program.run(self._tensors(leaves)))
         except RuntimeError:  # it may run, as no recording does while torch exports in another thread; or raise with the Model's own lines
-            return self._run_eagerly(flat, structure)
+            return self._run_eagerly(leaves, structure)
         if names is not None and program.is_recorded:
-            if self._on_cpu:
-                return {k: x.numpy() for k, x in zip(names, values, strict=True)}
-            return dict(zip(names, to_host(values), strict=True))
-        return pytree.tree_unflatten(to_host(values), program.out_structure)
+            return dict(zip(names, values, strict=True))
+        return pytree.tree_unflatten(values, program.out_structure)
 
-    def _run_eagerly(self, flat: list[Tensor], structure: Any) -> Any:
-        return tree.map(_numpy, self._forward(*pytree.tree_unflatten(flat, structure)))
+    def _program(self, leaves: list[np.ndarray], example: Any) -> Any:
+        structure = pytree.tree_structure(example)
+        program = self._captured.program(self._tensors(leaves), structure) if self._captured.enabled else None
+        return program, structure, _names(program)
+
+    def _tensors(self, leaves: list[np.ndarray]) -> list[Tensor]:
+        flat = [torch.from_numpy(x) for x in leaves]
+        return flat if self._on_cpu else [to_device(x, self.device) for x in flat]
+
+    def _run_eagerly(self, leaves: list[np.ndarray], structure: Any) -> Any:
+        return tree.map(_numpy, self._forward(*pytree.tree_unflatten(self._tensors(leaves), structure)))
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """Weights into the Model, in place."""

@@ -155,9 +155,9 @@ class Rollout:
         self.env_steps += int(np.count_nonzero(valid))
         if self.ended:
             self.ended = []
-        ends = ended.tolist()  # a list is searched ten times faster than an array of a few flags
-        if True in ends:
-            self._end([b for b, end in enumerate(ends) if end])
+        ends = _true_of(ended)
+        if ends:
+            self._end(ends)
         learned = reward
         if self.rewards is not None:
             learned = self.rewards(reward, env.dead, valid if waits else None)
@@ -236,6 +236,17 @@ class Rollout:
                 self.state = tree.map(np.array, arrays["state"])
         else:
             self.env.exact = False
+
+
+_FEW = 64
+
+
+def _true_of(flags: np.ndarray) -> list[int]:
+    """Where flags are true. A list is searched ten times faster than an array of a few of them, and thirty times slower than one of two thousand."""
+    if len(flags) > _FEW:
+        return np.flatnonzero(flags).tolist()
+    found = flags.tolist()
+    return [b for b, end in enumerate(found) if end] if True in found else []
 
 
 class EnvSource(Source):
