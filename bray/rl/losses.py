@@ -147,13 +147,16 @@ def project(probs: Tensor, support: Tensor, reward: Tensor, discount: Tensor) ->
     """The distribution of r + discount z on the atoms of `support` (C51, Bellemare et al. 2017): `probs [B, K]`, `support [K]` evenly spaced,
     `reward, discount [B]` -> `[B, K]`. What lies beyond the support counts at its ends.
 
-    Each atom takes 1 - |distance| / spacing of every moved atom within one spacing: the paper's lower and upper neighbours at once, exact
-    also where a moved atom falls upon one.
+    Each moved atom is shared between its lower and its upper neighbour by its distance to both; the highest atom counts as the upper neighbour of
+    the one before it, so that one that falls upon an atom is whole there.
     """
     low, high, spacing = support[0], support[-1], support[1] - support[0]
     moved = torch.clamp(reward.unsqueeze(-1) + discount.unsqueeze(-1) * support, low, high)
-    share = (1.0 - (moved.unsqueeze(1) - support.unsqueeze(-1)).abs() / spacing).clamp(min=0.0)
-    return (share * probs.unsqueeze(1)).sum(-1).detach()
+    place = (moved - low) / spacing
+    below = place.floor().clamp(max=len(support) - 2)
+    upper = (place - below) * probs
+    lower = below.long()
+    return torch.zeros_like(probs).scatter_add(-1, lower, probs - upper).scatter_add(-1, lower + 1, upper).detach()
 
 
 def categorical_loss(logits: Tensor, target: Tensor) -> Tensor:
