@@ -116,12 +116,14 @@ def test_a_watch_counts_a_window_or_the_seconds_to_a_return(monkeypatch):
     monkeypatch.setattr(async_cases.time, "perf_counter", lambda: clock[0])
     window, race = async_cases.Watch(10.0), async_cases.Watch(60.0, until=150.0)
     results = {5.0: (0, None), 6.0: (100, 20.0), 9.0: (400, 90.0), 14.0: (900, 140.0), 20.0: (1_500, 151.0)}
-    for clock[0], result in results.items():
-        ends.append((window.tick(*result), race.tick(*result)))
+    for clock[0], (steps, mean) in results.items():
+        ends.append((window.tick(steps, 2 * steps, mean), race.tick(steps, None, mean)))
     assert ends == [(False, False)] * 4 + [(True, True)]
     assert window.line()["steps_per_second"] == 1_100 / 11.0, "from the tick 3 s after the first steps on"
+    assert window.line()["passes"] == 2.0
     assert race.line() | {"steps_per_second": 0} == {
         "steps_per_second": 0,
+        "passes": 0.0,
         "seconds": 20.0,
         "steps": 1_500,
         "return": 151.0,
@@ -145,7 +147,7 @@ def test_both_sides_are_asked_the_same_by_turns(what, until, mine, good, monkeyp
     def line(who, value):
         def measure(*given):
             asked.append((who, *given[-4:]))
-            return {"steps_per_second": value, "seconds": value, "reached": True}
+            return {"steps_per_second": value, "seconds": value, "passes": 1.0, "reached": True}
 
         return measure
 

@@ -1,7 +1,7 @@
 """The cases of training with two workers: one table for Bray (`benchmarks/scale/peers.py`) and for the scripts of its peers, which import nothing else of ours.
 
 Equal for all: the environments and how pictures are made, the network, rollouts and batches, learning rate, discount and the weights of the loss. A batch is the
-rollouts of one worker's environments. IMPALA makes one gradient step of it; APPO two passes in four pieces each (RLlib: two passes in one piece, its circular buffer).
+rollouts of one worker's environments. IMPALA makes one gradient step of it; APPO two passes in four pieces each.
 Threads are each library's own affair.
 """
 
@@ -43,6 +43,10 @@ class Case:
         return ENVS * self.length
 
     @property
+    def passes(self) -> int:
+        return EPOCHS if self.run == "APPO" else 1
+
+    @property
     def pictures(self) -> bool:
         return self.env.startswith("ALE/")
 
@@ -72,16 +76,16 @@ class Watch:
         self.limit, self.until = seconds, until
         self.made = time.perf_counter()
         self.came: float | None = None
-        self.first: tuple[float, int] | None = None
-        self.last = (self.made, 0)
+        self.first: tuple[float, int, int] | None = None
+        self.last = (self.made, 0, 0)
         self.mean: float | None = None
 
-    def tick(self, steps: int | None, mean: float | None) -> bool:
-        """Call with the steps so far and the mean return; True when it is time to stop."""
+    def tick(self, steps: int | None, learnt: int | None, mean: float | None) -> bool:
+        """Call with the steps so far, how many were learnt from (each pass counts) and the mean return; True when it is time to stop."""
         now = time.perf_counter()
         self.mean = self.mean if mean is None else float(mean)
         if steps:
-            self.last = (now, int(steps))
+            self.last = (now, int(steps), int(learnt or 0))
             self.came = self.came or now
             if self.first is None and now - self.came >= WARM_S:
                 self.first = self.last
@@ -94,11 +98,12 @@ class Watch:
         return self.until is not None and self.mean is not None and self.mean >= self.until
 
     def line(self) -> dict:
-        (began, before), (ended, after) = self.first or (self.made, 0), self.last
+        seconds, steps, learnt = (b - a for a, b in zip(self.first or (self.made, 0, 0), self.last, strict=True))
         return {
-            "steps_per_second": (after - before) / max(ended - began, 1e-9),
-            "seconds": ended - self.made,
-            "steps": after,
+            "steps_per_second": steps / max(seconds, 1e-9),
+            "passes": learnt / max(steps, 1),
+            "seconds": self.last[0] - self.made,
+            "steps": self.last[1],
             "return": self.mean,
             "reached": self.reached,
         }

@@ -2,6 +2,7 @@
 
 RLlib is inside Ray's wheel; it needs ray[rllib] (dm-tree, lz4, scipy, ormsgpack), for Pong ale-py and opencv-python-headless. Prints one JSON line. The clock of `--until` begins
 with the building of the algorithm, after ray.init. Pong's frames are stacked by RLlib's connectors in env runner and learner, as in its own examples.
+Its count of steps learnt from has one more for each piece of an episode, and the whole batch for each minibatch: it is divided by their number.
 """
 
 import logging
@@ -27,7 +28,13 @@ def network(case: cases.Case) -> DefaultModelConfig:
 def configure(case: cases.Case, seed: int):
     made = IMPALAConfig()
     if case.run == "APPO":
-        made = APPOConfig().training(lambda_=cases.LAMBDA, clip_param=cases.CLIP)
+        made = APPOConfig().training(
+            lambda_=cases.LAMBDA,
+            clip_param=cases.CLIP,
+            use_circular_buffer=False,  # it drops batches where the learner is the slower side, and passes are then fewer
+            num_epochs=cases.EPOCHS,
+            minibatch_size=case.batch // cases.MINIBATCHES,
+        )
     if case.pictures:
         register_env("pong", lambda _: cases.make_pong(scale_obs=True, grayscale_newaxis=True))
         made.env_runners(env_to_module_connector=lambda *_: FrameStackingEnvToModule(num_frames=cases.FRAMES))
@@ -58,10 +65,15 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
     watch = cases.Watch(args.seconds, args.until)
     algo = configure(case, args.seed).build_algo()
-    done = False
+    done, learnt = False, {}
     while not done:
-        runners = algo.train()["env_runners"]
-        done = watch.tick(runners.get("num_env_steps_sampled_lifetime"), runners.get("episode_return_mean"))
+        result = algo.train()
+        runners, learnt = result["env_runners"], result.get("learners", {}).get("__all_modules__", learnt)
+        done = watch.tick(
+            runners.get("num_env_steps_sampled_lifetime"),
+            learnt.get("num_env_steps_trained_lifetime", 0) // (cases.MINIBATCHES if case.run == "APPO" else 1),
+            runners.get("episode_return_mean"),
+        )
     cases.report("rllib", ray.__version__, args.case, watch)
     algo.stop()
     ray.shutdown()

@@ -62,7 +62,8 @@ class Stop(AlgoObserver):
     def on_training_step(self, runner, training_iteration_since_resume):
         returns = runner.policy_avg_stats.get("reward", [[]])[0]
         mean = sum(returns) / len(returns) if len(returns) else None
-        if self.watch.tick(runner.env_steps.get(0), mean):
+        steps = runner.env_steps.get(0, 0)
+        if self.watch.tick(steps, cases.EPOCHS * steps, mean):
             runner.cfg.train_for_env_steps = 0  # it stops after this batch
 
 

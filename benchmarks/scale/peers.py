@@ -58,7 +58,8 @@ def ours(name: str, seconds: float, until: float | None, seed: int) -> Line:
         done = False
         while not done:
             row = exp.training.iterate()
-            done = watch.tick(exp.training.env_steps, row and row["episode_return_mean"])
+            steps = exp.training.env_steps
+            done = watch.tick(steps, case.passes * steps, row and row["episode_return_mean"])
         return watch.line()
     finally:
         exp.close()
@@ -90,14 +91,13 @@ def by_turns(args: argparse.Namespace, name: str) -> tuple[list[Line], list[Line
 
 def show(name: str, lines: list[Line], until: float | None) -> float:
     """One line of the table: the median, and all of them. Runs that did not get there count with the seconds that they had."""
-    found = [line["steps_per_second" if until is None else "seconds"] for line in lines]
-    middle = statistics.median(found)
-    each = ", ".join(
-        f"{x:,.{0 if until is None else 1}f}{'' if until is None or line['reached'] else ' (not reached)'}"
-        for x, line in zip(found, lines, strict=True)
-    )
-    unit = "steps/s" if until is None else f"s to a return of {until:g}"
-    print(f"{name:32} {middle:10,.{0 if until is None else 1}f} {unit}   ({each})", flush=True)
+    key, digits = ("steps_per_second", 0) if until is None else ("seconds", 1)
+    middle = statistics.median(line[key] for line in lines)
+    missed = "" if until is None or all(line["reached"] for line in lines) else ", not all reached"
+    unit = "steps/s" if until is None else f"s to a return of {until:g}{missed}"
+    passes = statistics.median(line["passes"] for line in lines)
+    each = ", ".join(f"{line[key]:,.{digits}f}" for line in lines)
+    print(f"{name:32} {middle:10,.{digits}f} {unit}, each learnt from {passes:.1f} times   ({each})", flush=True)
     return middle
 
 
@@ -108,9 +108,6 @@ def compare(args: argparse.Namespace) -> bool:
         mine, other = by_turns(args, name)
         a, b = show(f"{name}, Bray", mine, args.until), show(f"{name}, {peer}", other, args.until)
         times, least = (a / b, LEAST[peer]) if args.until is None else (b / a, 1.0)
-        print(
-            f"{'':32} {times:10.2f} times {'the steps/s' if args.until is None else 'faster'}; at least {least:g}",
-            flush=True,
-        )
+        print(f"{'':32} {times:10.2f} times as fast; at least {least:g}", flush=True)
         good = good and times >= least and all(line["reached"] or args.until is None for line in mine)
     return good
