@@ -1,5 +1,6 @@
-"""benchmarks/trace_files.py, same_weights.py and rl_functions.py see what they say they see."""
+"""benchmarks/trace_files.py, same_weights.py, rl_functions.py and scale/peers.py see what they say they see."""
 
+import argparse
 import subprocess
 import sys
 import threading
@@ -11,7 +12,10 @@ from safetensors.numpy import save_file
 
 from benchmarks import rl_functions, same_weights, trace_files
 from benchmarks.learning.foes import Foes
+from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
+from benchmarks.scale import peers
+from bray import Experiment
 
 
 def test_the_lines_of_ppo_are_counted(capsys):
@@ -105,3 +109,64 @@ def test_the_nearest_foe_that_is_there_counts():
         obs, reward, done, _, _ = env.step(int(obs["foes"][int(np.argmin(distance)), 0] < 0))
         total += reward
     assert total == 10.0
+
+
+def test_a_watch_counts_a_window_or_the_seconds_to_a_return(monkeypatch):
+    clock, ends = [0.0], []
+    monkeypatch.setattr(async_cases.time, "perf_counter", lambda: clock[0])
+    window, race = async_cases.Watch(10.0), async_cases.Watch(60.0, until=150.0)
+    results = {5.0: (0, None), 6.0: (100, 20.0), 9.0: (400, 90.0), 14.0: (900, 140.0), 20.0: (1_500, 151.0)}
+    for clock[0], (steps, mean) in results.items():
+        ends.append((window.tick(steps, 2 * steps, mean), race.tick(steps, None, mean)))
+    assert ends == [(False, False)] * 4 + [(True, True)]
+    assert window.line()["steps_per_second"] == 1_100 / 11.0, "from the tick 3 s after the first steps on"
+    assert window.line()["passes"] == 2.0
+    assert race.line() | {"steps_per_second": 0} == {
+        "steps_per_second": 0,
+        "passes": 0.0,
+        "seconds": 20.0,
+        "steps": 1_500,
+        "return": 151.0,
+        "reached": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "until", "mine", "good"),
+    [
+        ("rllib", None, 310.0, True),
+        ("rllib", None, 290.0, False),
+        ("sample-factory", None, 101.0, True),
+        ("rllib", 150.0, 99.0, True),
+        ("rllib", 150.0, 101.0, False),
+    ],
+)
+def test_both_sides_are_asked_the_same_by_turns(what, until, mine, good, monkeypatch, capsys):
+    asked = []
+
+    def line(who, value):
+        def measure(*given):
+            asked.append((who, *given[-4:]))
+            return {"steps_per_second": value, "seconds": value, "passes": 1.0, "reached": True}
+
+        return measure
+
+    monkeypatch.setattr(peers, "ours", line("ours", mine))
+    monkeypatch.setattr(peers, "theirs", line("theirs", 100.0))
+    args = argparse.Namespace(
+        what=what, cases=["appo-cartpole"], until=until, seconds=9.0, repeat=2, seed=7, peer="python"
+    )
+    assert peers.compare(args) is good
+    given = [("appo-cartpole", 9.0, until, seed) for seed in (7, 7, 8, 8)]
+    assert [a[1:] for a in asked] == given
+    assert [a[0] for a in asked] == ["ours", "theirs", "theirs", "ours"]
+    assert f"{100 / mine if until else mine / 100:.2f} times" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", async_cases.CASES.values(), ids=async_cases.CASES)
+def test_bray_has_the_settings_that_the_peers_have(case):
+    exp = Experiment(case.run, case.env, use_preset=False, config=peers.config_of(case))
+    run, env, algo = (exp.config[section] for section in ("run", "env", "algo"))
+    exp.close()
+    assert run.num_workers * env.num_envs * algo.rollout_length == async_cases.WORKERS * case.batch
+    assert (algo.lr, algo.gamma, algo.max_grad_norm) == (case.lr, async_cases.GAMMA, async_cases.MAX_GRAD_NORM)

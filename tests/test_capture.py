@@ -1,6 +1,7 @@
 """A recording must do exactly what the function does, for results and for side effects, or not be used at all."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -65,6 +66,25 @@ def test_large_tanh_rewrite_keeps_values_and_gradients():
     recorded(x)
     x2 = torch.randn(128, 64)
     torch.testing.assert_close(recorded(x2), f(x2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize(("kernel", "stride"), [((8, 8), (4, 4)), ((3, 2), (1, 2))])
+def test_large_convolution_rewrite_keeps_gradients(layout, kernel, stride, monkeypatch):
+    monkeypatch.setattr(sys.modules["bray.capture.simplify"], "ARM", True)
+    torch.manual_seed(0)
+    convs = nn.Sequential(nn.Conv2d(4, 8, kernel, stride), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    convs.to(memory_format=layout)
+
+    def f(x):
+        y = convs(x.to(memory_format=layout)).square().sum()
+        return [g.view(-1) if g.is_contiguous() else g for g in torch.autograd.grad(y, list(convs.parameters()))]
+
+    recorded, x = capture(f), torch.randn(16, 4, 44, 36)
+    recorded(x)
+    x2 = torch.randn(16, 4, 44, 36)
+    torch.testing.assert_close(recorded(x2), f(x2), rtol=1e-4, atol=1e-3)
+    assert recorded.recordings == 1
 
 
 def test_parameters_loaded_later_are_seen():

@@ -1,9 +1,11 @@
-"""python -m benchmarks.scale sleep | overhead | faults | rllib --peer PYTHON
+"""python -m benchmarks.scale sleep | overhead | faults | rllib --peer PYTHON | sample-factory --peer PYTHON
 
 sleep      environment steps/s of an environment that sleeps 5 ms, with 1, 8 and 32 workers (IMPALA): at least 7 and 26 times those of one
 overhead   ALE/Pong-v5 with one worker against none, by turns (PPO in rounds, and IMPALA): at most 10 % slower
 faults     kills a random worker (SIGKILL) every 10 s for 2 minutes: the run goes on, solves CartPole-v1 and counts the restarts
-rllib      IMPALA and APPO on CartPole-v1 with two workers of eight environments, by turns with RLlib's in the Python `--peer`: at least 3 times its steps/s
+rllib      IMPALA and APPO with two workers of eight environments, CartPole-v1 and ALE/Pong-v5 (`--cases`), by turns with RLlib's in the Python `--peer`: at least 3 times its
+           steps/s; with `--until 150` the seconds to that mean return, with `--repeat` seeds from `--seed` on: fewer than RLlib's
+sample-factory   the same for APPO beside Sample Factory's (`benchmarks/install_sample_factory.sh` makes its Python): at least its steps/s
 
 Each figure is the median of `--repeat` windows of `--seconds`. Exit code 0: what is said above holds.
 """
@@ -12,20 +14,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.async_cases import CASES
+from benchmarks.scale import peers
 from bray import Experiment
 
-PEER = Path(__file__).parent.parent / "peers" / "rllib_async.py"
 SMALL = {"fcnet_hiddens": [16], "export_graph_after_s": None}
 
 
@@ -103,35 +103,23 @@ def faults(args: argparse.Namespace) -> bool:
     return best >= 475 and 0 < restarts <= kills
 
 
-def rllib(args: argparse.Namespace) -> bool:
-    """Rollouts of the same length, a gradient step for each of them (APPO: each library's own number of passes), two layers of 64."""
-    good = True
-    for run, length in (("IMPALA", 20), ("APPO", 64)):
-        mine: list[float] = []
-        theirs: list[float] = []
-        for _ in range(args.repeat):
-            mine += rates(run, "CartPole-v1", args.seconds, 1, num_workers=2, num_envs=8, rollout_length=length)
-            words = [args.peer, str(PEER), run, "--seconds", str(args.seconds), "--length", str(length)]
-            told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-            theirs.append(json.loads(told.splitlines()[-1])["steps_per_second"])
-        times = show(f"{run}, Bray", mine) / show(f"{run}, RLlib", theirs)
-        print(f"{'':24} {times:10.1f} times RLlib's; at least 3", flush=True)
-        good = good and times >= 3
-    return good
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
-    parser.add_argument("what", choices=("sleep", "overhead", "faults", "rllib"))
+    parser.add_argument("what", choices=("sleep", "overhead", "faults", *peers.SCRIPTS))
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--peer", default=sys.executable, help="a Python with ray[rllib]")
+    parser.add_argument("--peer", default=sys.executable, help="a Python with ray[rllib], or with sample-factory")
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="of `rllib` and `sample-factory`; all unless given")
+    parser.add_argument(
+        "--until", type=float, help="of `rllib` and `sample-factory`: the seconds to this return, `--seconds` at most"
+    )
     parser.add_argument("--run", default="IMPALA", help="algorithm of `faults`")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills")
     parser.add_argument("--last", type=float, default=120.0, help="seconds of kills")
     parser.add_argument("--seed", type=int, default=100)
     args = parser.parse_args()
-    return 0 if globals()[args.what](args) else 1
+    part = peers.compare if args.what in peers.SCRIPTS else globals()[args.what]
+    return 0 if part(args) else 1
 
 
 if __name__ == "__main__":
