@@ -107,15 +107,15 @@ def _float_layers(graph: Any) -> list[str]:
 
 
 def _feed_bytes(graph: Any) -> None:
-    """bytes -> float32 -> * c -> uint8 with scale s is, but for rounding, the bytes themselves with scale c."""
+    """bytes -> float32 -> * c -> uint8 with scale s is, but for rounding, the bytes themselves with scale c; without a product c is 1."""
     makes = {name: node for node in graph.node for name in node.output}
     values = {x.name: x for x in graph.initializer}
     kinds = {x.name: x.type.tensor_type.elem_type for x in [*graph.input, *graph.value_info]}
     for node in [n for n in graph.node if n.op_type == "QuantizeLinear"]:
-        scaled = makes.get(node.input[0])
-        if scaled is None or scaled.op_type != "Mul":
-            continue
-        cast, factor = makes.get(scaled.input[0]), values.get(scaled.input[1])
+        scaled = cast = makes.get(node.input[0])
+        factor: Any = numpy_helper.from_array(np.array(1.0, np.float32))
+        if scaled is not None and scaled.op_type == "Mul":
+            cast, factor = makes.get(scaled.input[0]), values.get(scaled.input[1])
         if cast is None or cast.op_type != "Cast" or kinds.get(cast.input[0]) != onnx.TensorProto.UINT8:
             continue
         readers = [n for n in graph.node if node.output[0] in n.input]
@@ -127,6 +127,6 @@ def _feed_bytes(graph: Any) -> None:
         for reader in readers:
             reader.input[:] = [cast.input[0], scale, zero]
         graph.node.remove(node)
-        for unused in (scaled, cast):
-            if not any(unused.output[0] in n.input for n in graph.node):
+        for unused in filter(None, (scaled, cast)):
+            if unused in graph.node and not any(unused.output[0] in n.input for n in graph.node):
                 graph.node.remove(unused)
