@@ -2,7 +2,7 @@
 
 Shipped defaults beside those of Stable-Baselines3: the same environment, steps and seeds, no preset, no wrapper; then EPISODES greedy episodes with seeds that no
 training saw. SB3 runs in the environment of benchmarks/install_peers.sh (`PEERS` names another Python). One JSON line per run goes to defaults.jsonl, where it replaces
-the line of an earlier run; --table prints what is there: whether our mean over the seeds is at least SB3's, and how many seeds are above the random policy by 5 standard errors.
+the line of an earlier run; --table prints what is there: whether our mean is at least SB3's over the seeds that both have run, and how many seeds are above the random policy by 5 standard errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -133,25 +133,21 @@ def one(side: str, task: str, seed: int, device: str) -> None:
     print(json.dumps({**line, "seconds": seconds, "device": device}), flush=True)
 
 
-def start_one(side: str, task: str, seed: int, device: str, until: float) -> dict[str, Any] | None:
+def start_one(side: str, task: str, seed: int, device: str, until: float) -> dict[str, Any]:
+    """The line of a run in a process of its own; with `unfinished` or `failed` in it where there is no result."""
+    line = {"task": task, "side": side, "seed": seed}
     python = PEERS if side == "sb3" else sys.executable
     command = [python, str(Path(__file__)), "--one", side, task, str(seed), "--device", device]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]),
-    }
+    path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    left = max(1.0, until - time.monotonic())
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=env, timeout=max(1.0, until - time.monotonic())
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=left)
     except subprocess.TimeoutExpired:
-        print(json.dumps({"task": task, "side": side, "seed": seed, "unfinished": True}), flush=True)
-        return None
+        return {**line, "unfinished": True}
     lines = [x for x in done.stdout.splitlines() if x.startswith("{")]
     if done.returncode or not lines:
-        raise RuntimeError(f"{side} of {task}, seed {seed}, failed:\n{done.stderr[-2000:]}")
-    print(lines[-1], flush=True)
+        return {**line, "failed": done.stderr[-2000:]}
     return json.loads(lines[-1])
 
 
@@ -170,11 +166,16 @@ def table() -> str:
     kept = read()
     for task, (_, _, steps) in TASKS.items():
         sides = {s: [x for k, x in kept.items() if k[:2] == (task, s)] for s in SIDES}
-        if not sides["ours"]:
+        if not any(sides.values()):
             continue
         told = {s: ", ".join(f"{x['return']:.4g}" for x in lines) for s, lines in sides.items()}
-        means = {s: statistics.fmean(x["return"] for x in lines) for s, lines in sides.items() if lines}
-        level = "" if "sb3" not in means else "yes" if means["ours"] >= means["sb3"] else "no"
+        both = {x["seed"] for x in sides["ours"]} & {x["seed"] for x in sides["sb3"]}
+        ours, theirs = ([x["return"] for x in sides[s] if x["seed"] in both] for s in ("ours", "sb3"))
+        level = (
+            f"{'yes' if statistics.fmean(ours) >= statistics.fmean(theirs) else 'no'}, {len(both)} seeds"
+            if both
+            else ""
+        )
         above = ""
         if sides["random"]:
             chance = sides["random"][0]
@@ -209,9 +210,15 @@ def main() -> None:
             (s, t, seed) for t in given.tasks or TASKS for seed in given.seeds for s in SIDES if given.only in (None, s)
         ]
         jobs = [j for j in jobs if j[0] != "random" or j[2] == given.seeds[0]]
+        if any(side == "sb3" for side, *_ in jobs) and not Path(PEERS).exists():
+            parser.error(
+                f"SB3 needs {PEERS}: run `bash benchmarks/install_peers.sh`, or name a Python that has it in PEERS, or --only ours"
+            )
         with ThreadPoolExecutor(given.jobs) as pool:
-            for line in pool.map(lambda job: start_one(*job, given.device, until), jobs):
-                if line:
+            for run in as_completed([pool.submit(start_one, *job, given.device, until) for job in jobs]):
+                line = run.result()
+                print(json.dumps(line), flush=True)
+                if "return" in line:
                     write(line)
     print(table())
 

@@ -2,7 +2,7 @@
 
 Three of its ways decide what is compared: collecting runs in evaluation mode, so Rainbow's noisy layers act without noise
 (epsilon explores instead, on our side as well); its recurrent DQN starts every sequence with an empty memory and learns the last step alone;
-Reinforce goes on with episodes that a batch has cut.
+Reinforce continues episodes that a batch has cut.
 """
 
 import math

@@ -102,7 +102,7 @@ def show(name: str, lines: list[Line], until: float | None) -> float:
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """The part itself. Good: so many times the peer's steps/s, or with `--until` fewer seconds to the return."""
+    """Measure both sides. True: ours has LEAST times the peer's steps/s or, with `--until`, reaches the return sooner."""
     peer, good = args.what, True
     for name in args.cases or [c for c in cases.CASES if peer == "rllib" or c.startswith("appo")]:
         mine, other = by_turns(args, name)

@@ -72,7 +72,7 @@ RULES[Deterministic.name] = Deterministic
 def normal(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
     """Normal noise `[rows, size]`: white for `hold` 1, new at every step. Else pink (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold`
     steps): in a game with inertia white noise cancels itself out, and a car in a valley never leaves it.
-    The seed of `rng` and the number of the step decide pink noise, so a resumed run goes on with the same."""
+    The seed of `rng` and the number of the step decide pink noise, so a resumed run continues it."""
     if hold == 1:
         return rng.standard_normal((rows, size), np.float32)
     seed, step = rng.bit_generator.seed_seq.generate_state(4), env_steps // rows

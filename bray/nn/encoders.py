@@ -146,7 +146,7 @@ class ImageInput(nn.Module):
         self.out_shape = (channels, *(self.size or (h, w)))
 
     def forward(self, x: Tensor, scaled: bool = True) -> Tensor:
-        """Not `scaled`: bytes as numbers up to 255; whoever asks multiplies by `scale`."""
+        """With scaled=False bytes stay numbers up to 255, and the caller multiplies by `scale`."""
         if self.add_channel:
             x = x.unsqueeze(1)
         if self.channels_last:
