@@ -125,6 +125,16 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
     exp.close()
 
 
+def test_pink_noise_moves_on_in_a_worker(tmp_path):
+    """Its learner's clock stands still while a piece is played."""
+    exp = bray.Experiment(run="SAC", env="Pendulum-v1", path=tmp_path / "run", num_workers=1, num_envs=1)
+    pieces, _ = exp.training.sources[0].gather(60.0)
+    exp.close()
+    action = pieces[0].action.reshape(-1)
+    assert len(action) == 16
+    assert len(np.unique(action)) == 16
+
+
 def test_held_random_actions_differ_from_worker_to_worker():
     one, other = (random_actions(RowsOfAll(0, range(3 * w, 3 * w + 3), 6), 0, 20, 3, 2) for w in range(2))
     assert (one != other).any()

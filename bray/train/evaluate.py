@@ -49,7 +49,7 @@ def trained(
 ) -> Rollout:
     """A rollout of a policy whose training is over, at the start of its first episodes."""
     rollout = Rollout(env, engine, policy, np.random.default_rng(seed), mode, initial_state=initial_state)
-    rollout.clock = TRAINED
+    rollout.set_clock(TRAINED)
     rollout.reset(seed)
     return rollout
 

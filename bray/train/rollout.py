@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,8 +73,9 @@ class Rollout:
         self.env_steps = 0
         self.version = 0
         """Of the weights that act."""
-        self.clock: Clock | None = None
-        """What schedules are told instead of these two."""
+        self._told: tuple[Clock, int] | None = (
+            None  # a clock of somebody else, and how many steps were made here when it came
+        )
         self.obs: Any = None
         self.numbers_from = 0
         """The number of the first environment, where others have a Rollout of their own."""
@@ -110,7 +112,23 @@ class Rollout:
         first, state = self.first, self.state
         if state is not None and first.any():
             state = zeroed(state, first)
-        return Tick(self.obs, None, first), state, self.clock or Clock(self.env_steps, self.version)
+        return Tick(self.obs, None, first), state, self.clock
+
+    @property
+    def clock(self) -> Clock:
+        """What schedules and noise are told. Where somebody else counts it moves on with the steps made here since: noise that goes by the number of
+        the step would stand still."""
+        if self._told is None:
+            return Clock(self.env_steps, self.version)
+        told, at = self._told
+        return Clock(min(sys.maxsize, told.env_steps + self.env_steps - at), told.version)
+
+    def set_clock(self, clock: Clock) -> None:
+        """Where somebody else counts. It is never set back: workers are told the same time again while nothing is learnt."""
+        self._told = (
+            Clock(max(clock.env_steps, self.clock.env_steps if self._told else 0), clock.version),
+            self.env_steps,
+        )
 
     def step(self) -> Step:
         """One decision in every environment."""
@@ -219,6 +237,7 @@ class Rollout:
         """Go on from `get_state`; where the environment cannot, new episodes start and `env.exact` is False."""
         arrays, json = state["arrays"], state["json"]
         self.rng.bit_generator.state = json["rng"]
+        self._told = None  # its time may be later than the state's
         if self.rewards:
             self.rewards.set_state(arrays["rewards"])
         if json["env"] is None:
@@ -353,7 +372,8 @@ class EnvSource(Source):
 
     def set_clock(self, clock: Clock) -> None:
         """What schedules are told, and the version of the weights, where somebody else counts."""
-        self.rollout.clock, self.rollout.version = clock, clock.version
+        self.rollout.set_clock(clock)
+        self.rollout.version = clock.version
 
     def watch(self, callbacks: CallbackList) -> None:
         self.rollout.watch = callbacks.watch()
