@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bray.errors import CheckpointError, ConfigError, UnknownName
 
 KINDS = ("adam", "rmsprop", "sgd")
+_PARTS = 36  # arrays that one launch of CUDA's Adam takes; it gives 65,536 numbers of an array to each block of threads, too many for one block
 
 
 class Optimizer:
@@ -93,13 +94,17 @@ class Optimizer:
             self.flat.mul_((1.0 - self.lr * self.weight_decay).to(self.flat.dtype))
         beta1, beta2 = self.betas
         if self.kind == "adam":  # one kernel in place of twenty
-            on_cpu = not self.flat.is_cuda  # where the two numbers are read as they are
-            moments: Any = [self.m], [self.v], [], [self.steps if on_cpu else self.steps.float()]
+            on_gpu = self.flat.is_cuda
+            params, grads, m, v = (x.chunk(_PARTS) if on_gpu else (x,) for x in (self.flat, grad, self.m, self.v))
+            steps, lr = (x.float() if on_gpu else x for x in (self.steps, self.lr))  # the CPU reads float64 as it is
             torch._fused_adam_(
-                [self.flat],
-                [grad],
-                *moments,
-                lr=self.lr if on_cpu else self.lr.float(),
+                params,
+                grads,
+                m,
+                v,
+                [],
+                [steps] * len(params),
+                lr=lr,
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=0.0,

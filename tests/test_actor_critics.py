@@ -322,8 +322,8 @@ def test_noise_of_the_acting_rule():
     assert rule.trained() == {"noise": pytest.approx(0.1)}
 
 
-def test_random_actions_are_pink_noise_and_come_again_after_a_resume():
-    steps = 4000
+def test_random_actions_turn_from_white_to_pink_noise_that_comes_again_after_a_resume():
+    steps = 8000
     policy, layout = sac.Policy(sac.Config(learning_starts=steps, random_hold=8), CONTINUOUS), CONTINUOUS.layout
     outputs = {"dist": np.zeros((2, layout.num_params), np.float32)}
 
@@ -331,7 +331,11 @@ def test_random_actions_are_pink_noise_and_come_again_after_a_resume():
         tick = Tick(np.zeros((2, 3), np.float32))
         return [policy.act(outputs, tick, rng, SAMPLE, Clock(n))[1]["action"] for n in steps]
 
-    actions = np.array(play(np.random.default_rng([7, 0]), range(0, steps, 2)))  # two environments: two steps at a time
+    white, actions = np.array(play(np.random.default_rng([7, 0]), range(0, steps, 2))).reshape(
+        2, -1, 2, 2
+    )  # two environments: two steps at a time
+    assert white.var() == pytest.approx(1 / 3, rel=0.1)
+    assert np.corrcoef(white[:-1].reshape(-1), white[1:].reshape(-1))[0, 1] == pytest.approx(0.0, abs=0.06)
     assert np.abs(actions.mean()) < 0.1
     assert actions.var() == pytest.approx(1 / 3, rel=0.1)  # uniform
     # Of the four parts the one that changes every n steps is the same k steps later in 1 - k / n of the cases.
@@ -340,12 +344,12 @@ def test_random_actions_are_pink_noise_and_come_again_after_a_resume():
         assert found == pytest.approx(alike, abs=0.06), apart
     rng = np.random.default_rng([7, 0])
     rng.random(100)  # where its state is does not matter
-    assert np.array_equal(play(rng, range(40, 60, 2)), actions[20:30])
-    assert not np.array_equal(play(np.random.default_rng([8, 0]), range(0, 100, 2)), actions[:50])
+    assert np.array_equal(play(rng, range(4040, 4060, 2)), actions[20:30])
+    assert not np.array_equal(play(np.random.default_rng([8, 0]), range(4000, 4100, 2)), actions[:50])
     assert np.array_equal(policy.act(outputs, Tick(np.zeros(0)), None, GREEDY, Clock(0))[1]["action"], np.zeros((2, 2)))
 
 
-def test_noise_while_learning_may_be_pink():
+def test_noise_while_learning_is_pink():
     """Its neighbours are alike, its spread is that of white noise."""
     found = {}
     for hold in (1, 8):

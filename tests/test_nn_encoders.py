@@ -6,11 +6,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from bray import tree
 from bray.errors import ConfigError, UnknownName
 from bray.nn import ActorCritic, ModelConfig, example_obs, make_encoder
-from bray.nn.encoders import ImageInput, default_filters
+from bray.nn.encoders import ImageInput, blocks, default_filters
 from bray.spec import EnvSpec, Space
 
 DISCRETE = Space("discrete", (), "int64", n=(2,), start=(0,))
@@ -322,3 +323,13 @@ def test_unknown_kinds_are_refused():
         make_encoder(Space("text"), ModelConfig())
     with pytest.raises(UnknownName):
         make_encoder(V, ModelConfig(custom_preprocessor="nothing"))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+@pytest.mark.parametrize(("kernel", "stride"), [(8, 4), (4, 2), (3, 3)])
+def test_a_convolution_of_blocks_is_the_convolution(kernel, stride, dtype):
+    pictures = torch.randint(0, 255, (3, 5, 6 * stride, 4 * stride), dtype=dtype)
+    weight = torch.randn(7, 5, kernel, kernel, dtype=torch.float64)
+    expected = F.conv2d(pictures.double(), weight, stride=stride)
+    for given in (pictures, pictures.contiguous(memory_format=torch.channels_last)):
+        torch.testing.assert_close(F.conv2d(blocks(given, stride).double(), blocks(weight, stride)), expected)

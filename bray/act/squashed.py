@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from bray.spec import ActionLayout
 
 
 class Continuous(Rule):
-    """Random actions before learning starts, pink noise up to `random_hold` steps; then `explore`, with noise that is pink up to `noise_hold` steps."""
+    """Random actions before learning starts, in the second half pink noise up to `random_hold` steps; then `explore`, with noise that is pink up to `noise_hold` steps."""
 
     def __init__(self, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
         self.learning_starts, self.random_hold, self.noise_hold = learning_starts, random_hold, noise_hold
@@ -21,7 +22,8 @@ class Continuous(Rule):
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         x = outputs[self.reads[0]]
         if rng is not None and env_steps < self.learning_starts:
-            return {"action": random_actions(rng, env_steps, self.random_hold, len(x), layout.size)}
+            hold = self.random_hold if 2 * env_steps >= self.learning_starts else 1
+            return {"action": random_actions(rng, env_steps, hold, len(x), layout.size)}
         return {"action": self.explore(x, rng, env_steps)}
 
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
@@ -75,10 +77,14 @@ def normal(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size:
     The seed of `rng` and the number of the step decide pink noise, so a resumed run continues it."""
     if hold == 1:
         return rng.standard_normal((rows, size), np.float32)
-    seed, step = rng.bit_generator.seed_seq.generate_state(4), env_steps // rows
-    octaves = range(hold.bit_length())
-    parts = [np.random.default_rng([*seed, k, step >> k]).standard_normal((rows, size)) for k in octaves]
+    seed, step = tuple(rng.bit_generator.seed_seq.generate_state(4)), env_steps // rows
+    parts = [_octave(seed, k, step >> k, rows, size) for k in range(hold.bit_length())]
     return (np.sum(parts, 0) / math.sqrt(len(parts))).astype(np.float32)
+
+
+@lru_cache(256)  # most octaves are those of the step before
+def _octave(seed: tuple[int, ...], k: int, turn: int, rows: int, size: int) -> np.ndarray:
+    return np.random.default_rng([*seed, k, turn]).standard_normal((rows, size))
 
 
 def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:

@@ -58,9 +58,9 @@ class Config:
     learning_starts: Whole = 5_000
     """Env steps with random actions before the first gradient step."""
     random_hold: Count = 32
-    """Random actions before `learning_starts` are pink noise: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white noise, a
-    new one at every step."""
-    noise_hold: Count = 1
+    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
+    every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
+    noise_hold: Count = 64
     """`noise` is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""
