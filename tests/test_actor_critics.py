@@ -1,5 +1,7 @@
 """DDPG, TD3, SAC for discrete actions, CrossQ: losses against independent float64 loops, how they act, what they refuse."""
 
+from contextlib import closing
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -454,6 +456,12 @@ def test_learning_waits_for_a_whole_batch(name, monkeypatch):
         exp.training.iterate()
     assert 40 <= exp.training.env_steps <= 45
     exp.close()
+
+
+def test_an_iteration_of_no_steps_is_one_step_of_all_environments():
+    config = {"iteration_steps": 0, "num_envs": 3, "fcnet_hiddens": [8], "record": False}
+    with closing(Experiment("DQN", "CartPole-v1", use_preset=False, config=config)) as exp:
+        assert [exp.training.iterate()["env_steps_total"] for _ in range(3)] == [3, 6, 9]
 
 
 def test_a_replay_that_never_holds_a_batch_is_refused():

@@ -77,7 +77,7 @@ DQN_MASKED = {
     "fcnet_activation": "relu",
 }
 CHAIN = {"num_envs": 8, "rollout_length": 128}
-CAR = {"normalize_observations": False, "normalize_rewards": False}
+CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 
 CASES = {
@@ -103,7 +103,7 @@ CASES = {
     "ppo-cue-mlp": Case("PPO", f"{TASKS}Cue", 0.95, 300_000, 10, 3, CUE, must="stay below"),
     "ppo-chain-rnd": Case("PPO", f"{TASKS}Chain", 5, 300_000, 10, 3, {**CHAIN, "rnd": 1.0}),
     "ppo-chain": Case("PPO", f"{TASKS}Chain", 5, 300_000, 10, 3, CHAIN, must="stay below"),
-    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {**CAR, "rnd": 1.0}),
+    "ppo-mountaincar-rnd": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {**CAR, "rnd": 3.0}),
     "ppo-mountaincar": Case("PPO", "MountainCar-v0", -110, 500_000, 15, 3, {**CAR, "rnd": 0.0}, must="stay below"),
     "sac-cartpole": Case("SAC-Discrete", "CartPole-v1", 475, 300_000, 2),
     "td3-pendulum": Case("TD3", "Pendulum-v1", -200, 20_000, 1),

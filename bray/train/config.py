@@ -71,7 +71,7 @@ class RunConfig:
     """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the memory."""
     iteration_steps: Whole | None = None
     """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
-    rollout that passes them; 0 = each rollout is an iteration. null = 1,000."""
+    rollout that passes them; 0 = each rollout is an iteration, or each step of all environments where an algorithm replays. null = 1,000."""
     eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10

@@ -300,7 +300,7 @@ class Driver:
             elif self.experience.ends_with_batch:
                 self._iterate_to_batch(means, until, most_episodes)
             else:
-                self._iterate_to_step(means, until, most_episodes)
+                self._iterate_to_step(means, max(until, steps + 1), most_episodes)
         except EndOfData as e:
             logger.info("%straining ends: %s", self.label, e)
             self.ended = True
