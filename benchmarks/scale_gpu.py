@@ -1,4 +1,4 @@
-"""python -m benchmarks.scale_gpu [PART ...] [--seconds 20]: what a machine with a CUDA GPU and many cores reaches. Parts, each below 40 s but for `pong`, where each setting is:
+"""python -m benchmarks.scale_gpu [PART ...] [--seconds 20] [--set KEY=VALUE ...]: what a machine with a CUDA GPU and many cores reaches. Parts, each below 40 s but for `pong`, where each setting is:
 
 update    a PPO minibatch update of the Nature CNN: 256 and 16,384 rows, float32 (TF32) and bfloat16, with cuDNN's default algorithms and the fastest ones
 copy      1,024 pictures 4 x 84 x 84 from the host to the device: pageable, staged (`to_device`), pinned
@@ -7,7 +7,8 @@ central   round trips of 16 blocks of 64 pictures through a CentralServer, asked
 pong      ALE/Pong-v5, 256 environments: environment steps/s with learning, by algorithm, workers, inference and form (see PONG); names choose some of them
 cartpole  CartPole with 2,048 environments: environment steps/s with learning
 
-One JSON line per result. Times of update are by CUDA events, all others by the clock, the device's work included.
+One JSON line per result. Times of update are by CUDA events, all others by the clock, the device's work included. Trainings (pong, cartpole) take the settings of --set, and tell how
+many cores each thread of the process that learns kept busy.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from benchmarks.gpu import PONG as PICTURES, make, milliseconds
 from bray.algos import ALGORITHMS, ppo
@@ -35,6 +39,7 @@ from bray.train.device import tune
 
 BATCH = 1024
 _KEPT: list[Arrays] = []  # what is pinned stays
+_SETTINGS: dict[str, Any] = {"device": "cuda", "iteration_steps": 0}  # and those of --set
 LEARN = {"rollout_length": 64, "lr": 5e-4, "clip": 0.1, "epochs": 4, "minibatches": 8, "clip_rewards": True}
 PPO = ("PPO", LEARN)
 APPO = ("APPO", {**LEARN, "epochs": 2, "minibatches": 4, "batch_envs": 64})
@@ -175,7 +180,7 @@ def central(seconds: float) -> None:
 def training(run: str, env: str, config: dict[str, Any]) -> Iterator[Any]:
     import bray
 
-    exp = bray.Experiment(run=run, env=env, use_preset=False, config={"device": "cuda", "iteration_steps": 0, **config})
+    exp = bray.Experiment(run=run, env=env, use_preset=False, config={**config, **_SETTINGS})
     try:
         yield exp.training
     finally:
@@ -188,13 +193,32 @@ def speed(part: str, name: str, run: str, env: str, config: dict[str, Any], seco
         at_work.iterate()
         while time.perf_counter() - start < 8.0:  # recordings, and ALE's first episodes
             row = at_work.iterate()
-        started, begin, steps = time.perf_counter() - start, time.perf_counter(), at_work.env_steps
+        started, begin, steps, busy = (
+            time.perf_counter() - start,
+            time.perf_counter(),
+            at_work.env_steps,
+            thread_seconds(),
+        )
         while time.perf_counter() - begin < seconds:
             row = at_work.iterate()
         took = time.perf_counter() - begin
         wanted = ("workers/policy_lag", "episode_return_mean", "learner_steps_total")
         more = {k: v for k, v in row.items() if k in wanted or k.startswith("perf/")}
-        tell(part=part, name=name, steps_per_s=(at_work.env_steps - steps) / took, start_s=started, **more)
+        spent = {name: (now - busy.get(name, 0.0)) / took for name, now in thread_seconds().items()}
+        cores = {name: round(share, 2) for name, share in spent.items() if share > 0.02}
+        told = {"steps_per_s": (at_work.env_steps - steps) / took, "start_s": started, "cores": cores}
+        tell(part=part, name=name, **told, **more)
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of each thread of this process so far, by its name in Python or, for those of libraries, its number (Linux)."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found = {}
+    for folder in Path("/proc/self/task").iterdir():
+        user, system = (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
+        ticks = os.sysconf("SC_CLK_TCK")
+        found[names.get(int(folder.name)) or folder.name] = (int(user) + int(system)) / ticks
+    return found
 
 
 def pong(seconds: float, names: list[str]) -> None:
@@ -229,7 +253,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join([*PARTS, 'pong', *PONG])}; none = all")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each training")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the trainings")
     given = parser.parse_args()
+    _SETTINGS.update({k: yaml.safe_load(v) for k, _, v in (x.partition("=") for x in given.set)})
     unknown = [p for p in given.parts if p not in (*PARTS, "pong", *PONG)]
     if unknown:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join([*PARTS, 'pong', *PONG])}")
