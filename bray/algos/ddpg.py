@@ -28,7 +28,9 @@ DEFAULTS = {"model": {"fcnet_activation": "relu", "fcnet_hiddens": [256, 256]}}
 
 
 @dataclass(frozen=True)
-class Config:
+class OffPolicy:
+    """What DDPG, TD3 and all forms of SAC share."""
+
     lr: RateSchedule = 1e-3
     """Learning rate of the actor; a number or a schedule over env steps."""
     critic_lr: Positive = 1e-3
@@ -37,10 +39,6 @@ class Config:
     """Discount per step."""
     n_step: Count = 1
     """Rewards summed before bootstrapping."""
-    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """The targets of actor and critics move this fraction of the way after every step of the actor."""
-    noise: ShareSchedule = 0.1
-    """Standard deviation of the Gaussian noise on actions, in units of [-1, 1]; a number or a schedule over env steps."""
     prioritized: bool = False
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
     priority_alpha: Amount = 0.6
@@ -57,17 +55,31 @@ class Config:
     """Transitions per gradient step."""
     learning_starts: Whole = 5_000
     """Env steps with random actions before the first gradient step."""
-    random_hold: Count = 32
-    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
-    every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
-    noise_hold: Count = 64
-    """`noise` is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""
     updates: Count = 1
     """Gradient steps per visit."""
     max_grad_norm: Positive | None = None
     """Gradients are scaled down to this norm; null = off."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How those with continuous actions explore."""
+
+    random_hold: Count = 32
+    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
+    every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
+    noise_hold: Count = 64
+    """The noise of actions afterwards is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
+
+
+@dataclass(frozen=True)
+class Config(Noise, OffPolicy):
+    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
+    """The targets of actor and critics move this fraction of the way after every step of the actor."""
+    noise: ShareSchedule = 0.1
+    """Standard deviation of the Gaussian noise on actions, in units of [-1, 1]; a number or a schedule over env steps."""
 
 
 METRICS = ("critic_loss", "actor_loss", "q", "grad_norm")

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bray import act
 from bray.algos import base, ddpg
-from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
+from bray.config.declare import Excludes, Positive, RateSchedule
 from bray.data.experience import Replay
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
@@ -26,58 +26,25 @@ DEFAULTS = ddpg.DEFAULTS
 
 
 @dataclass(frozen=True)
-class Soft:
+class Soft(ddpg.OffPolicy):
     """What SAC, SAC-Discrete and CrossQ share."""
 
     lr: RateSchedule = 3e-4
     """Learning rate of the actor; a number or a schedule over env steps."""
-    critic_lr: Positive = 1e-3
-    """Learning rate of the critics."""
     alpha_lr: Positive = 1e-3
     """Learning rate of the temperature."""
-    gamma: Share = 0.99
-    """Discount per step."""
-    n_step: Count = 1
-    """Rewards summed before bootstrapping."""
     initial_alpha: Positive = 0.2
     """Temperature at the start: how much one unit of entropy is worth."""
     adapt_alpha: Annotated[bool, Excludes("target_entropy")] = True
     """Learn the temperature; false keeps `initial_alpha`."""
-    prioritized: bool = False
-    """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
-    priority_alpha: Amount = 0.6
-    """How strongly priorities count; 0 = uniform."""
-    priority_beta: ShareSchedule = 0.4
-    """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
-    replay_size: Count = 1_000_000
-    """Transitions kept."""
-    max_use: Count | None = None
-    """Draws after which a transition retires, looked at after each batch; null = no limit."""
-    max_staleness: Count | None = None
-    """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
-    batch_size: Count = 256
-    """Transitions per gradient step."""
-    learning_starts: Whole = 5_000
-    """Env steps with random actions before the first gradient step."""
-    train_every: Count = 1
-    """Env steps between two visits to the learner."""
-    updates: Count = 1
-    """Gradient steps per visit."""
-    max_grad_norm: Positive | None = None
-    """Gradients are scaled down to this norm; null = off."""
 
 
 @dataclass(frozen=True)
-class Continuous(Soft):
+class Continuous(ddpg.Noise, Soft):
     """What SAC and CrossQ share."""
 
     target_entropy: float | None = None
     """Entropy that the temperature aims at; null = minus the number of action dimensions."""
-    random_hold: Count = 32
-    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
-    every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
-    noise_hold: Count = 64
-    """The noise of actions while learning is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
 
 
 @dataclass(frozen=True)
