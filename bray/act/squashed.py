@@ -77,14 +77,17 @@ def normal(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size:
     The seed of `rng` and the number of the step decide pink noise, so a resumed run continues it."""
     if hold == 1:
         return rng.standard_normal((rows, size), np.float32)
-    seed, step = tuple(rng.bit_generator.seed_seq.generate_state(4)), env_steps // rows
-    parts = [_octave(seed, k, step >> k, rows, size) for k in range(hold.bit_length())]
-    return (np.sum(parts, 0) / math.sqrt(len(parts))).astype(np.float32)
+    octaves, step = hold.bit_length(), env_steps // rows
+    block, at = divmod(step, 1 << octaves - 1)
+    return _pink(tuple(rng.bit_generator.seed_seq.generate_state(4)), block, octaves, rows, size)[at]
 
 
-@lru_cache(256)  # most octaves are those of the step before
-def _octave(seed: tuple[int, ...], k: int, turn: int, rows: int, size: int) -> np.ndarray:
-    return np.random.default_rng([*seed, k, turn]).standard_normal((rows, size))
+@lru_cache(8)  # a generator for each step would cost more than the step
+def _pink(seed: tuple[int, ...], block: int, octaves: int, rows: int, size: int) -> np.ndarray:
+    """The noise of as many steps as the slowest octave holds its number."""
+    rng = np.random.default_rng([*seed, block])
+    parts = [np.repeat(rng.standard_normal((1 << octaves - 1 - k, rows, size)), 1 << k, 0) for k in range(octaves)]
+    return (np.sum(parts, 0) / math.sqrt(octaves)).astype(np.float32)
 
 
 def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
