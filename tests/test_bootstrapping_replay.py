@@ -46,7 +46,7 @@ ALGOS = {
     "DQN": ON_TARGET,
     "C51": {**ON_TARGET, **DISTRIBUTION},
     "QR-DQN": {**ON_TARGET, "num_quantiles": 8},
-    "IQN": ON_TARGET,
+    "IQN": {**ON_TARGET, "lr": 3e-3},
     "Rainbow": {**ON_TARGET, **DISTRIBUTION, "n_step": 3},
     "SAC": {**ACTOR, **TEMPERATURE, "tau": 0.1},
     "SAC-Discrete": {**ACTOR, **TEMPERATURE, "tau": 0.1},
