@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from bray.act import GREEDY, SAMPLE, Clock, Tick, make_rule
+from bray.act import GREEDY, SAMPLE, TRAINED, Clock, Tick, make_rule
 from bray.algos import crossq, ddpg, get_algo, sac, sac_discrete, td3
 from bray.data import Replay
 from bray.envs.build import env_spec
@@ -351,7 +351,7 @@ def test_random_actions_turn_from_white_to_pink_noise_that_comes_again_after_a_r
     assert np.array_equal(policy.act(outputs, Tick(np.zeros(0)), None, GREEDY, Clock(0))[1]["action"], np.zeros((2, 2)))
 
 
-def test_noise_while_learning_is_pink():
+def test_noise_while_learning_may_be_pink():
     """Its neighbours are alike, its spread is that of white noise."""
     found = {}
     for hold in (1, 8):
@@ -364,6 +364,8 @@ def test_noise_while_learning_is_pink():
         found[hold] = np.corrcoef(noise[:-1].reshape(-1), noise[1:].reshape(-1))[0, 1]
     assert found[1] == pytest.approx(0.0, abs=0.05)
     assert found[8] == pytest.approx((0 + 4 + 6 + 7) / 32, abs=0.05)
+    after = [policy.act(outputs, tick, rng, SAMPLE, TRAINED)[1]["action"] for _ in range(2)]
+    assert not np.array_equal(*after)  # steps after training have no number: white noise, not the same again and again
 
 
 class Arm(gym.Env):
