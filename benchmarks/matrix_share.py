@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import bray
 
+RUNS = ("SAC", "TD3", "DDPG", "CrossQ")
 PRODUCTS = {
     "aten::mm",
     "aten::addmm",
@@ -70,11 +71,16 @@ def play(training: Any, learner: Any, updates: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="*", default=["SAC", "TD3"])
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{', '.join(RUNS)}; none = SAC and TD3")
     parser.add_argument("--updates", type=int, default=200)
     given = parser.parse_args()
+    unknown = [run for run in given.runs if run not in RUNS]
+    if unknown or given.updates < 1:
+        parser.error(
+            f"no algorithm {unknown[0]!r}; there are {', '.join(RUNS)}" if unknown else "--updates: at least 1"
+        )
     torch.set_num_threads(1)
-    for run in given.runs:
+    for run in given.runs or RUNS[:2]:
         measure(run, given.updates)
 
 

@@ -98,7 +98,7 @@ class Convs(nn.Module):
         _, kernel, stride = filters[0]
         fits = self.pads[0] is None and not any(n % stride for n in (*kernel, *shape[1:]))
         self.block = stride if fits and padding == "valid" else 1
-        """The first layer is also one of stride 1 over `blocks` of so many pixels a side."""
+        """The side of the `blocks` over which the first layer has stride 1; 1 = its stride does not divide its kernel and the picture."""
 
     def forward(self, x: Tensor, scale: float = 1.0, block: int = 1) -> Tensor:
         """Of `scale * x`: the few weights of the first layer are multiplied, not the many pixels. block: x comes in such `blocks`."""

@@ -73,9 +73,8 @@ class Rollout:
         self.env_steps = 0
         self.version = 0
         """Of the weights that act."""
-        self._told: tuple[Clock, int] | None = (
-            None  # a clock of somebody else, and how many steps were made here when it came
-        )
+        self._told: tuple[Clock, int] | None = None
+        """The learner's clock, where the learner counts the steps, and `env_steps` when it came."""
         self.obs: Any = None
         self.numbers_from = 0
         """The number of the first environment, where others have a Rollout of their own."""
@@ -116,15 +115,15 @@ class Rollout:
 
     @property
     def clock(self) -> Clock:
-        """What schedules and noise are told. Where somebody else counts it moves on with the steps made here since: noise that goes by the number of
-        the step would stand still."""
+        """The time for schedules and noise. In a worker it is the learner's, plus the steps made here since: pink noise goes by the number of the step, and
+        would stand still."""
         if self._told is None:
             return Clock(self.env_steps, self.version)
         told, at = self._told
         return Clock(min(sys.maxsize, told.env_steps + self.env_steps - at), told.version)
 
     def set_clock(self, clock: Clock) -> None:
-        """Where somebody else counts. It is never set back: workers are told the same time again while nothing is learnt."""
+        """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is learnt."""
         self._told = (
             Clock(max(clock.env_steps, self.clock.env_steps if self._told else 0), clock.version),
             self.env_steps,
