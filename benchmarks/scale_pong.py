@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "batch_envs": 64,
     "epochs": 3,
     "minibatches": 16,
-    "lr": 2.5e-4,
+    "lr": {"start": 5e-4, "end": 1e-4, "steps": 5_000_000},
     "clip": 0.1,
     "clip_rewards": True,
     "eval_parallel": True,
@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 def train(env: str, seed: int, seconds: float, target: float, settings: dict[str, Any], path: Path) -> dict[str, Any]:
     """One seed; seconds count from the first environment step, evaluations included."""
     exp = Experiment(
-        "APPO", env, path=path, seed=seed, use_preset=False, eval_freq=5, checkpoint_freq=0, config=settings
+        "APPO", env, path=path, seed=seed, use_preset=False, eval_freq=8, checkpoint_freq=0, config=settings
     )
     stop = {"time_total_s": seconds, "eval/return_mean": target}
     reached, row, seen = None, {}, None

@@ -122,7 +122,10 @@ def test_rows_come_back_to_those_who_asked_wherever_they_lie(server, together):
 def test_new_weights_are_used_from_the_next_forward_on(server):
     (engine, _), *_ = [engines(server, 0)]
     assert engine.forward({"x": np.array([1.0, 2.0])})["y"].tolist() == [1, 2]
-    server.set_weights({"scale": np.array([3.0], np.float32)})
+    server.newest = Plain()
+    server.newest.scale.data.fill_(3.0)
+    assert engine.forward({"x": np.array([1.0, 2.0])})["y"].tolist() == [1, 2]
+    server.take_weights()
     assert engine.forward({"x": np.array([1.0, 2.0])})["y"].tolist() == [3, 6]
 
 

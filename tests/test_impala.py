@@ -126,17 +126,38 @@ def test_appos_rows_equal_an_independent_loop(memory):
     data = piece(*((states(), 3) if memory else ()))
     _, logs, value = outputs(model, data)
     logp = np.array([[float(logs[t, b, data.action[t, b]].detach()) for b in range(B)] for t in range(T)])
-    target, gain = slow_vtrace(data, value.detach().numpy(), np.exp(logp - data.extras["logp"]))
+    ratio = np.exp(logp - data.extras["logp"])
+    target, gain = slow_vtrace(data, value.detach().numpy(), ratio)
+    weighed = gain * np.minimum(ratio, learner.config.rho_clip)
     rows = learner.rows_to_learn(data)
     order = [(t, b) for t in range(T) for b in range(B)]
     if memory:  # sequences of three rows side by side: [L, S]
         order = [(3 * s + t, b) for t in range(3) for s in range(2) for b in range(B)]
     flat = {k: rows[k].reshape(-1) for k in ("advantage", "target", "logp", "value", "weight")}
-    for k, want in (("advantage", gain), ("target", target), ("logp", data.extras["logp"]), ("value", value.detach())):
+    for k, want in (("advantage", weighed), ("target", target), ("logp", logp), ("value", value.detach())):
         for i, at in enumerate(order):
             if data.valid[at]:
                 assert flat[k][i] == pytest.approx(float(want[at]), rel=1e-4, abs=1e-5)
     assert flat["weight"].tolist() == [float(data.valid[at]) for at in order]
+
+
+def test_lent_pieces_are_copied_and_batches_that_were_learnt_from_are_written_over():
+    experience = appo.experience(appo.Config(rollout_length=T, batch_envs=2 * B), DISCRETE, SMALL)
+    seen = []
+    for number in range(6):
+        lent = replace(piece(), version=number, lent=True)
+        lent.reward[:] = number
+        experience.add(lent)
+        lent.reward[:] = -1.0  # as its owner does when it plays on
+        if number % 2:
+            data = experience.next(Clock()).data
+            assert not data.lent
+            assert data.reward[:, :B].tolist() == [[number - 1.0] * B] * T
+            assert data.reward[:, B:].tolist() == [[number] * B] * T
+            assert data.version[0].tolist() == [number - 1] * B + [number] * B
+            seen.append(data)
+    assert seen[0] is not seen[1]  # the last one still holds
+    assert seen[2] is seen[0]
 
 
 def test_appo_on_its_own_policy_is_ppo_with_another_advantage():
@@ -146,7 +167,7 @@ def test_appo_on_its_own_policy_is_ppo_with_another_advantage():
     model = appo.make_model(plain, DISCRETE, SMALL)
     learner = appo.Learner(plain, DISCRETE, model, SMALL, record=False)
     data = piece()
-    logp, value = learner.evaluate(data)
+    logp, value = learner.evaluate(learner.on_device(data))
     data = replace(data, extras={"logp": logp}, outputs={"value": value})
     got = learner.rows_to_learn(data)
     want = ppo.Learner(

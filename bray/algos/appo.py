@@ -1,6 +1,7 @@
 """APPO: PPO on rollouts of older weights (Schulman et al. 2017), with the advantages and value targets of V-trace (Espeholt et al. 2018).
 
-The clip holds the policy near the one that acted, however old it is. All else is PPO's.
+The clip holds the policy near the newest one, with which the update begins; the ratio of that one to the policy that acted, which may be much older, weighs
+the advantages (the decoupled objective, Hilton et al. 2021). All else is PPO's.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bray import distributions
+from bray import distributions, tree
 from bray.act import Clock
 from bray.algos import impala, ppo, rows
 from bray.algos.base import Update, to_torch
+from bray.capture.transfer import to_host
 from bray.config.declare import Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -43,7 +45,7 @@ class Config(ppo.Config):
     lambda_: Share = 0.95
     """Decay of V-trace's correction beside gamma: 0 trusts the value function, 1 the observed return."""
     rho_clip: Positive = 1.0
-    """The ratio of the newest policy to the one that acted counts up to this in value targets."""
+    """The ratio of the newest policy to the one that acted counts up to this in value targets and as the weight of an advantage."""
     c_clip: Positive = 1.0
     """The same for what later steps say about earlier ones."""
 
@@ -73,22 +75,30 @@ class Learner(ppo.Learner):
 
     def advantage_rows(self, data: Piece) -> dict[str, Any]:
         c = self.config
-        logp, value = self.evaluate(data)
+        batch = self.on_device(data)
+        logp, value = self.evaluate(batch)
         if c.normalize_value:
             value = self.returns.restore(value)
         ratio = np.exp(logp - data.extras["logp"])
         flags = data.terminated, data.truncated, data.valid
-        clips = c.rho_clip, c.c_clip, None  # the surrogate has the ratio itself
+        clips = c.rho_clip, c.c_clip, None  # advantages are standardised before they are weighed
         target, advantage = returns.vtrace(value, data.reward, *flags, ratio, c.gamma, c.lambda_, *clips)
         if c.normalize_advantage:
             advantage = returns.standardize(advantage, data.valid)
-        return rows.learning_rows(data, self.layout, data.extras["logp"], value[:-1], advantage, target)
+        weighed = advantage * np.minimum(ratio, np.float32(c.rho_clip))
+        learnt = rows.learning_rows(data, self.layout, logp, value[:-1], weighed, target)
+        if data.state is None:  # they are on the device already
+            learnt["obs"] = tree.map(lambda x: x[:-1].flatten(0, 1), batch["obs"])
+        return learnt
+
+    def on_device(self, data: Piece) -> dict[str, Any]:
+        columns = {"obs": data.obs, "action": data.action, **rows.masks(data, self.layout), **rows.memory(data)}
+        return to_torch(columns, self.device)
 
     @torch.no_grad()
-    def evaluate(self, data: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def evaluate(self, batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Log probabilities `[T, B]` of what was done and values `[T + 1, B]`, both of the newest weights."""
-        columns = {"obs": data.obs, "action": data.action, **rows.masks(data, self.layout), **rows.memory(data)}
-        batch = to_torch(columns, self.device)
         dist, value = rows.evaluate(self.model, batch)
         logp, _ = distributions.log_prob_entropy(self.layout, dist[:-1], batch["action"], batch.get("mask"))
-        return logp.cpu().numpy(), value.cpu().numpy()
+        on_host = to_host([logp, value])
+        return on_host[0], on_host[1]

@@ -38,14 +38,18 @@ class Update:
 
 
 def to_torch(batch: Any, device: torch.device) -> Any:
-    """A tree of numpy arrays as tensors on a device; on the CPU they share memory."""
+    """A tree of numpy arrays as tensors on a device; on the CPU they share memory. Tensors are left as they are."""
     if device.type == "cpu":
         if isinstance(batch, dict):  # most are flat: without a walk for each column
             return {
                 k: torch.from_numpy(x) if isinstance(x, np.ndarray) else to_torch(x, device) for k, x in batch.items()
             }
-        return tree.map(torch.from_numpy, batch)
-    return tree.map(lambda x: to_device(torch.from_numpy(np.ascontiguousarray(x)), device), batch)
+        return tree.map(torch.as_tensor, batch)
+
+    def send(x: Any) -> Tensor:
+        return x if isinstance(x, Tensor) else to_device(torch.from_numpy(np.ascontiguousarray(x)), device)
+
+    return tree.map(send, batch)
 
 
 class Learner:

@@ -53,6 +53,8 @@ class Piece:
     """Whether column b + 1 goes on where column b ends, unless the last valid row of column b ends an episode or is truncated."""
     side: str = "default"
     """Whose policy acted."""
+    lent: bool = False
+    """Whether its arrays are written over after the next `gather` of its source: whoever keeps it copies it before."""
 
     @property
     def length(self) -> int:
@@ -108,7 +110,26 @@ def side_by_side(pieces: Sequence[Piece]) -> Piece:
     version: Any = first.version
     if any(np.ndim(piece.version) or piece.version != version for piece in pieces):
         version = np.concatenate([np.broadcast_to(piece.version, piece.reward.shape) for piece in pieces], 1)
-    return replace(first, **columns, version=version)
+    return replace(first, **columns, version=version, lent=False)
+
+
+def wider(piece: Piece, columns: int) -> Piece:
+    """A piece like this one with so many columns, not written yet."""
+
+    def column(x: np.ndarray) -> np.ndarray:
+        return np.empty((len(x), columns, *x.shape[2:]), x.dtype)
+
+    made = {name: tree.map(column, value) for name in COLUMNS if (value := getattr(piece, name)) is not None}
+    return replace(piece, **made, version=np.empty((piece.length, columns), np.int64), lent=False)
+
+
+def write_columns(to: Piece, start: int, piece: Piece) -> None:
+    """Copy a piece to the columns of another one, from `start` on."""
+    mine = (slice(None), slice(start, start + piece.num_envs))
+    for name in COLUMNS:
+        if (value := getattr(piece, name)) is not None:
+            tree.map(lambda x, y: x.__setitem__(mine, y), getattr(to, name), value)
+    to.version[mine] = piece.version  # type: ignore[index]
 
 
 _ROWS = {

@@ -10,7 +10,7 @@ import numpy as np
 
 from bray import tree
 from bray.data.experience import ITERATION_STEPS, Batch, Experience
-from bray.data.piece import Piece, side_by_side
+from bray.data.piece import Piece, wider, write_columns
 from bray.tree import NestedArray
 
 
@@ -23,7 +23,7 @@ class Rollouts(Experience):
     last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
 
     `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played; so many as have `least` columns
-    together make a batch, side by side.
+    together make a batch, side by side. A batch of lent pieces holds until the next one is taken.
     """
 
     iteration_steps = ITERATION_STEPS
@@ -39,16 +39,18 @@ class Rollouts(Experience):
         self.piece_length, self.columns, self.state_every = length, columns, state_every
         self.asynchronous, self.least = asynchronous, least
         self._ready: deque[Piece] = deque()
-        self._beside: list[Piece] = []
+        self._beside: Piece | None = None
+        self._filled = 0
+        self._made: list[Piece] = []
         self._canvas: _Canvas | None = None
         self._last: Piece | None = None
 
     def add(self, piece: Piece) -> None:
         if piece.stream is None and piece.length == self.piece_length:
-            self._beside.append(piece)
-            if sum(beside.num_envs for beside in self._beside) >= self.least:
-                self._ready.append(self._beside[0] if len(self._beside) == 1 else side_by_side(self._beside))
-                self._beside = []
+            if piece.lent or piece.num_envs < self.least:
+                self._put_beside(piece)
+            else:
+                self._ready.append(piece)
             return
         if self._canvas is None:
             assert self.piece_length is not None
@@ -56,6 +58,24 @@ class Rollouts(Experience):
             length = self.state_every if piece.state is not None else min(self.piece_length, rows)
             self._canvas = _Canvas(piece, length, max(1, -(-rows // length)))
         self._ready.extend(self._canvas.lay(piece))
+
+    def _put_beside(self, piece: Piece) -> None:
+        if self._beside is None:
+            self._beside, self._filled = self._unused(piece), 0
+        write_columns(self._beside, self._filled, piece)
+        self._filled += piece.num_envs
+        if self._filled >= self.least:
+            self._ready.append(self._beside)
+            self._beside = None
+
+    def _unused(self, like: Piece) -> Piece:
+        """One that was learnt from is written over: memory that is asked for anew costs more than the copy."""
+        in_use = [id(piece) for piece in (*self._ready, self._last)]
+        for piece in self._made:
+            if id(piece) not in in_use:
+                return piece
+        self._made.append(wider(like, -(-self.least // like.num_envs) * like.num_envs))
+        return self._made[-1]
 
     def room(self) -> bool:
         return len(self._ready) < 2
@@ -68,7 +88,7 @@ class Rollouts(Experience):
 
     def cut(self) -> None:
         self._ready.clear()
-        self._beside = []
+        self._beside = None
         if self._canvas is not None:
             self._canvas.clear()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,9 +27,9 @@ class RayPlayers:
         """Begin to start a player; `started` waits for it."""
         return self._workers.start(partial(Player, plan), replaces=plan.life > 0)
 
-    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> Any:
+    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any:
         """Weights for players to come; what `play` is given for them."""
-        return self._workers.put(dict(weights))
+        return self._workers.put(dict(weights()))
 
     def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
         return self._workers.wait(workers, timeout)

@@ -17,7 +17,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection
@@ -92,10 +92,12 @@ class CentralServer:
                 "run.inference=central: this Model takes random numbers, one draw for a whole batch, and batches of several workers would share them; "
                 "set run.inference=worker"
             )
-        self.model = copy.deepcopy(model)
+        self.newest, self.model = model, copy.deepcopy(model)
+        """The learner's Model, and the one that is computed."""
         outputs = None if is_recurrent(model) else tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
         self._engine = TorchEngine(self.model, outputs, record)
         self._lock = threading.Lock()
+        self._written = torch.cuda.Event() if self._engine.device.type == "cuda" else None
         self.forwards = self.rows = 0
         """How many there have been, and of how many rows."""
         starts = [0, *accumulate(n for n in groups for _ in range(workers))]
@@ -135,10 +137,14 @@ class CentralServer:
         inputs, outputs = self._memory
         return Line(inputs, outputs, self._error, self._structures, blocks, self._asking, self._pipes[worker][0])
 
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """From the next forward on."""
+    def take_weights(self) -> None:
+        """From the next forward on, those that the learner's Model has now."""
+        newest = self.newest.state_dict()
         with self._lock:
-            self._engine.set_weights(weights)
+            for name, mine in self.model.state_dict().items():
+                mine.copy_(newest[name])
+            if self._written is not None:
+                self._written.record()
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -153,11 +159,14 @@ class CentralServer:
     # --- in the thread
 
     def _serve(self) -> None:
-        stream = torch.cuda.Stream(self._engine.device) if self._engine.device.type == "cuda" else None
+        # Players wait for this stream, and nobody for the learner's: its kernels let these pass.
+        stream = torch.cuda.Stream(self._engine.device, priority=-1) if self._written else None
         with torch.cuda.stream(stream):
             while _STOP not in (asked := _read(self._questions)):
                 try:
                     with self._lock:
+                        if stream is not None and self._written is not None:
+                            stream.wait_event(self._written)
                         self._answer(asked)
                 except Exception as e:
                     logger.exception("central inference failed")

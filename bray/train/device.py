@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+from typing import Any
 
 import torch
 
 from bray.errors import ConfigError
 
 logger = logging.getLogger("bray")
+
+_BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of cuda.h
 
 
 def resolve_device(name: str) -> torch.device:
@@ -32,9 +36,24 @@ def device_of(has_gpu: bool, who: str) -> torch.device:
     return torch.device("cpu")
 
 
-def tune(device: torch.device) -> None:
+def tune(device: torch.device, wait_asleep: bool = False) -> None:
     """How a GPU computes, for the whole process: products of float32 in TF32 (convolutions are by default; 10 bits of mantissa, as bfloat16 has 7), and
-    the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes of updates and of batches for acting are few and fixed."""
+    the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes of updates and of batches for acting are few and fixed.
+    wait_asleep: threads that wait for it leave their cores to others, and wake some 20 microseconds later than those that keep looking."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
+        if wait_asleep:
+            _wait_asleep(device.index or 0)
+
+
+def _wait_asleep(number: int) -> None:
+    """PyTorch has no name for it."""
+    error: Any
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        error = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(number, _BLOCKING_SYNC)
+    except (OSError, AttributeError) as e:
+        error = e
+    if error:
+        logger.warning("waiting for the GPU keeps a core busy: CUDA's driver answered %s", error)

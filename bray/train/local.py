@@ -40,7 +40,7 @@ _COPYING = 4  # threads
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
-    tune(device)
+    tune(device, wait_asleep=run.num_workers > 0)  # workers need the cores
     torch.set_num_threads(run.threads or threads_for(spec, device))
     torch.manual_seed(run.seed)
     policy = make_policy(algo, config, spec)

@@ -11,7 +11,7 @@ import os
 import pickle
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,6 +27,8 @@ from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
 
 _ALIGN = 64
+_PLACES = 3
+"""For pieces of a player: one that is lent to the process that learns, and two that it may have been asked for."""
 
 
 # --- in the process that learns ---------------------------------------------------------------------------------------
@@ -36,7 +38,7 @@ class Processes:
     """Where players live: processes of this machine."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
-        """central: who computes the Model for them; then it is given the weights, and they are not."""
+        """central: who computes the Model for them; then it takes the weights, and they do not."""
         self._slots = Slots({} if central else weights)
         self._central = central
         self._starting: list[PlayerProcess] = []
@@ -51,11 +53,11 @@ class Processes:
         self._starting.append(PlayerProcess(plan, self._slots, line))
         return self._starting[-1]
 
-    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
+    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
         """Players take the newest weights when they begin to play, so a question need not say which."""
         if self._central:
-            self._central.set_weights(weights)
-        self._slots.write(weights, clock)
+            self._central.take_weights()
+        self._slots.write({} if self._central else weights(), clock)
 
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
         ready = set(wait([worker.conn for worker in workers], timeout))
@@ -95,13 +97,13 @@ class PlayerProcess:
         self._child.send(pickle.dumps((method, *arguments)))
 
     def receive(self, timeout: float | None) -> Any:
-        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it plays the second time from now."""
+        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it plays the third time from now."""
         answer, _ = unpack(self._child.receive(timeout))
         if not isinstance(answer, _Placed):
             return answer
         if answer.memory is not None:
             self._pieces = _attach(*answer.memory)
-        arrays = {name: getattr(self._pieces[answer.half], name) for name in COLUMNS}
+        arrays = {name: getattr(self._pieces[answer.place], name) for name in COLUMNS}
         return answer.played._replace(piece=replace(answer.played.piece, **arrays))
 
     def kill(self) -> str:
@@ -181,10 +183,10 @@ class _Place:
 
 
 class _Placed:
-    """What was played, its arrays in a half of the player's memory; with the first, where that memory is."""
+    """What was played, its arrays in a place of the player's memory; with the first, where that memory is."""
 
-    def __init__(self, played: Played, half: int, memory: tuple[str, int, Piece] | None):
-        self.played, self.half, self.memory = played, half, memory
+    def __init__(self, played: Played, place: int, memory: tuple[str, int, Piece] | None):
+        self.played, self.place, self.memory = played, place, memory
 
 
 def _padded(array: np.ndarray) -> int:
@@ -192,11 +194,11 @@ def _padded(array: np.ndarray) -> int:
 
 
 def _attach(path: str, size: int, template: Piece) -> list[Piece]:
-    """The two pieces in a file that a player has made; nobody else opens it any more."""
+    """The pieces in a file that a player has made; nobody else opens it any more."""
     with open(path, "r+b") as file:
-        memory = mmap.mmap(file.fileno(), 2 * size)
+        memory = mmap.mmap(file.fileno(), _PLACES * size)
     os.unlink(path)
-    return [_placed(template, memory, half * size) for half in range(2)]
+    return [_placed(template, memory, place * size) for place in range(_PLACES)]
 
 
 def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
@@ -237,21 +239,21 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
 
 
 class _Memory:
-    """Two halves of a file in memory, for one piece each."""
+    """A file in memory, with places for one piece each."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
-        self._half = 0
+        self._next = 0
 
     def place(self, played: Played) -> _Placed:
-        """Copy the arrays of the piece to the next half."""
+        """Copy the arrays of the piece to the next place."""
         made = None if self._pieces else self._make(played.piece)
-        half, self._half = self._half, 1 - self._half
+        place, self._next = self._next, (self._next + 1) % _PLACES
         for name in COLUMNS:
             if (value := getattr(played.piece, name)) is not None:
-                tree.map(np.copyto, getattr(self._pieces[half], name), value)
+                tree.map(np.copyto, getattr(self._pieces[place], name), value)
         nothing: dict[str, Any] = dict.fromkeys(COLUMNS)
-        return _Placed(played._replace(piece=replace(played.piece, **nothing)), half, made)
+        return _Placed(played._replace(piece=replace(played.piece, **nothing)), place, made)
 
     def _make(self, piece: Piece) -> tuple[str, int, Piece]:
         size = 0
@@ -268,7 +270,7 @@ class _Memory:
         folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
         handle, path = tempfile.mkstemp(prefix="bray-rollout-", dir=folder)
         with os.fdopen(handle, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, 2 * size))
-            memory = mmap.mmap(file.fileno(), 2 * size)
-        self._pieces = [_placed(template, memory, half * size) for half in range(2)]
+            os.posix_fallocate(file.fileno(), 0, max(1, _PLACES * size))
+            memory = mmap.mmap(file.fileno(), _PLACES * size)
+        self._pieces = [_placed(template, memory, place * size) for place in range(_PLACES)]
         return path, size, template

@@ -58,7 +58,7 @@ class Home(Protocol):
     """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`, the clock the second."""
 
     def start(self, plan: Plan) -> Worker: ...
-    def publish(self, weights: Mapping[str, np.ndarray], clock: Clock) -> Any: ...
+    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any: ...
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
         """Those of these workers that have answered, have started or have died; waits so many seconds for the first of them."""
         ...
@@ -163,7 +163,7 @@ class WorkerSource(Source):
         return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
 
     def _publish(self) -> None:
-        self._question = ("play", self.home.publish(self._weights(), self._clock), tuple(self._clock))
+        self._question = ("play", self.home.publish(self._weights, self._clock), tuple(self._clock))
         self._news = False
         self._laps.lap(WEIGHTS)
 
@@ -204,9 +204,9 @@ class WorkerSource(Source):
         seat.under_way -= 1
         seat.since = time.monotonic()
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
-        if self.asynchronous:  # it is asked again at once, and then writes over it
-            played = played._replace(piece=side_by_side([played.piece]))
+        played = played._replace(piece=replace(played.piece, lent=True))
         if self._lanes is not None:  # here, so that one that dies next is cut behind it
+            played = _kept(played)
             self._lanes.add(seat.index, played.piece)
         return played
 
@@ -292,7 +292,7 @@ class WorkerSource(Source):
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
         """The same question to all workers, behind what they are playing; `gather` returns that."""
         while any(seat.under_way or seat.starting for seat in self._seats):
-            self._came += self._take(TURN_S)
+            self._came += [(w, _kept(played)) for w, played in self._take(TURN_S)]
         try:
             return [self._ask(seat, method, *arguments) for seat in self._seats]
         except Lost as e:
@@ -344,6 +344,11 @@ class _Lag:
         row = {"workers/policy_lag": self._total / max(1, self._rows), "workers/policy_lag_max": self._most}
         self._total = self._rows = self._most = 0
         return row
+
+
+def _kept(played: Played) -> Played:
+    """With a piece of its own."""
+    return played._replace(piece=side_by_side([played.piece])) if played.piece.lent else played
 
 
 def _code(value: Any, what: str) -> bytes:
