@@ -59,11 +59,11 @@ class Looked(NamedTuple):
     """Why there is no film."""
 
 
-def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record) -> Looked:
-    """Evaluate and film the weights that `served` has now."""
+def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record, threads: int = 0) -> Looked:
+    """Evaluate and film the weights that `served` has now. `threads`: as those of `evaluate_model`."""
     result, video, no_video = None, None, ""
     if task.episodes:
-        result = evaluate_model(served.model, served.policy, env, task.episodes, record)
+        result = evaluate_model(served.model, served.policy, env, task.episodes, record, threads)
         result["eval/env_steps"] = task.env_steps
     if task.video is not None:
         try:
@@ -149,7 +149,8 @@ def serve_evaluator(conn: Connection, told: bytes) -> None:
         task: Task = pickle.loads(message)
         try:
             load_weights(served.model, task.weights)
-            answer: tuple[Any, ...] = ("ok", look_at(served, plan.env, task, plan.run.record), [])
+            looked = look_at(served, plan.env, task, plan.run.record, threads=1)  # the training needs the other cores
+            answer: tuple[Any, ...] = ("ok", looked, [])
         except Exception as e:
             answer = error_answer(e)
         conn.send(answer)
