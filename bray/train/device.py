@@ -39,7 +39,7 @@ def device_of(has_gpu: bool, who: str) -> torch.device:
 def tune(device: torch.device, wait_asleep: bool = False) -> None:
     """How a GPU computes, for the whole process: products of float32 in TF32 (convolutions are by default; 10 bits of mantissa, as bfloat16 has 7), and
     the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes of updates and of batches for acting are few and fixed.
-    wait_asleep: threads that wait for it leave their cores to others, and wake some 20 microseconds later than those that keep looking."""
+    wait_asleep: threads that wait for it leave their cores to others, and wake a little later than those that keep looking."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
