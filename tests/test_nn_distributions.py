@@ -91,8 +91,8 @@ def test_formulas_equal_a_float64_loop(name, masked):
     want = by_hand(layout, dist.numpy(), action.numpy(), None if mask is None else mask.numpy())
     log_prob, entropy = D.log_prob_entropy(layout, dist, action, mask)
     assert log_prob.shape == entropy.shape == (7,)
-    np.testing.assert_allclose(log_prob, want[0], atol=2e-5)
-    np.testing.assert_allclose(entropy, want[1], atol=2e-5)
+    np.testing.assert_allclose(log_prob, want[0], rtol=1e-6, atol=2e-5)
+    np.testing.assert_allclose(entropy, want[1], rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
