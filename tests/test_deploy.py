@@ -209,7 +209,7 @@ def test_messages_of_the_projects_own(trained):
         message_class({"file": str(RL.parent / "tick.proto"), "message": m}, m) for m in ("TickInput", "TickOutput")
     ]
     exp = Experiment.load(trained / "t")
-    keys = ["actor1.serialize=proto", "actor1.fallback=3", "actor1.tick_timeout_s=0.4"]
+    keys = ["actor1.serialize=proto", "actor1.fallback=3", "actor1.tick_timeout_s=3"]
     with deployed(trained, *keys) as here, bray.Client(port=here.port) as client:
         client.start()
         for x in some_obs(20):
@@ -229,7 +229,7 @@ def test_a_malformed_tick_is_refused_and_the_session_goes_on(trained):
 
 
 def test_a_mask_forbids_actions(trained):
-    with deployed(trained, "actor1.fallback=random", "actor1.tick_timeout_s=0.4") as here:
+    with deployed(trained, "actor1.fallback=random", "actor1.tick_timeout_s=3") as here:
         with bray.Client(port=here.port) as client:
             client.start()
             x = some_obs(1)[0]
@@ -344,13 +344,13 @@ class Slow:
 
     def forward(self, *args):
         if self.slow:
-            time.sleep(1.0)
+            time.sleep(5.0)
         return self.engine.forward(*args)
 
 
 @pytest.mark.parametrize(("fallback", "expected"), [("3", {3}), ("last", None), ("random", set(range(4)))])
 def test_a_late_tick_is_answered_with_the_fallback(trained, fallback, expected):
-    with deployed(trained, f"actor1.fallback={fallback}", "actor1.tick_timeout_s=0.4") as here:
+    with deployed(trained, f"actor1.fallback={fallback}", "actor1.tick_timeout_s=3") as here:
         with bray.Client(port=here.port) as client:
             client.start()
             x = some_obs(1)[0]
@@ -368,7 +368,7 @@ def test_a_late_tick_is_answered_with_the_fallback(trained, fallback, expected):
 
 
 def test_without_a_fallback_a_late_tick_is_an_error(trained):
-    with deployed(trained, "actor1.tick_timeout_s=0.4") as here, bray.Client(port=here.port) as client:
+    with deployed(trained, "actor1.tick_timeout_s=3") as here, bray.Client(port=here.port) as client:
         client.start()
         client.tick(tick(some_obs(1)[0]))
         engine = here.service.models["model1"].shares[0].version.engine
