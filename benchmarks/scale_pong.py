@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from bray import figures
+from bray.errors import ConfigError
 from bray.experiment import Experiment
 
 HERE = Path(__file__).parent
@@ -89,7 +91,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in given.seeds:
             path = Path(folder) / f"seed-{seed}"
-            tell(**train(given.env, seed, 60 * given.minutes, given.target, settings, path))
+            try:
+                tell(**train(given.env, seed, 60 * given.minutes, given.target, settings, path))
+            except ConfigError as e:
+                sys.exit(f"error: {e}")
             keys = (figures.ENV_STEPS, figures.TRAIN, figures.EVAL)
             rows = [{k: row[k] for k in (*keys, "time_total_s") if k in row} for row in figures.read_results(path)]
             curves += [json.dumps({"seed": seed, **row}) + "\n" for row in rows]

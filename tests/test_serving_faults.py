@@ -586,7 +586,7 @@ def test_three_times_what_can_be_answered(bounded_by):
             wire.sock.close()
         accepted, refused = len(answered[200]), len(answered[503])
         assert accepted + refused == 30 * 19
-        assert accepted > 40  # it goes on working
+        assert accepted > 40  # the overload does not stop the service
         assert accepted <= 1.1 * lasted / TICK_S
         assert refused > 0
         assert model[0].longest <= 8  # nobody waits for the excess

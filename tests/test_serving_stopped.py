@@ -58,9 +58,10 @@ def test_a_stopped_worker_is_replaced_and_its_sessions_are_gone():
         for k in range(20):  # the health check is answered by whoever is awake, and games go on
             assert healthy(s.admin)
             assert [w.step("tick", name)[0] for w, name, _ in kept] == [200] * len(kept)
-            started.append(wire.step("start", f"new {k}")[0])
+            status, reply = wire.step("start", f"new {k}")
+            assert status == 200 or json.loads(reply)["error"] == "overloaded"  # being replaced by now: come again
+            started.append(status)
         assert 200 in started
-        assert set(started) <= {200, 503}  # on a slow machine it is being replaced by now: come again
         wire.send(http_request("tick", lost[0][1]))  # waits for the stopped one until that is killed
         assert wire.response()[0] == 404
         with pytest.raises((EOFError, ConnectionResetError)):

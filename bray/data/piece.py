@@ -54,7 +54,7 @@ class Piece:
     side: str = "default"
     """Whose policy acted."""
     lent: bool = False
-    """Whether its arrays are written over after the next `gather` of its source: whoever keeps it copies it before."""
+    """Whether its source may overwrite its arrays at the next `gather`. Whoever keeps such a piece copies it."""
 
     @property
     def length(self) -> int:
@@ -114,7 +114,7 @@ def side_by_side(pieces: Sequence[Piece]) -> Piece:
 
 
 def wider(piece: Piece, columns: int) -> Piece:
-    """A piece like this one with so many columns, not written yet."""
+    """An uninitialised piece like this one, but with `columns` games."""
 
     def column(x: np.ndarray) -> np.ndarray:
         return np.empty((len(x), columns, *x.shape[2:]), x.dtype)
