@@ -60,6 +60,29 @@ def test_a_lost_life_is_terminated_but_the_game_goes_on(form):
     assert ends == [False] * 4 + [True]  # five lives
 
 
+def test_a_game_that_waits_for_a_serve_ends_without_one_by_the_agent():
+    """Idle for 400 steps: Breakout loses its five lives, and the two forms show the same."""
+    seen = []
+    for form in ("native", "inprocess"):
+        atari = AtariConfig(noop_max=0, repeat_action_probability=0.0)
+        v = make_vec(EnvConfig("ALE/Breakout-v5", vector=form, atari=atari), seed=0)
+        v.reset()
+        idle = iter(range(400))
+        seen.append([v.step(np.array([0]))[0] for _ in idle if not v.dead[0]])
+        assert v.dead[0]
+    assert len(seen[0]) == len(seen[1])
+    assert all(np.abs(a.astype(int) - b.astype(int)).max() <= 1 for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize("form", ["native", "inprocess"])
+def test_without_fire_reset_the_agent_has_to_serve(form):
+    v = make_vec(EnvConfig("ALE/Breakout-v5", vector=form, atari=PLAIN), seed=0)
+    v.reset()
+    for _ in range(400):
+        v.step(np.array([0]))
+        assert not v.dead[0]
+
+
 @pytest.mark.parametrize("form", ["native", "inprocess"])
 def test_limit_counts_decisions(form):
     v = make_vec(EnvConfig("ALE/Pong-v5", vector=form, atari=PLAIN, max_episode_steps=6), seed=0)

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 
 from bray import tree
 from bray.envs.atari import is_atari, shows_pictures
-from bray.envs.config import EnvConfig
+from bray.envs.config import AtariConfig, EnvConfig
 from bray.envs.registry import EnvSource
 from bray.envs.spaces import BatchCheck
 from bray.envs.vector import StepResult, VecEnv
@@ -138,29 +138,35 @@ class NativeVecEnv(VecEnv):
 
 
 class AleVecEnv(NativeVecEnv):
-    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state."""
+    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state. It presses FIRE at the start of an episode itself; after a lost
+    life it is done here, as in `AtariFrames`."""
 
-    def __init__(self, env: Any, spec: EnvSpec, *, seed: int = 0, check: bool = True, episodic_life: bool = False):
+    def __init__(self, env: Any, spec: EnvSpec, config: AtariConfig, *, seed: int = 0, check: bool = True):
         super().__init__(env, spec, seed=seed, check=check)
-        self._episodic_life = episodic_life
+        self._episodic_life = config.episodic_life
+        buttons = [button.name for button in env.ale.get_action_set()]
+        self._fire = buttons.index("FIRE") if config.fire_reset and "FIRE" in buttons else None
         self._lives = np.zeros(self.num_envs, np.int32)
+        self._lost = np.zeros(self.num_envs, bool)
 
     def _start(self, seed: int | None) -> Any:
         seeds = None
         if seed is not None:  # one per game: consecutive seeds would give workers the same games
             seeds = (np.random.SeedSequence(seed).generate_state(self.num_envs) >> 1).astype(np.int64)
         obs, info = self.env.reset(seed=seeds)
-        self._lives = info["lives"]
+        self._lives, self._lost = info["lives"], np.zeros(self.num_envs, bool)
         return obs
 
     def _advance(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
-        obs, reward, terminated, truncated, info = self.env.step(np.ascontiguousarray(actions, np.int64))
-        dead = terminated | truncated
+        actions = np.ascontiguousarray(actions, np.int64)
+        if self._fire is not None and self._lost.any():
+            actions = np.where(self._lost, self._fire, actions)
+        obs, reward, terminated, truncated, info = self.env.step(actions)
+        dead, lives = terminated | truncated, info["lives"]
+        self._lost = (lives > 0) & (lives < self._lives) & ~self.dead & ~dead
         if self._episodic_life:
-            lives = info["lives"]
-            terminated = terminated | ((lives > 0) & (lives < self._lives) & ~self.dead)
-            self._lives = lives
-        self.dead = dead
+            terminated = terminated | self._lost
+        self._lives, self.dead = lives, dead
         return obs, reward, terminated, truncated
 
     def close(self) -> None:
@@ -254,7 +260,7 @@ def make_native(
     observation, action = Space.from_gym(env.single_observation_space), Space.from_gym(env.single_action_space)
     spec = EnvSpec(source.name, observation, action, limit, preprocessing)
     if atari:
-        return AleVecEnv(env, spec, seed=seed, check=config.check, episodic_life=config.atari.episodic_life)
+        return AleVecEnv(env, spec, config.atari, seed=seed, check=config.check)
     env.action_space = _AnyAction()  # after what the spec needs was read
     return NativeVecEnv(env, spec, seed=seed, check=config.check)
 
