@@ -2,6 +2,7 @@
 
 import os
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -9,9 +10,12 @@ from torch import nn
 
 from bray.capture.replay import Copies, Results
 from bray.capture.transfer import to_device, to_host
+from bray.experiment import Experiment
+from bray.inference.torch_engine import TorchEngine
 from bray.optim import Optimizer
 from bray.spec import EnvSpec, Space
 from bray.train.local import threads_for
+from bray.train.rollout import EnvSource
 
 
 def test_an_input_that_has_not_changed_is_copied_once():
@@ -70,3 +74,52 @@ def test_few_threads_where_a_gpu_computes(monkeypatch):
     pictures, vectors = (EnvSpec("e", Space("box", shape), choices) for shape in ((4, 84, 84), (4,)))
     assert [threads_for(pictures, torch.device(name)) for name in ("cpu", "cuda")] == [16, 4]
     assert [threads_for(vectors, torch.device(name)) for name in ("cpu", "cuda")] == [1, 1]
+
+
+class Noise(gym.Env):
+    """Random pictures, and a reward for doing what the first pixel says."""
+
+    observation_space = gym.spaces.Box(0, 255, (3, 32, 32), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._look(), {}
+
+    def step(self, action):
+        reward = float(action == self._obs[0, 0, 0] % 2)
+        return self._look(), reward, bool(self.np_random.random() < 0.1), False, {}
+
+    def _look(self):
+        self._obs = self.np_random.integers(0, 256, (3, 32, 32), np.uint8)
+        return self._obs
+
+
+@pytest.mark.parametrize("run", ["PPO", "A2C", "APPO", "IMPALA", "PQN"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_pictures_that_stay_on_the_device_are_learnt_as_those_that_do_not(run, shared, monkeypatch, tmp_path):
+    """With the CPU in the place of a GPU: what was sent for acting is what the Learner gets, and it learns the same from it."""
+    make = TorchEngine.__init__
+
+    def on_a_device(engine, *args, **more):
+        make(engine, *args, **more)
+        engine._on_cpu = False
+
+    ends, pieces = [], []
+    for stays in (False, True):
+        if stays:
+            monkeypatch.setattr(TorchEngine, "__init__", on_a_device)
+            monkeypatch.setattr(EnvSource, "_sends_pictures", lambda source: True)
+        config = {"num_envs": 2, "rollout_length": 8, "iteration_steps": 16, "record": False, "threads": 1}
+        config |= {"vf_share_layers": shared, "conv_filters": [[4, 4, 4]], "export_graph_after_s": None}
+        config |= {"epochs": 1, "minibatches": 2} if run in ("PPO", "APPO", "PQN") else {}
+        exp = Experiment(run, Noise, path=tmp_path / str(stays), seed=0, config=config)
+        for _ in range(2):
+            exp.training.iterate()
+        ends.append({k: v.copy() for k, v in exp.training.weights().items()})
+        pieces.append(exp.training.sources[0].gather()[0][0])
+        exp.close()
+    assert pieces[0].on_device is None
+    assert np.array_equal(pieces[1].on_device.numpy(), pieces[1].obs)
+    for name, weight in ends[0].items():
+        assert np.array_equal(weight, ends[1][name]), name

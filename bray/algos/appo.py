@@ -92,7 +92,7 @@ class Learner(ppo.Learner):
         return learnt
 
     def on_device(self, data: Piece) -> dict[str, Any]:
-        columns = {"obs": data.obs, "action": data.action, **rows.masks(data, self.layout), **rows.memory(data)}
+        columns = {"obs": data.seen, "action": data.action, **rows.masks(data, self.layout), **rows.memory(data)}
         return to_torch(columns, self.device)
 
     @torch.no_grad()

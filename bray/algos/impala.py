@@ -98,7 +98,7 @@ class Learner(base.Learner):
         """Columns `[T, B, ...]`, observations `[T + 1, B, ...]`. Weights sum to one: a weighted mean is a sum."""
         weight = data.valid.astype(np.float32)
         return {
-            "obs": data.obs,
+            "obs": data.seen,
             "action": data.action,
             "logp": data.extras["logp"],
             "reward": data.reward,

@@ -196,7 +196,7 @@ class Learner(rnd.Learner):
     @torch.no_grad()
     def with_new_values(self, piece: Piece) -> Piece:
         """The rollout with the values of the weights as they are now."""
-        obs = tree.map(lambda x: torch.from_numpy(x).to(self.device).flatten(0, 1), piece.obs)
+        obs = tree.map(lambda x: x.flatten(0, 1), to_torch(piece.seen, self.device))
         value = self.model(obs)["value"].float().cpu().numpy().reshape(piece.first.shape)
         return replace(piece, outputs={"value": value})
 

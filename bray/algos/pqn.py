@@ -97,7 +97,7 @@ class Learner(base.Learner):
         flags = (data.terminated, data.truncated, data.valid)
         target = returns.lambda_returns(q.max(-1), data.reward, *flags, c.gamma, c.lambda_)
         columns = {
-            "obs": tree.map(lambda x: x[:steps], data.obs),
+            "obs": tree.map(lambda x: x[:steps], data.seen),
             "action": data.action,
             "target": target,
             "weight": data.valid.astype(np.float32),

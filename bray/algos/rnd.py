@@ -70,7 +70,7 @@ class Novelty(nn.Module):
 
     def rewarded(self, piece: Piece) -> tuple[Piece, float]:
         """A rollout with these rewards added, and their mean."""
-        after = tree.map(lambda x: x[1:].reshape(-1, *x.shape[2:]), piece.obs)
+        after = tree.map(lambda x: x[1:].reshape(-1, *x.shape[2:]), piece.seen)
         bonus = self.reward(after, piece.valid.reshape(-1)).reshape(piece.reward.shape)
         return replace(piece, reward=piece.reward + bonus), float(bonus.sum() / max(1, np.count_nonzero(piece.valid)))
 

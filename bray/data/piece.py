@@ -55,6 +55,13 @@ class Piece:
     """Whose policy acted."""
     lent: bool = False
     """Whether its source may overwrite its arrays at the next `gather`. Whoever keeps such a piece copies it."""
+    on_device: Any = None
+    """`obs` as a tensor on the GPU, where the Model that acted has been given them there: a Learner need not copy them again. Not for pieces made of others."""
+
+    @property
+    def seen(self) -> NestedArray:
+        """`obs`, on the GPU where they are there already."""
+        return self.obs if self.on_device is None else self.on_device
 
     @property
     def length(self) -> int:
@@ -96,7 +103,7 @@ class Piece:
             state = tree.index(state, slice(start // self.state_every, -(-end // self.state_every)))
         cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
         version = self.version if np.ndim(self.version) == 0 else np.asarray(self.version)[start:end]
-        return replace(self, **cut, state=state, version=version, start=self.start + start)
+        return replace(self, **cut, state=state, version=version, start=self.start + start, on_device=None)
 
 
 def side_by_side(pieces: Sequence[Piece]) -> Piece:
@@ -110,7 +117,7 @@ def side_by_side(pieces: Sequence[Piece]) -> Piece:
     version: Any = first.version
     if any(np.ndim(piece.version) or piece.version != version for piece in pieces):
         version = np.concatenate([np.broadcast_to(piece.version, piece.reward.shape) for piece in pieces], 1)
-    return replace(first, **columns, version=version, lent=False)
+    return replace(first, **columns, version=version, lent=False, on_device=None)
 
 
 def wider(piece: Piece, columns: int) -> Piece:
@@ -120,7 +127,8 @@ def wider(piece: Piece, columns: int) -> Piece:
         return np.empty((len(x), columns, *x.shape[2:]), x.dtype)
 
     made = {name: tree.map(column, value) for name in COLUMNS if (value := getattr(piece, name)) is not None}
-    return replace(piece, **made, version=np.empty((piece.length, columns), np.int64), lent=False)
+    version = np.empty((piece.length, columns), np.int64)
+    return replace(piece, **made, version=version, lent=False, on_device=None)
 
 
 def write_columns(to: Piece, start: int, piece: Piece) -> None:
@@ -205,4 +213,4 @@ def _pad(piece: Piece, length: int) -> Piece:
         known = -(-length // every) - -(-piece.length // every)
         state = tree.map(lambda x: grow(x, known), state)
     columns = {name: tree.map(grow, getattr(piece, name)) for name in _ROWS}
-    return replace(piece, **columns, state=state, version=version)
+    return replace(piece, **columns, state=state, version=version, on_device=None)

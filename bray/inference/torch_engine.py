@@ -88,6 +88,8 @@ class TorchEngine:
         self._on_cpu = self.device.type == "cpu"
         name = f"the forward of {type(model).__name__}"
         self._captured = capture(self._forward, enabled=bool(record), name=name, arrays=True)
+        self.sent: list[Tensor] = []
+        """The inputs of the last forward on the device, where it is a GPU."""
         self._structures: dict[int, Any] = {}  # by the number of arguments: draws may be left out
         self._programs: dict[Any, Any] = {}  # by the shapes of the inputs
 
@@ -97,8 +99,10 @@ class TorchEngine:
         return out if self.outputs is None else {k: out[k] for k in self.outputs}
 
     def forward(self, *args: Any) -> Any:
-        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy."""
-        if len(args) == 1 and isinstance(args[0], np.ndarray):  # the common case, and the one where microseconds count
+        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy. Observations may be one tensor."""
+        if len(args) == 1 and isinstance(
+            args[0], (np.ndarray, Tensor)
+        ):  # the common case, and the one where microseconds count
             return self._run([args[0]], args[0].shape, args)
         expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
         leaves: list[Any] = []
@@ -132,8 +136,10 @@ class TorchEngine:
         return program, structure, _names(program)
 
     def _tensors(self, leaves: list[np.ndarray]) -> list[Tensor]:
-        flat = [torch.from_numpy(x) for x in leaves]
-        return flat if self._on_cpu else [to_device(x, self.device) for x in flat]
+        flat = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in leaves]
+        if not self._on_cpu:
+            flat = self.sent = [to_device(x, self.device) for x in flat]
+        return flat
 
     def _run_eagerly(self, leaves: list[np.ndarray], structure: Any) -> Any:
         return tree.map(_numpy, self._forward(*pytree.tree_unflatten(self._tensors(leaves), structure)))

@@ -117,7 +117,8 @@ class LocalTraining(Driver):
         )
         self.rollout.reset(run.seed)
         assert side.experience.piece_length is not None
-        return EnvSource(self.rollout, side.experience.piece_length, side.experience.state_every, run.record)
+        rows, state_every = side.experience.piece_length, side.experience.state_every
+        return EnvSource(self.rollout, rows, state_every, run.record, isinstance(side.experience, Rollouts))
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
         """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""

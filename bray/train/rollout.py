@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from bray import tree
 from bray.act import SAMPLE, Clock, Deciding, Policy, Tick, decide_now, go_on
 from bray.capture import Record
+from bray.capture.transfer import to_device
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.envs.rewards import RewardTransform
@@ -67,7 +70,8 @@ class Rollout:
         self.lengths = np.zeros(env.num_envs, np.int64)
         self.first = np.ones(env.num_envs, bool)
         self.state = initial_state(env.num_envs) if initial_state else None
-        self._one_forward = self.state is None and not policy.draws and type(policy).decide is Policy.decide
+        self.one_forward = self.state is None and not policy.draws and type(policy).decide is Policy.decide
+        """Whether a step asks the engine once, with the observations alone."""
         self._asked: tuple[Tick, Any, Deciding] | None = None  # a step that waits for its answer
         self._under_way: dict[str, Any] | None = None  # the extras of the last row, where environments are waited for
         self.env_steps = 0
@@ -141,7 +145,7 @@ class Rollout:
         else:
             tick, state, clock = self._tick()
             if (
-                self._one_forward
+                self.one_forward
             ):  # what the default `decide` does, without a generator: 2 % of a step of a small network
                 outputs = self.engine.forward(tick.obs)
                 actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
@@ -267,12 +271,20 @@ def _true_of(flags: np.ndarray) -> list[int]:
     return [b for b, end in enumerate(found) if end] if True in found else []
 
 
+KEPT_BYTES = 1 << 16
+"""Observations of a row, from which they stay on the GPU that they were sent to for acting."""
+
+
 class EnvSource(Source):
-    """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in place."""
+    """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in place. Pictures that were sent to a GPU
+    stay there for the Learner (`Piece.on_device`)."""
 
     exact = True
 
-    def __init__(self, rollout: Rollout, rows: int, state_every: int = 1, record: Record = True):
+    def __init__(
+        self, rollout: Rollout, rows: int, state_every: int = 1, record: Record = True, learnt_here: bool = False
+    ):
+        """learnt_here: whether a Learner of this process takes the pieces as they are."""
         self.rollout, self.rows, self._state_every = rollout, rows, state_every
         self._metrics = EpisodeMetrics()
         self._keep = rollout.policy.keeps
@@ -280,7 +292,17 @@ class EnvSource(Source):
         if self._keep and rollout.state is None:
             self._later = self._separate_outputs(record)
         self._row: tuple[_Columns, Piece] | None = None
+        self._stays = learnt_here and rows > 1 and self._sends_pictures()
         self.begin()
+
+    def _sends_pictures(self) -> bool:
+        """Whether each row has one forward on a GPU, with observations that are many bytes."""
+        rollout = self.rollout
+        if not (
+            rollout.one_forward and isinstance(rollout.engine, TorchEngine) and isinstance(rollout.obs, np.ndarray)
+        ):
+            return False
+        return rollout.obs.nbytes >= KEPT_BYTES and rollout.engine.device.type == "cuda"
 
     def _separate_outputs(self, record: Record) -> TorchEngine | None:
         """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
@@ -310,6 +332,7 @@ class EnvSource(Source):
     def begin(self) -> None:
         """A new piece; then come its `row`s and its `end`."""
         self._columns: _Columns | None = None
+        self._on_device: Tensor | None = None
         self._episodes: list[tuple[float, int]] = []
         self._before = self.rollout.env_steps
 
@@ -319,8 +342,16 @@ class EnvSource(Source):
         if self._columns is None:
             self._columns = _Columns(step, self.rows, self._keep, self._state_every)
         self._columns.write(t, step)
+        if self._stays:
+            self._keep_on_device(t, rollout.engine.sent[0])
         if rollout.ended:
             self._episodes += [(return_, length) for _, return_, length in rollout.ended]
+
+    def _keep_on_device(self, t: int, obs: Tensor) -> None:
+        """Not written over by the next piece: a Learner may still read it."""
+        if self._on_device is None:
+            self._on_device = obs.new_empty((self.rows + 1, *obs.shape))
+        self._on_device[t].copy_(obs)
 
     def end(self) -> tuple[list[Piece], Counts]:
         assert self._columns is not None
@@ -349,8 +380,11 @@ class EnvSource(Source):
         columns.write_last(rollout.obs, rollout.first)
         outputs = columns.outputs
         began = time.perf_counter()
+        if self._stays:
+            self._keep_on_device(rows, to_device(torch.from_numpy(rollout.obs), rollout.engine.device))
         if self._later is not None:
-            flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns.obs)
+            seen = columns.obs if self._on_device is None else self._on_device
+            flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
             late = self._later.forward(flat)
             outputs = {k: late[k].reshape(rows + 1, -1, *late[k].shape[1:]) for k in self._keep}
         elif self._keep:
@@ -360,7 +394,9 @@ class EnvSource(Source):
             for k in self._keep:
                 outputs[k][rows] = last[k]
         rollout.seconds["forward"] += time.perf_counter() - began
-        return rollout.policy.label(columns.piece(outputs, rollout.version, self._state_every))
+        piece = columns.piece(outputs, rollout.version, self._state_every)
+        piece.on_device = self._on_device
+        return rollout.policy.label(piece)
 
     def limit_episodes(self, left: int | None) -> None:
         self.rollout.episodes_left = left
