@@ -13,6 +13,7 @@ pip() { "$dir/bin/python" -m pip "$@"; }
 
 pip install --quiet --requirement "$here/peers.txt"
 pip install --quiet --no-deps --no-build-isolation gym==0.26.2
+PATH=$dir/bin:$PATH pip install --quiet --no-build-isolation box2d-py==2.3.8
 
 # PufferLib: without its own environments (they need raylib, which it has for x86 only) and without CUDA (nvcc off the
 # PATH). Its setup.py then forgets to define one name, which a sitecustomize defines for the time of the build.
@@ -27,5 +28,5 @@ done
 PATH=$path NO_OCEAN=1 PYTHONPATH=$scratch pip install --quiet --no-deps --no-build-isolation pufferlib==3.0.0
 
 (cd "$scratch" && "$dir/bin/python" -c "
-import ale_py, cpprb, envpool, gymnasium, pufferlib.pufferl, sb3_contrib, stable_baselines3, tianshou, torch
+import Box2D, ale_py, cpprb, envpool, gymnasium, minatar, mujoco, pufferlib.pufferl, sb3_contrib, stable_baselines3, tianshou, torch
 print('peers ready: torch', torch.__version__, 'gymnasium', gymnasium.__version__)" 2> /dev/null)

@@ -22,6 +22,7 @@ from bray.train.local import LocalTraining
 DISCRETE = EnvSpec("test", Space("box", (3,)), Space("discrete", n=(4,), start=(0,)))
 CONTINUOUS = EnvSpec("test", Space("box", (3,)), Space("box", (2,), "float32", -1.0, 1.0))
 SMALL = ModelConfig(fcnet_hiddens=(8,))
+FALLS = {"kind": "linear", "start": 0.2, "end": 0.0, "steps": 2048}
 
 
 def make(algo, spec, config=None, **options):
@@ -256,6 +257,28 @@ def test_lr_schedule_reaches_the_optimizer():
     _, _, learner = make(ppo, DISCRETE, lr={"kind": "linear", "start": 1.0, "end": 0.0, "steps": 100})
     learner.update(rollout_batch(), Clock(env_steps=25))
     assert learner.optimizer.lr.item() == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("run", ["PPO", "A2C", "IMPALA", "APPO", "PG"])
+def test_an_entropy_bonus_by_schedule_is_the_one_of_the_step(run, tmp_path):
+    """Updates (recorded ones) at a point of the schedule are those with that number, and the row says it."""
+    size = {"batch_size": 256} if run == "PG" else {"rollout_length": 32}
+    size |= {"epochs": 1, "minibatches": 2} if run in ("PPO", "APPO") else {}
+    ends = []
+    for name, bonus in (("number", 0.2), ("flat", {"start": 0.2, "end": 0.2, "steps": 1}), ("falls", FALLS)):
+        config = {**size, "entropy_coef": bonus, "iteration_steps": 256, "num_envs": 8, "export_graph_after_s": None}
+        exp = Experiment(run, "CartPole-v1", path=tmp_path / name, seed=0, use_preset=False, config=config)
+        rows = [exp.training.iterate() for _ in range(2)]
+        ends.append(np.concatenate([x.ravel() for x in exp.training.weights().values()]))
+        exp.close()
+        assert exp.training.learner.is_recorded
+        if name == "number":
+            assert "loss/entropy_coef" not in rows[-1]
+    assert np.array_equal(ends[0], ends[1])
+    assert not np.array_equal(ends[0], ends[2])
+    said = [row["loss/entropy_coef"] for row in rows]
+    assert said == sorted(said, reverse=True)
+    assert said[-1] == pytest.approx(0.2 * (1 - rows[-1]["env_steps_total"] / 2048))
 
 
 def test_algorithms_refuse_spaces_they_cannot_act_in():

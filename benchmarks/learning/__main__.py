@@ -338,7 +338,7 @@ def quick_cases() -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "cases", nargs="*", choices=[*CASES, []], default=[], help=f"one or more of {', '.join(CASES)}; none: all"
+        "cases", nargs="*", choices=[*CASES, []], default=[], metavar="CASE", help=f"{', '.join(CASES)}; none: all"
     )
     parser.add_argument("--seeds", type=int, nargs="*", help="default: as many as the case asks for")
     parser.add_argument("--jobs", type=int, default=1, help="seeds trained side by side")

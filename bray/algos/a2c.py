@@ -13,7 +13,7 @@ from bray.act import Clock
 from bray.algos import ppo, rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, unpack
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
+from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn import catalog
@@ -39,8 +39,8 @@ class Config:
     """Discount per step."""
     lambda_: Share = 0.95
     """GAE's lambda; 1 is the paper's n-step return."""
-    entropy_coef: Amount = 0.01
-    """Weight of the entropy bonus."""
+    entropy_coef: AmountSchedule = 0.01
+    """Weight of the entropy bonus; a number or a schedule over env steps."""
     value_coef: Amount = 0.5
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
@@ -73,6 +73,7 @@ class Learner(rnd.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
+        self.entropy_coef = self.scheduled("entropy_coef")
         self.optimizer = Optimizer(
             self.model.parameters(),
             self.lr(0),
@@ -97,6 +98,7 @@ class Learner(rnd.Learner):
             batch = self.advantages(batch)
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
+        self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
@@ -109,7 +111,7 @@ class Learner(rnd.Learner):
         logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
         policy_loss = -logp * old["advantage"]
         value_loss = losses.value_loss(new["value"], old["target"])
-        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
+        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
         means = torch.mv(torch.stack([policy_loss, value_loss, entropy]).detach(), old["weight"])
         return torch.cat([means, grad_norm.unsqueeze(0)])

@@ -66,6 +66,7 @@ class Learner:
         self.rng = np.random.default_rng([seed, 1])
         self.steps = 0
         """Gradient steps; the version of the weights."""
+        self._scheduled: dict[str, tuple[Callable[[int], float], Tensor]] = {}
         self._draws = dict(getattr(model, "draws", None) or {})  # asked once: a Model looks through its layers for it
         self._parts = self.build()
         if not isinstance(self._parts, dict):
@@ -111,6 +112,19 @@ class Learner:
         """Whether gradient steps replay a recording."""
         return self._step.recordings > 0
 
+    def scheduled(self, name: str) -> Tensor:
+        """A number of the config that may be a schedule, as a tensor: recorded steps read what `follow_schedules` writes there."""
+        schedule = make_schedule(getattr(self.config, name))
+        number = torch.tensor(schedule(0), dtype=torch.float32, device=self.device)
+        if isinstance(getattr(self.config, name), dict):
+            self._scheduled[name] = schedule, number
+        return number
+
+    def follow_schedules(self, clock: Clock) -> None:
+        """Called by `update`, first: what is `scheduled` gets the value of now."""
+        for schedule, number in self._scheduled.values():
+            number.fill_(schedule(clock.env_steps))
+
     def draw(self, count: int = 1) -> list[Tensor]:
         """The Model's random inputs (`model.draws`), `count` of each, as tensors."""
         if not self._draws:
@@ -119,12 +133,13 @@ class Learner:
         return [torch.from_numpy(x).to(self.device) for x in noise.values()]
 
     def numbers(self) -> dict[str, float]:
-        """What a result row says beside the metrics of updates."""
+        """What a result row says beside the metrics of updates: terms of the user's own, and where schedules stand."""
+        scheduled = {name: float(number) for name, (_, number) in self._scheduled.items()}
         if self.terms is None:
-            return {}
+            return scheduled
         if self.steps > 100 and not self.terms.names:
             raise ConfigError("loss_terms: this algorithm takes no step with the loss of its Model; leave them out")
-        return self.terms.numbers()
+        return scheduled | self.terms.numbers()
 
     def start_with_model(self) -> None:
         """The Model has got weights from elsewhere: targets that are copies of it begin with them too."""

@@ -16,7 +16,7 @@ from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import base, rows
 from bray.algos.base import Update, to_torch
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
+from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn import catalog
@@ -50,8 +50,8 @@ class Config:
     """The ratio of the newest policy to the one that acted counts up to this in value targets and in the policy's gradient."""
     c_clip: Positive = 1.0
     """The same for what later steps say about earlier ones."""
-    entropy_coef: Amount = 0.01
-    """Weight of the entropy bonus."""
+    entropy_coef: AmountSchedule = 0.01
+    """Weight of the entropy bonus; a number or a schedule over env steps."""
     value_coef: Amount = 0.5
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
@@ -84,6 +84,7 @@ class Learner(base.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
+        self.entropy_coef = self.scheduled("entropy_coef")
         self.optimizer = Optimizer(
             self.model.parameters(),
             self.lr(0),
@@ -114,6 +115,7 @@ class Learner(base.Learner):
         seen = tree.map(lambda x: x[:-1].reshape(-1, *x.shape[2:]), batch["obs"])
         update_normalizers(self.model, seen, batch["valid"].reshape(-1).astype(np.float32))
         self.optimizer.set_lr(self.lr(clock.env_steps))
+        self.follow_schedules(clock)
         values = self._step(to_torch(batch, self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
         return Update(METRICS, values)
@@ -129,7 +131,7 @@ class Learner(base.Learner):
         target, advantage = returns.vtrace(value.detach(), batch["reward"], *flags, ratio, c.gamma, c.lambda_, *clips)
         policy_loss = -logp * advantage
         value_loss = losses.value_loss(value[:-1], target)
-        loss = torch.sum(batch["weight"] * (policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy))
+        loss = torch.sum(batch["weight"] * (policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy))
         grad_norm = self.optimizer.step(loss)
         numbers = torch.stack([policy_loss, value_loss, entropy, ratio.clamp(max=c.rho_clip)]).detach()
         return torch.cat([(batch["weight"] * numbers).sum((1, 2)), grad_norm.unsqueeze(0)])

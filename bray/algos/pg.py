@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from bray.algos import a2c, ppo, rows
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
+from bray.config.declare import AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.episodes import Episodes
 from bray.data.piece import Piece
 from bray.errors import ConfigError
@@ -36,8 +36,8 @@ class Config:
     REINFORCE: the rewards that came, and no more."""
     normalize_advantage: bool = True
     """Standardise the returns of each batch (without a baseline their mean is one)."""
-    entropy_coef: Amount = 0.0
-    """Weight of the entropy bonus."""
+    entropy_coef: AmountSchedule = 0.0
+    """Weight of the entropy bonus; a number or a schedule over env steps."""
     max_grad_norm: Positive | None = 0.5
     """Gradients are scaled down to this norm; null = off."""
 

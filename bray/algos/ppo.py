@@ -18,7 +18,7 @@ from bray.act import Clock
 from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
 from bray.algos.packing import pack, take, unpack
-from bray.config.declare import Amount, Count, Positive, RateSchedule, Share
+from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
@@ -53,8 +53,8 @@ class Config:
     """Bound c of the dual clip for negative advantages; null = off."""
     clip_value: Positive | None = None
     """Bound of the value function's change per update; null = off."""
-    entropy_coef: Amount = 0.01
-    """Weight of the entropy bonus."""
+    entropy_coef: AmountSchedule = 0.01
+    """Weight of the entropy bonus; a number or a schedule over env steps."""
     value_coef: Amount = 0.5
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
@@ -112,6 +112,7 @@ class Learner(rnd.Learner):
         if c.recompute_advantages and self.model_config.use_lstm:
             raise ConfigError("recompute_advantages=true does not go with use_lstm=true: set one of them to false")
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
+        self.entropy_coef = self.scheduled("entropy_coef")
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
         self.returns = RunningNorm(())
         return {
@@ -142,6 +143,7 @@ class Learner(rnd.Learner):
         c = self.config
         update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
         self.optimizer.set_lr(self.lr(clock.env_steps))
+        self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         if c.normalize_value:
             self.returns.update(batch["target"], batch["weight"])
@@ -182,7 +184,7 @@ class Learner(rnd.Learner):
         if c.kl_coef:
             policy_loss = policy_loss + self.kl_coef * losses.kl_estimate(old["logp"], logp)
         value_loss = losses.value_loss(new["value"], old["target"], old["value"], c.clip_value)
-        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - c.entropy_coef * entropy)
+        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
         grad_norm = self.optimizer.step(loss)
         with torch.no_grad():
             change = ratio - 1.0

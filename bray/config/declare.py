@@ -53,6 +53,8 @@ class ScheduleIn:
 
 RateSchedule = Positive | Annotated[dict[str, Any], annotated_types.Predicate(ScheduleIn(0.0))]
 """A learning rate: a number, or a schedule, which may end at 0."""
+AmountSchedule = Amount | Annotated[dict[str, Any], annotated_types.Predicate(ScheduleIn(0.0))]
+"""A weight in a loss: a number or a schedule."""
 ShareSchedule = Share | Annotated[dict[str, Any], annotated_types.Predicate(ScheduleIn(0.0, 1.0))]
 """A probability or a weight in [0, 1]: a number or a schedule."""
 

@@ -27,6 +27,7 @@ ELSEWHERE: dict[str, str] = {
     "vf_loss_coeff": "value_coef",
     "ent_coef": "entropy_coef",
     "entropy_coeff": "entropy_coef",
+    "entropy_coeff_schedule": "entropy_coef={kind: linear, start: 0.01, end: 0.001, steps: 1000000}",
     "gae_lambda": "lambda",
     "use_gae": "lambda (1 is the n-step return)",
     "kl_target": "target_kl",
