@@ -66,7 +66,7 @@ def learning_rows(
 ) -> dict[str, Any]:
     """Columns `[T, B]` and those of the piece as rows `[N, ...]`, or as sequences `[L, S, ...]`."""
     rows = {
-        "obs": tree.map(lambda x: x[:-1], piece.obs if piece.state is not None else piece.seen),
+        "obs": tree.map(lambda x: x[:-1], piece.seen),
         "action": piece.action,
         "logp": logp,
         "value": value,

@@ -163,7 +163,7 @@ class AleVecEnv(NativeVecEnv):
             actions = np.where(self._lost, self._fire, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
         dead, lives = terminated | truncated, info["lives"]
-        self._lost = (lives > 0) & (lives < self._lives) & ~self.dead & ~dead
+        self._lost = (lives > 0) & (lives < self._lives) & ~self.dead
         if self._episodic_life:
             terminated = terminated | self._lost
         self._lives, self.dead = lives, dead

@@ -100,9 +100,8 @@ class TorchEngine:
 
     def forward(self, *args: Any) -> Any:
         """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy. Observations may be one tensor."""
-        if len(args) == 1 and isinstance(
-            args[0], (np.ndarray, Tensor)
-        ):  # the common case, and the one where microseconds count
+        # The common case, and the one where microseconds count.
+        if len(args) == 1 and isinstance(args[0], (np.ndarray, Tensor)):
             return self._run([args[0]], args[0].shape, args)
         expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
         leaves: list[Any] = []
