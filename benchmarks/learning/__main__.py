@@ -57,7 +57,7 @@ class Case:
 
 TASKS = "benchmarks.learning.tasks:"
 LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
-CUE = {"num_envs": 16, "rollout_length": 128}
+CUE = {"num_envs": 16, "rollout_length": 128, "minibatches": 16}
 PPO_MASKED = {
     "num_envs": 8,
     "rollout_length": 128,
@@ -76,7 +76,7 @@ DQN_MASKED = {
     "fcnet_hiddens": [128, 128],
     "fcnet_activation": "relu",
 }
-CHAIN = {"num_envs": 8, "rollout_length": 128}
+CHAIN = {"num_envs": 8, "rollout_length": 128, "minibatches": 16}
 CAR = {"normalize_observations": False, "normalize_rewards": False, "entropy_coef": 0.0}
 R2D2_MASKED = {"num_envs": 4, "train_every": 4, "lr": 1e-3, "tau": 0.01, "sequence_length": 16, "burn_in": 4}
 

@@ -35,11 +35,11 @@ DEFAULTS = {"env": {"num_envs": 8}}
 
 @dataclass(frozen=True)
 class Config:
-    rollout_length: Count = 128
+    rollout_length: Count = 256
     """Steps T that each environment takes between two updates."""
     epochs: Count = 10
     """Passes over a rollout."""
-    minibatches: Count = 16
+    minibatches: Count = 32
     """Pieces into which each pass is cut; one gradient step per piece."""
     lr: RateSchedule = 3e-4
     """Learning rate of Adam; a number or a schedule over env steps."""

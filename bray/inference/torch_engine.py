@@ -110,7 +110,7 @@ class TorchEngine:
         self._structures[len(args)] = expected  # only now: what the Model refuses is no example for others
         return out
 
-    def _run(self, leaves: list[np.ndarray], shapes: Any, example: Any) -> Any:
+    def _run(self, leaves: list[Any], shapes: Any, example: Any) -> Any:
         """`example` has the structure of the arguments."""
         known = self._programs.get(shapes)
         if known is None:
@@ -129,18 +129,18 @@ class TorchEngine:
             return dict(zip(names, values, strict=True))
         return pytree.tree_unflatten(values, program.out_structure)
 
-    def _program(self, leaves: list[np.ndarray], example: Any) -> Any:
+    def _program(self, leaves: list[Any], example: Any) -> Any:
         structure = pytree.tree_structure(example)
         program = self._captured.program(self._tensors(leaves), structure) if self._captured.enabled else None
         return program, structure, _names(program)
 
-    def _tensors(self, leaves: list[np.ndarray]) -> list[Tensor]:
+    def _tensors(self, leaves: list[Any]) -> list[Tensor]:
         flat = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in leaves]
         if not self._on_cpu:
             flat = self.sent = [to_device(x, self.device) for x in flat]
         return flat
 
-    def _run_eagerly(self, leaves: list[np.ndarray], structure: Any) -> Any:
+    def _run_eagerly(self, leaves: list[Any], structure: Any) -> Any:
         return tree.map(_numpy, self._forward(*pytree.tree_unflatten(self._tensors(leaves), structure)))
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
