@@ -148,7 +148,7 @@ def test_algos_lists_the_keys_of_one(capsys):
     out = capsys.readouterr().out
     assert out.startswith("PPO · learns from rollouts")
     assert re.search(
-        r"rollout_length +128 +a whole number > 0 +Steps T that each environment takes between two updates\.", out
+        r"rollout_length +256 +a whole number > 0 +Steps T that each environment takes between two updates\.", out
     )
     assert re.search(r"dual_clip +null ", out)
 

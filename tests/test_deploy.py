@@ -363,8 +363,8 @@ def test_a_late_tick_is_answered_with_the_fallback(trained, fallback, expected):
             assert late["version"] == first["version"]
             assert late["action"] in (expected or {first["action"]})
             slow.slow = False
-            time.sleep(1.2)
-            assert client.tick(tick(x)) == first
+            answers = (client.tick(tick(x)) for _ in range(20))  # the first ones may still wait for the slow forward
+            assert next(a for a in answers if "fallback" not in a) == first
 
 
 def test_without_a_fallback_a_late_tick_is_an_error(trained):

@@ -103,13 +103,13 @@ def test_pictures_that_stay_on_the_device_are_learnt_as_those_that_do_not(run, s
 
     def on_a_device(engine, *args, **more):
         make(engine, *args, **more)
-        engine._on_cpu = False
+        engine.on_cpu = False
 
     ends, pieces = [], []
     for stays in (False, True):
         if stays:
             monkeypatch.setattr(TorchEngine, "__init__", on_a_device)
-            monkeypatch.setattr(EnvSource, "_sends_pictures", lambda source: True)
+            monkeypatch.setattr(EnvSource, "sends_pictures", lambda source: True)
         config = {"num_envs": 2, "rollout_length": 8, "iteration_steps": 16, "record": False, "threads": 1}
         config |= {"vf_share_layers": shared, "conv_filters": [[4, 4, 4]], "export_graph_after_s": None}
         config |= {"epochs": 1, "minibatches": 2} if run in ("PPO", "APPO", "PQN") else {}

@@ -23,6 +23,8 @@ os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 CONNECT_S = 5.0
 """How long an address may take to accept a connection."""
+STARTS = 3
+"""How often a Ray of our own is started, where the machine is too busy for it."""
 _OWN_ONLY = ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard", "_temp_dir")
 
 
@@ -56,8 +58,21 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         kwargs.setdefault("include_dashboard", False)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker would compile all libraries again
         with _own_process_groups(), _on_loopback("_node_ip_address" not in kwargs):
-            ray.init(**kwargs)
+            _start_here(ray, kwargs)
     return True, True
+
+
+def _start_here(ray: Any, kwargs: dict[str, Any]) -> None:
+    """A Ray of our own. Its processes have half a minute by Ray's own rule, which a busy machine may take: they are started again."""
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(**kwargs)
+            return
+        except Exception as e:
+            if not left or "timed out during startup" not in str(e):
+                raise
+            logger.warning("Ray was not there after half a minute (is this machine busy?): it is started again")
+            ray.shutdown()
 
 
 def _running_address() -> str | None:

@@ -85,7 +85,8 @@ class TorchEngine:
         self.model = model
         self.outputs = outputs
         self.device = next((x.device for x in model.parameters()), torch.device("cpu"))
-        self._on_cpu = self.device.type == "cpu"
+        self.on_cpu = self.device.type == "cpu"
+        """Whether arrays are read where they are; else they are sent to the device."""
         name = f"the forward of {type(model).__name__}"
         self._captured = capture(self._forward, enabled=bool(record), name=name, arrays=True)
         self.sent: list[Tensor] = []
@@ -136,7 +137,7 @@ class TorchEngine:
 
     def _tensors(self, leaves: list[Any]) -> list[Tensor]:
         flat = [x if isinstance(x, Tensor) else torch.from_numpy(x) for x in leaves]
-        if not self._on_cpu:
+        if not self.on_cpu:
             flat = self.sent = [to_device(x, self.device) for x in flat]
         return flat
 

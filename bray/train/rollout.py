@@ -292,10 +292,10 @@ class EnvSource(Source):
         if self._keep and rollout.state is None:
             self._later = self._separate_outputs(record)
         self._row: tuple[_Columns, Piece] | None = None
-        self._stays = learnt_here and rows > 1 and self._sends_pictures()
+        self._stays = learnt_here and rows > 1 and self.sends_pictures()
         self.begin()
 
-    def _sends_pictures(self) -> bool:
+    def sends_pictures(self) -> bool:
         """Whether each row has one forward on a GPU, with observations that are many bytes."""
         rollout = self.rollout
         if not (
