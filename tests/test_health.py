@@ -75,10 +75,10 @@ def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
     assert said.partition("(")[0] not in caplog.text  # it was said before
 
 
-@pytest.mark.parametrize(("algo", "config"), [("PPO", ON), ("A2C", ON), ("DQN", OFF)])
+@pytest.mark.parametrize(("algo", "config"), [("PPO", {**ON, "minibatches": 16}), ("A2C", ON), ("DQN", OFF)])
 def test_rewards_of_ten_thousand(algo, config, caplog, tmp_path):
     rows = trained(algo, "test_health:Big", config, 12, tmp_path / "r")
-    assert "reward scale" in rows[-1]["health"].split(", ")
+    assert rows[-1]["health"] == "reward scale"
     (said,) = warnings(caplog)
     assert re.match(r"rewards are large \(returns of [\d,]+, so values of about [\de.+]+\)", said)
     assert said.endswith("Usually helps: set normalize_rewards or set clip_rewards.")
