@@ -368,7 +368,7 @@ class Fuzz:
     workers: int = 0
     """0: on this event loop."""
     seconds: float | None = None
-    """Send no more after this long."""
+    """Begin no other batch after this long."""
     sent: Counter[str] = field(default_factory=Counter)
     replies: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     slow: int = 0
@@ -392,7 +392,7 @@ class Fuzz:
                     tasks.append(asyncio.create_task(game.play(over, playing)))
                     await playing.wait()
                 try:
-                    await self._send_all(began, tasks)
+                    await self._send_all(tasks)
                 finally:
                     over.set()
                     done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -409,12 +409,13 @@ class Fuzz:
         self.took = time.monotonic() - began
         return self
 
-    async def _send_all(self, began: float, games: list[asyncio.Task[None]]) -> None:
+    async def _send_all(self, games: list[asyncio.Task[None]]) -> None:
         kinds = TCP if self.use_tcp else HTTP
         names, weights = list(kinds), [w for w, _ in kinds.values()]
         rng = random.Random(self.seed)
         slow: set[asyncio.Task[None]] = set()
-        while self.messages < self.count and (self.seconds is None or time.monotonic() - began < self.seconds):
+        end = None if self.seconds is None else time.monotonic() + self.seconds
+        while self.messages < self.count and not (self.messages and end and time.monotonic() > end):
             cases = []
             room = self.count - self.messages
             while len(cases) < BATCH and room > 0:
@@ -548,7 +549,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tcp", action="store_true", help="framed TCP in place of HTTP")
     parser.add_argument("--workers", type=int, default=0, help="a service of so many processes")
-    parser.add_argument("--seconds", type=float, help="send no more after this long")
+    parser.add_argument("--seconds", type=float, help="begin no other batch after this long")
     args = parser.parse_args()
     with contextlib.suppress(KeyboardInterrupt):
         print(fuzz(args.count, args.seed, args.tcp, args.workers, args.seconds).table())

@@ -50,7 +50,7 @@ def until(condition, seconds=10.0):
 
 @pytest.mark.parametrize("use_tcp", [False, True], ids=["http", "tcp"])
 def test_ten_thousand_malformed_messages(use_tcp):
-    result = fuzz(10_000, seed=1, use_tcp=use_tcp, seconds=12.0)
+    result = fuzz(10_000, seed=1, use_tcp=use_tcp, seconds=5.0)
     assert result.messages > 1000  # all of them on a machine that does nothing else
     assert result.ticks > 0
     total = sum(result.replies.values(), Counter())
@@ -59,7 +59,7 @@ def test_ten_thousand_malformed_messages(use_tcp):
 
 
 def test_malformed_messages_at_two_workers():
-    assert fuzz(2000, seed=2, workers=2, seconds=8.0).messages > 200
+    assert fuzz(2000, seed=2, workers=2).messages >= 1000
 
 
 @pytest.mark.slow
