@@ -302,3 +302,31 @@ def test_the_note_of_a_ray_that_ended_is_passed_over_with_a_warning(no_ray, clos
     (tmp_path / "ray" / "ray_current_cluster").write_text(closed_port)
     assert ray_start.running_nodes() == []
     assert "does not answer: a new one is started here" in caplog.text
+
+
+def test_a_ray_that_a_busy_machine_starts_too_slowly_is_started_again(no_ray, monkeypatch, caplog):
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    starts, ends = [], []
+
+    def init(**kwargs):
+        starts.append(kwargs["address"])
+        if len(starts) < fails:
+            raise RuntimeError(why)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: ends.append(None))
+    why, fails = "The current node timed out during startup. This could happen because ...", 3
+    assert ray_start.start_ray("tests", {}) == (True, True)
+    assert starts == ["local"] * 3
+    assert len(ends) == 2  # what had been started of it has ended
+    assert "is this machine busy?" in caplog.text
+    starts, fails = [], 4
+    with pytest.raises(RuntimeError, match="timed out"):
+        ray_start.start_ray("tests", {})
+    assert len(starts) == 3
+    starts, why = [], "no room in /dev/shm"
+    with pytest.raises(RuntimeError, match="no room"):
+        ray_start.start_ray("tests", {})
+    assert len(starts) == 1

@@ -125,6 +125,15 @@ def test_values_that_feed_on_themselves(caplog, tmp_path):
     assert said.endswith("or set double.")
 
 
+def test_minibatches_of_a_few_rows(caplog, tmp_path):
+    """PPO's pieces are cut for eight environments; one game alone leaves two rows in each."""
+    rows = trained("PPO", "CartPole-v1", {"num_envs": 1, "rollout_length": 64, "epochs": 2}, 6, tmp_path / "r")
+    assert rows[-1]["health"] == "small minibatches"
+    (said,) = warnings(caplog)
+    assert said.startswith("each gradient step learns from 2 rows only")
+    assert said.endswith("lower minibatches (32 now), raise num_envs (1 now) or raise rollout_length (64 now).")
+
+
 class Growing(gym.Env):
     """One reward a step, ten steps, observations that grow."""
 
@@ -149,7 +158,15 @@ EPISODES = {
     "episode_return_max": 50.0,
     "episode_length_mean": 20.0,
 }
-OPTIONS = {"gamma": 0.99, "lr": 1e-3, "normalize_rewards": False, "clip_rewards": None, "max_staleness": None}
+OPTIONS = {
+    "gamma": 0.99,
+    "lr": 1e-3,
+    "normalize_rewards": False,
+    "clip_rewards": None,
+    "max_staleness": None,
+    "epochs": 10,
+    "minibatches": 32,
+}
 SOUND = {"loss/kl": 0.01, "loss/clip_fraction": 0.1, "loss/entropy": 0.5, "loss/explained_variance": 0.8,
          "loss/value_loss": 5.0, "loss/grad_norm": 3.0, "loss/q": 40.0, "health/dead_units": 0.4,
          "replay/size": 1000.0, "replay/staleness_mean": 300.0, "env_steps_total": 2000, "learner_steps_total": 1000}  # fmt: skip
@@ -163,6 +180,7 @@ SIGNS = {
     "gradients": ({"loss/grad_norm": 4_000.0}, 5),
     "dead units": ({"health/dead_units": 0.95}, 1),
     "stale replay": ({"replay/staleness_mean": 1_200.0}, 5),
+    "small minibatches": ({"learner_steps_total": 2_500}, 5),
 }
 
 

@@ -32,6 +32,8 @@ REWARD_SCALE = 1e4
 """Size of values that a network does not get to by itself."""
 GRADIENTS_GROWN = 1_000.0
 DEAD = 0.9
+FEW_ROWS = 16.0
+"""Rows of a gradient step below which it mostly follows chance."""
 STALE = 4.0
 """Times the age that transitions have where learning and gathering keep pace."""
 _LOWER_LR = ("lower", "lr")
@@ -59,6 +61,7 @@ class Symptoms:
             "gradients": (patience, self._gradients),
             "dead units": (1, self._dead_units),
             "stale replay": (patience, self._stale_replay),
+            "small minibatches": (patience, self._small_minibatches),
         }
         self._bad = {cause: deque[bool](maxlen=2 * most) for cause, (most, _) in self._rules.items()}
 
@@ -186,6 +189,17 @@ class Symptoms:
             + self._helps(
                 ("set", "max_staleness"), ("raise", "train_every"), ("lower", "updates"), ("lower", "replay_size")
             )
+        )
+
+    def _small_minibatches(self, row: Mapping[str, Any]) -> str:
+        """Few environments, and as many pieces as for many of them."""
+        pieces, epochs = (number(self.options or {}, name) for name in ("minibatches", "epochs"))
+        steps, updates = number(row, "env_steps_total"), number(row, "learner_steps_total")
+        if not (pieces and epochs and steps and updates) or pieces == 1 or steps * epochs / updates >= FEW_ROWS:
+            return ""
+        return (
+            f"each gradient step learns from {short(max(1, round(steps * epochs / updates)))} rows only, and follows chance more than the rewards. "
+            + self._helps(("lower", "minibatches"), ("raise", "num_envs"), ("raise", "rollout_length"))
         )
 
     # --- what they share ----------------------------------------------------------------------------------------------
