@@ -80,3 +80,10 @@ def _each_rollout_is_an_iteration() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bray.data.rollouts.Rollouts.iteration_steps", 0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture at the end of every small training was a twentieth of all tests; those that look at one are marked `draws`."""
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr("bray.figures.learning_curve", lambda run_dirs, out, *_: out)

@@ -44,14 +44,6 @@ ALGOS = {"PPO": ppo, "A2C": a2c, "PG": pg, "DQN": dqn, "SAC": sac, "ES": es, "AR
 TINY = ["rollout_length=16", "num_envs=2", "minibatches=1", "epochs=1", "--no-preset"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_curves():
-    """Drawing takes longer than these runs; `test_figures.py` and `test_cli_train.py` look at curves."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bray.figures, "learning_curve", lambda *args, **kwargs: None)
-        yield
-
-
 # --- the documents ----------------------------------------------------------------------------------------------------
 
 
@@ -75,7 +67,7 @@ def numbers_of_a_run():
 def a_row_of(name, path):
     """The first result row of a small training, on whichever of two environments the algorithm takes."""
     algo = get_algo(name)
-    config = {"rollout_length": 8, "learning_starts": 990, "train_every": 5, **PER}
+    config = {"rollout_length": 8, "minibatches": 2, "learning_starts": 990, "train_every": 5, **PER}
     config = {k: v for k, v in config.items() if hasattr(algo.Config(), k)} | {"eval_freq": 1, "eval_episodes": 2}
     env = "CartPole-v1" if "discrete" in action_spaces(algo) else "Pendulum-v1"
     exp = Experiment(name, env, use_preset=False, path=path, config=config)

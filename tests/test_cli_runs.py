@@ -75,6 +75,7 @@ def test_runs_that_differ_in_their_seed_are_one_curve(project):
     assert (title, list(groups)) == ("PPO on CartPole-v1", ["PPO"])
 
 
+@pytest.mark.draws
 def test_curves_of_runs_algorithms_and_seeds_are_one_picture(project, capsys, monkeypatch):
     drawn = []
     monkeypatch.setattr(

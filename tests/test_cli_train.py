@@ -69,6 +69,7 @@ def place(folder, trial="t"):
 # --- what it says and leaves ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws
 def test_a_run_says_what_runs_and_what_it_left(tmp_path, capsys):
     stop = '{"training_iteration": 3}'
     assert (
@@ -419,6 +420,7 @@ def test_the_curve_is_shown_where_that_is_asked(tmp_path, capsys, windows):
     assert windows == [("PPO on CartPole-v1, seed 1", 1)]
 
 
+@pytest.mark.draws
 def test_without_a_display_one_line_says_so(tmp_path, capsys, monkeypatch):
     import matplotlib
 
@@ -435,6 +437,7 @@ def test_without_a_display_one_line_says_so(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "t" / "figures" / "learning_curve.png").exists()
 
 
+@pytest.mark.draws
 def test_several_seeds_and_one_curve(tmp_path, capsys):
     argv = [*CARTPOLE, *place(tmp_path), "--stop", '{"training_iteration": 4}']
     assert main([*argv, "--seed", "1", "--seed", "2"]) == 0

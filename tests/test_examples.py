@@ -53,6 +53,7 @@ def test_its_keys_are_listed_and_it_resumes_exactly(from_root, tmp_path, monkeyp
     assert [r["loss/policy_loss"] for r in more] == [r["loss/policy_loss"] for r in rows[2:]]
 
 
+@pytest.mark.draws
 def test_the_demo(tmp_path, monkeypatch, capsys):
     """The demo as it stands, but for a goal that is near."""
     monkeypatch.chdir(tmp_path)

@@ -59,6 +59,7 @@ def test_an_experiment_says_what_it_is(exp, tmp_path):
     assert str(tmp_path / "run") in repr(exp)
 
 
+@pytest.mark.draws
 def test_plot_draws_the_curve_and_notebooks_show_it(exp, tmp_path):
     with pytest.raises(ConfigError, match="train first"):
         exp.plot()

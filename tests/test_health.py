@@ -180,7 +180,7 @@ SIGNS = {
     "gradients": ({"loss/grad_norm": 4_000.0}, 5),
     "dead units": ({"health/dead_units": 0.95}, 1),
     "stale replay": ({"replay/staleness_mean": 1_200.0}, 5),
-    "small minibatches": ({"learner_steps_total": 2_500}, 5),
+    "small minibatches": ({"learner_steps_total": 5_000}, 1),
 }
 
 

@@ -32,7 +32,7 @@ REWARD_SCALE = 1e4
 """Size of values that a network does not get to by itself."""
 GRADIENTS_GROWN = 1_000.0
 DEAD = 0.9
-FEW_ROWS = 16.0
+FEW_ROWS = 12.0
 """Rows of a gradient step below which it mostly follows chance."""
 STALE = 4.0
 """Times the age that transitions have where learning and gathering keep pace."""
@@ -61,7 +61,7 @@ class Symptoms:
             "gradients": (patience, self._gradients),
             "dead units": (1, self._dead_units),
             "stale replay": (patience, self._stale_replay),
-            "small minibatches": (patience, self._small_minibatches),
+            "small minibatches": (1, self._small_minibatches),
         }
         self._bad = {cause: deque[bool](maxlen=2 * most) for cause, (most, _) in self._rules.items()}
 
