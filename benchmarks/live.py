@@ -44,6 +44,7 @@ class Network(nn.Module):
 def live(port: int, folder: Path) -> tuple[list[str], Path]:
     words = ["train", "--run", "PPO", "--live", "--port", str(port), "--obs", "uint8[5,7,7]", "--actions", "4"]
     words += ["--project", str(folder), "--trial", "t", "--quiet", "lr=2e-3", "entropy_coef=0.01", f"live.rows={ROWS}"]
+    words += ["epochs=4", "minibatches=4"]
     return [*words, "wait_s=5", "custom_model=benchmarks.live:Network"], folder / "t"
 
 

@@ -60,7 +60,8 @@ def main() -> float:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200_000)
     options = parser.parse_args()
-    exp = bray.Experiment(run="PPO", env=Lock, seed=options.seed, num_envs=8, vector="inprocess")
+    short = {"rollout_length": 128, "minibatches": 16}  # the curriculum moves once per rollout
+    exp = bray.Experiment(run="PPO", env=Lock, seed=options.seed, num_envs=8, vector="inprocess", **short)
     exp.foreach_env(lambda env: env.set_phase(20 if options.plain else 1))
     callbacks = [] if options.plain else [Curriculum()]
     for row in exp.train({"env_steps_total": options.steps}, callbacks=callbacks):

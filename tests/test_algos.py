@@ -244,6 +244,15 @@ def test_minibatches_cover_the_rows_once():
     assert {len(p) for p in minibatches(np.random.default_rng(0), 13, 4)} == {3}
 
 
+@pytest.mark.parametrize(("rows", "pieces"), [(12, 4), (13, 4), (48, 32), (16, 32)])
+def test_a_loss_has_the_scale_of_its_rows_whatever_they_divide_into(rows, pieces):
+    """A weighted sum over a minibatch is a mean: where the pieces do not divide the rows, and where there are more pieces than rows."""
+    columns = dict.fromkeys(("logp", "value", "advantage", "target", "weight"), np.ones(rows, np.float32))
+    weight = pack(columns, pieces)["floats"][-1]
+    for index in minibatches(np.random.default_rng(0), rows, pieces):
+        assert weight[index].sum() == pytest.approx(1.0)
+
+
 def test_target_kl_ends_the_epochs():
     steps = []
     for target_kl in (None, 1e-9):

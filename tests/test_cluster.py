@@ -1,6 +1,7 @@
 """The cluster seam: the same members in this process and in processes of Ray."""
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -308,19 +309,22 @@ def test_a_ray_that_a_busy_machine_starts_too_slowly_is_started_again(no_ray, mo
     import ray
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    starts, ends = [], []
+    starts, processes = [], []
 
     def init(**kwargs):
         starts.append(kwargs["address"])
         if len(starts) < fails:
+            services = importlib.import_module("ray._private.services")
+            processes.append(services.ConsolePopen(["sleep", "600"], preexec_fn=lambda: None))
             raise RuntimeError(why)
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(ray, "shutdown", lambda: ends.append(None))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # as where it failed: it knows of no process
     why, fails = "The current node timed out during startup. This could happen because ...", 3
     assert ray_start.start_ray("tests", {}) == (True, True)
     assert starts == ["local"] * 3
-    assert len(ends) == 2  # what had been started of it has ended
+    assert len(processes) == 2
+    assert all(process.poll() is not None for process in processes)  # what had been started of it has ended
     assert "is this machine busy?" in caplog.text
     starts, fails = [], 4
     with pytest.raises(RuntimeError, match="timed out"):
@@ -330,3 +334,4 @@ def test_a_ray_that_a_busy_machine_starts_too_slowly_is_started_again(no_ray, mo
     with pytest.raises(RuntimeError, match="no room"):
         ray_start.start_ray("tests", {})
     assert len(starts) == 1
+    assert all(process.poll() is not None for process in processes)

@@ -1,6 +1,7 @@
 """What reaches a recording's inputs, and how Adam is done on a GPU; both on the CPU, where they are the same code."""
 
 import os
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -120,6 +121,10 @@ def test_pictures_that_stay_on_the_device_are_learnt_as_those_that_do_not(run, s
         pieces.append(exp.training.sources[0].gather()[0][0])
         exp.close()
     assert pieces[0].on_device is None
-    assert np.array_equal(pieces[1].on_device.numpy(), pieces[1].obs)
+    kept = pieces[1]
+    assert np.array_equal(kept.seen.numpy(), kept.obs)
+    assert not kept.obs.flags.writeable
+    others = kept.obs + 1
+    assert replace(kept, obs=others).seen is others  # not what the GPU has of the first ones
     for name, weight in ends[0].items():
         assert np.array_equal(weight, ends[1][name]), name

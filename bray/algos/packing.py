@@ -12,9 +12,15 @@ from bray import tree
 FLOATS = ("logp", "value", "advantage", "target", "weight")
 
 
+def piece_size(rows: int, pieces: int) -> int:
+    """Rows of each minibatch, where one pass is cut into `pieces`."""
+    return max(1, rows // pieces)
+
+
 def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
     """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` sum to one: a weighted mean is then a dot product."""
-    scale = minibatches / max(1.0, float(batch["weight"].sum()))
+    rows = batch["weight"].shape[-1]
+    scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
     floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
     return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.algos.base import drawn
+from bray.algos.packing import piece_size
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.rl import returns
@@ -149,7 +150,7 @@ def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] 
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
     """A random order of the rows, cut into equal pieces; up to `pieces - 1` rows are left out of one pass so that shapes stay fixed."""
     order = rng.permutation(rows)
-    size = max(1, rows // pieces)
+    size = piece_size(rows, pieces)
     for i in range(min(pieces, rows)):
         yield order[i * size : (i + 1) * size]
 

@@ -57,22 +57,27 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
         kwargs.setdefault("num_cpus", max(8, 4 * (os.cpu_count() or 1)))  # games wait more than they compute
         kwargs.setdefault("include_dashboard", False)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each worker would compile all libraries again
-        with _own_process_groups(), _on_loopback("_node_ip_address" not in kwargs):
-            _start_here(ray, kwargs)
+        with _own_process_groups() as started, _on_loopback("_node_ip_address" not in kwargs):
+            _start_here(ray, kwargs, started)
     return True, True
 
 
-def _start_here(ray: Any, kwargs: dict[str, Any]) -> None:
-    """A Ray of our own. Its processes have half a minute by Ray's own rule, which a busy machine may take: they are started again."""
+def _start_here(ray: Any, kwargs: dict[str, Any], started: list[Any]) -> None:
+    """A Ray of our own. Its processes have half a minute by Ray's own rule, which a busy machine may take: they are started again. Ray forgets those
+    that it had `started`, so we end them."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(**kwargs)
             return
         except Exception as e:
+            ray.shutdown()
+            while started:
+                process = started.pop()
+                process.terminate()
+                process.wait()
             if not left or "timed out during startup" not in str(e):
                 raise
             logger.warning("Ray was not there after half a minute (is this machine busy?): it is started again")
-            ray.shutdown()
 
 
 def _running_address() -> str | None:
@@ -165,9 +170,9 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_process_groups() -> Iterator[None]:
+def _own_process_groups() -> Iterator[list[Any]]:
     """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and so do the workers
-    that they start.
+    that they start. Yields a list of them.
 
     `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process, systemd every process of
     the service. Ray's processes would end before trainers and models could save; they are to end when this process says so
@@ -179,8 +184,10 @@ def _own_process_groups() -> Iterator[None]:
         logger.warning(
             "this version of Ray starts its processes in our process group: a signal to the group ends them before us"
         )
-        yield
+        yield []
         return
+
+    started: list[Any] = []
 
     class OwnGroup(popen):
         def __init__(self, *args: Any, preexec_fn: Callable[[], None], **kwargs: Any):
@@ -189,6 +196,7 @@ def _own_process_groups() -> Iterator[None]:
                 preexec_fn()
 
             super().__init__(*args, **kwargs, preexec_fn=prepare, process_group=0)
+            started.append(self)
 
         def terminate(self) -> None:
             """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its group."""
@@ -197,7 +205,7 @@ def _own_process_groups() -> Iterator[None]:
 
     services.ConsolePopen = OwnGroup
     try:
-        yield
+        yield started
     finally:
         services.ConsolePopen = popen
 

@@ -55,13 +55,14 @@ class Piece:
     """Whose policy acted."""
     lent: bool = False
     """Whether its source may overwrite its arrays at the next `gather`. Whoever keeps such a piece copies it."""
-    on_device: Any = None
-    """`obs` as a tensor on the GPU, where the Model that acted has been given them there: a Learner need not copy them again. Not for pieces made of others."""
+    on_device: tuple[NestedArray, Any] | None = None
+    """`obs`, and the same as a tensor on the GPU, where the Model that acted has been given them there: a Learner need not copy them again."""
 
     @property
     def seen(self) -> NestedArray:
-        """`obs`, on the GPU where they are there already."""
-        return self.obs if self.on_device is None else self.on_device
+        """`obs`, on the GPU where they are there already: not where others have taken their place."""
+        obs, there = self.on_device or (None, None)
+        return there if obs is self.obs else self.obs
 
     @property
     def length(self) -> int:

@@ -29,7 +29,7 @@ class Watch:
         """Go on after this row: what was said in it is not said again."""
         said = (row or {}).get(HEALTH) or ""
         self.advisor.resume(row)
-        self.symptoms.told += [cause for cause in said.split(", ") if cause]
+        self.symptoms.resume(row or {}, [cause for cause in said.split(", ") if cause])
 
     def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
         """What belongs into the row: the share of dead units where they were counted, and the causes that were said so far."""

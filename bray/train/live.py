@@ -273,7 +273,7 @@ class LiveEngine:
 
 
 def _rows_of(experience: Experience) -> int:
-    """Rows of a rollout; of other experience, as many as PPO's usual one has."""
+    """Rows of a rollout; of other experience, four pieces of each column."""
     if isinstance(experience, Rollouts):
         assert experience.piece_length is not None
         return experience.piece_length * (experience.columns or 1)

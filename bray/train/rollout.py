@@ -395,7 +395,10 @@ class EnvSource(Source):
                 outputs[k][rows] = last[k]
         rollout.seconds["forward"] += time.perf_counter() - began
         piece = columns.piece(outputs, rollout.version, self._state_every)
-        piece.on_device = self._on_device
+        if self._on_device is not None:
+            piece.obs = piece.obs.view()
+            piece.obs.flags.writeable = False  # a change would not reach the GPU
+            piece.on_device = piece.obs, self._on_device
         return rollout.policy.label(piece)
 
     def limit_episodes(self, left: int | None) -> None:

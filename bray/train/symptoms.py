@@ -50,6 +50,7 @@ class Symptoms:
         """Causes, in the order in which they were said."""
         self._first: dict[str, float] = {}
         self._largest = 0.0
+        self._counted = [0.0, 0.0]  # environment and learner steps of the last row
         self._norms: list[float] = []
         self._rules: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
             "loss": (1, self._loss),
@@ -69,6 +70,11 @@ class Symptoms:
     def causes(self) -> list[str]:
         """All that it looks for."""
         return list(self._rules)
+
+    def resume(self, row: Mapping[str, Any], told: Iterable[str]) -> None:
+        """Go on after this row; the causes `told` are not said again."""
+        self.told += told
+        self._counted = _counts(row)
 
     def look(self, row: Mapping[str, Any]) -> list[str]:
         """Say what is to be said of this row; returns the causes that were said so far."""
@@ -194,8 +200,16 @@ class Symptoms:
     def _small_minibatches(self, row: Mapping[str, Any]) -> str:
         """Few environments, and as many pieces as for many of them."""
         pieces, epochs = (number(self.options or {}, name) for name in ("minibatches", "epochs"))
-        steps, updates = number(row, "env_steps_total"), number(row, "learner_steps_total")
-        if not (pieces and epochs and steps and updates) or pieces == 1 or steps * epochs / updates >= FEW_ROWS:
+        before, self._counted = self._counted, _counts(row)
+        steps, updates = (now - then for now, then in zip(self._counted, before, strict=True))
+        if (
+            not pieces
+            or pieces == 1
+            or not epochs
+            or steps <= 0
+            or updates <= 0
+            or steps * epochs / updates >= FEW_ROWS
+        ):
             return ""
         return (
             f"each gradient step learns from {short(max(1, round(steps * epochs / updates)))} rows only, and follows chance more than the rewards. "
@@ -234,6 +248,11 @@ class Symptoms:
     def _now(self, name: str) -> str:
         value = (self.options or {}).get(name)
         return f" ({short(value)} now)" if isinstance(value, (int, float, str)) and not isinstance(value, bool) else ""
+
+
+def _counts(row: Mapping[str, Any]) -> list[float]:
+    """Environment and learner steps so far."""
+    return [number(row, key) or 0.0 for key in ("env_steps_total", "learner_steps_total")]
 
 
 def _listed(words: Iterable[str]) -> list[str]:

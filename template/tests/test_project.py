@@ -94,6 +94,7 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     monkeypatch.setattr(bray, "merge", merge)
     monkeypatch.setattr("bray.remote.master.merge", merge)
     monkeypatch.setattr("bray.remote.master.handle.merge", merge)
+    monkeypatch.setattr(bray.Metric, "merge", lambda self, value, **labels: merge(self.name, value))
     return seen
 
 
