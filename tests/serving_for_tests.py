@@ -83,6 +83,26 @@ class Orders:
         return b"bye"
 
 
+class Gated(Orders):
+    """Ticks wait at a gate that the test opens."""
+
+    def __init__(self, opened):
+        self.opened = opened
+        self.inside = self.most = 0
+
+    async def start(self, session, data):
+        self.ticks = 0
+
+    async def tick(self, data):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        while not self.opened.is_set():
+            await asyncio.sleep(0.005)
+        self.inside -= 1
+        self.ticks += 1
+        return b"%d" % self.ticks
+
+
 class Fallback(Orders):
     def fallback(self, data):
         return b"fallback for " + data
@@ -97,6 +117,14 @@ def running(make_actor=Echo, uvloop=True, **config):
 class Running(BackgroundServer):
     def __enter__(self):
         return self.server
+
+
+def until(condition, seconds=60.0):
+    """Wait for something that must come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.01)
 
 
 def on_loop(server, function):

@@ -22,7 +22,7 @@ from bray.errors import Overloaded
 from bray.serving import http
 from bray.serving.protocol import pack_request
 from tests.fuzz_serving import fuzz
-from tests.serving_for_tests import Echo, Orders, Plain, Wire, http_request, on_loop, running
+from tests.serving_for_tests import Echo, Orders, Plain, Wire, http_request, on_loop, running, until
 from tests.test_serving_workers import metrics
 
 ROOT = Path(__file__).parent.parent
@@ -37,20 +37,12 @@ def code(reply):
     return json.loads(reply)["error"]
 
 
-def until(condition, seconds=10.0):
-    """Wait for something that must come."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
-
-
 # --- malformed messages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_tcp", [False, True], ids=["http", "tcp"])
 def test_ten_thousand_malformed_messages(use_tcp):
-    result = fuzz(10_000, seed=1, use_tcp=use_tcp, seconds=5.0)
+    result = fuzz(10_000, seed=1, use_tcp=use_tcp, seconds=12.0)
     assert result.messages > 1000  # all of them on a machine that does nothing else
     assert result.ticks > 0
     total = sum(result.replies.values(), Counter())
