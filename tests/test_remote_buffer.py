@@ -47,7 +47,7 @@ def drain(buffer, n, timeout=10.0):
     return out
 
 
-def wait_until(condition, timeout=10.0):
+def wait_until(condition, timeout=60.0):
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end
