@@ -150,10 +150,10 @@ def follow(name: str, seconds: float, machine: Machine) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=[], metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--seconds", type=float, default=20.0, help="of each training")
     arguments = parser.parse_args()
-    for name in arguments.cases:
+    for name in arguments.cases or CASES:
         print(json.dumps(follow(name, arguments.seconds, Machine.here())), flush=True)
 
 

@@ -177,7 +177,7 @@ def table() -> str:
             else ""
         )
         above = ""
-        if sides["random"]:
+        if sides["random"] and sides["ours"]:
             chance = sides["random"][0]
             better = [
                 x["return"] - chance["return"] > 5 * math.hypot(x["error"], chance["error"]) for x in sides["ours"]
