@@ -1,6 +1,7 @@
 """One width for all printed tables, one thread per test process (three processes share two cores: many tests wait for others), and a place of its own for what is trusted."""
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -79,6 +80,16 @@ def _each_rollout_is_an_iteration() -> Iterator[None]:
     """Most tests train a few small rollouts and look at each; one in `test_experience.py` asks what the default does. Processes say `iteration_steps=0`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bray.data.rollouts.Rollouts.iteration_steps", 0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _operators_are_read_once() -> Iterator[None]:
+    """PyTorch's exporter parses the sources of 500 functions anew for every graph, which is half of an export."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         yield
 
 

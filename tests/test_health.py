@@ -231,6 +231,8 @@ def test_dead_units_are_counted_in_any_network():
     assert dead_share(dense, obs) == 0.75
     dense[2].bias.data = torch.tensor([-1e3] * 4 + [1e3] * 4)
     assert dead_share(dense, obs) == 1.0  # tanh at both ends, but never at another one
+    dense[2].bias.data = torch.tensor([4.0] * 8)
+    assert dead_share(dense, obs) == 0.75  # 0.9993: far out, and it comes back
     pictures = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 1), nn.ReLU(inplace=True), nn.Flatten())
     pictures[1].bias.data = torch.tensor([-1e3] * 2 + [1e3] * 6)
     assert dead_share(pictures, obs) == 0.25

@@ -599,6 +599,28 @@ def test_an_algorithms_learner_is_driven_and_improves(tmp_path):
     assert {"policy_loss", "value_loss", "entropy", "kl"} <= summary["metrics"].keys()
 
 
+def test_a_learner_tells_where_its_schedules_stand():
+    fading = {"start": 0.5, "end": 0.1, "steps": 480}
+    setup = parts.setup_of("PPO", "CartPole-v1", entropy_coef=fading, epochs=1, minibatches=1, gamma=0.0)
+    remote, told = MemoryModel(setup.make_model()), []
+    parts.learner_drive(
+        setup, remote, [parts.ToyRollouts(setup, remote)], num_steps=4, prefetch_size=0,
+        merge=lambda name, value, **labels: told.append((name, value)),
+    ).train()  # fmt: skip
+    assert [x for name, x in told if name == "loss/entropy_coef"] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+
+
+def test_what_looks_wrong_is_said_with_the_options_of_the_learner(caplog):
+    setup = parts.setup_of("PPO", "CartPole-v1", lr=2e-4, epochs=1, minibatches=1, gamma=0.0)
+    remote = MemoryModel(setup.make_model())
+    rollouts = parts.ToyRollouts(setup, remote, scale=1e12)
+    parts.learner_drive(setup, remote, [rollouts], num_steps=2, prefetch_size=0).train()
+    assert "this run is lost" in caplog.text
+    assert (
+        "Usually helps: lower lr (0.0002 now) or set clip_rewards." in caplog.text
+    )  # its gradients are clipped already
+
+
 def test_a_resumed_learner_equals_one_never_interrupted(tmp_path):
     setup = parts.setup_of("SAC", "Pendulum-v1")
     torch.manual_seed(0)

@@ -191,8 +191,8 @@ class ToyRollouts:
 
     name = "b"
 
-    def __init__(self, setup, remote, rows=128, seed=0, batches=None):
-        self.setup, self.remote, self.rows, self.batches = setup, remote, rows, batches
+    def __init__(self, setup, remote, rows=128, seed=0, batches=None, scale=1.0):
+        self.scale, self.setup, self.remote, self.rows, self.batches = scale, setup, remote, rows, batches
         self.settings = SimpleNamespace(batch_size=rows, store="queue")
         self.policy, self.rng = setup.make_policy(), np.random.default_rng(seed)
         self.origin, self.steps = 100 + seed, 0
@@ -208,7 +208,7 @@ class ToyRollouts:
         with torch.no_grad():
             outputs = {k: v.numpy() for k, v in self.remote.module(torch.from_numpy(obs)).items()}
         action, extras = self.policy.act(outputs, Tick(obs), self.rng, SAMPLE, Clock())
-        reward = (action == right_action(obs)).astype(np.float32)
+        reward = self.scale * (action == right_action(obs)).astype(np.float32)
         self.rewards.append(float(reward.mean()))
         kept = {k: outputs[k] for k in self.policy.keeps}
         piece = toy_piece(obs, extras, kept, reward[:-1])
@@ -260,13 +260,13 @@ class Given(Experience):
         self.priorities.append((batch.ids, priorities, version))
 
 
-def learner_drive(setup, remote, buffers, *, ranks=None, path=None, **settings):
+def learner_drive(setup, remote, buffers, *, ranks=None, path=None, merge=lambda *a, **k: None, **settings):
     """A driver of an algorithm's Learner over samples in memory, or over the batches of an experience of the test's own."""
     ranks = ranks or Ranks()
     if isinstance(buffers, Experience):
         learner = setup.make_learner(remote.get_model(), seed=ranks.rank, record=ranks.size == 1)
         side = Side(learner.model, setup.make_policy(), buffers, learner, config=setup.config)
-        return RankDriver("t", side, [], remote, Settings(**settings), ranks=ranks, run_path=path)
+        return RankDriver("t", side, [], remote, Settings(**settings), ranks=ranks, run_path=path, merge=merge)
     plan = worker.Plan("t", config={"t": {"algo": setup.section}}, settings=Settings(**settings))
     by_name = {b.name: b for b in buffers}
-    return worker.assemble(plan, remote.get_model(), remote, by_name, ranks=ranks, run_path=path)
+    return worker.assemble(plan, remote.get_model(), remote, by_name, ranks=ranks, run_path=path, merge=merge)

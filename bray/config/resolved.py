@@ -57,6 +57,10 @@ class Resolved:
             raise UnknownName("config section", section, self.sections)
         return self.sections[section]
 
+    def options(self, *sections: str) -> dict[str, Any]:
+        """The values of these sections, by their names alone."""
+        return {key: value for section in sections for key, value in vars(self[section]).items()}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, nested by section: `params.json`."""
         return {name: to_plain(value) for name, value in self.sections.items()}

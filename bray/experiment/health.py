@@ -9,7 +9,7 @@ from bray.config import Resolved
 from bray.metrics import HEALTH, ITERATION
 from bray.train.bottleneck import Advisor
 from bray.train.driver import Driver
-from bray.train.symptoms import DEAD_UNITS, Symptoms
+from bray.train.symptoms import DEAD_UNITS, SECTIONS, Symptoms
 from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
 
 COUNT_UNITS = 20
@@ -20,9 +20,8 @@ class Watch:
     """Looks at each row of a run before it is written."""
 
     def __init__(self, config: Resolved):
-        sections = [vars(config[name]) for name in ("model", "env", "algo")]
-        self.symptoms = Symptoms({k: v for section in sections for k, v in section.items()})
-        self.advisor = Advisor({k: v for section in [vars(config["run"]), *sections] for k, v in section.items()})
+        self.symptoms = Symptoms(config.options(*SECTIONS))
+        self.advisor = Advisor(config.options("run", *SECTIONS))
         self._has_units = True  # that can die, until a look finds none
 
     def resume(self, row: Mapping[str, Any] | None) -> None:

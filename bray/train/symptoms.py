@@ -19,6 +19,8 @@ logger = logging.getLogger("bray")
 
 DEAD_UNITS = "health/dead_units"
 """The key of a row, where they were counted."""
+SECTIONS = ("model", "env", "algo")
+"""Of a config: their options are what rules look at and advice names."""
 HUGE = 1e20
 """A loss beyond this is no loss any more: the next square of it is infinite."""
 KL_FAR = 0.06
@@ -41,7 +43,7 @@ _SCALE = (("set", "normalize_rewards"), ("set", "clip_rewards"))
 
 
 class Symptoms:
-    """Looks at every result row of a run. `options`: those of the algorithm and of the environment, by name; without them all that might help is named."""
+    """Looks at every result row of a run. `options`: those of `SECTIONS`, by name; without them all that might help is named."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, patience: int = 5):
         """`patience`: how many of the last rows, twice as many, have to look bad."""

@@ -17,10 +17,10 @@ from bray.inference.torch_engine import TorchEngine, is_recurrent
 
 _ENDS: dict[Callable[..., Any], tuple[float, float]] = {
     **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_), (0.0, math.inf)),
-    **dict.fromkeys((F.tanh, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_), (-0.999, 0.999)),
-    **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_), (0.001, 0.999)),
+    **dict.fromkeys((F.tanh, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_), (-0.99999, 0.99999)),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_), (0.00001, 0.99999)),
 }
-"""Activation -> where it is flat: below the first, above the second."""
+"""Activation -> where it is flat: below the first, above the second. (A critic that follows returns of 100 has most of its tanh beyond 0.999, and they come back.)"""
 _FEWEST = 8  # units of a layer: narrower ones are outputs, which may well be at one end
 SAMPLE = 251
 """Observations that are looked at. A prime: no layer is as wide, so the axis of the batch is known by its length."""

@@ -74,6 +74,7 @@ class RankDriver(Driver):
     remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step, env_steps) -> Promise`
     eval_feed     batches of the evaluation
     merge         `merge(name, value, **labels)`: takes numbers for the log
+    options       of the algorithm, by name: what the words about its health may speak of
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class RankDriver(Driver):
         ranks: Ranks | None = None,
         merge: Callable[..., None] = lambda *a, **k: None,
         feeds: Sequence[Feed] = (),
+        options: Mapping[str, Any] | None = None,
     ):
         self.name, self.remote_model = name, remote_model
         self.settings = s = settings or Settings()
@@ -116,7 +118,7 @@ class RankDriver(Driver):
         self._best: float | None = None
         self._unsaved: DiskFull | None = None  # why the last checkpoint is not there
         self._once = OncePer()
-        self._health, self._symptoms = Health(), Symptoms(patience=_SYMPTOM_STEPS)
+        self._health, self._symptoms = Health(), Symptoms(options, _SYMPTOM_STEPS)
         self._since, self._begun = time.monotonic(), 0
         ours = [
             Hook("before_run", RankDriver._resume, 10),
@@ -197,7 +199,7 @@ class RankDriver(Driver):
 
     def _log(self) -> None:
         assert self.update is not None
-        metrics = self.update.metrics
+        metrics = self.update.metrics | self._numbers()
         row = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
         row |= {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}
         self._health.check(row, self.lost_weights)

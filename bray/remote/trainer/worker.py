@@ -37,6 +37,7 @@ from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
 from bray.train.ranks import Ranks, is_rank_lost
+from bray.train.symptoms import SECTIONS
 
 logger = logging.getLogger("bray.remote")
 
@@ -133,7 +134,8 @@ def assemble(
     fit_experience(setup, experience, buffers.values(), s.batch_size)
     feed = Feed(buffers, s.buffer_weights, 1, "concate", None, s.prefetch_size, 0, ranks.rank)
     side = Side(model, setup.make_policy(), experience, learner, config=setup.config)
-    return RankDriver(plan.name, side, [BufferSource(feed)], remote_model, s, ranks=ranks, **place)
+    options = setup.resolved.options(*SECTIONS)
+    return RankDriver(plan.name, side, [BufferSource(feed)], remote_model, s, ranks=ranks, options=options, **place)
 
 
 def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], batch_size: int) -> None:
