@@ -99,6 +99,7 @@ def random_piece(rng, rows=16, envs=3, choices=4):
 def legal(rng, rows, envs, choices):
     mask = rng.random((rows, envs, choices)) < 0.6
     mask[..., 0] = True
+    mask[rng.random((rows, envs)) < 0.2] = False  # as behind the end of an episode: then all count
     return mask.astype(np.int8)
 
 
@@ -115,7 +116,7 @@ def errors_by_a_loop(piece, n, gamma):
                 total += gamma ** (at - t) * float(piece.reward[at, b])
                 ended = piece.terminated[at, b] or piece.truncated[at, b]
                 at += 1
-            best = max(q[at, b, a] for a in range(q.shape[-1]) if mask[at, b, a])
+            best = max(q[at, b, a] for a in range(q.shape[-1]) if mask[at, b, a] or not mask[at, b].any())
             future = 0.0 if piece.terminated[at - 1, b] else gamma ** (at - t) * best
             errors[t, b] = total + future - q[t, b, piece.action[t, b]]
     return errors

@@ -197,7 +197,11 @@ class Reach(bray.Callbacks):
     def on_train_result(self, experiment, row):
         if self.returned is None:
             self.returned = experiment.foreach_worker(
-                lambda worker: (worker.index, worker.foreach_env(lambda env: env.set_phase(5)), worker.policy is None)
+                lambda worker: (
+                    worker.index,
+                    worker.foreach_env(lambda env: env.set_phase(5)),
+                    worker.policies[0] is None,
+                )
             )
 
 

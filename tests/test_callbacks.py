@@ -1,14 +1,27 @@
 """Callbacks, numbers of one's own in result rows, and functions that reach every environment."""
 
+from functools import partial
+
 import gymnasium as gym
 import numpy as np
 import pytest
 
 import bray
 from bray.cli.main import main
+from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
 from bray.rundir.trust import UntrustedRun
 from bray.train.callbacks import EarlyStopping
+
+
+def test_of_one_place_in_the_code_the_last_function_is_kept():
+    told = Told()
+    for level in range(3):
+        told.add(lambda env, level=level: level, level)
+        told.add(lambda env: env, "asked")
+    assert list(told) == [2, "asked"]
+    told.add(partial(max, 1), "built in")
+    assert list(told) == [2, "asked", "built in"]
 
 
 class Phased(gym.Env):

@@ -36,7 +36,7 @@ def test_workers_that_ask_play_what_one_process_plays(more, total):
     alone = rows_of(experiment(**{**more, "num_workers": 0, "num_envs": total, "env_groups": None}))
     central = rows_of(experiment(inference="central", **more))
     for key in KEYS:
-        assert [row[key] for row in central] == pytest.approx([row[key] for row in alone], rel=1e-5)
+        assert [row[key] for row in central] == pytest.approx([row[key] for row in alone], rel=1e-5, abs=1e-6)
     assert central[-1]["workers/policy_lag"] == 0
 
 
@@ -179,6 +179,38 @@ def test_a_run_that_asks_resumes_exactly(tmp_path):
     assert exp.exact
     for key in ("env_steps_total", "episode_return_mean", "loss/policy_loss"):
         assert [row[key] for row in rest] == pytest.approx([row[key] for row in whole[2:]], rel=1e-5)
+
+
+def player(groups=1, **told):
+    run = RunConfig(num_workers=2, env_groups=groups)
+    env = EnvConfig("CartPole-v1", num_envs=4, vector="inprocess")
+    return Player(Plan(ppo, run, env, ModelConfig(), ppo.Config(), 1, 4, 1, **told))
+
+
+def beginnings(player):
+    """Of every group, the first observations and the next random numbers."""
+    rollouts = [group.rollout for group in getattr(player.source, "groups", [player.source])]
+    return np.concatenate([one.obs for one in rollouts]), [one.rng.random(2).tolist() for one in rollouts]
+
+
+def test_a_player_that_replaces_another_draws_other_numbers():
+    seen = [player(**told) for told in ({}, {"life": 1}, {"life": 1, "begun": 500}, {"life": 2})]
+    obs, drawn = zip(*map(beginnings, seen), strict=True)
+    assert len({x.tobytes() for x in obs}) == len({str(x) for x in drawn}) == 4
+    for one in seen:
+        one.close()
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_another_number_of_groups_begins_new_episodes(before, after):
+    old, new = player(before), player(after)
+    state, (obs, drawn) = old.get_state(), beginnings(old)
+    assert new.set_state(state, (128, 0)) is False
+    again, others = beginnings(new)
+    assert (again != obs).any(-1).all()
+    assert not set(map(str, others)) & set(map(str, drawn))
+    for one in (old, new):
+        one.close()
 
 
 def test_native_environments_of_every_worker_play_episodes_of_their_own():

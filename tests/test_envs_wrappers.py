@@ -257,6 +257,12 @@ def test_normalisation_divides_by_the_deviation_of_the_discounted_return():
     assert t(np.array([4.0]), no)[0] == pytest.approx(4 / np.std([1, 2.5, 4.0]))
 
 
+def test_rewards_that_are_all_equal_have_no_deviation():
+    t = RewardTransform(EnvConfig("x", normalize_rewards=True), 3, 0.99)
+    assert t(np.full(3, 0.1), np.zeros(3, bool)).tolist() == pytest.approx([0.1] * 3)
+    assert (t(np.full(3, 0.1), np.zeros(3, bool)) > 0.1).all()
+
+
 def test_normalisation_equals_numpy_over_many_environments_and_resumes():
     rng = np.random.default_rng(0)
     rewards, ended = rng.normal(size=(50, 3)), rng.random((50, 3)) < 0.1

@@ -71,6 +71,19 @@ def test_workers_that_are_replaced_at_once_leave_no_empty_block():
     assert lanes.take() == []
 
 
+def test_workers_that_are_replaced_at_once_begin_with_a_gap():
+    """With one worker that is every replacement."""
+    lanes, replay = Lanes(1), Replay(64, 4, gamma=0.5)
+    lanes.add(0, piece(0, 0))
+    lanes.cut(0)
+    lanes.add(0, piece(0, 50))
+    for block in lanes.take():
+        replay.add(block.check())
+    drawn = replay.ring.take(replay.ring.ids())
+    assert np.sort(drawn["obs"][:, 0])[:5].tolist() == [0, 1, 2, 3, 200]
+    assert (drawn["next_obs"] - drawn["obs"] == 1).all()
+
+
 def arrays(value):
     return {"weight": np.full((3, 5), value, np.float32), "bias": np.full(7, value, np.float64)}
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -104,12 +105,71 @@ def test_a_worker_that_is_killed_is_replaced_and_counted(caplog):
     exp.close()
 
 
-@pytest.mark.slow
-def test_a_worker_that_hangs_is_replaced():
-    exp = experiment(worker_timeout_s=30)
+def test_a_replacement_goes_on_as_the_other_was_told():
+    exp = experiment(env=Phased, num_workers=1, normalize_rewards=True, max_worker_restarts=1)
+    source = exp.training.sources[0]
+    exp.foreach_env(lambda env: env.set_phase(5))
+    assert exp.foreach_env(lambda env: env.phase) == [5, 5]  # a question takes no setting away
     exp.training.iterate()
-    os.kill(exp.training.sources[0].process_ids[0], signal.SIGSTOP)
+    largest = np.max(source.gather()[0][0].reward)
+    os.kill(source.process_ids[0], signal.SIGKILL)
+    assert exp.foreach_env(lambda env: env.phase) == [5, 5]
+    assert np.max(source.gather()[0][0].reward) == pytest.approx(largest, rel=0.2)
+    assert source.restarts == 1
+    os.kill(source.process_ids[0], signal.SIGKILL)
+    with pytest.raises(EnvError, match="are used up"):
+        exp.training.iterate()
+    assert exp.training.get_state()["json"]["sources"][0]["workers"] is None  # what was learnt is saved without them
+    exp.close()
+
+
+class FailsInOne(Phased):
+    """The environments of worker 1 raise, those of the other one do not."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.fails = config.worker_index == 1
+
+    def step(self, action):
+        if self.fails:
+            raise RuntimeError("the game fell over")
+        return super().step(action)
+
+
+def test_an_error_in_one_worker_leaves_the_others_alone(caplog):
+    exp = experiment(env=FailsInOne, max_restarts=0)
+    with pytest.raises(EnvError, match="the game fell over"):
+        exp.training.iterate()
+    state = exp.training.get_state()
+    assert state["json"]["sources"][0]["workers"] is None
+    assert "a round was cut short" in caplog.text
+    assert exp.training.sources[0].restarts == 0
+    exp.close()
+    assert not list(Path("/dev/shm").glob(f"bray-rollout-{os.getpid()}-*"))
+
+
+@pytest.mark.slow
+def test_the_lag_is_counted_when_a_piece_is_learnt_from():
+    exp = experiment(run="APPO", rollout_length=16, epochs=2, minibatches=2, num_envs=1, num_workers=3)
+    learner, seen = exp.training.learner, []
+    prepare = learner.prepare
+    learner.prepare = lambda piece: seen.append(learner.steps - piece.version[piece.valid]) or prepare(piece)
+    rows = rows_of(exp, 6)
+    counted = np.concatenate(seen)
+    assert max(row["workers/policy_lag_max"] for row in rows) == counted.max()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_replaced(monkeypatch):
+    exp = experiment(worker_timeout_s=30)
+    source = exp.training.sources[0]
+    exp.training.iterate()
+    os.kill(source.process_ids[0], signal.SIGSTOP)
     assert exp.training.iterate()["workers/restarts"] == 1
+    monkeypatch.setattr("bray.train.workers.START_TIMEOUT", 30.0)
+    os.kill(source.process_ids[1], signal.SIGSTOP)
+    assert exp.foreach_env(lambda env: 1) == [1, 1, 1, 1]
+    assert source.restarts == 2
     exp.close()
 
 
@@ -171,6 +231,8 @@ def test_each_worker_knows_its_number():
             self.number = config.worker_index, config.vector_index
 
     exp = experiment(env=Numbered)
+    with pytest.raises(EnvError, match="cannot pickle"):
+        exp.foreach_worker(lambda worker: threading.Lock())
     assert exp.foreach_env(lambda env: tuple(env.number)) == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert np.array_equal(exp.evaluate(2)["eval/return_mean"], 9.0)
     exp.close()

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 from collections import Counter
 
 import numpy as np
@@ -38,6 +39,9 @@ def test_the_run_of_one_process_and_a_worker_that_is_killed(shared_ray, caplog):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in alone], rel=1e-6, abs=1e-8)
     assert rows[-1]["workers/policy_lag"] == rows[-1]["workers/restarts"] == 0
     assert exp.training.describe() == "2 workers on ray with 2 envs each"
+    with pytest.raises(EnvError, match="cannot pickle"):
+        exp.foreach_worker(lambda worker: threading.Lock())
+    assert exp.foreach_worker(lambda worker: worker.index) == [1, 2]
     source = exp.training.sources[0]
     victim = source.process_ids[1]
     os.kill(victim, signal.SIGKILL)

@@ -128,7 +128,10 @@ class Policy(act.Policy):
         if not self.labels:
             return piece
         q, mask = piece.outputs["q"], self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
-        value = q.max(-1) if mask is None else np.where(mask.reshape(q.shape), q, -np.inf).max(-1)
+        value = q.max(-1)
+        if mask is not None:  # where nothing is legal, as behind the end of an episode, all actions count
+            legal = mask.reshape(q.shape).astype(bool)
+            value = np.where(legal.any(-1), np.where(legal, q, -np.inf).max(-1), value)
         chosen = np.take_along_axis(q[:-1], piece.action[..., None], -1)[..., 0]
         error = nstep_td_errors(piece, chosen, value, self.config.n_step, self.config.gamma)
         return replace(piece, outputs={}, extras={**piece.extras, "priority": error})

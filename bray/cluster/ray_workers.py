@@ -206,7 +206,11 @@ class RayWorker:
 
     def receive(self, timeout: float | None) -> Any:
         """The answer to the oldest question. Its arrays are read-only and lie in the object store."""
-        answer = self._get(self._asked[0], timeout)
+        try:
+            answer = self._get(self._asked[0], timeout)
+        except EnvError:  # that is the answer: the next question has another
+            self._asked.popleft()
+            raise
         self._asked.popleft()
         return read_answer(answer)[0]
 

@@ -37,10 +37,10 @@ class Lanes:
         waiting, blocks = self._waiting, []
         while all(waiting) or any(sum(piece is not None for piece in mine) > AHEAD for mine in waiting):
             row = [mine.popleft() if mine else None for mine in waiting]
-            played = next((piece for piece in row if piece is not None), None)
-            if played is None:
-                continue  # all of them were replaced at once: whoever has a piece next begins with a gap
-            blocks.append(side_by_side([piece or self._gap(w, played) for w, piece in enumerate(row)]))
+            like = next((piece for piece in (*row, *self._last) if piece is not None), None)
+            if like is None:
+                continue  # all were replaced before any of them had played
+            blocks.append(side_by_side([piece or self._gap(w, like) for w, piece in enumerate(row)]))
             self._last = [piece or last for piece, last in zip(row, self._last, strict=True)]
         return blocks
 

@@ -14,6 +14,7 @@ from bray import tree
 from bray.envs.build import Builder
 from bray.envs.missing import warn_once, what_is_missing
 from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
+from bray.envs.told import Told
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec, Space
@@ -65,7 +66,7 @@ class InProcessVecEnv(VecEnv):
         self._starts = [0] * self.num_envs  # the step at which each environment's episode began
         self._lost = [False] * self.num_envs  # the log no longer reaches back to there
         self._trim_at = 1024
-        self._each: Callable[[Any], Any] | None = None  # the last one that was called with each environment
+        self._told = Told()
 
     def _require_same_spaces(self) -> None:
         a = self._envs[0]
@@ -232,8 +233,8 @@ class InProcessVecEnv(VecEnv):
                 log.warning("%s: closing it raised %s: %s", self._where(i), type(e).__name__, e)
         self._limits[i] = _or_never(limit)
         self._steps[i] = self._envs[i].step
-        if self._each is not None:
-            self._each(self.users_env(i))
+        for fn in self._told:
+            fn(self.users_env(i))
 
     # --- exact resume -------------------------------------------------------------------------------------------------
 
@@ -327,7 +328,7 @@ class InProcessVecEnv(VecEnv):
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        self._each = fn
+        self._told.add(fn, fn)
         return [fn(self.users_env(i)) for i in range(self.num_envs)]
 
     def users_env(self, i: int) -> Any:

@@ -5,12 +5,16 @@ The loop applies this after the metrics have taken the raw reward; evaluation do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from bray.envs.config import EnvConfig
 from bray.errors import CheckpointError, ConfigError
+
+_EQUAL = 1e-12
+"""Numbers whose squared deviation is this share of their squared mean are equal, but for rounding."""
 
 
 class RewardTransform:
@@ -31,8 +35,9 @@ class RewardTransform:
 
     @property
     def std(self) -> float:
-        """Deviation of the discounted return so far; 1 before two numbers have been seen."""
-        return float(np.sqrt(self.m2 / self.count + self.epsilon)) if self.count > 1 else 1.0
+        """Deviation of the discounted return so far; 1 before two different numbers have been seen."""
+        differ = self.m2 > _EQUAL * self.count * self.mean**2
+        return float(np.sqrt(self.m2 / self.count + self.epsilon)) if differ else 1.0
 
     def __call__(self, reward: np.ndarray, ended: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
         """`ended` is `env.dead` after the step: these rewards are their episodes' last. The row that follows is no
@@ -59,6 +64,15 @@ class RewardTransform:
         self.ended = np.array(ended, bool)
         self.returns[self.ended] = 0.0
         return (reward / self.std).astype(np.float32)
+
+    @property
+    def scale(self) -> tuple[float, float, float]:
+        """What `std` comes from: count, mean and sum of squares. One that takes another's place begins with it."""
+        return self.count, self.mean, self.m2
+
+    @scale.setter
+    def scale(self, scale: Sequence[float]) -> None:
+        self.count, self.mean, self.m2 = scale
 
     def get_state(self) -> dict[str, Any]:
         """A tree of arrays."""

@@ -74,8 +74,8 @@ class Share:
     episodes: list[int] | None = None
     """Where this worker replaces a dead one: the episodes its environments were in, and which of them begin the next one."""
     begin: list[bool] | None = None
-    each: bytes | None = None
-    """The last function that was called with each environment, as `cloudpickle` has it."""
+    each: tuple[bytes, ...] = ()
+    """The functions that were called with each environment, as `cloudpickle` has them."""
 
     def make(self, memory: Any, failures: list[str]) -> tuple[InProcessVecEnv, dict[str, Any]]:
         """The environments, and their rows of the shared arrays."""
@@ -87,8 +87,8 @@ class Share:
                 gym.envs.registration.load_env_creator(self.gym_spec.entry_point)  # registers it, in most packages
             gym.registry.setdefault(self.gym_spec.id, self.gym_spec)
         envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
-        if self.each is not None:
-            envs.foreach_env(pickle.loads(self.each))  # our own bytes, from our own parent
+        for told in self.each:
+            envs.foreach_env(pickle.loads(told))  # our own bytes, from our own parent
         rows = slice(self.numbers.start, self.numbers.stop)
         view = tree.index(SharedArrays(self.spec, config.num_envs).view(memory), rows)
         if self.episodes is not None and self.begin is not None:

@@ -22,6 +22,8 @@ class Episode:
 
     def __init__(self, rollout: Any, number: int, env_index: int):
         self._rollout, self.id, self._at = rollout, number, env_index
+        self.worker_index = rollout.worker_index
+        """From 1; 0 is the process that learns. `id` and `env_index` count within a worker."""
         self.env_index = rollout.numbers_from + env_index
         self.length, self.total_reward = int(rollout.lengths[env_index]), float(rollout.returns[env_index])
         """Steps and rewards so far, before any change to rewards that the config asks for."""
@@ -45,7 +47,8 @@ class Episode:
         return self._rollout.env.users_env(self._at)
 
     def __repr__(self) -> str:
-        return f"<Episode {self.id} of environment {self.env_index}, {self.length} steps, return {self.total_reward:g}>"
+        where = f" of worker {self.worker_index}" if self.worker_index else ""
+        return f"<Episode {self.id} of environment {self.env_index}{where}, {self.length} steps, return {self.total_reward:g}>"
 
 
 class Callbacks:

@@ -25,6 +25,7 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
+from bray.data.piece import Piece
 from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
@@ -217,6 +218,9 @@ class Driver:
         self.batch = batch
         if self._hooks["before_step"]:
             self.call("before_step")
+        if isinstance(batch.data, Piece):
+            for source in self._running:
+                source.learns(batch.data, learner.steps)
         learn = self.distributed[side.name].update if self.distributed else learner.update
         update = self.update = learn(learner.prepare(batch.data), self.clock)
         if not hasattr(update, "priorities"):
@@ -367,19 +371,22 @@ class Driver:
     label = ""
     """Whose words they are, in the log."""
 
+    def _numbers(self) -> dict[str, float]:
+        """What the learner tells beside the metrics of its updates; a `bray.Trainer` has nothing."""
+        return getattr(self.learner, "numbers", dict)()
+
     def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
         perf = dict.fromkeys(PHASES, 0.0)
         for source in self.sources:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
         perf["learn"] = self._learn_seconds
         perf["other"] = max(0.0, seconds - sum(perf[phase] for phase in PHASES))
-        numbers = getattr(self.learner, "numbers", dict)  # a `bray.Trainer` has none
         return {
             "training_iteration": self.iteration,
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in (losses | numbers()).items()},
+            **{f"loss/{k}": v for k, v in (losses | self._numbers()).items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +52,8 @@ class Plan(Parts):
     state_every: int
     life: int = 0
     """How many workers this one replaces; it plays other episodes than they did."""
+    begun: int = 0
+    """Environment steps of the run when it started: after a resume `life` counts anew."""
 
 
 class Played(NamedTuple):
@@ -63,6 +65,8 @@ class Played(NamedTuple):
     """Since the answer before, by phase (`train/spent.py`)."""
     metrics: list[dict[str, float]]
     """`custom_metrics` of the episodes that ended."""
+    scales: list[tuple[float, float, float]]
+    """Of the rewards, by group, where they are normalised (`RewardTransform.scale`)."""
 
 
 class Player:
@@ -71,10 +75,10 @@ class Player:
     def __init__(self, plan: Plan, line: Line | None = None):
         """line: where inference is central, whom to ask."""
         torch.set_num_threads(1)
-        torch.manual_seed(plan.run.seed)
         self._plan, self._line, self._seed = plan, line, plan.run.seed
         if plan.life:
-            self._seed = episode_seed(plan.run.seed, plan.index, plan.life)
+            self._seed = episode_seed(episode_seed(plan.run.seed, plan.index, plan.life), plan.index, plan.begun)
+        torch.manual_seed(self._seed)
         groups = group_numbers(plan.run, plan.env.num_envs)
         told: dict[str, Any] = {
             "seed": self._seed,
@@ -102,11 +106,11 @@ class Player:
             env,
             engine or acting_engine(self.model, policy, plan.run.record),
             policy,
-            self._rng(plan.run.seed, numbers),
+            self._rng(self._seed, numbers),
             rewards=rewards if rewards.active else None,
             initial_state=initial_state(self.model),
         )
-        rollout.numbers_from = numbers.start
+        rollout.worker_index, rollout.numbers_from = plan.index, numbers.start
         rollout.reset()  # by the seed that they were made with: native ones of another worker have another one
         return EnvSource(rollout, plan.rows, plan.state_every, plan.run.record)
 
@@ -126,7 +130,18 @@ class Player:
         self.laps.lap(WEIGHTS)
         self.source.set_clock(Clock(*clock))
         (piece,), counts = self.source.gather()
-        return Played(piece, counts, self._seconds(), self.source.ended_metrics())
+        scales = [rewards.scale for rewards in self._normalized]
+        return Played(piece, counts, self._seconds(), self.source.ended_metrics(), scales)
+
+    def scale_rewards(self, scales: Sequence[Sequence[float]]) -> None:
+        """By what another player has seen of them."""
+        for rewards, scale in zip(self._normalized, itertools.cycle(scales), strict=False):
+            rewards.scale = scale
+
+    @property
+    def _normalized(self) -> list[RewardTransform]:
+        transforms = [group.rollout.rewards for group in self._groups]
+        return [rewards for rewards in transforms if rewards is not None and rewards.normalize]
 
     def _seconds(self) -> dict[str, float]:
         self.laps.lap("other")  # what of it was env and forward, the source knows
@@ -146,7 +161,7 @@ class Player:
             self._plan.index,
             tuple(group.rollout.env for group in self._groups),
             None if self._line else self.model,
-            self._groups[0].rollout.policy,
+            tuple(group.rollout.policy for group in self._groups),
         )
         return pickle.loads(fn)(worker)  # our own bytes, from our own parent
 
@@ -154,6 +169,10 @@ class Player:
         return self.source.get_state()
 
     def set_state(self, state: dict[str, Any], clock: tuple[int, int]) -> bool:
+        """False, with new episodes, where the environments were in another number of groups."""
+        if len(state["json"].get("groups", (None,))) != len(self._groups):
+            self.start_anew(clock)
+            return False
         return self.source.set_state(state, Clock(*clock))
 
     def start_anew(self, clock: tuple[int, int]) -> None:
@@ -217,9 +236,7 @@ class Turns:
         return {"arrays": arrays, "json": {"groups": [state["json"] for state in states], "exact": exact}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        saved = state["json"].get("groups", [])
-        if len(saved) != len(self.groups):
-            return False
+        saved = state["json"]["groups"]
         told = [{"arrays": state["arrays"][str(g)], "json": json} for g, json in enumerate(saved)]
         exact = [group.set_state(one, clock) for group, one in zip(self.groups, told, strict=True)]
         return all(exact)
@@ -233,7 +250,7 @@ def group_numbers(run: RunConfig, num_envs: int) -> list[range]:
     """The environments of each group of a worker."""
     groups = min(num_envs, run.env_groups or (2 if run.inference == "central" else 1))
     edges = [round(num_envs * g / groups) for g in range(groups + 1)]
-    return [range(a, b) for a, b in pairwise(edges)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def cores() -> int:

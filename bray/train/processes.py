@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,8 @@ class PlayerProcess:
 
     def __init__(self, plan: Plan, slots: Slots, line: Line | None = None):
         told, needs_main = portable(plan)
-        self._child = Child(serve_player, (slots, line, told), "bray-rollout", needs_main)
+        self._memory = _memory_file()
+        self._child = Child(serve_player, (slots, line, told, self._memory), "bray-rollout", needs_main)
         self._pieces: list[Piece] = []
         self.starting = True
 
@@ -102,7 +104,7 @@ class PlayerProcess:
         if not isinstance(answer, _Placed):
             return answer
         if answer.memory is not None:
-            self._pieces = _attach(*answer.memory)
+            self._pieces = _attach(self._memory, *answer.memory)
         arrays = {name: getattr(self._pieces[answer.place], name) for name in COLUMNS}
         return answer.played._replace(piece=replace(answer.played.piece, **arrays))
 
@@ -111,10 +113,12 @@ class PlayerProcess:
         self.starting = False
         where = self._child.stack()
         self._child.kill()
+        self._memory.unlink(missing_ok=True)  # of one whose first answer was not read
         return f"{where}\nexit code {self._child.process.exitcode}".lstrip()
 
     def close(self) -> None:
         self._child.close()
+        self._memory.unlink(missing_ok=True)
 
 
 class Slots:
@@ -183,9 +187,9 @@ class _Place:
 
 
 class _Placed:
-    """What was played, its arrays in a place of the player's memory; with the first, where that memory is."""
+    """What was played, its arrays in a place of the player's memory; with the first, how large a place is and what lies in it."""
 
-    def __init__(self, played: Played, place: int, memory: tuple[str, int, Piece] | None):
+    def __init__(self, played: Played, place: int, memory: tuple[int, Piece] | None):
         self.played, self.place, self.memory = played, place, memory
 
 
@@ -193,11 +197,17 @@ def _padded(array: np.ndarray) -> int:
     return -(-array.nbytes // _ALIGN) * _ALIGN
 
 
-def _attach(path: str, size: int, template: Piece) -> list[Piece]:
+def _memory_file() -> Path:
+    """A name for the memory of a player's pieces. The parent gives it, so that it can take the file away whatever becomes of the player."""
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    return Path(folder) / f"bray-rollout-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def _attach(path: Path, size: int, template: Piece) -> list[Piece]:
     """The pieces in a file that a player has made; nobody else opens it any more."""
-    with open(path, "r+b") as file:
+    with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), _PLACES * size)
-    os.unlink(path)
+    path.unlink()
     return [_placed(template, memory, place * size) for place in range(_PLACES)]
 
 
@@ -213,7 +223,7 @@ def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
 # --- in a player's process --------------------------------------------------------------------------------------------
 
 
-def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes) -> None:
+def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes, file: Path) -> None:
     """Play until told to stop."""
     try:
         player = Player(pickle.loads(told), line)  # our own bytes, from our own parent
@@ -221,18 +231,19 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
         conn.send(error_answer(e))
         return
     conn.send(("ok", None, []))
-    memory = _Memory()
+    memory = _Memory(file)
     try:
         while (message := conn.recv_bytes()) != STOP:
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
-                    answer: tuple[Any, ...] = ("ok", memory.place(player.play(*slots.read())), [])
+                    result: Any = memory.place(player.play(*slots.read()))
                 else:
-                    answer = ("ok", getattr(player, method)(*arguments), [])
-            except Exception as e:
-                answer = error_answer(e)
-            conn.send(answer)
+                    result = getattr(player, method)(*arguments)
+                answer = pickle.dumps(("ok", result, []))
+            except Exception as e:  # also of what cannot be sent
+                answer = pickle.dumps(error_answer(e))
+            conn.send_bytes(answer)
             player.laps.lap("transfer")
     finally:
         player.close()
@@ -241,7 +252,8 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes)
 class _Memory:
     """A file in memory, with places for one piece each."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._pieces: list[Piece] = []
         self._next = 0
 
@@ -255,7 +267,7 @@ class _Memory:
         nothing: dict[str, Any] = dict.fromkeys(COLUMNS)
         return _Placed(played._replace(piece=replace(played.piece, **nothing)), place, made)
 
-    def _make(self, piece: Piece) -> tuple[str, int, Piece]:
+    def _make(self, piece: Piece) -> tuple[int, Piece]:
         size = 0
 
         def place(array: np.ndarray) -> _Place:
@@ -267,10 +279,9 @@ class _Memory:
         template = replace(
             piece, **{name: tree.map(place, value) for name in COLUMNS if (value := getattr(piece, name)) is not None}
         )
-        folder = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        handle, path = tempfile.mkstemp(prefix="bray-rollout-", dir=folder)
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, _PLACES * size))
             memory = mmap.mmap(file.fileno(), _PLACES * size)
         self._pieces = [_placed(template, memory, place * size) for place in range(_PLACES)]
-        return path, size, template
+        return size, template

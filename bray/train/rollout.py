@@ -80,6 +80,8 @@ class Rollout:
         self._told: tuple[Clock, int] | None = None
         """The learner's clock, where the learner counts the steps, and `env_steps` when it came."""
         self.obs: Any = None
+        self.worker_index = 0
+        """Of the process that plays."""
         self.numbers_from = 0
         """The number of the first environment, where others have a Rollout of their own."""
         self.ended: list[tuple[int, float, int]] = []
@@ -433,7 +435,7 @@ class EnvSource(Source):
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
         rollout = self.rollout
-        return [fn(RolloutWorker(0, (rollout.env,), rollout.engine.model, rollout.policy))]
+        return [fn(RolloutWorker(0, (rollout.env,), rollout.engine.model, (rollout.policy,)))]
 
     def seconds(self) -> dict[str, float]:
         spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}

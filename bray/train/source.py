@@ -30,7 +30,8 @@ class RolloutWorker:
     """All of its environments together, or a part for each of its groups (`run.env_groups`)."""
     model: Any
     """Its copy of the Model; in the process that learns, the one that is trained. None where the Model is computed there for all."""
-    policy: Any
+    policies: tuple[Any, ...]
+    """What chooses actions, for each of `envs`."""
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         return [result for env in self.envs for result in env.foreach_env(fn)]
@@ -59,6 +60,9 @@ class Source:
     def seconds(self) -> dict[str, float]:
         """Time that the process that learns spent here since the last call, by phase (`train/spent.py`)."""
         return {}
+
+    def learns(self, piece: Piece, version: int) -> None:
+        """A learner of this version begins with a piece, where each is learnt from once."""
 
     def numbers(self) -> dict[str, float]:
         """Of its own, for the result rows."""

@@ -25,6 +25,7 @@ from bray.data.experience import Counts
 from bray.data.lanes import Lanes
 from bray.data.piece import Piece, side_by_side
 from bray.envs.process import START_TIMEOUT, Lost
+from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
@@ -77,6 +78,8 @@ class _Seat:
     """Questions `play` that are not answered."""
     since: float = 0.0
     """When it began with the oldest of them, or to start."""
+    given_up: bool = False
+    """It is dead, and no other one may be started."""
 
 
 class WorkerSource(Source):
@@ -101,8 +104,8 @@ class WorkerSource(Source):
         self._longest = 0.0
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
-        self._each: bytes | None = None
-        self._each_worker: bytes | None = None
+        self._told = Told()
+        self._scales: list[list[Any]] = [[] for _ in range(plan.run.num_workers)]  # of the rewards of each worker
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
@@ -116,7 +119,7 @@ class WorkerSource(Source):
             raise
 
     def _start(self, w: int, life: int = 0) -> Worker:
-        return self.home.start(replace(self.plan, index=w + 1, life=life))
+        return self.home.start(replace(self.plan, index=w + 1, life=life, begun=self._clock.env_steps))
 
     @property
     def process_ids(self) -> list[int]:
@@ -139,7 +142,8 @@ class WorkerSource(Source):
             self._ask_for_pieces(most)
         else:
             self._publish()
-            self._ask_for_pieces(1)
+            here = {w for w, _ in self._came}  # of a round that was cut short
+            self._ask_for_pieces(1, [seat for seat in self._seats if seat.index not in here])
             while len(self._came) < len(self._seats):
                 self._came += self._take(TURN_S)
         came, self._came = sorted(self._came, key=lambda answer: answer[0]), []
@@ -148,12 +152,17 @@ class WorkerSource(Source):
         return pieces, self._count(came)
 
     def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
-        for _, played in came:
-            self._lag.see(self._clock.version - int(np.max(played.piece.version)), played.counts.env_steps)
         pieces = [played.piece for _, played in came]
+        if self._lanes is not None:  # a replay keeps them: what counts is how old they come
+            for piece in pieces:
+                self._lag.see(piece, self._clock.version)
         if not self.asynchronous:
             return [side_by_side(pieces)]  # copied: players write over theirs
         return pieces if self._lanes is None else self._lanes.take()
+
+    def learns(self, piece: Piece, version: int) -> None:
+        if self._lanes is None:
+            self._lag.see(piece, version)
 
     def _count(self, came: list[tuple[int, Played]]) -> Counts:
         for w, played in came:
@@ -167,9 +176,9 @@ class WorkerSource(Source):
         self._news = False
         self._laps.lap(WEIGHTS)
 
-    def _ask_for_pieces(self, most: int) -> None:
-        """Let every worker have so many to play."""
-        for seat in self._seats:
+    def _ask_for_pieces(self, most: int, seats: Sequence[_Seat] | None = None) -> None:
+        """Ask until each worker has `most` pieces to play. `seats`: which workers; None = all."""
+        for seat in self._seats if seats is None else seats:
             while seat.under_way < most:
                 seat.since = seat.since if seat.under_way else time.monotonic()
                 seat.under_way += 1
@@ -200,9 +209,15 @@ class WorkerSource(Source):
         return came
 
     def _receive(self, seat: _Seat) -> Played:
-        played: Played = seat.worker.receive(self._limit)
+        try:
+            played: Played = seat.worker.receive(self._limit)
+        except Lost:
+            raise
+        except Exception:  # the answer is an error: the worker is there
+            seat.under_way -= 1
+            raise
         seat.under_way -= 1
-        seat.since = time.monotonic()
+        seat.since, self._scales[seat.index] = time.monotonic(), played.scales
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
         played = played._replace(piece=replace(played.piece, lent=True))
         if self._lanes is not None:  # here, so that one that dies next is cut behind it
@@ -226,6 +241,7 @@ class WorkerSource(Source):
         self.restarts += 1
         report = f"{end}\nrollout worker {w + 1} ({worker.name}) {why}".lstrip()
         if self.restarts > self.plan.run.max_worker_restarts:
+            seat.under_way, seat.starting, seat.given_up = 0, False, True
             raise EnvError(
                 f"{report}. run.max_worker_restarts={self.plan.run.max_worker_restarts} are used up: see above why they end, or allow more."
             )
@@ -237,13 +253,12 @@ class WorkerSource(Source):
     def _welcome(self, seat: _Seat) -> None:
         """One that replaces another has started: it is told what that one was told, and asked for what it was asked for."""
         seat.worker.started()
-        for method, told in (
-            ("watch", self._watch),
-            ("foreach_env", self._each),
-            ("foreach_worker", self._each_worker),
-        ):
-            if told is not None:
-                self._ask(seat, method, told)
+        if self._watch is not None:
+            self._ask(seat, "watch", self._watch)
+        for method, told in self._told:
+            self._ask(seat, method, told)
+        if scales := self._scales[seat.index]:
+            self._ask(seat, "scale_rewards", scales)
         for _ in range(seat.under_way):
             seat.worker.send(*self._question)
         seat.starting, seat.since = False, time.monotonic()
@@ -274,32 +289,40 @@ class WorkerSource(Source):
         self._ask_all("watch", self._watch)
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        told = _code(fn, "functions for environments")
-        answers = self._ask_all("foreach_env", told)
-        self._each = told
-        return [result for results in answers for result in results]
+        return [result for results in self._tell(fn, "foreach_env", "functions for environments") for result in results]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
-        told = _code(fn, "functions for workers")
-        answers = self._ask_all("foreach_worker", told)
-        self._each_worker = told
+        return self._tell(fn, "foreach_worker", "functions for workers")
+
+    def _tell(self, fn: Any, method: str, what: str) -> list[Any]:
+        told = _code(fn, what)
+        answers = self._ask_all(method, told)
+        self._told.add(fn, (method, told), method)
         return answers
 
     def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
         seat.worker.send(method, *arguments)
-        return seat.worker.receive(None)
+        return seat.worker.receive(max(self._limit, START_TIMEOUT))  # it may be the user's code, as a start is
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same question to all workers, behind what they are playing; `gather` returns that."""
+        """The same question to all workers, behind what they are playing; `gather` returns that. One that has died meanwhile is replaced."""
+        if any(seat.given_up for seat in self._seats):
+            raise EnvError(f"{method}: a rollout worker is gone for good")
         while any(seat.under_way or seat.starting for seat in self._seats):
             self._came += [(w, _kept(played)) for w, played in self._take(TURN_S)]
-        try:
-            return [self._ask(seat, method, *arguments) for seat in self._seats]
-        except Lost as e:
-            raise EnvError(f"a rollout worker {e} in {method}") from None
+        return [self._ask_again(seat, method, *arguments) for seat in self._seats]
+
+    def _ask_again(self, seat: _Seat, method: str, *arguments: Any) -> Any:
+        while True:
+            try:
+                return self._ask(seat, method, *arguments)
+            except Lost as e:
+                self._replace(seat, e)
+            while seat.starting:
+                self._take(TURN_S)
 
     def get_state(self) -> dict[str, Any]:
-        """In rounds, where all environments are. What is under way while the learner learns is not saved: a resumed run starts new episodes."""
+        """In rounds: the states of all environments. Otherwise the scales of the rewards: a resumed run starts new episodes."""
         if not self.asynchronous:
             try:
                 return self._state_of_all()
@@ -307,10 +330,12 @@ class WorkerSource(Source):
                 logger.warning(
                     "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
                 )
-        return {"arrays": {}, "json": {"workers": None, "exact": False}}
+        return {"arrays": {}, "json": {"workers": None, "exact": False, "scales": self._scales}}
 
     def _state_of_all(self) -> dict[str, Any]:
         states = self._ask_all("get_state")
+        if self._came:
+            raise EnvError("a round was cut short, and what was played of it is neither learnt nor counted")
         arrays = {str(w): state["arrays"] for w, state in enumerate(states)}
         exact = all(state["json"]["exact"] for state in states)
         return {"arrays": arrays, "json": {"workers": [state["json"] for state in states], "exact": exact}}
@@ -320,6 +345,9 @@ class WorkerSource(Source):
         saved = state["json"]["workers"]
         if saved is None or len(saved) != len(self._seats):
             self._ask_all("start_anew", tuple(clock))
+            scales = [mine for mine in state["json"].get("scales", ()) if mine]
+            for seat in self._seats if scales else ():
+                self._ask(seat, "scale_rewards", scales[seat.index % len(scales)])
             return False
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
         exact = [self._ask(seat, "set_state", one, tuple(clock)) for seat, one in zip(self._seats, told, strict=True)]
@@ -335,10 +363,11 @@ class _Lag:
     def __init__(self) -> None:
         self._total = self._rows = self._most = 0
 
-    def see(self, versions: int, rows: int) -> None:
-        self._total += versions * rows
-        self._rows += rows
-        self._most = max(self._most, versions)
+    def see(self, piece: Piece, version: int) -> None:
+        behind = version - np.broadcast_to(piece.version, piece.valid.shape)[piece.valid]
+        self._total += int(behind.sum())
+        self._rows += behind.size
+        self._most = max(self._most, int(behind.max(initial=0)))
 
     def row(self) -> dict[str, float]:
         row = {"workers/policy_lag": self._total / max(1, self._rows), "workers/policy_lag_max": self._most}
