@@ -226,7 +226,8 @@ def test_a_killed_reader_goes_on_where_it_was(ray_session):  # noqa: F811
 def test_priorities_over_processes(ray_session, players):  # noqa: F811
     buffer = RemoteBuffer("p", size=16, batch_size=8, num_workers=2, store="prioritized", alpha=1.0, eps=0.0, beta=1.0)
     count = 0
-    while count < 16 or not all(s["pushed"] for s in buffer.numbers()["shards"]):  # until the links to both shards are up
+    # until the links to both shards are up
+    while count < 16 or not all(s["pushed"] for s in buffer.numbers()["shards"]):
         assert count < 64  # 128 rows would push the first ones out
         buffer.push({"i": count}).result(30)
         count += 1
@@ -246,4 +247,5 @@ def test_priorities_over_processes(ray_session, players):  # noqa: F811
         np.add.at(counts, batch["i"], 1)
         np.testing.assert_allclose(batch["weight"], (batch["i"].min() + 1) / (batch["i"] + 1), rtol=1e-5)
     expected = 1600 * priorities / priorities.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 3 * count  # 0.9999 of chances with 15 degrees of freedom, more with more
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert chi_square < 3 * count  # 0.9999 of chances with 15 degrees of freedom, more with more
