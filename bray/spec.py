@@ -335,15 +335,23 @@ class ActionLayout:
 
     def mask(self, obs: Any) -> np.ndarray | None:
         """The flat action mask `[B, num_logits]` in a batch of observations (bool), or None. A composite action's mask may be
-        given flat or as a tree in the order of the parts."""
+        given flat or as a tree: by the names of a Dict, else in the order of the parts."""
         if not isinstance(obs, dict) or ACTION_MASK not in obs:
             return None
-        mask = obs[ACTION_MASK]
-        if isinstance(mask, dict):
-            mask = list(mask.values())
-        if isinstance(mask, (list, tuple)):
-            mask = np.concatenate([np.asarray(m).reshape(len(m), -1) for m in mask], -1)
-        return np.asarray(mask).reshape(len(mask), -1) > 0.5
+        leaves = [np.asarray(x).reshape(len(x), -1) for x in _mask_leaves(self.space, obs[ACTION_MASK])]
+        return (leaves[0] if len(leaves) == 1 else np.concatenate(leaves, -1)) > 0.5
+
+    def legal(self, obs: Any) -> np.ndarray | None:
+        """`mask` for those who learn. They also see observations in which nobody acts, such as those behind the end of an episode; where nothing is legal in
+        one, everything counts, so that no value is infinite."""
+        mask, at = self.mask(obs), 0
+        if mask is None:
+            return None
+        for part in (p for p in self.parts if p.kind == "categorical"):
+            choices = mask[:, at : at + part.n]
+            choices |= ~choices.any(-1, keepdims=True)
+            at += part.n
+        return mask
 
     def to_env(self, action: np.ndarray) -> Any:
         """Flat actions `[B, size]` (or `[B]`) -> a batch of actions as the environment takes them."""
@@ -369,6 +377,26 @@ class ActionLayout:
             return x.reshape(len(x), *space.shape).astype(space.dtype, copy=False)
 
         return build(self.space)
+
+
+def _mask_leaves(space: Space | None, mask: Any) -> Iterator[Any]:
+    """The arrays of a mask in the order of the parts of the action."""
+    parts = list(space.parts) if space is not None and space.composite else []
+    if isinstance(mask, dict):
+        if space is not None and space.names:
+            if unknown := [name for name in mask if name not in space.names]:
+                raise ConfigError(
+                    f"{ACTION_MASK} has {unknown}, the action has {list(space.names)}: name its parts alike"
+                )
+            parts = [part for name, part in zip(space.names, parts, strict=True) if name in mask]
+            mask = [mask[name] for name in space.names if name in mask]
+        else:
+            mask = list(mask.values())
+    if not isinstance(mask, (list, tuple)):
+        yield mask
+        return
+    for part, inner in zip(parts if len(parts) == len(mask) else [None] * len(mask), mask, strict=True):
+        yield from _mask_leaves(part, inner)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from bray.optim import Optimizer, flatten_parameters
 
 
 class Target:
-    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies."""
+    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies. Both copy buffers, such as the statistics that
+    the weights of PopArt are measured in."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
         params = list(dict.fromkeys(module.parameters()))
@@ -22,6 +23,7 @@ class Target:
         self.tau = tau
         self._flat = flatten_parameters(list(dict.fromkeys(self.module.parameters())))
         self._source = optimizer.flat
+        self._buffers = list(self.module.buffers()), list(module.buffers())
 
     def __call__(self, *args: Any) -> Any:
         return self.module(*args)
@@ -30,11 +32,17 @@ class Target:
     def follow(self) -> None:
         """target += tau * (source - target)."""
         self._flat.lerp_(self._source, self.tau)
+        self._copy_buffers()
 
     @torch.no_grad()
     def copy(self) -> None:
         """target = source."""
         self._flat.copy_(self._source)
+        self._copy_buffers()
+
+    def _copy_buffers(self) -> None:
+        if self._buffers[0]:
+            torch._foreach_copy_(*self._buffers)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.module.state_dict()

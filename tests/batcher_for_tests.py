@@ -13,7 +13,7 @@ from bray import tree
 from bray.inference import rows
 
 INLINE, THREAD = float("inf"), 0.0  # values of inline_below that force the place (after the first forward)
-LIMIT_S = 20  # nothing here takes a tenth of it
+LIMIT_S = 120  # nothing here takes a tenth of it
 
 
 @pytest.fixture(name="run", params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

@@ -312,14 +312,16 @@ def test_unknown_algorithm_names_the_nearest():
 
 
 class Masked(gym.Env):
-    """Ten rounds; a random half of the actions is legal, the largest legal number pays. An illegal one raises."""
+    """Ten rounds; a random half of the actions is legal, the largest legal number pays. An illegal one raises. At the end nothing is legal."""
 
     observation_space = gym.spaces.Dict(x=gym.spaces.Box(0, 1, (2,)), action_mask=gym.spaces.MultiBinary(6))
     action_space = gym.spaces.Discrete(6)
+    cut = False
 
-    def _obs(self):
+    def _obs(self, end=False):
         self.mask = np.zeros(6, np.int8)
-        self.mask[self.np_random.choice(6, 3, replace=False)] = 1
+        if not end:
+            self.mask[self.np_random.choice(6, 3, replace=False)] = 1
         return {"x": np.ones(2, np.float32), "action_mask": self.mask}
 
     def reset(self, *, seed=None, options=None):
@@ -332,7 +334,26 @@ class Masked(gym.Env):
             raise ValueError(f"illegal action {action}")
         reward = float(action == np.flatnonzero(self.mask)[-1])
         self.t += 1
-        return self._obs(), reward, self.t >= 10, False, {}
+        over = self.t >= 10
+        return self._obs(over), reward, over and not self.cut, over and self.cut, {}
+
+
+class Cut(Masked):
+    cut = True
+
+
+class Bandit(gym.Env):
+    """Episodes of one step: rollouts of one row play and end in turn."""
+
+    observation_space = gym.spaces.Box(0, 1, (2,))
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(2, np.float32), {}
+
+    def step(self, action):
+        return np.ones(2, np.float32), float(action), True, False, {}
 
 
 class Recall(gym.Env):
@@ -398,6 +419,38 @@ def test_masked_dqn_never_acts_illegally_and_learns():
     config = {"num_envs": 4, "learning_starts": 200, "train_every": 4, "lr": 3e-3, "batch_size": 32, "gamma": 0.5}
     config["epsilon"] = {"kind": "linear", "start": 1.0, "end": 0.05, "steps": 2000}
     assert train(Masked, 5, "DQN", **config) >= 9.0
+
+
+@pytest.mark.parametrize("env", [Masked, Cut])
+@pytest.mark.parametrize("algo", ["PQN", "SAC-Discrete", "DQN", "IMPALA"])
+def test_nothing_is_infinite_where_nothing_is_legal(algo, env):
+    replay = {"learning_starts": 100, "batch_size": 32, "train_every": 16}
+    config = {"num_envs": 4, **({"rollout_length": 16} if algo in ("PQN", "IMPALA") else replay)}
+    exp = Experiment(run=algo, env=env, use_preset=False, seed=0, config=config)
+    for _ in range(5):
+        row = exp.training.iterate()
+    assert all(np.isfinite(x) for k, x in row.items() if k.startswith("loss/"))
+    assert any(k.startswith("loss/") for k in row)
+    exp.close()
+
+
+@pytest.mark.parametrize("algo", ["PPO", "APPO"])
+def test_a_rollout_without_a_step_teaches_nothing(algo):
+    config = {"num_envs": 8, "rollout_length": 1, "epochs": 1, "minibatches": 1}
+    exp = Experiment(run=algo, env=Bandit, use_preset=False, seed=0, config=config)
+    for _ in range(4):
+        row = exp.training.iterate()
+        assert np.isfinite(row["loss/policy_loss"])
+    exp.close()
+
+
+def test_ratios_begin_at_one_with_statistics_that_move():
+    """What acts and what learns see observations on the same scale, from the second rollout on: at first there is none."""
+    config = {"num_envs": 4, "rollout_length": 32, "epochs": 1, "minibatches": 1, "normalize_observations": True}
+    exp = Experiment(run="PPO", env="Pendulum-v1", use_preset=False, seed=0, config=config)
+    kl = [exp.training.iterate()["loss/kl"] for _ in range(5)]
+    assert all(abs(x) < 1e-6 for x in kl[1:]), kl
+    exp.close()
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", pytest.param("gtrxl", marks=pytest.mark.slow)])

@@ -65,7 +65,7 @@ def test_a_learner_that_holds_a_run_up_is_told_with_its_number_and_bound():
     [
         (PPO, TWO, [{"threads": 2}, {"epochs": 5}]),  # arithmetic: not fewer minibatches
         (PPO, Machine(16, gpus=1), [{"device": "cuda"}, {"epochs": 5}]),
-        (DQN, TWO, [{"threads": 2}, {"num_workers": 1}, {"train_every": 2}]),
+        (DQN, TWO, [{"threads": 2}, {"train_every": 2}]),
         ({**DQN, "updates": 4}, Machine(1), [{"updates": 2}]),
         ({}, Machine(1), []),
     ],
@@ -74,6 +74,13 @@ def test_long_gradient_steps_want_other_hardware_or_fewer_of_them(options, machi
     found = said(options, machine, learn=0.7, env=0.3, steps=10)
     assert found.name == "learner-bound"
     assert keys(found) == expected
+
+
+def test_a_learner_that_replays_gets_a_worker_where_playing_takes_long():
+    assert keys(said(DQN, learn=0.6, env=0.4, steps=1000)) == [{"num_workers": 1}, {"train_every": 2}]
+    found = said(DQN, learn=0.7, env=0.3, steps=1000)  # 1.4 times at most, and the copies take more than that
+    assert keys(found) == [{"train_every": 2}]
+    assert "more workers will not help" in found.note
 
 
 def test_environments_that_compute_get_as_many_workers_as_there_are_cores():

@@ -150,6 +150,25 @@ def test_iqn_that_fears_the_worst_sees_the_low_fractions_alone():
     torch.testing.assert_close(model(obs)["q"], model.quantiles(obs, torch.tensor([[0.025, 0.075]])).mean(-1))
 
 
+def test_iqn_that_fears_the_worst_learns_the_policy_that_it_follows():
+    class Two(torch.nn.Module):
+        """Action 0 pays -10 to 14, action 1 always 1."""
+
+        def quantiles(self, obs, tau):
+            return torch.stack([24.0 * tau - 10.0, torch.ones_like(tau)], 1)
+
+        def forward(self, obs):
+            tau = torch.linspace(0.0, 0.1, 32).expand(len(obs), -1)  # what the lowest tenth is worth
+            return {"q": self.quantiles(obs, tau).mean(-1)}
+
+    for double in (False, True):
+        _, _, learner = make(iqn, risk="cvar", eta=0.1, double=double)
+        learner.model, learner.target.module = Two(), Two()
+        batch = {k: torch.as_tensor(x) for k, x in learner.columns(replayed() | {"action": np.ones(16, int)}).items()}
+        loss, _, _ = learner.errors(batch | {"reward": torch.zeros(16), "discount": torch.ones(16)}, (), (), ())
+        assert (loss == 0).all()  # 1 is what action 1 is worth, and what follows
+
+
 def test_rainbow_is_all_six_at_once():
     config, model, learner = make(rainbow, num_atoms=5)
     assert (config.double, config.dueling, config.prioritized, config.noisy) == (True, True, True, True)

@@ -15,7 +15,7 @@ from bray.inference.batcher import Batcher
 from bray.inference.engine import lasting
 from bray.inference.host import ModelHost
 
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 @pytest.fixture(params=[asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])

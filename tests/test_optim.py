@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from bray.errors import CheckpointError, UnknownName
+from bray.nn.popart import PopArt
 from bray.optim import Optimizer
 from bray.target import Target
 
@@ -79,6 +80,15 @@ def test_target_copies_and_follows():
     target.copy()
     assert torch.equal(target.module[0].weight, a[0].weight)
     assert not any(p.requires_grad for p in target.module.parameters())
+
+
+@pytest.mark.parametrize("how", ["copy", "follow"])
+def test_a_target_has_the_statistics_that_weights_are_measured_in(how):
+    net, x = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), PopArt(8, 1, step=0.1)), torch.randn(5, 3)
+    target = Target(net, Optimizer(net.parameters(), 0.1))
+    net[2].update(1000.0 + 100.0 * torch.randn(64))
+    getattr(target, how)()
+    torch.testing.assert_close(target(x), net(x))
 
 
 def test_each_entry_of_a_gradient_can_be_clamped():

@@ -25,7 +25,7 @@ from bray.rundir import RunDir
 from tests.ray_for_tests import local_session, opened  # noqa: F401
 
 X = np.arange(4, dtype=np.float32)
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 class Scale(nn.Module):

@@ -20,7 +20,7 @@ from bray.remote.model.worker import ModelWorker
 from tests.ray_for_tests import opened
 
 X = np.arange(4, dtype=np.float32)
-LIMIT_S = 30
+LIMIT_S = 120
 
 
 class Weighted(nn.Module):

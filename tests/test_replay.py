@@ -645,6 +645,7 @@ def test_prioritized_sequences_start_learning_at_the_drawn_row():
     starts = batch["id"][0]
     assert sorted(set(starts.tolist())) == [0, 28, 54]  # 1 and 59 are as near as the stored rows allow
     assert np.bincount(starts)[[0, 28, 54]].tolist() == [100, 100, 100]
+    assert sorted(set(batch["anchor"].tolist())) == [1, 30, 59]
     replay.update_priorities(batch["id"][2:], np.full((4, 300), 7.0))
     assert [i for i, p in enumerate(priorities(replay)) if p == 7.0] == [2, 3, 4, 5, 30, 31, 32, 33, 56, 57, 58, 59]
 

@@ -254,6 +254,19 @@ def test_acer_equals_a_loop(seed, batch, n):
     close(got, want)
 
 
+def test_acer_of_actions_that_are_not_allowed_is_that_of_the_others():
+    g = torch.Generator().manual_seed(0)
+    logits, behaviour, q = torch.randn(3, 5, 4, generator=g, dtype=torch.float64)
+    action, q_ret = torch.randint(3, (5,), generator=g), torch.randn(5, generator=g, dtype=torch.float64)
+    three = losses.acer_policy(logits[:, :3], behaviour[:, :3].log_softmax(-1), action, q[:, :3], q_ret, 0.5)
+    logits[:, 3] = behaviour[:, 3] = q[:, 3] = -torch.inf
+    logits.requires_grad_()
+    four = losses.acer_policy(logits, behaviour.log_softmax(-1), action, q, q_ret, 0.5)
+    torch.testing.assert_close(four, three)
+    four.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
 def test_trust_region_leaves_small_steps_alone():
     g, k = torch.tensor([[1.0, 0.0], [3.0, 4.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
     got = losses.trust_region(g, k, 1.0)
@@ -303,6 +316,8 @@ def test_a_certain_label_has_a_focal_loss_of_zero_with_a_gradient():
     loss = losses.focal(logits, torch.tensor([0, 0]))
     assert loss.tolist() == [0.0, 90.0]
     loss.sum().backward()
+    assert logits.grad.isfinite().all()
+    losses.focal(logits, torch.tensor([0, 1]), 0.5).sum().backward()  # a power below 1, of nothing
     assert logits.grad.isfinite().all()
 
 

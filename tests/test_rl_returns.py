@@ -101,10 +101,12 @@ def slow_retrace(c, q, ratio, lam):
 
 def better_than_expected(c):
     def lambda_of(t, b):
-        if t + 1 == len(c["reward"]):
+        behind = [i for i in range(t + 1, len(c["reward"])) if c["valid"][i, b]]
+        if not behind:
             return 1.0
-        v_next = 0.0 if c["terminated"][t + 1, b] else c["value"][t + 2, b]
-        return float(c["reward"][t + 1, b] + GAMMA * v_next >= c["value"][t + 1, b])
+        i = behind[0]
+        v_next = 0.0 if c["terminated"][i, b] else c["value"][i + 1, b]
+        return float(c["reward"][i, b] + GAMMA * v_next >= c["value"][i, b])
 
     return lambda_of
 
@@ -262,7 +264,7 @@ def test_two_episodes_in_one_trace_equal_two_traces(name, how):
     np.testing.assert_allclose(whole[5:], function(second, ratio[5:], q[5:]))
 
 
-@pytest.mark.parametrize("name", ["lambda_returns", "vtrace"])
+@pytest.mark.parametrize("name", ["lambda_returns", "vtrace", "upgo_returns"])
 def test_rows_that_wait_change_nothing(name):
     """A row that repeats the observation of the next step, as of an environment that others wait for, is passed over."""
     function, rng = FUNCTIONS[name], np.random.default_rng(8)
@@ -273,6 +275,12 @@ def test_rows_that_wait_change_nothing(name):
     waiting["valid"] = np.array([True, False, False, True, True, True, True])[:, None]
     got = function(waiting, ratio[at], None)
     np.testing.assert_allclose(got[waiting["valid"]], function(c, ratio, None).ravel())
+
+
+def test_standardised_rows_of_which_none_counts_are_zero():
+    got = returns.standardize(np.full((2, 3), 7.0), np.zeros((2, 3), bool))
+    assert got.tolist() == [[0.0] * 3] * 2
+    assert got.dtype == np.float32
 
 
 def test_gradients_flow_through_tensors():

@@ -1,5 +1,7 @@
 """Random network distillation: the reward for what is new, what it is added to, and that a resumed run goes on with it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,29 @@ def test_replayed_transitions_are_learnt_with_it(algo, more):
     update = learner.update(batch, Clock())
     assert update.metrics["novelty"] == pytest.approx(2.0, abs=0.6)
     assert (batch["reward"] == 1).all()
+
+
+def test_each_row_of_a_sequence_is_paid_before_rewards_are_summed(monkeypatch):
+    memory = replace(SMALL, use_lstm=True)
+    config = r2d2.Config(rnd=1.0, n_step=3, gamma=0.5, sequence_length=6, burn_in=2)
+    learner = r2d2.Learner(config, SPEC, r2d2.make_model(config, SPEC, memory), memory)
+    monkeypatch.setattr(learner.novelty, "reward", lambda obs, weight: weight.astype(np.float32))
+    rows, none = 8, np.zeros((8, 1), bool)
+    batch = {
+        "obs": np.zeros((rows + 1, 1, 3), np.float32), "first": np.zeros((rows + 1, 1), bool), "state": {}, "weight": np.ones(1, np.float32),
+        "action": np.zeros((rows, 1), int), "reward": np.zeros((rows, 1), np.float32), "terminated": none, "truncated": none, "valid": ~none,
+    }  # fmt: skip
+    paid, mean = learner.rewarded(learner.prepare(batch), learner.novelty)
+    assert paid["reward"].ravel().tolist() == [
+        1.75,
+        1.75,
+        1.75,
+        1.75,
+        1.5,
+        1.0,
+    ]  # 1 + 1/2 + 1/4, until the sequence ends
+    assert mean == 1.0
+    assert (batch["reward"] == 0).all()
 
 
 ON, OFF = {"rollout_length": 8}, {"learning_starts": 100, "train_every": 100, "batch_size": 8}

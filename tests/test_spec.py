@@ -144,6 +144,25 @@ def test_action_masks_flat_or_as_a_tree():
     assert layout.mask(np.zeros(3)) is None
 
 
+def test_a_mask_with_names_is_read_by_them():
+    """Gymnasium sorts the names of `Dict({...})` and keeps the order of `Dict(move=..., attack=...)`."""
+    unit = gym.spaces.Dict(move=gym.spaces.Discrete(2), attack=gym.spaces.Discrete(3), aim=gym.spaces.Box(0, 1))
+    layout = ActionLayout(Space.from_gym(gym.spaces.Dict(unit=unit, build=gym.spaces.Discrete(2))))
+    masks = {"attack": np.array([[0, 0, 1]]), "move": np.array([[1, 0]])}
+    got = layout.mask({"action_mask": {"build": np.array([[0, 1]]), "unit": masks}})
+    assert got.astype(int).tolist() == [[1, 0, 0, 0, 1, 0, 1]]
+    with pytest.raises(ConfigError, match=r"action_mask has \['jump'\], the action has \['unit', 'build'\]"):
+        layout.mask({"action_mask": {"jump": np.array([[0, 1]])}})
+
+
+def test_where_nothing_is_legal_everything_counts_for_those_who_learn():
+    layout = ActionLayout(Space.from_gym(SPACES["multi discrete"]))
+    obs = {"action_mask": np.array([[1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 1]])}
+    assert layout.legal(obs).astype(int).tolist() == [[1, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 1]]
+    assert obs["action_mask"].sum() == 4
+    assert layout.legal(np.zeros(3)) is None
+
+
 def test_spaces_we_do_not_have_are_refused():
     with pytest.raises(ConfigError, match="spaces of kind Text are not supported"):
         Space.from_gym(gym.spaces.Text(5))

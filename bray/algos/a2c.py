@@ -96,12 +96,16 @@ class Learner(rnd.Learner):
         if self.novelty:
             batch, extra["novelty"] = self.novelty.rewarded(batch)
             batch = self.advantages(batch)
-        update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
+        seen, first = (rows.flat_obs(batch), batch["weight"].reshape(-1)), not self.steps
+        if first:  # what acted knew no statistics at all
+            update_normalizers(self.model, *seen)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
+        if not first:  # the gradient is that of what acted
+            update_normalizers(self.model, *seen)
         return Update((*METRICS, *extra), torch.cat([values, torch.tensor(list(extra.values()))]))
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:

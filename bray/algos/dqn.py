@@ -127,11 +127,8 @@ class Policy(act.Policy):
         """With the TD error of each row by the values that acted, where priorities begin with it; the values themselves are not sent on."""
         if not self.labels:
             return piece
-        q, mask = piece.outputs["q"], self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
-        value = q.max(-1)
-        if mask is not None:  # where nothing is legal, as behind the end of an episode, all actions count
-            legal = mask.reshape(q.shape).astype(bool)
-            value = np.where(legal.any(-1), np.where(legal, q, -np.inf).max(-1), value)
+        q, mask = piece.outputs["q"], self.layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
+        value = q.max(-1) if mask is None else np.where(mask.reshape(q.shape), q, -np.inf).max(-1)
         chosen = np.take_along_axis(q[:-1], piece.action[..., None], -1)[..., 0]
         error = nstep_td_errors(piece, chosen, value, self.config.n_step, self.config.gamma)
         return replace(piece, outputs={}, extras={**piece.extras, "priority": error})
@@ -156,8 +153,7 @@ class Learner(rnd.Learner):
         self.optimizer.set_lr(self.lr(clock.env_steps))
         extra: dict[str, float] = {}
         if self.novelty:
-            bonus = self.novelty.reward(*self.arrived(batch)).reshape(batch["reward"].shape)
-            batch, extra["novelty"] = batch | {"reward": batch["reward"] + bonus}, float(bonus.mean())
+            batch, extra["novelty"] = self.rewarded(batch, self.novelty)
         values, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
@@ -165,9 +161,10 @@ class Learner(rnd.Learner):
         values = torch.cat([values, values.new_tensor(list(extra.values()))]) if extra else values
         return Update((*METRICS, *extra), values, error.cpu().numpy() if self.config.prioritized else None)
 
-    def arrived(self, batch: dict[str, Any]) -> tuple[Any, np.ndarray]:
-        """The observations that the rewards led to, `[N, ...]`, and which of them count."""
-        return batch["next_obs"], np.ones(len(batch["reward"]), bool)
+    def rewarded(self, batch: dict[str, Any], novelty: rnd.Novelty) -> tuple[dict[str, Any], float]:
+        """With a reward for how new the observation is that each transition ends with, and the mean of these."""
+        bonus = novelty.reward(batch["next_obs"], np.ones(len(batch["reward"]), bool))
+        return batch | {"reward": batch["reward"] + bonus}, float(bonus.mean())
 
     def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
         """Show the observations of a batch to what normalises them."""
@@ -176,7 +173,7 @@ class Learner(rnd.Learner):
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What `gradient_step` reads of a batch."""
         columns = {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
-        mask = self.layout.mask(batch["next_obs"])
+        mask = self.layout.legal(batch["next_obs"])
         return columns if mask is None else columns | {"next_mask": mask}
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:

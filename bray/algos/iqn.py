@@ -75,7 +75,10 @@ class Learner(dqn.Learner):
         quantiles = losses.select_action(self.model.quantiles(batch["obs"], tau, *online), batch["action"])  # type: ignore[operator]
         with torch.no_grad():
             after = self.target.module.quantiles(batch["next_obs"], tau_next, *target)  # type: ignore[operator]
-            best = self.best_next(batch, after.mean(-1), choose)
+            # the policy that is followed chooses: by a distorted mean where `risk` distorts it
+            plain = self.config.double or self.config.risk == "neutral"
+            q_target = after.mean(-1) if plain else self.target(batch["next_obs"], *target)["q"]
+            best = self.best_next(batch, q_target, choose)
             following = losses.select_action(after, best)
             goal = batch["reward"].unsqueeze(1) + batch["discount"].unsqueeze(1) * following
         loss = losses.quantile_huber(quantiles, tau, goal, self.config.huber)

@@ -22,6 +22,7 @@ from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSch
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
+from bray.inference.torch_engine import is_recurrent
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.nn.normalize import RunningNorm, update_normalizers
@@ -109,8 +110,10 @@ class Learner(rnd.Learner):
 
     def build(self) -> dict[str, Any]:
         c = self.config
-        if c.recompute_advantages and self.model_config.use_lstm:
-            raise ConfigError("recompute_advantages=true does not go with use_lstm=true: set one of them to false")
+        if c.recompute_advantages and is_recurrent(self.model):
+            raise ConfigError(
+                "recompute_advantages=true does not go with a memory (use_lstm=true, or a custom_model that returns a state): leave one of them out"
+            )
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
         self.entropy_coef = self.scheduled("entropy_coef")
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
@@ -141,7 +144,9 @@ class Learner(rnd.Learner):
             batch, extra["novelty"] = self.novelty.rewarded(batch)
             batch = self.rows_to_learn(batch)
         c = self.config
-        update_normalizers(self.model, rows.flat_obs(batch), batch["weight"].reshape(-1))
+        seen, first = (rows.flat_obs(batch), batch["weight"].reshape(-1)), not self.steps
+        if first:  # what acted knew no statistics at all
+            update_normalizers(self.model, *seen)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
@@ -160,6 +165,8 @@ class Learner(rnd.Learner):
                 self.steps += 1
             if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
                 break
+        if not first:  # the ratios of the update are those of what acted
+            update_normalizers(self.model, *seen)
         means = torch.stack(results).mean(0).cpu()
         update = Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
         return self.with_kl_coef(update, results[-c.minibatches :]) if c.kl_coef else update

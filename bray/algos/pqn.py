@@ -91,7 +91,7 @@ class Learner(base.Learner):
     def prepare(self, data: Piece) -> dict[str, Any]:
         """Rows with Peng's Q(lambda) targets: V = max_a Q over the legal actions, as the acting weights saw it."""
         c, q, steps = self.config, data.outputs["q"], data.length
-        mask = self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data.obs))
+        mask = self.layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data.obs))
         if mask is not None:
             q = np.where(mask.reshape(q.shape), q, -np.inf)
         flags = (data.terminated, data.truncated, data.valid)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.algos import dqn
+from bray.algos.rnd import Novelty
 from bray.config.declare import Amount, Count, Share, ShareSchedule, Whole
 from bray.data.experience import Sequences
 from bray.data.piece import Piece, nstep
@@ -89,6 +90,9 @@ class Learner(dqn.Learner):
     config: Config
 
     def prepare(self, data: dict[str, Any]) -> dict[str, Any]:
+        return data if self.novelty else self.windows(data)
+
+    def windows(self, data: dict[str, Any]) -> dict[str, Any]:
         """The rows that are learnt, with sums of up to n rewards and the row to bootstrap from; windows end with the episode or the sequence."""
         c = self.config
         names = ("action", "reward", "terminated", "truncated", "valid")
@@ -108,13 +112,18 @@ class Learner(dqn.Learner):
     def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
         update_normalizers(module, batch["obs"])
 
-    def arrived(self, batch: dict[str, Any]) -> tuple[Any, np.ndarray]:
-        after = tree.map(lambda x: x[self.config.burn_in + 1 :], batch["obs"])
-        return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), after), batch["valid"].reshape(-1) > 0
+    def rewarded(self, batch: dict[str, Any], novelty: Novelty) -> tuple[dict[str, Any], float]:
+        """Each row that is learnt is paid for the observation that it leads to, before rewards are summed."""
+        learnt = slice(self.config.burn_in, None)
+        reward, valid = batch["reward"].copy(), batch["valid"][learnt]
+        after = tree.map(lambda x: x[learnt][1:].reshape(-1, *x.shape[2:]), batch["obs"])
+        bonus = novelty.reward(after, valid.reshape(-1)).reshape(valid.shape)
+        reward[learnt] += bonus
+        return self.windows(batch | {"reward": reward}), float(bonus.sum() / max(1, np.count_nonzero(valid)))
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         seen = tree.map(lambda x: x[self.config.burn_in :], batch["obs"])
-        mask = self.layout.mask(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen))
+        mask = self.layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen))
         if mask is None:
             return batch
         rows = len(batch["reward"]) + 1

@@ -88,7 +88,7 @@ def learning_rows(
 def masks(piece: Piece, layout: ActionLayout) -> dict[str, np.ndarray]:
     """`mask [T, B, choices]`, where observations have one."""
     steps = piece.length
-    mask = layout.mask(tree.map(lambda x: x[:steps].reshape(-1, *x.shape[2:]), piece.obs))
+    mask = layout.legal(tree.map(lambda x: x[:steps].reshape(-1, *x.shape[2:]), piece.obs))
     return {} if mask is None else {"mask": mask.reshape(steps, -1, mask.shape[-1])}
 
 
@@ -158,7 +158,7 @@ def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np
 def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
     """1 - Var(target - value) / Var(target) over the rows that count; 0 where the targets do not vary."""
     value, target = value[weight > 0], target[weight > 0]
-    variance = float(np.var(target))
+    variance = float(np.var(target)) if target.size else 0.0
     return 1.0 - float(np.var(target - value)) / variance if variance > 1e-12 else 0.0
 
 

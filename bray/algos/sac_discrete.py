@@ -51,7 +51,7 @@ class Learner(sac.Learner):
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         columns = ddpg.Learner.columns(self, batch)
-        masks = {"mask": self.layout.mask(batch["obs"]), "next_mask": self.layout.mask(batch["next_obs"])}
+        masks = {"mask": self.layout.legal(batch["obs"]), "next_mask": self.layout.legal(batch["next_obs"])}
         return columns | {k: v for k, v in masks.items() if v is not None}
 
     def values(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, Tensor]:

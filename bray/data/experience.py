@@ -14,7 +14,7 @@ methods of `Experience`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -382,12 +382,9 @@ class Sequences(Replay):
 
     def _draw(self, beta: float) -> dict[str, NestedArray]:
         assert self.ring is not None
-        return self.ring.sample_sequences(self.batch_size, self.length, self.burn_in, self.rng, beta)
-
-    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
-        """One priority per sequence goes to the row at which its learning part begins."""
-        ids = batch.ids[self.burn_in]
-        super().feedback(replace(batch, ids=ids), priorities, version)
+        data = self.ring.sample_sequences(self.batch_size, self.length, self.burn_in, self.rng, beta)
+        # the priority of a sequence goes to the row that was drawn for it: near the newest row its learning part begins earlier
+        return {**data, "id": data.pop("anchor")}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class SampledRing(RingStorage):
 
         Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are equally
         likely. Prioritized: a row is drawn by priority and the sequence is laid so that its learning part starts there (or
-        as near as the stored rows allow); `weight` is that row's.
+        as near as the stored rows allow); `weight` and `anchor` (its id) are that row's.
         """
         if length < 1 or burn_in < 0:
             raise ConfigError(f"sequences have length >= 1 and burn_in >= 0, got {length} and {burn_in}")
@@ -72,6 +72,7 @@ class SampledRing(RingStorage):
             )
         if self._tree is None:
             start, env = np.divmod(rng.integers(low * n, (high + 1) * n, batch_size), n)
+            anchor = (start + burn_in) * n + env
             weight = np.ones(batch_size, np.float32)
         else:
             anchor, _, weight = self._draw(batch_size, rng, beta, within)
@@ -95,6 +96,7 @@ class SampledRing(RingStorage):
             "first": (flags & FIRST) != 0,
             "weight": weight,
             "id": ids[:-1],
+            "anchor": anchor,
         }
         for name in self._extras:
             batch[name] = take_rows(self._columns[name], slots[0] if name == "state" else flat)

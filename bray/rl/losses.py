@@ -64,10 +64,11 @@ def acer_policy(
 
         -min(c, rho_a) log pi(a) (Qret - V) - sum_b max(0, 1 - c / rho_b) pi(b) log pi(b) (Q(b) - V)
 
-    rho = pi / mu, V = sum_b pi(b) Q(b); only log pi carries a gradient.
+    rho = pi / mu, V = sum_b pi(b) Q(b); only log pi carries a gradient. Actions with logits of -inf do not count.
     """
-    logp = logits.log_softmax(-1)
-    pi, q = logp.detach().exp(), q.detach()
+    never, logp = logits == -torch.inf, logits.log_softmax(-1)
+    pi = logp.detach().exp()
+    logp, logp_behaviour, q = (x.masked_fill(never, 0.0) for x in (logp, logp_behaviour, q.detach()))
     rho, value = (logp.detach() - logp_behaviour).exp(), (pi * q).sum(-1)
     taken = select(rho, action).clamp(max=truncation) * select(logp, action) * (q_retrace.detach() - value)
     correction = (1.0 - truncation / rho).clamp(min=0.0) * pi * logp * (q - value.unsqueeze(-1))
@@ -239,7 +240,8 @@ def focal(logits: Tensor, label: Tensor, gamma: float = 2.0) -> Tensor:
     """-(1 - p)^gamma log p, p the probability of the label (Lin et al. 2017): what is known well counts little. `logits [..., N]`, `label [...]` ->
     `[...]`. gamma = 0 is the plain cross entropy."""
     logp = select(logits.log_softmax(-1), label)
-    return -((1.0 - logp.exp()).clamp(min=0.0) ** gamma) * logp
+    missing = (-torch.expm1(logp)).clamp(min=1e-12)  # a power below 1 has no gradient at 0
+    return -(missing**gamma) * logp
 
 
 def contrastive(x: Tensor, y: Tensor, temperature: float = 0.1) -> Tensor:

@@ -165,14 +165,17 @@ def upgo_returns(
 ) -> Array:
     """Returns `[T, B]` that follow the game while it goes better than expected (Vinyals et al. 2019): lambda_t = 1 where
     r_{t+1} + gamma V_{t+2} >= V_{t+1}, else 0; 1 in the last row."""
-    better = _delta(value, reward, terminated, valid, gamma)[1:] >= 0
-    lambda_ = _cat(_real(better, value), 0 * value[:1] + 1.0)
+    better = _real(_delta(value, reward, terminated, valid, gamma) >= 0, value)
+    of_next_valid = discounted_sum(better * valid, 1.0 - _real(valid, value))[1:]
+    lambda_ = _cat(of_next_valid, 0 * value[:1] + 1.0)
     return lambda_returns(value, reward, terminated, truncated, valid, gamma, lambda_)
 
 
 def standardize(x: np.ndarray, valid: np.ndarray, eps: float = 1e-8) -> np.ndarray:
-    """x with mean 0 and standard deviation 1 over the valid rows."""
+    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none."""
     rows = x[valid]
+    if not rows.size:
+        return np.zeros(x.shape, np.float32)
     return ((x - rows.mean()) / (rows.std() + eps)).astype(np.float32)
 
 

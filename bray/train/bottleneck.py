@@ -27,6 +27,8 @@ MOST = 0.4
 """Share of the time from which a phase is what holds a run up; without it a run is at most 1 / (1 - 0.4) = 1.7 times as fast."""
 LEAST_GAIN = 1.1
 """Changes that give less are not worth a word."""
+LEAST_WORKER_GAIN = 1.5
+"""A first worker beside a learner that replays costs a core and the copies of what it played: where it gave less than this at most, runs got slower."""
 CROWDED = 0.3
 """Share of its time that a process waits for a core, from which there are too few of them."""
 SHORT_STEP_S = 3e-3
@@ -301,9 +303,10 @@ def _learn(times: Times, options: _Options, machine: Machine) -> tuple[str, list
         changes.append(Change({"device": "cuda"}, _speedup(share, math.inf)))
     elif long_steps and options.on_cpu and cores > 1 and options.count("threads", 1) == 1:
         changes.append(Change({"threads": cores}, _speedup(share, cores)))
-    if options.replays and not options.count("num_workers") and cores > 1:
+    beside = 1.0 / max(share, 1.0 - share)
+    if options.replays and not options.count("num_workers") and cores > 1 and beside >= LEAST_WORKER_GAIN:
         note = "one worker plays while it learns, more will not help"
-        changes.append(Change({"num_workers": 1}, 1.0 / max(share, 1.0 - share)))
+        changes.append(Change({"num_workers": 1}, beside))
     if options.count("minibatches") > 1 and not long_steps:
         fewer = max(1, options.count("minibatches") // MORE)
         changes.append(_fewer(options, "minibatches", fewer, share))
