@@ -213,6 +213,14 @@ def test_another_number_of_groups_begins_new_episodes(before, after):
         one.close()
 
 
+def test_workers_whose_environments_are_processes_play_the_same():
+    """Their own children; `step_timeout` needs them, and so does `wait_num`."""
+    alone = rows_of(experiment(num_workers=0, num_envs=2))
+    central = rows_of(experiment(inference="central", num_workers=1, num_envs=2, env_groups=2, vector="subprocess"))
+    for key in KEYS:
+        assert [row[key] for row in central] == pytest.approx([row[key] for row in alone], rel=1e-5, abs=1e-6)
+
+
 def test_native_environments_of_every_worker_play_episodes_of_their_own():
     run = RunConfig(num_workers=2)
     seen = []

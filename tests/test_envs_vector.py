@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import envs_for_tests as e
@@ -236,6 +237,18 @@ def test_subprocess_and_inprocess_give_identical_trajectories():
     assert (results[0][0] == results[1][0]).all()
     assert same(results[0][1], results[1][1])
     assert sum(r[2].sum() for r in results[0][1]) > 10
+
+
+def test_a_part_of_the_environments_plays_as_it_does_among_all():
+    config = EnvConfig(id="CartPole-v1", num_envs=5, vector="subprocess", num_processes=5)
+    acts = actions(40, 5, 2)
+    with make_vec(replace(config, vector="inprocess", num_processes=None), seed=11) as v:
+        first, all_ = v.reset(), play(v, acts)
+    with make_vec(config, seed=11, numbers=range(2, 5)) as v:
+        assert len(v.process_ids) == 3
+        assert (v.reset() == first[2:]).all()
+        for mine, theirs in zip(play(v, acts[:, 2:]), all_, strict=True):
+            assert same([mine[:4]], [tuple(x[2:] for x in theirs[:4])])
 
 
 # --- exact resume -------------------------------------------------------------------------------------------------------

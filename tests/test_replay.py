@@ -640,14 +640,51 @@ def test_sequences_are_runs_of_one_environment(prioritized):
 def test_prioritized_sequences_start_learning_at_the_drawn_row():
     replay = plain(60, prioritized=True, alpha=1.0, eps=0.0)
     fill(replay, 61)
-    replay.update_priorities(np.arange(60), np.where(np.isin(np.arange(60), (1, 30, 59)), 1.0, 0.0))
+    replay.update_priorities(np.arange(60), np.where(np.isin(np.arange(60), (1, 2, 30, 59)), 1.0, 0.0))
     batch = replay.sample_sequences(300, length=4, burn_in=2, rng=np.random.default_rng(0))
-    starts = batch["id"][0]
-    assert sorted(set(starts.tolist())) == [0, 28, 54]  # 1 and 59 are as near as the stored rows allow
-    assert np.bincount(starts)[[0, 28, 54]].tolist() == [100, 100, 100]
-    assert sorted(set(batch["anchor"].tolist())) == [1, 30, 59]
+    assert sorted(set(batch["anchor"].tolist())) == [2, 30]  # nothing is before row 0, and too little behind 59
+    np.testing.assert_array_equal(batch["anchor"], batch["id"][2])
     replay.update_priorities(batch["id"][2:], np.full((4, 300), 7.0))
-    assert [i for i, p in enumerate(priorities(replay)) if p == 7.0] == [2, 3, 4, 5, 30, 31, 32, 33, 56, 57, 58, 59]
+    assert [i for i, p in enumerate(priorities(replay)) if p == 7.0] == [2, 3, 4, 5, 30, 31, 32, 33]
+
+
+def test_weights_undo_the_priorities_of_sequences():
+    """Also at both ends, where fewer rows can begin one."""
+    replay, count = plain(60, prioritized=True, alpha=1.0, eps=0.0), np.zeros(61)
+    fill(replay, 61)
+    replay.update_priorities(np.arange(60), 1.0 + np.arange(60) % 5)
+    for seed in range(400):
+        batch = replay.sample_sequences(64, length=8, burn_in=4, rng=np.random.default_rng(seed), beta=1.0)
+        np.add.at(count, batch["id"][4], batch["weight"] / batch["weight"].max())
+    starts = count[4:53]  # rows 4 to 52 have four rows before them and eight to learn
+    assert count.sum() == pytest.approx(starts.sum())
+    assert (abs(starts / starts.mean() - 1) < 0.25).all()
+
+
+def test_sequences_whose_rows_can_begin_none_are_those_of_dead_rows():
+    replay = plain(60, prioritized=True)
+    fill(replay, 6, end=(2,))
+    batch = replay.sample_sequences(8, length=2, burn_in=3, rng=np.random.default_rng(0))
+    assert set(batch["anchor"].tolist()) == {3}
+    assert batch["valid"][3:].tolist() == [[False] * 8, [True] * 8]
+
+
+def test_behind_a_gap_a_sequence_has_the_state_that_is_stored_there():
+    """Pieces of five rows and their last observation, as of a game far away: the episode goes on from one to the next."""
+    example = {"obs": np.zeros(1, np.float32), "action": np.int64(0), "state": np.float32(0)}
+    replay, no = ReplayRing(200, 1, example), np.zeros(1, bool)
+    for t in range(60):
+        obs, valid = np.full((1, 1), t, np.float32), np.array([t % 6 != 5])
+        columns = (obs, np.zeros(1, np.int64), np.ones(1), no, no, valid)
+        replay.add(*columns, first=np.array([t == 0]), state=np.array([t], np.float32))
+    batch = replay.sample_sequences(400, length=4, burn_in=2, rng=np.random.default_rng(0))
+    start = batch["id"][0]
+    np.testing.assert_array_equal(batch["state"], start)
+    assert batch["first"].sum() == np.count_nonzero(start == 0)  # the rest goes on
+    for i, at in enumerate(start):
+        gap = next(t for t in range(at, at + 6) if t % 6 == 5)
+        assert at % 6 not in (4, 5) or at >= 52  # the burn-in would cross the gap; the last ones cannot begin later
+        np.testing.assert_array_equal(batch["valid"][:, i], np.arange(at, at + 6) < gap)
 
 
 def test_too_short_a_replay_for_sequences_says_so():

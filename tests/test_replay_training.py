@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 
 from bray.cli.main import main
+from bray.config import ConfigSource
 from bray.data import Replay, ReplayRing
-from bray.errors import ConfigError
+from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
+from bray.train.local import LocalTraining
 
 SMALL = {
     "learning_starts": 100,
@@ -27,7 +29,7 @@ def short_iterations(monkeypatch):
 
 def train(algo, iterations=2, **config):
     """The rows of a short training, and of each batch of its learner: ids, and gradient steps since they were collected."""
-    exp = Experiment(algo, ENVS[algo], use_preset=False, config={**SMALL, **config})
+    exp = Experiment(algo, ENVS.get(algo, "CartPole-v1"), use_preset=False, config={**SMALL, **config})
     training, batches, came = exp.training, [], []
     update, add = training.learner.update, ReplayRing.add
 
@@ -132,8 +134,40 @@ def test_limits_on_the_command_line_and_in_the_result_file(tmp_path, monkeypatch
     assert last["replay/size"] > 0
 
 
+def test_what_workers_wait_for_counts_for_all_of_them(monkeypatch):
+    told = []
+    monkeypatch.setattr(Replay, "check_rows", lambda self, total, ready: told.append((total, ready)))
+    config = {**SMALL, "num_envs": 4, "wait_num": 1, "vector": "subprocess", "num_workers": 3, "seed": 0}
+    monkeypatch.setattr(LocalTraining, "_play_in_workers", lambda *_: 1 / 0)  # it would start them
+    with pytest.raises(ZeroDivisionError):
+        _ = Experiment("DQN", ENVS["DQN"], use_preset=False, config=config).training
+    assert told == [(12, 3)]
+
+
+@pytest.mark.parametrize(("before", "after"), [((0, 2), (1, 2)), pytest.param((1, 2), (0, 2), marks=pytest.mark.slow)])
+def test_a_replay_goes_on_with_as_many_environments_wherever_they_are(before, after, tmp_path):
+    def config(workers, envs):
+        return {"run": {"num_workers": workers}, "env": {"num_envs": envs}}
+
+    options = {**SMALL, "vector": "inprocess", "num_workers": before[0], "num_envs": before[1]}
+    exp = Experiment("DQN", ENVS["DQN"], use_preset=False, config=options, path=tmp_path / "run")
+    for _ in exp.train(stop={"training_iteration": 1}):
+        pass
+    exp.close()
+    with pytest.raises(CheckpointError, match=r"the replay is of 2 environments in step, this run has 6 .*--init-from"):
+        Experiment.resume(tmp_path / "run", [ConfigSource("python", config(0, 6))])
+    exp = Experiment.resume(tmp_path / "run", [ConfigSource("python", config(*after))])
+    assert not exp.exact
+    rows = exp.training.experience.ring.steps
+    assert exp.training.iterate()["env_steps_total"] > 400
+    assert exp.training.experience.ring.steps > rows > 50
+    exp.close()
+
+
 def test_a_replay_too_small_for_its_limits_is_refused():
     with pytest.raises(ConfigError, match="replay_size is at least 64; got 60"):
         train("DQN", batch_size=32, replay_size=60, max_use=1)
+    with pytest.raises(ConfigError, match=r"replay_size is at least 40 \* 64 environments = 2560; got 2000"):
+        train("R2D2", num_envs=64, use_lstm=True)
     with pytest.raises(ConfigError, match="max_use"):
         Experiment("DQN", ENVS["DQN"], use_preset=False, config={**SMALL, "max_use": 0})

@@ -23,7 +23,7 @@ import numpy as np
 from bray import tree
 from bray.data.piece import Piece, nstep
 from bray.data.ring import ReplayRing
-from bray.errors import ConfigError, DataError
+from bray.errors import CheckpointError, ConfigError, DataError
 from bray.schedules import Schedule, make_schedule
 from bray.tree import NestedArray
 
@@ -183,6 +183,7 @@ class Replay(Experience):
         self._left = 0  # batches of the visit under way
         self._version = 0
         self._ragged = False
+        self._lanes: int | None = None  # environments of the run, where all step together
         self._piece: Piece | None = None
         self._views: list[tuple[list[Any], dict[str, Any]]] = []
         self.seed(0)
@@ -212,6 +213,7 @@ class Replay(Experience):
 
     def check_rows(self, num_envs: int, ready: int) -> None:
         """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may be a dead one."""
+        self._lanes = num_envs
         size = -(-2 * self.batch_size * num_envs // ready)
         if self.size < size:
             raise ConfigError(
@@ -248,7 +250,10 @@ class Replay(Experience):
         if piece is not self._piece:
             names, kept = ("obs", "action", "reward", "terminated", "truncated", "valid"), self._kept(piece)
             self._views = [
-                ([tree.index(getattr(piece, name), t) for name in names], tree.index(kept, t))
+                (
+                    [tree.index(getattr(piece, name), t) for name in names],
+                    {"first": piece.first[t], **tree.index(kept, t)},
+                )
                 for t in range(piece.length)
             ]
             self._piece = piece
@@ -273,6 +278,7 @@ class Replay(Experience):
                 np.array([terminated]),
                 np.array([cut and not dead]),
                 np.array([not dead]),
+                first=piece.first[i, b : b + 1],
                 version=int(np.min(piece.version)),
                 **tree.index(kept, (row, slice(b, b + 1))),
             )
@@ -353,8 +359,13 @@ class Replay(Experience):
         self._due, self._left, self._version = int(json["due"]), int(json["left"]), int(json["version"])
         if not json["rows"] or directory is None:
             return not json["came"]
-        self._ragged = bool(json["ragged"])
-        self.ring = self._make_ring(arrays["example"], int(arrays["ring"]["layout"][0]))
+        self._ragged, lanes = bool(json["ragged"]), int(arrays["ring"]["layout"][0])
+        if self._lanes not in (None, lanes) and not self._ragged:
+            raise CheckpointError(
+                f"the replay is of {lanes} environments in step, this run has {self._lanes} (num_envs, times num_workers where there are any): resume with "
+                "as many, or start a new run from its weights with --init-from"
+            )
+        self.ring = self._make_ring(arrays["example"], lanes)
         self.ring.load(directory, arrays["ring"])
         return True
 
@@ -371,6 +382,15 @@ class Sequences(Replay):
         super().__init__(size, batch_size, **options)
         self.length, self.burn_in = length, burn_in
 
+    def check_rows(self, num_envs: int, ready: int) -> None:
+        super().check_rows(num_envs, ready)
+        rows = self.burn_in + self.length
+        if self.size < rows * num_envs:
+            raise ConfigError(
+                f"a sequence is {rows} rows of one environment, so replay_size is at least {rows} * {num_envs} environments = {rows * num_envs}; "
+                f"got {self.size}"
+            )
+
     def _ready(self) -> bool:
         if self.ring is None or not super()._ready():
             return False
@@ -383,8 +403,7 @@ class Sequences(Replay):
     def _draw(self, beta: float) -> dict[str, NestedArray]:
         assert self.ring is not None
         data = self.ring.sample_sequences(self.batch_size, self.length, self.burn_in, self.rng, beta)
-        # the priority of a sequence goes to the row that was drawn for it: near the newest row its learning part begins earlier
-        return {**data, "id": data.pop("anchor")}
+        return {**data, "id": data.pop("anchor")}  # its priority goes to the row that was drawn
 
 
 # --- files ------------------------------------------------------------------------------------------------------------------

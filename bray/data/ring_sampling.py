@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from bray import tree
-from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK, FIRST, RETIRED, TERMINATED, TRUNCATED, VALID
+from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK, FIRST, JOINT, RETIRED, TERMINATED, TRUNCATED, VALID
 from bray.data.ring_storage import RingConfig, RingStorage
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.tree import NestedArray
 
+_TRIES = 8
+"""Times that rows at which no sequence can be learnt are drawn again before the others are looked through."""
 _ONE = np.uint32(1)  # of the counters' own type: add.at is ten times slower otherwise
 
 
@@ -57,8 +59,11 @@ class SampledRing(RingStorage):
         the first row, `[B, ...]`.
 
         Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are equally
-        likely. Prioritized: a row is drawn by priority and the sequence is laid so that its learning part starts there (or
-        as near as the stored rows allow); `weight` and `anchor` (its id) are that row's.
+        likely. Prioritized: a row is drawn by priority, of those at which the learning part of a sequence can start;
+        `weight` and `anchor` (its id) are that row's.
+
+        Where an episode goes on behind a gap, the memory cannot be had from the rows before: a sequence whose burn-in has a
+        gap begins behind it, with the state stored there, and rows behind a later gap are not `valid`.
         """
         if length < 1 or burn_in < 0:
             raise ConfigError(f"sequences have length >= 1 and burn_in >= 0, got {length} and {burn_in}")
@@ -75,25 +80,36 @@ class SampledRing(RingStorage):
             anchor = (start + burn_in) * n + env
             weight = np.ones(batch_size, np.float32)
         else:
-            anchor, _, weight = self._draw(batch_size, rng, beta, within)
+            span = (low + burn_in) * n, (high + burn_in + 1) * n
+            anchor, weight = self._draw_anchors(batch_size, rng, beta, within, span)
             start, env = np.divmod(anchor, n)
-            start = np.clip(start - burn_in, low, high)
+            start -= burn_in
         ids = (start + np.arange(total + 1)[:, None]) * n + env
         slots = ids % self._size
         flags = self._flags.take(slots)
+        if joined := "state" in self._extras and bool((flags & JOINT).any()):
+            late = _last(flags[1 : burn_in + 1] & JOINT)
+            ids += np.where(start + late <= high, late, 0) * n
+            slots = ids % self._size
+            flags = self._flags.take(slots)
         if self._frames is None:
             obs = take_rows(self._columns["obs"], slots)
         else:
             obs = self._frames.gather(self._flags, slots, self._frames.stack)
         inner, flat = flags[:-1], slots[:-1]
+        first, valid = (flags & FIRST) != 0, (inner & VALID) != 0
+        if joined:
+            joint = (flags & JOINT) != 0
+            first &= ~joint
+            valid[1:] &= ~np.logical_or.accumulate(joint[1:-1], 0)
         batch = {
             "obs": obs,
             "action": take_rows(self._columns["action"], flat),
             "reward": self._reward.take(flat),
             "terminated": (inner & TERMINATED) != 0,
             "truncated": (inner & TRUNCATED) != 0,
-            "valid": (inner & VALID) != 0,
-            "first": (flags & FIRST) != 0,
+            "valid": valid,
+            "first": first,
             "weight": weight,
             "id": ids[:-1],
             "anchor": anchor,
@@ -239,6 +255,29 @@ class SampledRing(RingStorage):
             wrong = wrong[(self._flags.take(slots[wrong]) & ELIGIBLE_MASK) != ELIGIBLE]
         return ids, slots, np.ones(n, np.float32)
 
+    def _draw_anchors(
+        self,
+        n: int,
+        rng: np.random.Generator,
+        beta: float | None,
+        within: tuple[int, int] | None,
+        span: tuple[int, int],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and weights of n draws by priority, of the ids in `span`: most are, so the others are drawn again."""
+        assert self._tree is not None
+        ids = self._draw(n, rng, beta, within)[0]
+        for _ in range(_TRIES):
+            wrong = np.flatnonzero((ids < span[0]) | (ids >= span[1]))
+            if not len(wrong):
+                break
+            ids[wrong] = self._draw(len(wrong), rng, beta, within)[0]
+        if len(wrong := np.flatnonzero((ids < span[0]) | (ids >= span[1]))):
+            if not (self._tree.leaves.take(self.ids(span) % self._size) > 0.0).any():
+                return rng.integers(*span, n), np.ones(n, np.float32)  # dead rows: any, for what follows them
+            ids[wrong] = self._draw_within(len(wrong), rng, 0.0, *span)[0]
+        p = self._tree.leaves.take(ids % self._size)
+        return ids, ((p / p.min()) ** -(self.beta if beta is None else float(beta))).astype(np.float32)
+
     def _draw_within(
         self, n: int, rng: np.random.Generator, beta: float, low: int, high: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -277,6 +316,12 @@ class SampledRing(RingStorage):
                 self._count -= len(gone)
                 if self._tree is not None:
                     self._tree.set(gone, 0.0)
+
+
+def _last(flags: np.ndarray) -> np.ndarray:
+    """1 + the last row of `[T, B]` that has a flag; 0 where none has."""
+    rows = np.arange(1, len(flags) + 1)[:, None]
+    return ((flags != 0) * rows).max(0, initial=0)
 
 
 def take_rows(column: NestedArray, slots: np.ndarray) -> NestedArray:

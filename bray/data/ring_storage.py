@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK, ENDED, FIRST, TERMINATED, TRUNCATED, VALID
+from bray.data.flags import ELIGIBLE, ELIGIBLE_MASK, ENDED, FIRST, JOINT, TERMINATED, TRUNCATED, VALID
 from bray.data.monitor import Monitor
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.tree import NestedArray
@@ -38,7 +38,7 @@ _RESERVED = {
     "priority",
 }  # columns and outputs of our own
 _FLAGS = ("terminated", "truncated", "valid")
-_BITS = np.array([TERMINATED, TRUNCATED, VALID, FIRST], np.uint8)
+_BITS = np.array([TERMINATED, TRUNCATED, VALID, FIRST, JOINT], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class RingStorage:
         self._fresh = 0  # rows before this one are stale
         self._count = 0
         self._entering = 0  # environments whose newest row is valid
-        self._stage = np.zeros((4, config.num_envs), bool)  # the flags of the row being added
-        self._first = self._stage[3]  # environments whose next row starts an episode
+        self._stage = np.zeros((5, config.num_envs), bool)  # the flags of the row being added
+        self._first = self._stage[3]  # environments whose next row starts an episode, or follows a gap
         self._first[:] = True
         # Environments whose newest row was truncated: their final observation must follow. After `terminated` a valid row may follow,
         # because a lost life ends the return but not the game; the next row is then not used as a bootstrap.
@@ -154,12 +154,14 @@ class RingStorage:
         truncated: np.ndarray,
         valid: np.ndarray,
         *,
+        first: np.ndarray | None = None,
         priority: np.ndarray | None = None,
         version: int | None = None,
         **extras: NestedArray,
     ) -> None:
-        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written. `priority`: its errors `[B]`, if they are known
-        already (a uniform replay does not look at them); `version`: of the weights that acted, if it is not the newest."""
+        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written. `first [B]`: where an episode begins, if that may not be
+        everywhere behind a row that is not valid; `priority`: its errors `[B]`, if they are known already (a uniform replay does not look at them);
+        `version`: of the weights that acted, if it is not the newest."""
         n = self.num_envs
         writes: list[tuple[np.ndarray, np.ndarray]] = []
         words = None
@@ -185,6 +187,7 @@ class RingStorage:
             if np.shape(value) != (n,):
                 raise DataError(f"replay column {name!r}: expected shape {(n,)}, got {np.shape(value)}")
             staged[...] = value
+        np.logical_and(self._first, False if first is None else np.logical_not(first), out=self._stage[4])
         if self._any_ended and (self._ended & self._stage[2]).any():
             env = int(np.flatnonzero(self._ended & self._stage[2])[0])
             raise DataError(

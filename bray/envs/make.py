@@ -41,8 +41,11 @@ def make_vec(
     chooses the same whatever else the machine does. `threads`: of a form that has threads; 0 = one per core."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
+    together = (
+        config if numbers is None else replace(config, num_envs=len(numbers), wait_num=None, step_wait_timeout=0.0)
+    )
     if form == "envpool":
-        return native.make_envpool(config, source, seed + worker_index)
+        return native.make_envpool(together, source, seed + worker_index + (numbers.start << 16 if numbers else 0))
     why_not = native.why_not_native(config, source, render_mode)
     if form == "native" and why_not is not None:
         raise ConfigError(
@@ -50,14 +53,12 @@ def make_vec(
         )
     if form == "native" or (form == "auto" and why_not is None and _native_pays(build)):
         worker_seed = episode_seed(seed, worker_index, numbers.start if numbers else 0) if worker_index else seed
-        if numbers is not None:
-            config = replace(config, num_envs=len(numbers))
-        return native.make_native(config, source, build.preprocessing(), worker_seed, render_mode, threads)
+        return native.make_native(together, source, build.preprocessing(), worker_seed, render_mode, threads)
     if source.single and form == "subprocess":
         raise ConfigError("an environment object cannot be moved to another process: give its class or a factory")
-    if form == "subprocess" or (form == "auto" and numbers is None and _processes_pay(build)):
+    if form == "subprocess" or (form == "auto" and _processes_pay(build, worker_index)):
         try:
-            return SubprocessVecEnv(build, seed)
+            return SubprocessVecEnv(build, seed, numbers)
         except ConfigError:
             if form == "subprocess" or config.step_timeout is not None:
                 raise
@@ -71,8 +72,9 @@ def _native_pays(build: Builder) -> bool:
     return build.config.num_envs >= 8 or atari.is_atari(build.source.gym_spec)
 
 
-def _processes_pay(build: Builder) -> bool:
-    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step (`EnvSource.step_ms`).
+def _processes_pay(build: Builder, worker_index: int) -> bool:
+    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step (`EnvSource.step_ms`). Rollout workers have
+    the cores already.
 
     Both forms give the same trajectories, so that the choice changes nothing but the speed.
     """
@@ -81,6 +83,8 @@ def _processes_pay(build: Builder) -> bool:
         return False
     if config.step_timeout is not None:
         return True
+    if worker_index:
+        return False
     processes = min(config.num_envs, config.num_processes or os.cpu_count() or 1)
     in_turn = -(-config.num_envs // processes)  # environments of one process, one after another
     return build.source.step_ms * (config.num_envs - in_turn) > _SUBPROCESS_GAIN

@@ -195,6 +195,8 @@ def run_child(
 ) -> None:
     """In the child: serve until told to stop or the parent is gone."""
     _die_with_parent(parent, by_main)
+    # A daemon, so that no exit of the parent waits for it; but a rollout worker has children of its own, which end with it as it does with its parent.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: a game that an environment starts would inherit that
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)

@@ -38,21 +38,24 @@ from bray.tree import NestedArray
 
 
 class SubprocessVecEnv(VecEnv):
-    """See the module."""
+    """All environments of a config, or those with the given `numbers`; of these it then waits for the same part (`wait_num`). See the module."""
 
     form = FORM
 
-    def __init__(self, build: Builder, seed: int):
+    def __init__(self, build: Builder, seed: int, numbers: range | None = None):
         config = build.config
-        self.num_envs, self.name, self.spec = config.num_envs, build.name, built_spec(build)
+        numbers = range(config.num_envs) if numbers is None else numbers
+        self.num_envs, self.name, self.spec = len(numbers), build.name, built_spec(build)
+        part = self.num_envs / config.num_envs
         self._max_restarts, self._timeout = config.max_restarts, config.step_timeout
         self.waits = config.wait_num is not None
-        self._wait_num, self._wait_longer = config.wait_num or self.num_envs, config.step_wait_timeout
+        self._wait_num = self.num_envs if config.wait_num is None else max(1, round(config.wait_num * part))
+        self._wait_longer = config.step_wait_timeout
         most = self.num_envs if self.waits else os.cpu_count() or 1
-        processes = min(self.num_envs, config.num_processes or most)
+        processes = min(self.num_envs, max(1, round(config.num_processes * part)) if config.num_processes else most)
         edges = np.linspace(0, self.num_envs, processes + 1).round().astype(int).tolist()
         self._rows = [slice(low, high) for low, high in itertools.pairwise(edges)]
-        self._share = Share(replace(build, remote=True), self.spec, seed, range(0), build.source.gym_spec)
+        self._share = Share(replace(build, remote=True), self.spec, seed, numbers, range(0), build.source.gym_spec)
         self._told = Told()
         shared = SharedArrays(self.spec, self.num_envs)
         self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, shared.size))
@@ -82,7 +85,7 @@ class SubprocessVecEnv(VecEnv):
         return [worker.process.pid or 0 for worker in self._workers]
 
     def _start(self, rows: slice, episodes: list[int] | None = None, begin: list[bool] | None = None) -> Child:
-        share = replace(self._share, numbers=range(rows.start, rows.stop), episodes=episodes, begin=begin)
+        share = replace(self._share, numbers=self._share.beside[rows], episodes=episodes, begin=begin)
         try:
             told, needs_main = portable(share)
             return Child(serve_share, (self._memory, told), "bray-env", needs_main)
@@ -207,16 +210,17 @@ class SubprocessVecEnv(VecEnv):
         try:
             row = self._ask(w, "get_state")["json"]["envs"][i - self._rows[w].start]
         except (Lost, EnvError):
-            return f"{self.name}, environment {i}, episode {self._view['episode'][i]}"
-        return f"{self.name}, environment {i}, episode {row['episode']}, step {row['steps']}"
+            return f"{self.name}, environment {self._share.beside[i]}, episode {self._view['episode'][i]}"
+        return f"{self.name}, environment {self._share.beside[i]}, episode {row['episode']}, step {row['steps']}"
 
     def _replace(self, w: int, why: Lost) -> None:
         """Kill a worker by its id, start another, and end its environments' episodes as truncated."""
         rows, worker, view = self._rows[w], self._workers[w], self._view
         where = worker.stack()
         worker.kill()
+        numbers = self._share.beside[rows]
         report = (
-            f"{where}\n{self.name}, environments {rows.start} to {rows.stop - 1}: their process {worker.process.pid} {why} "
+            f"{where}\n{self.name}, environments {numbers[0]} to {numbers[-1]}: their process {worker.process.pid} {why} "
             f"(exit code {worker.process.exitcode})"
         ).lstrip()
         self._count_restart(report)

@@ -68,7 +68,10 @@ class Share:
     build: Builder
     spec: EnvSpec
     seed: int
+    beside: range
+    """The numbers of all environments that share the arrays."""
     numbers: range
+    """Those that this worker makes."""
     gym_spec: Any
     """The user may have registered it in the parent only."""
     episodes: list[int] | None = None
@@ -89,8 +92,8 @@ class Share:
         envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
         for told in self.each:
             envs.foreach_env(pickle.loads(told))  # our own bytes, from our own parent
-        rows = slice(self.numbers.start, self.numbers.stop)
-        view = tree.index(SharedArrays(self.spec, config.num_envs).view(memory), rows)
+        rows = slice(self.numbers.start - self.beside.start, self.numbers.stop - self.beside.start)
+        view = tree.index(SharedArrays(self.spec, len(self.beside)).view(memory), rows)
         if self.episodes is not None and self.begin is not None:
             for to, given in zip(
                 tree.leaves(view["obs"]), tree.leaves(envs.take_over(self.episodes, self.begin)), strict=True

@@ -92,7 +92,8 @@ class LocalTraining(Driver):
                 _refuse_waiting(env.wait_num, side)
             if hasattr(side.experience, "check_rows"):
                 total = env.num_envs * max(1, run.num_workers)
-                side.experience.check_rows(total, env.wait_num or total)
+                ready = (env.wait_num or env.num_envs) * max(1, run.num_workers)
+                side.experience.check_rows(total, ready)
             source = self._play_here(side) if self.env is not None else self._play_in_workers(side, model)
         except BaseException:
             if self.env is not None:

@@ -241,11 +241,12 @@ class Rollout:
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from `get_state`; where the environment cannot, new episodes start and `env.exact` is False."""
         arrays, json = state["arrays"], state["json"]
-        self.rng.bit_generator.state = json["rng"]
         self._told = None  # its time may be later than the state's
-        if self.rewards:
-            self.rewards.set_state(arrays["rewards"])
-        if json["env"] is None:
+        if "rng" in json:  # else workers played
+            self.rng.bit_generator.state = json["rng"]
+            if self.rewards:
+                self.rewards.set_state(arrays["rewards"])
+        if json.get("env") is None:
             self.obs = self.env.reset(int(self.rng.integers(1 << 31)))  # other episodes than those that began the run
             self.env.exact = False
             return

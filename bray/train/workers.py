@@ -342,7 +342,7 @@ class WorkerSource(Source):
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self._clock, self._news = clock, True
-        saved = state["json"]["workers"]
+        saved = state["json"].get("workers")  # none where one process played
         if saved is None or len(saved) != len(self._seats):
             self._ask_all("start_anew", tuple(clock))
             scales = [mine for mine in state["json"].get("scales", ()) if mine]
