@@ -21,6 +21,7 @@ FAULTS = {
     "shape": r"environment 1, episode 0, step 3: observation has shape \(3,\) in its space, got \(2,\)",
     "list": r"environment 1, episode 0, step 3: observation is an array of float32, got a list",
     "reward_nan": r"environment 1, episode 0, step 3: the reward is nan",
+    "reward_none": r"environment 1, episode 0, step 3: the reward is a number, got NoneType None: return float",
     "reward_arrays": r"environment 1, episode 0, step 3: the reward is a number, got ndarray array\(\[1\., 2\.\]\)",
 }
 
@@ -48,6 +49,26 @@ def test_workers_report_the_same(fault):
         v.step([0, 0])
         with pytest.raises(EnvError, match=FAULTS[fault]):
             v.step([0, 0])
+
+
+class Careless(e.Scripted):
+    """Nothing where info belongs, arrays where flags belong."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], None
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, np.array([terminated]), truncated, None
+
+
+def test_harmless_slips_are_taken():
+    v = make_vec(EnvConfig(Careless, num_envs=2, vector="inprocess", per_env=[{}, {"terminate_at": 2}]), seed=0)
+    v.reset()
+    rows = [v.step([0, 0]) for _ in range(5)]
+    assert [r[2].tolist() for r in rows] == [[False] * 2, [False, True], [False] * 2, [False] * 2, [True, True]]
+    assert "warning: info is a dict, got None: return {}" in said(Careless)
+    assert all(finding.startswith("warning") for finding in said(Careless))
 
 
 def test_the_check_can_be_switched_off():

@@ -219,7 +219,9 @@ class _Checker:
         for name, value in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(value, (bool, np.bool_)):
                 self.say("warning", f"{name} is a bool, got {_kind(value)}: return bool({name})")
-        if not isinstance(info, dict):
+        if info is None:
+            self.say("warning", "info is a dict, got None: return {}")
+        elif not isinstance(info, dict):
             self.stop(f"info is a dict, got {_kind(info)}")
 
     def _deterministic(self, space: Space, layout: ActionLayout, first: list[Any]) -> None:

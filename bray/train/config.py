@@ -25,7 +25,7 @@ class RunConfig:
 
     algorithm: str = "PPO"
     """A known algorithm's name, or `module:Name` of your own."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of everything random in the run."""
     stop: dict[str, float] = field(default_factory=dict)
     """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
