@@ -237,7 +237,25 @@ def wrong_rows(obs):
     return obs.sum()
 
 
+def asks_too_much(obs):
+    return obs.no_such_thing
+
+
+class NeedsPictures(nn.Module):
+    def __init__(self, space):
+        super().__init__()
+        self.channels = space.shape[2]
+
+
 def test_preprocessors_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match=r"clip_and_split raised TypeError: .* unexpected keyword argument 'att'"):
+        make_encoder(
+            Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=clip_and_split, custom_options={"att": 1})
+        )
+    with pytest.raises(ConfigError, match="custom_preprocessor asks_too_much raised AttributeError"):
+        make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=asks_too_much))
+    with pytest.raises(ConfigError, match=r"custom_preprocessor .*NeedsPictures.* raised IndexError"):
+        make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=NeedsPictures))
     with pytest.raises(ConfigError, match="for a batch of 2 it returned"):
         make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=wrong_rows))
     with pytest.raises(UnknownName):
