@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Flag, Port, Positive, Whole
+from bray.config.declare import Amount, Count, Flag, Needs, Port, Positive, Whole
 from bray.errors import ConfigError
 
 
@@ -34,10 +34,12 @@ class RunConfig:
     init_from: Annotated[str | None, Flag(metavar="RUN_OR_CHECKPOINT")] = None
     """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what `init_map` and `init_partial` say.
     A resumed run does not look at it again."""
-    init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map)] = field(default_factory=dict)
+    init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map), Needs("init_from")] = field(
+        default_factory=dict
+    )
     """Take over a part only: weights whose names begin with NEW here are those that begin with OLD there. Everything else starts as without
     `init_from`."""
-    init_partial: Annotated[bool, Flag()] = False
+    init_partial: Annotated[bool, Flag(), Needs("init_from")] = False
     """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
