@@ -174,7 +174,8 @@ class Space:
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         dtype = np.dtype(self.dtype)
         if dtype.kind in "iu":
-            return rng.integers(low, high, endpoint=True).astype(dtype)
+            drawn = np.uint64 if dtype == np.uint64 else np.int64
+            return rng.integers(low, np.minimum(high, _top(dtype)), dtype=drawn, endpoint=True).astype(dtype)
         return np.where(bounded, rng.uniform(low, high), rng.normal(size=self.shape)).astype(dtype)
 
 
@@ -230,10 +231,18 @@ def parse_space(text: Any) -> Space:
     return Space("multi_discrete", (len(sizes),), "int64", n=sizes, start=(0,) * len(sizes))
 
 
+def _top(dtype: np.dtype) -> float:
+    """The largest float that a type of integers holds: its own largest number, as a float, may be one beyond it."""
+    top = float(np.iinfo(dtype).max)
+    return top if int(top) <= np.iinfo(dtype).max else float(np.nextafter(top, 0.0))
+
+
 @lru_cache(maxsize=256)
 def _box(space: Space) -> tuple[np.ndarray, ...]:
     """low, high, where both are finite, and there: low and the width of the box."""
     low, high = (x.reshape(-1) for x in space.bounds())
+    if np.dtype(space.dtype).kind in "iu":
+        high = np.minimum(high, _top(np.dtype(space.dtype)))
     bounded = np.isfinite(low) & np.isfinite(high)
     origin = np.where(bounded, low, 0.0)
     return low, high, bounded, origin, np.where(bounded, high, 1.0) - origin

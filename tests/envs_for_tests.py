@@ -76,6 +76,8 @@ class Scripted(gym.Env):
                 return obs.tolist(), reward
             case "reward_nan":
                 return obs, float("nan")
+            case "reward_none":
+                return obs, None
             case "reward_array":
                 return obs, np.array([1.0])
             case "reward_arrays":

@@ -111,6 +111,24 @@ def test_a_preset_for_another_version_is_said(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"init_map": {"core": "core"}}, r"run\.init_map=.* has no effect without run\.init_from"),
+        ({"init_partial": True}, r"run\.init_partial=true \(python\) has no effect without run\.init_from"),
+        (
+            {"recurrent": "gru"},
+            r"model\.recurrent='gru' \(python\) has no effect without model\.use_lstm: set that too",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_are_named_with_what_they_belong_to(keys, said):
+    with pytest.raises(ConfigError, match=said):
+        Experiment("PPO", "CartPole-v1", **keys)
+    Experiment("PPO", "CartPole-v1", use_lstm=True, recurrent="gru")
+    Experiment("R2D2", "CartPole-v1", recurrent="gru")  # it has a memory by itself
+
+
 def test_options_that_exclude_each_other_are_both_named():
     with pytest.raises(ConfigError) as e:
         Experiment("DQN", "CartPole-v1", target_period=100)

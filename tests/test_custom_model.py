@@ -70,6 +70,11 @@ class Softmax(Net):
         return super().forward(x).softmax(-1)
 
 
+class Double(Net):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
 class Crooked(Net):
     def forward(self, x):
         return self.layer(x.reshape(-1, 3))
@@ -182,6 +187,8 @@ def test_sizes_of_other_spaces():
         ),
         ("actor_critic", RllibStyle, r"RllibStyle\(obs_space, .*missing a required argument"),
         ("q", Lstm, "cannot train a memory"),
+        ("q", Double, r"it returned q as torch.float64: return float32"),
+        ("actor_critic", Double, r"it returned dist as torch.float64: return float32"),
     ],
 )
 def test_what_does_not_fit_is_one_message_with_the_signature(kind, model, said):
@@ -191,6 +198,12 @@ def test_what_does_not_fit_is_one_message_with_the_signature(kind, model, said):
     assert "def __init__(self, spec, config, **custom_options)" in message
     assert "def forward(self, obs)" in message
     assert ('{"q": [B, 3]}' if kind == "q" else '{"dist": [B, 3], "value": [B]}') in message
+
+
+@pytest.mark.parametrize("run", ["PG", "ES", "ARS"])
+def test_a_memory_where_the_algorithm_has_none_is_one_message(run):
+    with pytest.raises(ConfigError, match=r"custom_model .*Lstm does not fit: .* cannot train a memory"):
+        bray.Experiment(run, "CartPole-v1", custom_model=Lstm, use_preset=False).training  # noqa: B018
 
 
 def test_an_image_is_no_number():

@@ -12,7 +12,7 @@ import pytest
 
 from bray.envs import EnvConfig, make_vec
 from bray.envs.check import check_env
-from bray.errors import EnvError
+from bray.errors import ConfigError, EnvError
 
 FAULTS = {
     "nan": r"environment 1, episode 0, step 3: observation\[1\] is nan, in array\(\[ 3",
@@ -21,6 +21,7 @@ FAULTS = {
     "shape": r"environment 1, episode 0, step 3: observation has shape \(3,\) in its space, got \(2,\)",
     "list": r"environment 1, episode 0, step 3: observation is an array of float32, got a list",
     "reward_nan": r"environment 1, episode 0, step 3: the reward is nan",
+    "reward_none": r"environment 1, episode 0, step 3: the reward is a number, got NoneType None: return float",
     "reward_arrays": r"environment 1, episode 0, step 3: the reward is a number, got ndarray array\(\[1\., 2\.\]\)",
 }
 
@@ -48,6 +49,26 @@ def test_workers_report_the_same(fault):
         v.step([0, 0])
         with pytest.raises(EnvError, match=FAULTS[fault]):
             v.step([0, 0])
+
+
+class Careless(e.Scripted):
+    """Nothing where info belongs, arrays where flags belong."""
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], None
+
+    def step(self, action):
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, np.array([terminated]), truncated, None
+
+
+def test_harmless_slips_are_taken():
+    v = make_vec(EnvConfig(Careless, num_envs=2, vector="inprocess", per_env=[{}, {"terminate_at": 2}]), seed=0)
+    v.reset()
+    rows = [v.step([0, 0]) for _ in range(5)]
+    assert [r[2].tolist() for r in rows] == [[False] * 2, [False, True], [False] * 2, [False] * 2, [True, True]]
+    assert "warning: info is a dict, got None: return {}" in said(Careless)
+    assert all(finding.startswith("warning") for finding in said(Careless))
 
 
 def test_the_check_can_be_switched_off():
@@ -193,6 +214,53 @@ def test_masks_and_flags():
             return {**super()._obs(), "action_mask": (np.ones(5, np.int8), np.zeros(3, np.int8))}
 
     assert "forbids every choice of action part 2" in said(NoneLegal)[0]
+
+
+class _Spaces(e.Scripted):
+    """Scripted with other spaces."""
+
+    def __init__(self, observation, action=None):
+        super().__init__()
+        self.observation_space, self.action_space = observation, action or self.action_space
+
+    def _obs(self, action=0):
+        return self.observation_space.sample()
+
+    def step(self, action):
+        return super().step(0)
+
+
+_VECTOR = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+
+
+@pytest.mark.parametrize("form", ["inprocess", "subprocess"])
+@pytest.mark.parametrize(
+    ("observation", "action", "says"),
+    [
+        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(6)}, None, "action_mask has 6 entries, the action space has 4 choices"),
+        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(2)}, None, "action_mask has 2 entries, the action space has 4 choices"),
+        (
+            {"a": _VECTOR, "action_mask": gym.spaces.Dict(jump=gym.spaces.MultiBinary(2))},
+            gym.spaces.Dict(move=gym.spaces.Discrete(2)),
+            "action_mask has ['jump'], the action has ['move']",
+        ),
+        ({"a": _VECTOR, "b": gym.spaces.Box(0, 1, (0,), np.float32)}, None, "observation['b'] has no elements, its shape is (0,)"),
+    ],
+)  # fmt: skip
+def test_spaces_that_cannot_work_are_refused_before_the_first_step(observation, action, says, form):
+    keys = {"observation": gym.spaces.Dict(observation), "action": action}
+    (finding,) = said(_Spaces, **keys)
+    assert finding.startswith(f"error: {says}")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        make_vec(EnvConfig(_Spaces, env_config=keys, vector=form, check=False), seed=0)
+
+
+def test_half_floats_are_read_as_float32():
+    space = gym.spaces.Box(-1.0, 1.0, (3,), np.float16)
+    v = make_vec(EnvConfig(_Spaces, env_config={"observation": space, "action": space}, num_envs=2), seed=0)
+    assert v.reset().dtype == v.step(np.zeros((2, 3)))[0].dtype == np.float32
+    assert v.spec.action.dtype == "float16"  # the environment gets what it declares
+    assert said(_Spaces, observation=space)[0].startswith("warning: observation has dtype float32")
 
 
 def test_endless_episodes_and_unbounded_actions_are_told():

@@ -414,6 +414,17 @@ def test_frame_stack_and_flatten():
     assert [m.shape for m in flat["action_mask"]] == [(1, 5), (1, 3)]
 
 
+@pytest.mark.parametrize("keys", [{"frame_stack": 3}, {"wrappers": [{"name": "frame_stack", "n": 3}]}])
+def test_a_mask_beside_stacked_frames_is_that_of_now(keys):
+    v = make_vec(EnvConfig(e.Composite, **keys), seed=0)
+    v.reset()
+    obs = v.step(v.spec.layout.to_env(np.zeros((1, 5), np.float32)))[0]
+    assert obs["vector"].shape == (1, 3, 2)
+    assert obs["bits"][0, :, 0].tolist() == [0, 0, 1]
+    assert v.spec.layout.mask(obs).tolist() == [[True] * 5 + [True, False, True]]
+    assert v.spec.frame_stack is None  # the replay's store of frames is for observations that are one array
+
+
 def test_env_spec_records_limit_and_preprocessing():
     spec = env_spec(EnvConfig("CartPole-v1", frame_stack=2, wrappers=[{"name": "action_repeat", "repeat": 2}]))
     assert spec.observation.shape == (2, 4)

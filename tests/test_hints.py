@@ -111,6 +111,7 @@ def test_a_key_of_joyrl_that_is_other_here_is_answered_with_its_line(tmp_path, c
     [
         ("PPO", {"lr": -1}, "algo.lr.*expected a number > 0 or a schedule of numbers >= 0, got -1"),
         ("PPO", {"lr": {"start": 1e-3, "end": -1e-3, "steps": 10}}, "algo.lr.*a schedule of numbers >= 0"),
+        ("PPO", {"seed": -1}, "run.seed.*expected a whole number >= 0, got -1"),
         ("DQN", {"epsilon": 1.5}, "algo.epsilon.*>= 0 and <= 1.*got 1.5"),
         ("DQN", {"epsilon": {"kind": "piecewise", "points": [[0, 1.0], [5, -0.1]]}}, "algo.epsilon"),
         ("DQN", {"priority_beta": -0.1}, "algo.priority_beta"),
@@ -135,7 +136,6 @@ def test_an_algorithm_of_ones_own_cannot_climb_either():
 
 
 WITHOUT_RANGE = {
-    "run.seed": "any of 64 bits, checked where it is used",
     "env.clip_rewards": "a sign, a number or a pair; checked where it is used",
     "SAC.target_entropy": "any number is an entropy",
     "CrossQ.target_entropy": "any number is an entropy",

@@ -94,8 +94,9 @@ def test_it_is_strict_unless_told_otherwise(source, tmp_path):
     assert same(exp.training.weights(), before, "core")
     exp.close()
     narrow = experiment(tmp_path / "c", "DQN", env="Acrobot-v1", fcnet_hiddens=[7])
-    with pytest.raises(CheckpointError, match="none was loaded: 0 tensors fit"):
+    with pytest.raises(CheckpointError, match="none was loaded: 0 tensors fit") as error:
         narrow.init_from(source, partial=True)
+    assert "--init-partial" not in str(error.value), "it was said already"
     narrow.close()
 
 

@@ -158,6 +158,35 @@ def test_terms_that_cannot_work_are_one_message(term, message):
         train("PPO", 1, **PPO, loss_terms={term: 1.0})
 
 
+def reports_policy_loss(batch, outputs, model):
+    return outputs["dist"].mean(), {"policy_loss": outputs["dist"].detach().mean()}
+
+
+def reports_a_schedule(batch, outputs, model):
+    return outputs["dist"].mean(), {"entropy_coef": outputs["dist"].detach().mean()}
+
+
+def test_a_number_of_a_row_is_of_one_term_and_not_of_the_algorithm(monkeypatch):
+    terms = types.SimpleNamespace(
+        entropy=squared_error, squared_error=squared_error, liar=reports_policy_loss, other=reports_a_schedule
+    )
+    monkeypatch.setitem(sys.modules, "my_terms", terms)
+    with pytest.raises(ConfigError, match="squared_error and my_terms:squared_error both report loss/squared_error"):
+        train("PPO", 1, **PPO, loss_terms={"squared_error": 0.0, "my_terms:squared_error": 0.0})
+    register_loss_term("reports_policy_loss", reports_policy_loss)
+    with pytest.raises(ConfigError, match="my_terms:liar and reports_policy_loss both report loss/policy_loss"):
+        train("PPO", 1, **PPO, loss_terms={"my_terms:liar": 0.0, "reports_policy_loss": 0.0})
+    schedule = {"kind": "linear", "start": 0.01, "end": 0.0, "steps": 100}
+    for term, number in (("entropy", "entropy"), ("liar", "policy_loss"), ("other", "entropy_coef")):
+        keys = {**PPO, "entropy_coef": schedule, "loss_terms": {f"my_terms:{term}": 0.0}}
+        exp = bray.Experiment("PPO", "CartPole-v1", use_preset=False, **keys)
+        with pytest.raises(
+            ConfigError, match=f"my_terms:{term} reports loss/{number}, which the algorithm reports too"
+        ):
+            exp.training.iterate()
+        exp.close()
+
+
 # --- preprocessors ----------------------------------------------------------------------------------------------------
 
 
@@ -208,7 +237,25 @@ def wrong_rows(obs):
     return obs.sum()
 
 
+def asks_too_much(obs):
+    return obs.no_such_thing
+
+
+class NeedsPictures(nn.Module):
+    def __init__(self, space):
+        super().__init__()
+        self.channels = space.shape[2]
+
+
 def test_preprocessors_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match=r"clip_and_split raised TypeError: .* unexpected keyword argument 'att'"):
+        make_encoder(
+            Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=clip_and_split, custom_options={"att": 1})
+        )
+    with pytest.raises(ConfigError, match="custom_preprocessor asks_too_much raised AttributeError"):
+        make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=asks_too_much))
+    with pytest.raises(ConfigError, match=r"custom_preprocessor .*NeedsPictures.* raised IndexError"):
+        make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=NeedsPictures))
     with pytest.raises(ConfigError, match="for a batch of 2 it returned"):
         make_encoder(Space("box", (4,), "float32"), ModelConfig(custom_preprocessor=wrong_rows))
     with pytest.raises(UnknownName):

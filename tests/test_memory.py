@@ -1,6 +1,7 @@
 """What remembers: R2D2's loss and the cells against independent float64 loops, and what their options change and refuse."""
 
 import copy
+import dataclasses
 import logging
 import re
 
@@ -14,7 +15,7 @@ from bray.algos import dqn, ppo, pqn, r2d2
 from bray.data import Sequences
 from bray.errors import ConfigError
 from bray.experiment import Experiment
-from bray.nn import ModelConfig, Recurrent, make_encoder
+from bray.nn import ModelConfig, Recurrent, make_encoder, register_loss_term
 from bray.spec import EnvSpec, Space
 
 BOX = Space("box", (3,), "float32")
@@ -115,6 +116,29 @@ def test_r2d2_loss_and_priority_equal_an_independent_loop(double, rescale, n_ste
     update = learner.update(learner.prepare(batch), Clock())
     np.testing.assert_allclose(update.metrics["loss"], (batch["weight"] * expected).mean(), rtol=1e-4)
     np.testing.assert_allclose(update.priorities, priorities, rtol=1e-4)
+
+
+@pytest.mark.parametrize("burn_in", [BURN_IN, 0])
+def test_a_loss_term_sees_the_rows_that_r2d2_learns_from(burn_in):
+    def spread(batch, outputs, model):
+        assert all(
+            batch[k].shape[:2] == outputs["q"].shape[:2] for k in ("obs", "action", "reward", "discount", "after")
+        )
+        return outputs["q"].std(-1)
+
+    length = BURN_IN + LENGTH - burn_in
+    model_config = dataclasses.replace(SMALL, loss_terms={"spread": 0.5})
+    register_loss_term("spread", spread, replace=True)
+    config = r2d2.Config(sequence_length=length, burn_in=burn_in)
+    model = r2d2.make_model(config, SPEC, model_config)
+    before = copy.deepcopy(model)
+    learner = r2d2.Learner(config, SPEC, model, model_config, record=False)
+    batch = sequences()
+    learner.update(learner.prepare(batch), Clock())
+    q = np.stack([values(before, batch, b) for b in range(B)], 1)[burn_in:-1]
+    weight = (batch["valid"] * batch["weight"])[burn_in:]
+    want = (weight * q.std(-1, ddof=1)).sum() / weight.sum()
+    assert learner.numbers() == {"spread": pytest.approx(want, rel=1e-4)}
 
 
 def test_burn_in_brings_the_memory_up_to_date_and_is_not_learnt():

@@ -124,6 +124,17 @@ def test_box_actions_are_scaled_from_minus_one_to_one():
     assert half.to_env(np.float32([[-7, 0]])).tolist() == [[-7, 0.5]]  # an open side takes the number as it is
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32, np.uint8])
+def test_whole_ranges_of_integers_do_not_overflow(dtype):
+    info = np.iinfo(dtype)
+    box = gym.spaces.Box(info.min, info.max, (2,), dtype)
+    space = Space.from_gym(box)
+    low, high = ActionLayout(space).to_env(np.float32([[-1, 1]]))[0]
+    assert low == info.min
+    assert high == pytest.approx(info.max)
+    assert space.sample(np.random.default_rng(0)) in box
+
+
 def test_open_sides_read_as_infinite():
     low, high = Space.from_gym(SPACES["box half open"]).bounds()
     assert low.tolist() == [-np.inf, 0]

@@ -48,7 +48,8 @@ METRICS = ("grad_norm", "weight_norm")
 def make_model(config: Any, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     if model.use_lstm:
         raise ConfigError("ES and ARS without memory is what is here: set use_lstm=false, or use PPO or A2C")
-    return Perturbed(catalog.make_model("actor_critic", spec, model), catalog.example_obs(spec.observation, 1))
+    made = catalog.make_model("actor_critic", spec, model, memory=False)
+    return Perturbed(made, catalog.example_obs(spec.observation, 1))
 
 
 def experience(config: Any, spec: EnvSpec, model: ModelConfig) -> Generation:

@@ -55,7 +55,7 @@ Policy = ppo.Policy
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     if model.use_lstm:
         raise ConfigError("PG without memory is what is here: set use_lstm=false, or use PPO or A2C, which have it")
-    return catalog.make_model("actor_critic", spec, model)
+    return catalog.make_model("actor_critic", spec, model, memory=False)
 
 
 def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Episodes:

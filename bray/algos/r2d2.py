@@ -147,10 +147,23 @@ class Learner(dqn.Learner):
 
     def _unroll(self, model: Any, batch: dict[str, Any], draws: Any) -> Tensor:
         """Action values of the rows that are learnt and of the one behind them, `[L + 1, B, N]`."""
-        state, first, burn_in = batch["state"], batch["first"], self.config.burn_in
-        if burn_in:
-            before = tree.map(lambda x: x[:burn_in], batch["obs"])
-            with torch.no_grad():
-                state = model.unroll(before, state, first[:burn_in], *draws)["state"]
-        q: Tensor = model.unroll(tree.map(lambda x: x[burn_in:], batch["obs"]), state, first[burn_in:], *draws)["q"]
+        burn_in, state = self.config.burn_in, self._burnt_in(model, batch, draws)
+        rest = tree.map(lambda x: x[burn_in:], batch["obs"])
+        q: Tensor = model.unroll(rest, state, batch["first"][burn_in:], *draws)["q"]
         return q
+
+    def _burnt_in(self, model: Any, batch: dict[str, Any], draws: Any = ()) -> Any:
+        """The memory with which the rows that are learnt begin."""
+        burn_in = self.config.burn_in
+        if not burn_in:
+            return batch["state"]
+        before = tree.map(lambda x: x[:burn_in], batch["obs"])
+        with torch.no_grad():
+            return model.unroll(before, batch["state"], batch["first"][:burn_in], *draws)["state"]
+
+    def rows_of(self, batch: dict[str, Any], *draws: Tensor) -> dict[str, Any]:
+        """All columns `[L, B]`; a row that is valid counts as much as its sequence."""
+        learnt = slice(self.config.burn_in, -1)
+        taken = {k: batch[k] for k in ("action", "reward", "discount", "after")}
+        taken |= {"obs": tree.map(lambda x: x[learnt], batch["obs"]), "first": batch["first"][learnt]}
+        return taken | {"state": self._burnt_in(self.model, batch), "weight": batch["valid"] * batch["weight"]}

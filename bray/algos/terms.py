@@ -5,7 +5,7 @@ The optimizer of the Model's weights adds them to whatever loss it is given, fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ class Terms:
     def __init__(self, weights: Mapping[str, float], model: nn.Module, parts: Mapping[str, Any]):
         self.model, self.weights = model, weights
         self.functions = {name: find_own("loss_term", name) for name in weights}
+        self._reported_by: dict[str, str] = {}  # number of a row -> term
+        for name in weights:
+            self._claim(_short(name), name)
         self.optimizer = _optimizer_of(model, parts)
         self.names: list[str] = []
         """Of the numbers, in the order of `_sums`; known after the first gradient step."""
@@ -50,7 +53,9 @@ class Terms:
         for name, function in self.functions.items():
             value, more = self._ask(name, function, columns, outputs)
             total = total + self.weights[name] * value
-            numbers |= {name.rpartition(":")[2]: value, **more}
+            for number, tensor in ((_short(name), value), *more.items()):
+                self._claim(number, name)
+                numbers[number] = tensor
         self._note(numbers)
         return total
 
@@ -83,6 +88,21 @@ class Terms:
             )
         return value.reshape(()), more
 
+    def _claim(self, number: str, name: str) -> None:
+        """A number of a row is of one term."""
+        if (other := self._reported_by.setdefault(number, name)) != name:
+            raise ConfigError(
+                f"loss_terms: {other} and {name} both report loss/{number}: give one of them another name, or another name to its number"
+            )
+
+    def require_free(self, names: Collection[str]) -> None:
+        """ConfigError where a term reports a number that has the name of one of the algorithm's own."""
+        for number, name in self._reported_by.items():
+            if number in names:
+                raise ConfigError(
+                    f"loss_terms: {name} reports loss/{number}, which the algorithm reports too: give the term, or its number, another name"
+                )
+
     def _note(self, numbers: dict[str, Tensor]) -> None:
         if not self.names:
             if len(numbers) > MOST:
@@ -98,6 +118,11 @@ class Terms:
         *sums, count = self._sums.tolist()
         self._sums.zero_()
         return {name: total / count for name, total in zip(self.names, sums, strict=False)} if count else {}
+
+
+def _short(name: str) -> str:
+    """A term's name in rows: without its module."""
+    return name.rpartition(":")[2]
 
 
 def _optimizer_of(model: nn.Module, parts: Mapping[str, Any]) -> Optimizer:

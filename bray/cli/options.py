@@ -112,7 +112,7 @@ class Eval(Acting):
     render: bool = False
     """Write RUN_DIR/videos/eval.mp4 and .gif; `--render human` opens a window."""
     render_human: Hidden = False
-    seed: int | None = None
+    seed: Whole | None = None
     """Other episodes than in every evaluation."""
 
 
@@ -132,7 +132,7 @@ class Collect(Acting):
     """pkl is for other tools; Bray does not read it."""
     checkpoint: Checkpoint = "latest"
     """Which checkpoint."""
-    seed: int | None = None
+    seed: Whole | None = None
     """Other episodes than in every evaluation."""
     per_file: Count = 1000
     """Episodes in one file."""
@@ -332,7 +332,7 @@ class CheckEnv(Options):
     """Its env_config; env.KEY=VALUE for the env section."""
     steps: Count = 200
     """Random steps to play, twice."""
-    seed: int = 0
+    seed: Whole = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,6 +86,13 @@ class Excludes:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """In a field's `Annotated`: this option has no effect unless the other one of the same section is set."""
+
+    other: str
+
+
+@dataclass(frozen=True)
 class Option:
     """One field of a dataclass."""
 

@@ -13,8 +13,9 @@ from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
 from bray.envs.registry import EnvContext, EnvSource, resolve
+from bray.envs.spaces import spec_from_gym
 from bray.errors import BrayError, ConfigError, EnvError
-from bray.spec import EnvSpec, Space
+from bray.spec import EnvSpec
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Builder:
         if config.action_bounds is not None:
             env = wrappers.BoundedActions(env, *config.action_bounds)
         if config.frame_stack and not pictures:
-            env = gym.wrappers.FrameStackObservation(env, config.frame_stack)
+            env = wrappers.frame_stack(env, config.frame_stack)
         if config.flatten_obs:
             env = wrappers.flatten(env)
         if config.max_episode_steps is not None:
@@ -107,8 +108,7 @@ class Builder:
 
     def spec_of(self, env: Any, limit: int | None) -> EnvSpec:
         """The EnvSpec of an environment made here."""
-        observation, action = Space.from_gym(env.observation_space), Space.from_gym(env.action_space)
-        return EnvSpec(self.name, observation, action, limit, self.preprocessing())
+        return spec_from_gym(self.name, env.observation_space, env.action_space, limit, self.preprocessing())
 
 
 def env_spec(config: EnvConfig) -> EnvSpec:

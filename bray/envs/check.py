@@ -18,7 +18,7 @@ from bray.envs.compat import AnyApi
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
 from bray.envs.observations import text_entries
-from bray.envs.spaces import BadValue, BatchCheck, empty_batch, leaves, writer
+from bray.envs.spaces import BadValue, BatchCheck, empty_batch, leaves, spec_from_gym, writer
 from bray.envs.vector import episode_seed
 from bray.errors import BrayError
 from bray.spec import ACTION_MASK, ActionLayout, Space
@@ -87,20 +87,18 @@ class _Checker:
             if getattr(env, kind, None) is None:
                 self.stop(f"it has no {kind}: set it in __init__")
         try:
-            observation, action = Space.from_gym(env.observation_space), Space.from_gym(env.action_space)
+            spec = spec_from_gym("", env.observation_space, env.action_space, None, {})
         except BrayError as e:
             self.stop(str(e))
-        for name, _, space in leaves(observation):
+        for name, _, space in leaves(spec.observation):
             if space.kind == "box" and space.dtype == "float64":
                 self.say("info", f"{name} is float64; models compute in float32, which is half the memory")
-            if space.kind == "box" and 0 in space.shape:
-                self.say("error", f"{name} has no elements, its shape is {space.shape}")
-        for name, _, space in leaves(action, "action"):
+        for name, _, space in leaves(spec.action, "action"):
             if space.kind == "box" and not all(np.isfinite(b).all() for b in space.bounds()):
                 self.say(
                     "warning", f"{name} is an unbounded Box: give it finite low and high, so that actions can be scaled"
                 )
-        return observation, ActionLayout(action)
+        return spec.observation, spec.layout
 
     def _reset(self, env: gym.Env, seed: int) -> Any:
         try:
@@ -122,7 +120,7 @@ class _Checker:
         episode, length, ended = 0, 0, False
         obs = self._reset(env, episode_seed(self.seed, 0, 0))
         for t in range(self.steps + 1):
-            self._observation(obs, write, check, batch, layout, f"episode {episode}, step {length}")
+            self._observation(obs, write, check, batch, f"episode {episode}, step {length}")
             if held is not None and not tree.equal(held[0], held[1]):
                 self.say(
                     "warning",
@@ -199,9 +197,7 @@ class _Checker:
                 "from it, else runs cannot be repeated or resumed exactly",
             )
 
-    def _observation(
-        self, obs: Any, write: Any, check: BatchCheck, batch: Any, layout: ActionLayout, where: str
-    ) -> None:
+    def _observation(self, obs: Any, write: Any, check: BatchCheck, batch: Any, where: str) -> None:
         try:
             write(batch, 0, obs)
         except BadValue as e:
@@ -209,14 +205,6 @@ class _Checker:
         if (found := check.first_bad(batch)) is not None:
             self.stop(
                 f"{where}: {found[1]}. Correct it; an environment that you cannot edit trains with env.check=false"
-            )
-        mask = layout.mask(batch)
-        if mask is None:
-            return
-        if mask.shape[1] != layout.num_logits:
-            self.stop(
-                f"{ACTION_MASK} has {mask.shape[1]} entries, the action space has {layout.num_logits} choices: one entry per "
-                "choice of every discrete part, in the order of the space"
             )
         if (found := check.first_blocked(batch)) is not None:
             self.stop(f"{where}: {found[1]}")
@@ -231,7 +219,9 @@ class _Checker:
         for name, value in (("terminated", terminated), ("truncated", truncated)):
             if not isinstance(value, (bool, np.bool_)):
                 self.say("warning", f"{name} is a bool, got {_kind(value)}: return bool({name})")
-        if not isinstance(info, dict):
+        if info is None:
+            self.say("warning", "info is a dict, got None: return {}")
+        elif not isinstance(info, dict):
             self.stop(f"info is a dict, got {_kind(info)}")
 
     def _deterministic(self, space: Space, layout: ActionLayout, first: list[Any]) -> None:
@@ -276,7 +266,7 @@ def _sample(layout: ActionLayout, obs: Any, rng: np.random.Generator) -> Any:
     action = layout.space.sample(rng)
     if layout.discrete and isinstance(obs, dict) and ACTION_MASK in obs:
         mask = layout.mask(tree.map(lambda x: np.asarray(x)[None], obs))
-        if mask is not None and mask.shape[1] == layout.num_logits:
+        if mask is not None:
             flat, at = [], 0
             for part in layout.parts:
                 flat.append(rng.choice(np.flatnonzero(mask[0, at : at + part.n])))

@@ -68,8 +68,8 @@ class AnyApi(gym.Env):
         if seed is not None and "seed" not in given and callable(seeder := getattr(self.env, "seed", None)):
             seeder(seed)
         out = self.env.reset(**given)
-        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
-            return out
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict | None):
+            return out[0], out[1] or {}
         return out, {}
 
     def step(self, action: Any) -> Any:
@@ -118,10 +118,12 @@ def _with_number(out: tuple[Any, ...]) -> Any:
     return (obs, reward, *rest) if len(rest) == 3 else _from_old(obs, reward, *rest)
 
 
-def _from_old(obs: Any, reward: Any, done: Any, info: dict[str, Any]) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+def _from_old(
+    obs: Any, reward: Any, done: Any, info: dict[str, Any] | None
+) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
     """Old gym's `done` is both ends at once; its TimeLimit says in info which one it was."""
-    truncated = bool(done) and bool(info.get("TimeLimit.truncated", False))
-    return obs, reward, bool(done) and not truncated, truncated, info
+    truncated = bool(done) and bool((info or {}).get("TimeLimit.truncated", False))
+    return obs, reward, bool(done) and not truncated, truncated, info or {}
 
 
 def adapt(env: Any) -> gym.Env:

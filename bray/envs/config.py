@@ -70,7 +70,7 @@ class EnvConfig:
     """[low, high] of a Box action space that has none, or within its own: numbers, or one list of them each. SAC, TD3, DDPG and CrossQ scale
     their actions to the bounds. null = the environment's own."""
     frame_stack: Whole = 0
-    """Observations stacked along a new first axis (0: none). Atari games have their own, `atari.frame_stack`."""
+    """Observations stacked along a new first axis (0: none); an action mask stays that of now. Atari games have their own, `atari.frame_stack`."""
     flatten_obs: bool = False
     """The observation as one flat vector (an action mask stays beside it)."""
     atari: AtariConfig = field(default_factory=AtariConfig)

@@ -122,9 +122,9 @@ class InProcessVecEnv(VecEnv):
                 if count >= limits[i]:
                     cut = True
                 if done or cut:
-                    terminated[i], truncated[i] = done, cut
+                    terminated[i], truncated[i] = bool(done), bool(cut)  # an array of one is a flag too
                     dead = dead or [False] * n
-                    dead[i] = bool(cut) or not info.get(LIFE_LOST)
+                    dead[i] = bool(cut) or not (info or {}).get(LIFE_LOST)
             if info:
                 infos = infos or [{} for _ in range(n)]
                 infos[i] = info
@@ -196,9 +196,9 @@ class InProcessVecEnv(VecEnv):
         """float32[B]; an array of one number is a number too."""
         try:
             out = np.array(reward, np.float32)
-            if out.ndim == 1:
+            if out.ndim == 1 and None not in reward:  # numpy reads None as nan
                 return out
-            if out.size == self.num_envs:
+            if out.ndim > 1 and out.size == self.num_envs:
                 return out.reshape(-1)
         except (TypeError, ValueError):
             pass
@@ -301,7 +301,7 @@ class InProcessVecEnv(VecEnv):
                 return None
             for a in self._split(tree.stack(actions)) if actions else ():
                 ob, _, done, cut, info = env.step(a)
-                if (done and not info.get(LIFE_LOST)) or cut:
+                if (done and not (info or {}).get(LIFE_LOST)) or cut:
                     return "its episode ended early when its actions were replayed"
             self._steps[i] = env.step
             replayed = self._empty()

@@ -21,10 +21,10 @@ from bray import tree
 from bray.envs.atari import is_atari, shows_pictures
 from bray.envs.config import AtariConfig, EnvConfig
 from bray.envs.registry import EnvSource
-from bray.envs.spaces import BatchCheck
+from bray.envs.spaces import BatchCheck, spec_from_gym
 from bray.envs.vector import StepResult, VecEnv
 from bray.errors import CheckpointError, ConfigError, UnknownName
-from bray.spec import EnvSpec, Space
+from bray.spec import EnvSpec
 from bray.tree import NestedArray
 
 log = logging.getLogger("bray.envs")
@@ -257,8 +257,8 @@ def make_native(
         limit = config.max_episode_steps if config.max_episode_steps > 0 else None
     atari = is_atari(gym_spec)
     env = _make_ale(config, source, limit, threads) if atari else _make_registered(config, source, limit, render_mode)
-    observation, action = Space.from_gym(env.single_observation_space), Space.from_gym(env.single_action_space)
-    spec = EnvSpec(source.name, observation, action, limit, preprocessing)
+    spaces = env.single_observation_space, env.single_action_space
+    spec = spec_from_gym(source.name, *spaces, limit, preprocessing)
     if atari:
         return AleVecEnv(env, spec, config.atari, seed=seed, check=config.check)
     env.action_space = _AnyAction()  # after what the spec needs was read
@@ -339,11 +339,7 @@ def make_envpool(config: EnvConfig, source: EnvSource, seed: int) -> VecEnv:
 
     env = make(seed)
     limit = getattr(getattr(env, "spec", None), "config", None)
-    spec = EnvSpec(
-        source.name,
-        Space.from_gym(env.observation_space),
-        Space.from_gym(env.action_space),
-        getattr(limit, "max_episode_steps", config.max_episode_steps),
-    )
+    steps = getattr(limit, "max_episode_steps", config.max_episode_steps)
+    spec = spec_from_gym(source.name, env.observation_space, env.action_space, steps, {})
     env.close()
     return EnvPoolVecEnv(make, spec, seed=seed, check=config.check)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bray.errors import EnvError
+from bray.errors import ConfigError, EnvError
 from bray.spec import ACTION_MASK, ActionLayout, EnvSpec, Space
 from bray.tree import NestedArray
 
@@ -45,6 +46,31 @@ def empty_batch(space: Space, num_envs: int) -> NestedArray:
     if space.composite:
         return space.join(empty_batch(part, num_envs) for part in space.parts)
     return np.empty((num_envs, *space.shape), space.dtype)
+
+
+def spec_from_gym(
+    name: str, observation: Any, action: Any, limit: int | None, preprocessing: dict[str, Any]
+) -> EnvSpec:
+    """The EnvSpec of an environment with these spaces of Gymnasium; those that no training could use are refused."""
+    spec = EnvSpec(name, _computable(Space.from_gym(observation)), Space.from_gym(action), limit, preprocessing)
+    for leaf in leaves(spec.observation):
+        if 0 in leaf.space.shape:
+            raise ConfigError(f"{leaf.name} has no elements, its shape is {leaf.space.shape}")
+    mask, choices = spec.layout.mask(empty_batch(spec.observation, 1)), spec.layout.num_logits
+    if mask is not None and mask.shape[1] != choices:
+        raise ConfigError(
+            f"{ACTION_MASK} has {mask.shape[1]} entries, the action space has {choices} choices: one entry per "
+            "choice of every discrete part, in the order of the space"
+        )
+    return spec
+
+
+def _computable(space: Space) -> Space:
+    """Floats of other sizes than 32 and 64 bits as float32: compiled loops and networks have no others."""
+    if space.composite:
+        return replace(space, parts=tuple(map(_computable, space.parts)))
+    other = np.dtype(space.dtype).kind == "f" and space.dtype not in ("float32", "float64")
+    return replace(space, dtype="float32") if other else space
 
 
 # --- observations into a batch ----------------------------------------------------------------------------------------
@@ -246,7 +272,7 @@ class BatchCheck:
         """(environment, what is wrong) of the first whose mask leaves no choice; those that are `dead` need none."""
         layout = self._layout
         mask = None if layout is None else layout.mask(batch)
-        if layout is None or mask is None or mask.shape[1] != layout.num_logits:
+        if layout is None or mask is None:
             return None
         choices, at = [p for p in layout.parts if p.kind == "categorical"], 0
         for k, part in enumerate(choices):

@@ -14,6 +14,7 @@ import numpy as np
 from gymnasium.wrappers import TransformObservation
 from gymnasium.wrappers.utils import create_zero_array
 
+from bray import tree
 from bray.envs.atari import area_taps, resize
 from bray.envs.vector import LIFE_LOST
 from bray.errors import ConfigError
@@ -309,12 +310,26 @@ def flatten(env: gym.Env) -> gym.Env:
     return TransformObservation(env, flat, both)
 
 
+def frame_stack(env: gym.Env, n: int = 4) -> gym.Env:
+    """The last `n` observations along a new first axis; an action mask is that of now alone."""
+    space, stacked = env.observation_space, gym.wrappers.FrameStackObservation(env, n)
+    if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
+        return stacked
+    frames: Any = stacked.observation_space
+
+    def newest(obs: Any) -> Any:
+        return {**obs, ACTION_MASK: tree.map(lambda x: x[-1], obs[ACTION_MASK])}
+
+    both = gym.spaces.Dict({**frames.spaces, ACTION_MASK: space[ACTION_MASK]})
+    return TransformObservation(stacked, newest, both)
+
+
 WRAPPERS: dict[str, Callable[..., gym.Env]] = {
     "action_repeat": ActionRepeat,
     "noop_reset": NoopReset,
     "fire_reset": FireReset,
     "max_and_skip": lambda env, skip=4: gym.wrappers.MaxAndSkipObservation(env, skip),
-    "frame_stack": lambda env, n=4: gym.wrappers.FrameStackObservation(env, n),
+    "frame_stack": frame_stack,
     "warp_frame": _warp_frame,
     "ram": _ram,
     "episodic_life": EpisodicLife,

@@ -12,7 +12,7 @@ from typing import Any
 
 from bray.algos import algo_name, get_algo
 from bray.config import ConfigSource, Resolved, resolve
-from bray.config.declare import Excludes, options, show
+from bray.config.declare import Excludes, Needs, options, show
 from bray.config.runfile import other_versions, preset, spread_sections
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
@@ -79,7 +79,7 @@ def set_up(
     if check is not None:
         check(config.to_dict())
     else:  # a new run; one that was made before runs on
-        _refuse_exclusive(config)
+        _refuse_idle(config)
     return Setup(algo, env, live, config)
 
 
@@ -97,19 +97,23 @@ def _preset_of(algo: str, env: str) -> list[ConfigSource]:
     return []
 
 
-def _refuse_exclusive(config: Resolved) -> None:
-    """Raise where two options were set of which one switches the other off."""
+def _refuse_idle(config: Resolved) -> None:
+    """Raise where an option was set that has no effect: another one switches it off, or the one that it belongs to is not set."""
     for section, values in config.sections.items():
         kind: type = type(values)
         known = options(kind)
         set_ = [name for name, option in known.items() if getattr(values, name) != option.default]
         for name in set_:
-            for other in [m.other for m in known[name].metadata if isinstance(m, Excludes)]:
-                if other in set_:
+            for rule in known[name].metadata:
+                if isinstance(rule, Excludes) and (other := rule.other) in set_:
                     raise ConfigError(
                         f"{_told(config, section, name)} and {_told(config, section, other)} exclude each other: "
                         f"set one of them and leave the other at its default ({name}={show(known[name].default)}, "
                         f"{other}={show(known[other].default)})"
+                    )
+                if isinstance(rule, Needs) and rule.other not in set_:
+                    raise ConfigError(
+                        f"{_told(config, section, name)} has no effect without {section}.{rule.other}: set that too, or leave {name} out"
                     )
 
 
@@ -157,7 +161,7 @@ def _last(given: Any, sources: Sequence[ConfigSource], section: str, key: str) -
 
 def _with_checked_stop(config: Resolved) -> Resolved:
     """Stop conditions under their own names, without those that mean no limit; and a seed that generators take."""
-    if not -(2**63) <= config["run"].seed < 2**63:
+    if config["run"].seed >= 2**63:
         raise ConfigError(f"run.seed: expected a whole number of 64 bits, got {config['run'].seed}")
     run = replace(config["run"], stop=check_stop(config["run"].stop))
     names = {f"run.stop.{alias}": f"run.stop.{name}" for alias, name in STOP_ALIASES.items()}

@@ -50,9 +50,9 @@ def fit(
     report = match_weights(asked, theirs, strict=False)
     if report.exact or (partial and report.weights):
         return report
+    what_fits = "" if partial else ", or what fits (--init-partial)"
     raise CheckpointError(
-        f"{where}: the weights do not fit the model, and none was loaded: {report}. Take a part of them (--init-map NEW=OLD), or what fits "
-        "(--init-partial)"
+        f"{where}: the weights do not fit the model, and none was loaded: {report}. Take a part of them (--init-map NEW=OLD){what_fits}"
     )
 
 

@@ -52,10 +52,10 @@ _CRITICS = ("continuous_q", "discrete_q")
 """Private to a Learner: a `custom_model` does not take their place."""
 
 
-def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool = False, **options: Any) -> nn.Module:
+def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool | None = None, **options: Any) -> nn.Module:
     """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
     reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical; continuous_q, discrete_q; `options` go to the
-    class of that kind. `memory`: whether the algorithm trains a network of this kind that has one; those of an actor_critic all do."""
+    class of that kind. `memory`: whether the algorithm trains a network of this kind that has one; most of an actor_critic do, and of no other kind."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
     if config.custom_model is None or kind in _CRITICS:
@@ -71,4 +71,5 @@ def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool = Fal
                 f"custom_model and {name}=true exclude each other: custom_model is the whole network, and {name} describes the last layers of "
                 f"ours. Set {name}=false, or describe the layers before the last ones by `layers`"
             )
-    return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config, memory or kind == "actor_critic")
+    memory = kind == "actor_critic" if memory is None else memory
+    return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config, memory)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from bray.config.check import check_fields
-from bray.config.declare import Count, Whole
+from bray.config.declare import Count, Needs, Whole
 from bray.errors import ConfigError, UnknownName
 from bray.nn.layers import activation, read_layer
 from bray.nn.merge import MERGES
@@ -47,7 +47,7 @@ class ModelConfig:
     """Policy and value read the same features. null: yes for images and LSTMs, no for dense networks."""
     use_lstm: bool = False
     """Put a recurrent cell between the encoder and the heads: a policy with memory."""
-    recurrent: str = "lstm"
+    recurrent: Annotated[str, Needs("use_lstm")] = "lstm"
     """Which memory `use_lstm` means: lstm, gru, or gtrxl (a gated transformer over the last `attention_window` steps)."""
     lstm_cell_size: Count = 256
     """Width of the recurrent state; of each of its rows with gtrxl."""

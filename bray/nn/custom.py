@@ -162,6 +162,9 @@ class _Maker:
         shapes = {k: _shape(v) for k, v in got.items()}
         if shapes != self.want:
             raise self.refuse(f"for a batch of {_BATCH} it returned {_describe(out)}")
+        for name, array in got.items():
+            if not array.is_floating_point() or array.dtype == torch.float64:
+                raise self.refuse(f"it returned {name} as {array.dtype}: return float32, as .float() makes it")
         logits = got.get("dist" if layout.discrete else "q", got.get("q"))
         if logits is not None and logits.shape[-1] > 1 and bool(_are_probabilities(logits)):
             raise self.refuse("it returned probabilities (they sum to 1): leave out the softmax")
@@ -179,7 +182,7 @@ class _Maker:
     def _with_memory(self, net: nn.Module) -> nn.Module:
         if not self.memory:
             raise self.refuse(
-                "its forward takes a state, and this algorithm replays single steps and cannot train a memory (R2D2, PPO and A2C can)"
+                "its forward takes a state, and this algorithm cannot train a memory (R2D2, PPO and A2C can)"
             )
         states = [self._first_state(net, n) for n in (_BATCH, _BATCH + 1)]
         if any(bool(x.any()) for x in pytree.tree_leaves(states[0])):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bray.errors import ConfigError, UnknownName
+from bray.errors import BrayError, ConfigError, UnknownName
 from bray.nn.config import ModelConfig
 from bray.spec import Space
 
@@ -67,10 +68,21 @@ class Preprocess(nn.Module):
     def __init__(self, function: Any, space: Space, options: dict[str, Any]):
         super().__init__()
         self.function, self.options = function, options
-        self.space = _space_of(self(example_obs(space, 2)), space, getattr(function, "__qualname__", str(function)))
+        name = getattr(function, "__qualname__", str(function))
+        self.space = _space_of(_run(name, self, example_obs(space, 2)), space, name)
 
     def forward(self, obs: Any) -> Any:
         return self.function(obs, **self.options)
+
+
+def _run(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a preprocessor, or its class, returns; what it raises is one message."""
+    try:
+        return call(*args, **options)
+    except BrayError:
+        raise
+    except Exception as e:
+        raise ConfigError(f"custom_preprocessor {name} raised {type(e).__name__}: {e}") from e
 
 
 def _space_of(made: Any, space: Space | None, name: str) -> Space:
@@ -103,7 +115,7 @@ def make_preprocessor(space: Space, config: ModelConfig) -> nn.Module:
     found = find_own("preprocessor", config.custom_preprocessor)
     if inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "space") != "space":
         return Preprocess(found, space, config.custom_options)
-    made = found(space, **config.custom_options)
+    made = _run(str(config.custom_preprocessor), found, space, **config.custom_options)
     if not isinstance(made, nn.Module) or not isinstance(getattr(made, "space", None), Space):
         raise ConfigError(
             "a custom_preprocessor is a function obs -> obs, or an nn.Module with an attribute `space` (the bray.spec.Space it turns observations "

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Flag, Port, Positive, Whole
+from bray.config.declare import Amount, Count, Flag, Needs, Port, Positive, Whole
 from bray.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ class RunConfig:
 
     algorithm: str = "PPO"
     """A known algorithm's name, or `module:Name` of your own."""
-    seed: int = 0
+    seed: Whole = 0
     """Seed of everything random in the run."""
     stop: dict[str, float] = field(default_factory=dict)
     """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
@@ -34,10 +34,12 @@ class RunConfig:
     init_from: Annotated[str | None, Flag(metavar="RUN_OR_CHECKPOINT")] = None
     """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what `init_map` and `init_partial` say.
     A resumed run does not look at it again."""
-    init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map)] = field(default_factory=dict)
+    init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map), Needs("init_from")] = field(
+        default_factory=dict
+    )
     """Take over a part only: weights whose names begin with NEW here are those that begin with OLD there. Everything else starts as without
     `init_from`."""
-    init_partial: Annotated[bool, Flag()] = False
+    init_partial: Annotated[bool, Flag(), Needs("init_from")] = False
     """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""

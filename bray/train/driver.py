@@ -371,9 +371,10 @@ class Driver:
     label = ""
     """Whose words they are, in the log."""
 
-    def _numbers(self) -> dict[str, float]:
-        """What the learner tells beside the metrics of its updates; a `bray.Trainer` has nothing."""
-        return getattr(self.learner, "numbers", dict)()
+    def _with_numbers(self, losses: dict[str, float]) -> dict[str, float]:
+        """The metrics of updates, and what the learner tells beside them; a `bray.Trainer` has nothing."""
+        numbers = getattr(self.learner, "numbers", None)
+        return losses if numbers is None else losses | numbers(losses)
 
     def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
         perf = dict.fromkeys(PHASES, 0.0)
@@ -386,7 +387,7 @@ class Driver:
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in (losses | self._numbers()).items()},
+            **{f"loss/{k}": v for k, v in self._with_numbers(losses).items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
             **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},

@@ -199,8 +199,8 @@ class RankDriver(Driver):
 
     def _log(self) -> None:
         assert self.update is not None
-        metrics = self.update.metrics | self._numbers()
-        row = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
+        metrics = self._with_numbers(self.update.metrics)
+        row: dict[str, float] = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
         row |= {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}
         self._health.check(row, self.lost_weights)
         self._symptoms.look(row)
