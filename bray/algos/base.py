@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -132,14 +132,14 @@ class Learner:
         noise = standard_normals({name: (count, *shape) for name, shape in self._draws.items()}, self.rng)
         return [torch.from_numpy(x).to(self.device) for x in noise.values()]
 
-    def numbers(self, metrics: Iterable[str] = ()) -> dict[str, float]:
-        """What a result row says beside these `metrics` of updates: terms of the user's own, and where schedules stand."""
+    def numbers(self) -> dict[str, float]:
+        """What a result row says beside the metrics of updates: terms of the user's own, and where schedules stand."""
         scheduled = {name: float(number) for name, (_, number) in self._scheduled.items()}
         if self.terms is None:
             return scheduled
         if self.steps > 100 and not self.terms.names:
             raise ConfigError("loss_terms: this algorithm takes no step with the loss of its Model; leave them out")
-        self.terms.require_free({*metrics, *scheduled})
+        self.terms.require_free(scheduled)
         return scheduled | self.terms.numbers()
 
     def start_with_model(self) -> None:

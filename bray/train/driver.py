@@ -373,8 +373,9 @@ class Driver:
 
     def _with_numbers(self, losses: dict[str, float]) -> dict[str, float]:
         """The metrics of updates, and what the learner tells beside them; a `bray.Trainer` has nothing."""
-        numbers = getattr(self.learner, "numbers", None)
-        return losses if numbers is None else losses | numbers(losses)
+        if (terms := getattr(self.learner, "terms", None)) is not None:
+            terms.require_free(losses)
+        return losses | getattr(self.learner, "numbers", dict)()
 
     def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
         perf = dict.fromkeys(PHASES, 0.0)
