@@ -282,6 +282,7 @@ once on those shown, side by side on 16 x86 cores (torch 2.11). SAC, TD3 and Cro
 updates on an H200 that many runs shared: on HalfCheetah with the settings of the presets, given by hand just before 1763197 wrote them down, their noise chosen on seeds 100 and 101; on Hopper with the defaults,
 which nothing was tuned for, but for CrossQ: with critics of [256, 256] seed 1 stood at 340 until 180,000 steps and ended at 721 (seed 0: 3,284), so the default of [512, 512] was tried beside them on seeds 102-105.
 There it was above 2,000 after 40, 40, 40 and 20 thousand steps, the narrow ones after 50, 40, more than 60 and 30; pink noise while learning, on seeds 100 and 101, was later still. The wide ones were then run once on the seeds shown, given by hand at 82dc886. With random actions that were pink from the first step, before 1763197, CrossQ had 3,328 and 3,291 there, SAC 3,224 and 2,927, TD3 2,718 and 2,129. Rainbow and SAC on LunarLander were tuned on seeds 100-102. PPO on MountainCar (its weight of RND and no entropy bonus) was tuned on seeds 100-104. IMPALA, APPO and Ape-X (two workers each) were tuned on seeds 100-102 and run once on those shown; APPO again, with its preset as it was, after its objective had changed.
+R2D2, PPO on Pendulum and PPO without velocities too, after 206dc53 had changed how R2D2 draws sequences and when statistics of observations move.
 
 | case | algorithm, environment | target | within (steps) | passed | last evaluation | steps | seconds | steps, per seed | date, commit |
 |---|---|--:|--:|---|---|---|---|---|---|
