@@ -194,7 +194,7 @@ class Experiment:
         for source in training.sources:
             source.watch(self._callbacks)
         with rundir.logging_to(directory.log), open_sinks(directory, [*trackers, *sinks]) as out:
-            if training.iteration:
+            if training.iteration or not self._begins:  # rows may be newer than the checkpoint of step 0, too
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
             try:
