@@ -1,5 +1,6 @@
 """Callbacks, numbers of one's own in result rows, and functions that reach every environment."""
 
+import json
 from functools import partial
 
 import gymnasium as gym
@@ -10,6 +11,7 @@ import bray
 from bray.cli.main import main
 from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
+from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
 from bray.train.callbacks import EarlyStopping
 
@@ -164,6 +166,42 @@ def test_an_error_in_a_callback_ends_the_training_and_loses_nothing(tmp_path):
     exp = experiment(tmp_path)
     with pytest.raises(ZeroDivisionError, match="mine"):
         list(exp.train({"training_iteration": 9}, callbacks=[Broken]))
+    exp.close()
+
+
+@pytest.mark.parametrize("event", ["on_train_result", "on_evaluate"])
+def test_the_row_of_an_iteration_is_written_although_a_callback_raises(tmp_path, event):
+    def fail(self, experiment, numbers):
+        if experiment.training.iteration == 2:
+            raise ZeroDivisionError("mine")
+
+    exp = experiment(tmp_path, eval_freq=1, eval_episodes=1)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        list(exp.train({"training_iteration": 9}, callbacks=type("Broken", (bray.Callbacks,), {event: fail})))
+    exp.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "result.jsonl").read_text().splitlines()]
+    assert [row["training_iteration"] for row in rows] == [1, 2]
+    assert [row["eval/return_mean"] for row in rows] == [9.0, 9.0]
+    assert RunDir.open(tmp_path / "run").load_checkpoint().meta["training_iteration"] == 2
+
+
+def test_what_is_saved_in_the_middle_of_an_iteration_is_not_exact(tmp_path, caplog):
+    class Interrupts(bray.Callbacks):
+        def on_episode_step(self, episode):
+            if episode.id == 11 and episode.length == 2:
+                raise KeyboardInterrupt
+
+    exp = experiment(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        list(exp.train({"training_iteration": 9}, callbacks=Interrupts()))
+    exp.close()
+    saved = RunDir.open(tmp_path / "run").load_checkpoint()
+    assert (saved.meta["training_iteration"], saved.meta["exact"]) == (1, False)
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    assert "the middle of an iteration" in caplog.text
+    assert not exp.exact
+    assert exp.training.rollout.lengths.tolist() == [0, 0]
+    assert [row["episode_length_mean"] for row in exp.train({"training_iteration": 2})] == [3]
     exp.close()
 
 

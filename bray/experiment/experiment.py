@@ -26,7 +26,16 @@ from bray.experiment.goals import Score, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
-from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch, with_choices
+from bray.experiment.saved import (
+    fits_state,
+    import_check,
+    made_from,
+    meta_of,
+    read_config,
+    read_launch,
+    why_inexact,
+    with_choices,
+)
 from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
@@ -204,10 +213,11 @@ class Experiment:
                     row = self._iterate(stop)
                     if row is None:
                         break
-                    row |= self._watch.look(row, training)
-                    self._callbacks.on_train_result(self, row)
-                    self.last_row = row
-                    self._unless_full(partial(out.write, row))
+                    try:
+                        self._complete(row, stop)
+                    finally:  # the next checkpoint holds this iteration, whatever a callback raises
+                        self.last_row = row
+                        self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
                     evaluations.begin_when_due()
@@ -245,7 +255,7 @@ class Experiment:
             )
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
-        """One iteration with its evaluation; None when the data has ended."""
+        """One iteration; None when the data has ended."""
         training, began = self.training, time.perf_counter()
         try:
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
@@ -253,12 +263,19 @@ class Experiment:
             if (cause := self._health.cause(e, training.lost_weights())) is not None:
                 raise cause from e
             raise
-        if row is None:
-            return None
-        ends = bool(reached(stop, row | {"time_total_s": self._time + time.perf_counter() - began}))
-        row |= self._evaluations.look(ends, self._callbacks)  # type: ignore[union-attr]
         self._time += time.perf_counter() - began
-        return row | {"time_total_s": self._time, **when_and_where()}
+        return None if row is None else row | {"time_total_s": self._time, **when_and_where()}
+
+    def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
+        """Add to a row what evaluations, the watch over symptoms and callbacks say."""
+        began = time.perf_counter()
+        try:
+            self._evaluations.look(row, bool(reached(stop, row)), self._callbacks)  # type: ignore[union-attr]
+        finally:
+            self._time += time.perf_counter() - began
+            row["time_total_s"] = self._time
+        row |= self._watch.look(row, self.training)
+        self._callbacks.on_train_result(self, row)
 
     @property
     def reached(self) -> dict[str, float]:
@@ -445,10 +462,7 @@ class Experiment:
             exp.close()
             raise
         if not exp.exact:
-            logger.warning(
-                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
-                path,
-            )
+            logger.warning("%s: %s (exact: false in meta.json)", path, why_inexact(checkpoint.state["json"]))
         return exp
 
     def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> None:

@@ -80,6 +80,13 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
     return launch
 
 
+def why_inexact(state: Mapping[str, Any]) -> str:
+    """Why a run does not go on exactly from the state of a checkpoint, in words."""
+    if state.get("midway"):
+        return "the checkpoint is of the middle of an iteration, which was cut short: new episodes start"
+    return "this environment's state cannot be restored exactly: new episodes start"
+
+
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
     """Turn an error while building what a run's config describes (too large for this machine, say) into one message that names the run."""

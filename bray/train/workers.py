@@ -321,9 +321,9 @@ class WorkerSource(Source):
             while seat.starting:
                 self._take(TURN_S)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
         """In rounds: the states of all environments. Otherwise the scales of the rewards: a resumed run starts new episodes."""
-        if not self.asynchronous:
+        if not self.asynchronous and not midway:
             try:
                 return self._state_of_all()
             except EnvError as e:  # what was learnt is saved in any case
