@@ -149,9 +149,70 @@ def test_what_a_function_raises_in_another_process_is_told(tmp_path):
     exp.close()
 
 
+class Rising(bray.Callbacks):
+    """A curriculum: one phase more after each iteration."""
+
+    def __init__(self, phase=4):
+        self.phase = phase
+
+    def on_train_start(self, experiment):
+        experiment.foreach_env(lambda env: env.set_phase(self.phase))
+
+    def on_train_result(self, experiment, row):
+        self.phase += 1
+
+    def get_state(self):
+        return {"phase": self.phase}
+
+    def set_state(self, state):
+        self.phase = state["phase"]
+
+
+def test_a_curriculum_goes_on_after_a_resume(tmp_path, caplog):
+    exp = experiment(tmp_path)
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 2}, callbacks=Rising())] == [16, 16]
+    exp.close()
+    assert RunDir.open(tmp_path / "run").load_checkpoint().meta["exact"] is False
+    exp, rising = bray.Experiment.resume(tmp_path / "run", env=Phased), Rising()
+    assert "what foreach_env or foreach_worker told the environments is not saved: tell them again" in caplog.text
+    exp.save()  # before `train` has the callbacks
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 3}, callbacks=rising)] == [36]
+    assert rising.phase == 7
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    exp.foreach_env(lambda env: env.set_phase(8))
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 4})] == [64]
+    assert "a state of callbacks that this training does not have (Rising)" in caplog.text
+    exp.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [1, {"b": np.zeros(2)}]}, r"got ndarray at \['a'\]\[1\]\['b'\]"),
+        ({"a": {1: 2}}, r"got the key 1 at \['a'\]"),
+        ([1], "got list"),
+    ],
+)
+def test_a_state_of_callbacks_that_is_no_plain_data_is_refused(tmp_path, state, message):
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        list(
+            exp.train(
+                {"training_iteration": 1}, callbacks=type("Mine", (bray.Callbacks,), {"get_state": lambda _: state})
+            )
+        )
+    assert exp.saved  # what was learnt is
+    exp.close()
+
+
 def test_early_stopping_ends_a_training_that_does_not_improve(tmp_path):
     exp = experiment(tmp_path, callbacks=[{"name": "EarlyStopping", "patience": 3}])
-    assert len(list(exp.train({"training_iteration": 50}))) == 4
+    assert len(list(exp.train({"training_iteration": 3}))) == 3
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    assert exp.exact
+    assert len(list(exp.train({"training_iteration": 50}))) == 1
     exp.close()
     with pytest.raises(ConfigError, match="patience"):
         EarlyStopping(patience=0)

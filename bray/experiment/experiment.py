@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -116,6 +117,10 @@ class Experiment:
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
+        self._callbacks_go_on: dict[
+            str, Any
+        ] = {}  # their state in the checkpoint that is resumed, until `train` has them
+        self._told_envs = False  # what a function of the user did to them is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
@@ -176,6 +181,8 @@ class Experiment:
         leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
         self._callbacks = make_callbacks(self.config["run"].callbacks, callbacks)
+        saved, self._callbacks_go_on = self._callbacks_go_on, {}
+        self._callbacks.set_state(saved)
         return Rows(self._train(stop, sinks, show))
 
     def fit(
@@ -207,6 +214,7 @@ class Experiment:
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
             try:
+                self._callbacks.on_train_start(self)
                 if not training.iteration and not self.saved:
                     self.save()  # a run can be resumed from its first second
                 while not self._stop_requested and not reached(stop, self.last_row):
@@ -295,10 +303,12 @@ class Experiment:
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
+        self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
         """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policy`; what it returned, in their order."""
+        self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
     def request_stop(self) -> None:
@@ -363,8 +373,12 @@ class Experiment:
             raise self._health.diverged(f"{lost} are not finite")
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
+        callbacks, refused = self._callbacks_state()
+        state["json"] |= {"callbacks": json.dumps(callbacks), "told_envs": self._told_envs}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = meta_of(training, run, self.env_id, now) | {"exact": self.exact and state["json"]["exact"]}
+        meta = meta_of(training, run, self.env_id, now) | {
+            "exact": self.exact and state["json"]["exact"] and not self._told_envs
+        }
         meta |= {"score": score, "score_by": self._score.name}
         spare = self._evaluations.looked_at if self._evaluations is not None else set()
         kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best, "spare": spare}
@@ -374,8 +388,17 @@ class Experiment:
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
+        if refused is not None:
+            raise refused
         self._callbacks.on_checkpoint(self, path)
         return path
+
+    def _callbacks_state(self) -> tuple[dict[str, Any], Exception | None]:
+        """With the error of one that cannot say it: what was learnt is saved all the same, before that is raised."""
+        try:
+            return self._callbacks_go_on | self._callbacks.get_state(), None
+        except Exception as e:
+            return {}, e
 
     # --- curves -------------------------------------------------------------------------------------------------------
 
@@ -457,16 +480,16 @@ class Experiment:
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
         try:
-            exp._go_on_from(directory, checkpoint)
+            why = exp._go_on_from(directory, checkpoint)
         except BaseException:
             exp.close()
             raise
-        if not exp.exact:
-            logger.warning("%s: %s (exact: false in meta.json)", path, why_inexact(checkpoint.state["json"]))
+        if why:
+            logger.warning("%s: %s (exact: false in meta.json)", path, why)
         return exp
 
-    def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> None:
-        """Take over the state of a checkpoint of a run, and its directory."""
+    def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> str:
+        """Take over the state of a checkpoint of a run, and its directory; returns why that is not exact, in words."""
         path, state = directory.path, checkpoint.state
         with made_from(path):
             training = self.training
@@ -479,8 +502,11 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
                 )
-            self.exact = training.set_state(state, checkpoint.weights, path / "replay")
             saved = state["json"]
+            why = why_inexact(saved, training.set_state(state, checkpoint.weights, path / "replay"))
+            callbacks = json.loads(saved.get("callbacks", "{}"))
+            self._callbacks_go_on = {name: [dict(state) for state in mine] for name, mine in callbacks.items()}
+            self.exact = not why
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
@@ -488,6 +514,7 @@ class Experiment:
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(with_choices(self.config, training.spec))
+        return why
 
     def init_from(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,8 @@ import numpy as np
 from bray import tree
 from bray.errors import ConfigError
 from bray.named import load_named
+
+logger = logging.getLogger("bray")
 
 WINDOW = 100  # episodes, as for `episode_return_mean`
 
@@ -54,6 +57,9 @@ class Episode:
 class Callbacks:
     """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first."""
 
+    def on_train_start(self, experiment: Any) -> None:
+        """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a curriculum has come to."""
+
     def on_episode_start(self, episode: Episode) -> None:
         """Before the first action. After a resume it is called for the episodes that go on, too."""
 
@@ -72,6 +78,13 @@ class Callbacks:
 
     def on_checkpoint(self, experiment: Any, path: Path) -> None:
         """After a checkpoint was written to this directory."""
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint is to hold of this object: plain data, as JSON has it."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """After a resume: what `get_state` said when the checkpoint was written. Not called where that was nothing."""
 
 
 class EarlyStopping(Callbacks):
@@ -93,6 +106,12 @@ class EarlyStopping(Callbacks):
         self.waited += 1
         if self.waited >= self.patience:
             experiment.request_stop()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = float(state["best"]), int(state["waited"])
 
 
 def make_callbacks(*given: Any) -> CallbackList:
@@ -127,6 +146,10 @@ class CallbackList(Callbacks):
     def __init__(self, callbacks: Sequence[Callbacks]):
         self.callbacks = list(callbacks)
 
+    def on_train_start(self, experiment: Any) -> None:
+        for one in self.callbacks:
+            one.on_train_start(experiment)
+
     def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
         for one in self.callbacks:
             one.on_train_result(experiment, row)
@@ -138,6 +161,31 @@ class CallbackList(Callbacks):
     def on_checkpoint(self, experiment: Any, path: Path) -> None:
         for one in self.callbacks:
             one.on_checkpoint(experiment, path)
+
+    def get_state(self) -> dict[str, Any]:
+        """By the name of the class, for each of its objects in their order."""
+        states: dict[str, Any] = {}
+        for one in self.callbacks:
+            state, name = one.get_state(), type(one).__name__
+            if wrong := _not_plain(state) if isinstance(state, dict) else type(state).__name__:
+                raise ConfigError(
+                    f"callbacks: {name}.get_state() returns a dict of what JSON can hold (numbers, text, None, lists, dicts by text), got "
+                    f"{wrong}: make it one of these, as by int(x) or x.tolist()"
+                )
+            states.setdefault(name, []).append(state)
+        return {name: mine for name, mine in states.items() if any(mine)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        left = {name: list(mine) for name, mine in state.items()}
+        for one in self.callbacks:
+            if (mine := left.get(type(one).__name__)) and (saved := mine.pop(0)):
+                one.set_state(saved)
+        if lost := sorted(name for name, mine in left.items() if any(mine)):
+            logger.warning(
+                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. Give them to `train`, as before, "
+                "to go on with it",
+                ", ".join(lost),
+            )
 
     def _asking(self, event: str) -> list[Any]:
         return [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
@@ -156,6 +204,18 @@ class CallbackList(Callbacks):
         return (
             EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))) if self.watches else None
         )
+
+
+def _not_plain(value: Any, where: str = "") -> str:
+    """What JSON could not hold, and where; empty where it can hold all."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ""
+    if not isinstance(value, (dict, list)):
+        return f"{type(value).__name__} at {where}"
+    if isinstance(value, dict) and (odd := [key for key in value if not isinstance(key, str)]):
+        return f"the key {odd[0]!r} at {where or 'the top'}"
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    return next((wrong for key, part in parts if (wrong := _not_plain(part, f"{where}[{key!r}]"))), "")
 
 
 class EpisodeWatch:
