@@ -32,8 +32,8 @@ class Evaluations:
             parts = (self._run, self._env, config["model"], config["algo"], self._training.spec)
             self._beside = Evaluator(Plan(experiment.algo, *parts))
 
-    def look(self, row: dict[str, Any], last: bool, callbacks: CallbackList) -> None:
-        """After an iteration: tell its row of evaluations. After the last one it waits for all that is due."""
+    def look(self, row: dict[str, Any], callbacks: CallbackList) -> None:
+        """After an iteration: tell its row of evaluations that have ended. In line, those that are due now."""
         self._evaluate |= self._is_due(self._run.eval_freq)
         self._film |= self._is_due(self._run.video_freq)
         if self._beside is None:
@@ -41,12 +41,18 @@ class Evaluations:
                 t = self._training
                 served = ServedPolicy(t.policy, t.model, t.spec)
                 self._tell(row, look_at(served, self._env, self._task(), self._run.record), callbacks)
-            return
-        if (looked := self._finish(self._beside, last)) is not None:
+        elif (looked := self._finish(self._beside, wait=False)) is not None:
             self._tell(row, looked, callbacks)
-        if last and (self._evaluate or self._film) and not self._training.stopped:
+
+    def finish(self, row: dict[str, Any], callbacks: CallbackList) -> None:
+        """After the last iteration: wait for what is under way, and then for what is due."""
+        if self._beside is None:
+            return
+        if (looked := self._finish(self._beside, wait=True)) is not None:
+            self._tell(row, looked, callbacks)
+        if (self._evaluate or self._film) and not self._experiment.hurries:
             self._begin(self._beside, saved=False)
-            if (looked := self._finish(self._beside, last)) is not None:
+            if (looked := self._finish(self._beside, wait=True)) is not None:
                 self._tell(row, looked, callbacks)
 
     def begin_when_due(self) -> None:
@@ -92,7 +98,7 @@ class Evaluations:
             while beside.task is not None:
                 if beside.finished(_LISTEN_S if wait else 0.0):
                     return beside.take()
-                if not wait or self._training.stopped:
+                if not wait or self._experiment.hurries:
                     break
         except (Lost, BrayError, OSError) as e:
             self._failed(e)
@@ -112,6 +118,12 @@ class Evaluations:
             try:
                 callbacks.on_evaluate(self._experiment, looked.result)
             finally:  # what was found is not lost where a callback raises
+                if "eval/return_mean" in row:  # two have ended with the run, and the row has room for one
+                    logger.info(
+                        "evaluated at %s env steps: return %s; the last row has the evaluation after it",
+                        row.get("eval/env_steps"),
+                        row["eval/return_mean"],
+                    )
                 row |= looked.result
                 if looked.saved:
                     self._rate(looked.step, looked.result)
@@ -130,5 +142,8 @@ class Evaluations:
             self._score.best = score if better else self._score.best
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.close()
+        if self._beside is None:
+            return
+        if (task := self._beside.task) is not None:
+            logger.info("the evaluation of the weights at %d env steps had not ended, and is dropped", task.env_steps)
+        self._beside.close()

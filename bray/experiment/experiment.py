@@ -125,6 +125,8 @@ class Experiment:
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
+        self.hurries = False
+        """Whether somebody waits for the end: a signal came."""
         self._plays = True
         self._begins = True  # not with the state of a run that is resumed
         self.exact = self.config["env"].wait_num is None and not self.live
@@ -203,7 +205,7 @@ class Experiment:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
         training, directory = self.training, self._run_dir()
-        self._stop_requested, graph = False, self._graph_export()
+        self._stop_requested, self.hurries, graph = False, False, self._graph_export()
         evaluations = self._evaluations = Evaluations(self, directory, self._score)
         self._looked_at = began = time.monotonic()
         training.start()
@@ -275,15 +277,20 @@ class Experiment:
         return None if row is None else row | {"time_total_s": self._time, **when_and_where()}
 
     def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
-        """Add to a row what evaluations, the watch over symptoms and callbacks say."""
-        began = time.perf_counter()
+        """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations beside the training."""
+        began, evaluations, ends = time.perf_counter(), self._evaluations, bool(reached(stop, row))
+        assert evaluations is not None
         try:
-            self._evaluations.look(row, bool(reached(stop, row)), self._callbacks)  # type: ignore[union-attr]
+            evaluations.look(row, self._callbacks)
+            if ends:
+                evaluations.finish(row, self._callbacks)
         finally:
             self._time += time.perf_counter() - began
             row["time_total_s"] = self._time
         row |= self._watch.look(row, self.training)
         self._callbacks.on_train_result(self, row)
+        if self._stop_requested and not self.hurries:
+            evaluations.finish(row, self._callbacks)
 
     @property
     def reached(self) -> dict[str, float]:
@@ -311,9 +318,10 @@ class Experiment:
         self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
-    def request_stop(self) -> None:
-        """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
-        self._stop_requested = True
+    def request_stop(self, hurry: bool = False) -> None:
+        """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the training (`eval_parallel`) is
+        waited for where a callback asks; with `hurry`, which is for signal handlers, it is dropped."""
+        self._stop_requested, self.hurries = True, self.hurries or hurry
         if self._training is not None:
             self._training.stop()
 
