@@ -109,6 +109,24 @@ def test_callbacks_see_every_episode_in_order_and_add_numbers_to_rows(tmp_path):
     exp.close()
 
 
+class Steady(bray.Callbacks):
+    def __init__(self, value):
+        self.value = value
+
+    def on_episode_end(self, episode):
+        episode.custom_metrics["odd / $json"] = self.value
+
+
+def test_numbers_of_the_last_episodes_go_on_after_a_resume(tmp_path):
+    exp = experiment(tmp_path)
+    list(exp.train({"training_iteration": 1}, callbacks=Steady(1.0)))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    (row,) = exp.train({"training_iteration": 2}, callbacks=Steady(3.0))
+    exp.close()
+    assert [row[f"custom_metrics/odd / $json_{what}"] for what in ("min", "mean", "max")] == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("vector", ["inprocess", "subprocess"])
 def test_a_function_reaches_every_environment_before_its_next_step(tmp_path, vector):
     class Harder(bray.Callbacks):

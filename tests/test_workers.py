@@ -17,6 +17,7 @@ from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
+from bray.train.callbacks import EpisodeMetrics
 from bray.train.player import RowsOfAll
 from tests.test_callbacks import Phased, Watcher
 
@@ -174,7 +175,7 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("run", ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow)])
-def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path):
+def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path, caplog):
     exp = bray.Experiment(
         run=run, env=Phased, path=tmp_path / "run", num_workers=2, num_envs=1, vector="inprocess", rollout_length=16
     )
@@ -182,6 +183,12 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
     rows = list(exp.train({"training_iteration": 2}, callbacks=Watcher()))
     assert rows[-1]["custom_metrics/late_max"] == 7  # each worker counts its own episodes
     assert rows[-1]["mine"] == 7
+    assert caplog.text.count("callbacks Watcher: with num_workers each worker has a copy") == 1
+    source = exp.training.sources[0]
+    state, source._metrics = source.get_state(), EpisodeMetrics()
+    source.set_state(state, exp.training.clock)
+    assert source.numbers()["custom_metrics/late_max"] == 7
+    assert source.get_state(midway=True)["json"]["workers"] is None  # then new episodes start
     exp.close()
 
 

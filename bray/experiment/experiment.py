@@ -53,7 +53,7 @@ from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
-from bray.train.local import LocalTraining, describe_policy
+from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.offline import ID as FILES, FileTraining
 from bray.train.source import RolloutWorker
 
@@ -550,12 +550,12 @@ class Experiment:
         c = self.config
         if self._weights is None:
             raise ConfigError("there is nothing to act with yet: train first, or load a run")
-        torch.manual_seed(c["run"].seed)
-        if self._launched is not None:
-            model = launched_model(self._launched)
-        else:
-            with made_from(self.loaded[0] if self.loaded else None):
-                model = self.algo.make_model(c["algo"], spec, c["model"])
+        with seeded(c["run"].seed):
+            if self._launched is not None:
+                model = launched_model(self._launched)
+            else:
+                with made_from(self.loaded[0] if self.loaded else None):
+                    model = self.algo.make_model(c["algo"], spec, c["model"])
         model = model.to(resolve_device(c["run"].device))
         load_weights(model, self._weights)
         return model

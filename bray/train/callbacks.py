@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import deque
@@ -55,7 +56,8 @@ class Episode:
 
 
 class Callbacks:
-    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first."""
+    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first. With `num_workers` each worker has a
+    copy of the object for its episodes: what they leave in `self` stays there, and numbers for the rows go by `episode.custom_metrics`."""
 
     def on_train_start(self, experiment: Any) -> None:
         """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a curriculum has come to."""
@@ -199,6 +201,12 @@ class CallbackList(Callbacks):
         """Whether one of them has a callback of episodes."""
         return any(self._asking(f"on_episode_{event}") for event in ("start", "step", "end"))
 
+    def of_two_places(self) -> list[str]:
+        """The classes that have callbacks of episodes and of results: with workers these are not called on one object."""
+        results = ("on_train_result", "on_evaluate", "on_checkpoint")
+        both = [c for c in self.of_episodes().callbacks if any(CallbackList([c])._asking(event) for event in results)]
+        return sorted({type(c).__name__ for c in both})
+
     def watch(self) -> EpisodeWatch | None:
         """What a Rollout reports its steps to; None where no callback asks for them."""
         return (
@@ -263,6 +271,12 @@ class EpisodeMetrics:
         for metrics in ended:
             for name, value in metrics.items():
                 self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
+
+    def get_state(self) -> str:
+        return json.dumps([[name, list(values)] for name, values in self._metrics.items()])
+
+    def set_state(self, state: str) -> None:
+        self._metrics = {name: deque(map(float, values), WINDOW) for name, values in json.loads(state)}
 
     def row(self) -> dict[str, float]:
         """`custom_metrics/NAME_mean`, `_min`, `_max`."""

@@ -442,10 +442,13 @@ class EnvSource(Source):
         return spent
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
-        return self.rollout.get_state(midway)
+        state = self.rollout.get_state(midway)
+        state["json"]["metrics"] = self._metrics.get_state()
+        return state
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self.rollout.set_state(state)
+        self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
         self.rollout.env_steps, self.rollout.version = clock
         return self.rollout.env.exact
 
