@@ -47,11 +47,24 @@ class Curriculum(bray.Callbacks):
 
     phase = 1
 
+    def on_train_start(self, experiment):
+        self._tell(experiment)
+
     def on_train_result(self, experiment, row):
         if (row["episode_return_mean"] or 0.0) > 0.9 and self.phase < 20:
             self.phase += 1
-        experiment.foreach_env(lambda env, phase=self.phase: env.set_phase(phase))
+        self._tell(experiment)
         row["phase"] = self.phase
+
+    def _tell(self, experiment):
+        experiment.foreach_env(lambda env, phase=self.phase: env.set_phase(phase))
+
+    def get_state(self):
+        """Written to checkpoints; a resumed run gives it back before `on_train_start`."""
+        return {"phase": self.phase}
+
+    def set_state(self, state):
+        self.phase = state["phase"]
 
 
 def main() -> float:
@@ -62,7 +75,6 @@ def main() -> float:
     options = parser.parse_args()
     short = {"rollout_length": 128, "minibatches": 16}  # the curriculum moves once per rollout
     exp = bray.Experiment(run="PPO", env=Lock, seed=options.seed, num_envs=8, vector="inprocess", **short)
-    exp.foreach_env(lambda env: env.set_phase(20 if options.plain else 1))
     callbacks = [] if options.plain else [Curriculum()]
     for row in exp.train({"env_steps_total": options.steps}, callbacks=callbacks):
         if row["training_iteration"] % 20 == 0:

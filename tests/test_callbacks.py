@@ -1,5 +1,6 @@
 """Callbacks, numbers of one's own in result rows, and functions that reach every environment."""
 
+import json
 from functools import partial
 
 import gymnasium as gym
@@ -10,6 +11,7 @@ import bray
 from bray.cli.main import main
 from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
+from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
 from bray.train.callbacks import EarlyStopping
 
@@ -107,6 +109,24 @@ def test_callbacks_see_every_episode_in_order_and_add_numbers_to_rows(tmp_path):
     exp.close()
 
 
+class Steady(bray.Callbacks):
+    def __init__(self, value):
+        self.value = value
+
+    def on_episode_end(self, episode):
+        episode.custom_metrics["odd / $json"] = self.value
+
+
+def test_numbers_of_the_last_episodes_go_on_after_a_resume(tmp_path):
+    exp = experiment(tmp_path)
+    list(exp.train({"training_iteration": 1}, callbacks=Steady(1.0)))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    (row,) = exp.train({"training_iteration": 2}, callbacks=Steady(3.0))
+    exp.close()
+    assert [row[f"custom_metrics/odd / $json_{what}"] for what in ("min", "mean", "max")] == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("vector", ["inprocess", "subprocess"])
 def test_a_function_reaches_every_environment_before_its_next_step(tmp_path, vector):
     class Harder(bray.Callbacks):
@@ -147,9 +167,70 @@ def test_what_a_function_raises_in_another_process_is_told(tmp_path):
     exp.close()
 
 
+class Rising(bray.Callbacks):
+    """A curriculum: one phase more after each iteration."""
+
+    def __init__(self, phase=4):
+        self.phase = phase
+
+    def on_train_start(self, experiment):
+        experiment.foreach_env(lambda env: env.set_phase(self.phase))
+
+    def on_train_result(self, experiment, row):
+        self.phase += 1
+
+    def get_state(self):
+        return {"phase": self.phase}
+
+    def set_state(self, state):
+        self.phase = state["phase"]
+
+
+def test_a_curriculum_goes_on_after_a_resume(tmp_path, caplog):
+    exp = experiment(tmp_path)
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 2}, callbacks=Rising())] == [16, 16]
+    exp.close()
+    assert RunDir.open(tmp_path / "run").load_checkpoint().meta["exact"] is False
+    exp, rising = bray.Experiment.resume(tmp_path / "run", env=Phased), Rising()
+    assert "what foreach_env or foreach_worker told the environments is not saved: tell them again" in caplog.text
+    exp.save()  # before `train` has the callbacks
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 3}, callbacks=rising)] == [36]
+    assert rising.phase == 7
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    exp.foreach_env(lambda env: env.set_phase(8))
+    assert [row["episode_return_max"] for row in exp.train({"training_iteration": 4})] == [64]
+    assert "a state of callbacks that this training does not have (Rising)" in caplog.text
+    exp.close()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": [1, {"b": np.zeros(2)}]}, r"got ndarray at \['a'\]\[1\]\['b'\]"),
+        ({"a": {1: 2}}, r"got the key 1 at \['a'\]"),
+        ([1], "got list"),
+    ],
+)
+def test_a_state_of_callbacks_that_is_no_plain_data_is_refused(tmp_path, state, message):
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        list(
+            exp.train(
+                {"training_iteration": 1}, callbacks=type("Mine", (bray.Callbacks,), {"get_state": lambda _: state})
+            )
+        )
+    assert exp.saved  # what was learnt is
+    exp.close()
+
+
 def test_early_stopping_ends_a_training_that_does_not_improve(tmp_path):
     exp = experiment(tmp_path, callbacks=[{"name": "EarlyStopping", "patience": 3}])
-    assert len(list(exp.train({"training_iteration": 50}))) == 4
+    assert len(list(exp.train({"training_iteration": 3}))) == 3
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    assert exp.exact
+    assert len(list(exp.train({"training_iteration": 50}))) == 1
     exp.close()
     with pytest.raises(ConfigError, match="patience"):
         EarlyStopping(patience=0)
@@ -164,6 +245,42 @@ def test_an_error_in_a_callback_ends_the_training_and_loses_nothing(tmp_path):
     exp = experiment(tmp_path)
     with pytest.raises(ZeroDivisionError, match="mine"):
         list(exp.train({"training_iteration": 9}, callbacks=[Broken]))
+    exp.close()
+
+
+@pytest.mark.parametrize("event", ["on_train_result", "on_evaluate"])
+def test_the_row_of_an_iteration_is_written_although_a_callback_raises(tmp_path, event):
+    def fail(self, experiment, numbers):
+        if experiment.training.iteration == 2:
+            raise ZeroDivisionError("mine")
+
+    exp = experiment(tmp_path, eval_freq=1, eval_episodes=1)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        list(exp.train({"training_iteration": 9}, callbacks=type("Broken", (bray.Callbacks,), {event: fail})))
+    exp.close()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "result.jsonl").read_text().splitlines()]
+    assert [row["training_iteration"] for row in rows] == [1, 2]
+    assert [row["eval/return_mean"] for row in rows] == [9.0, 9.0]
+    assert RunDir.open(tmp_path / "run").load_checkpoint().meta["training_iteration"] == 2
+
+
+def test_what_is_saved_in_the_middle_of_an_iteration_is_not_exact(tmp_path, caplog):
+    class Interrupts(bray.Callbacks):
+        def on_episode_step(self, episode):
+            if episode.id == 11 and episode.length == 2:
+                raise KeyboardInterrupt
+
+    exp = experiment(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        list(exp.train({"training_iteration": 9}, callbacks=Interrupts()))
+    exp.close()
+    saved = RunDir.open(tmp_path / "run").load_checkpoint()
+    assert (saved.meta["training_iteration"], saved.meta["exact"]) == (1, False)
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    assert "the middle of an iteration" in caplog.text
+    assert not exp.exact
+    assert exp.training.rollout.lengths.tolist() == [0, 0]
+    assert [row["episode_length_mean"] for row in exp.train({"training_iteration": 2})] == [3]
     exp.close()
 
 

@@ -9,6 +9,8 @@ from gymnasium.envs.classic_control import CartPoleEnv
 
 import bray
 from bray.errors import ConfigError
+from bray.experiment import evaluations
+from bray.experiment.evaluator import Looked
 from bray.rundir import RunDir
 
 SMALL = {"use_preset": False, "rollout_length": 16, "num_envs": 2, "iteration_steps": 0, "vector": "inprocess", "eval_episodes": 3}  # fmt: skip
@@ -69,6 +71,71 @@ def test_the_best_checkpoint_is_what_was_evaluated(tmp_path):
     latest = RunDir.open(tmp_path / "run").load_checkpoint("latest")
     assert latest.meta["env_steps_total"] == rows[-1]["env_steps_total"]
     assert latest.state["json"]["best"] == 10.0
+
+
+class Patient:
+    """An evaluator that has ended only when it is waited for, and finds older weights better."""
+
+    def __init__(self, plan):
+        self.task = None
+
+    def begin(self, task):
+        self.task = task
+
+    def finished(self, timeout):
+        return timeout > 0
+
+    def take(self):
+        task, self.task = self.task, None
+        result = {"eval/return_mean": 1000.0 - task.env_steps, "eval/env_steps": task.env_steps}
+        return Looked(task.step, task.saved, result, None, "")
+
+    def close(self):
+        self.task = None
+
+
+class Stops(Seen):
+    def __init__(self, **how):
+        super().__init__()
+        self.how = how
+
+    def on_train_result(self, experiment, row):
+        if row["training_iteration"] == 2:
+            experiment.request_stop(**self.how)
+
+
+@pytest.mark.parametrize(("seen", "limit"), [(Seen(), 2), (Stops(), 9)], ids=["by a limit", "by a callback"])
+def test_the_end_loses_no_evaluation(tmp_path, monkeypatch, caplog, seen, limit):
+    monkeypatch.setattr(evaluations, "Evaluator", Patient)
+    caplog.set_level("INFO", "bray")
+    rows = trained(tmp_path / "run", {"training_iteration": limit}, seen, eval_freq=1, eval_parallel=True)
+    assert len(rows) == 2
+    first, last = rows[0]["env_steps_total"], rows[1]["env_steps_total"]
+    assert list(seen.seen) == [first, last]
+    assert rows[1]["eval/env_steps"] == last
+    assert f"evaluated at {first} env steps: return {1000 - first}" in caplog.text
+    assert RunDir.open(tmp_path / "run").load_checkpoint("best").meta["env_steps_total"] == first
+
+
+def test_an_end_in_a_hurry_says_that_an_evaluation_is_dropped(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(evaluations, "Evaluator", Patient)
+    caplog.set_level("INFO", "bray")
+    seen = Stops(hurry=True)
+    rows = trained(tmp_path / "run", {"training_iteration": 9}, seen, eval_freq=1, eval_parallel=True)
+    assert (len(rows), seen.seen) == (2, {})
+    assert f"the evaluation of the weights at {rows[0]['env_steps_total']} env steps had not ended" in caplog.text
+
+
+class Undrawn(CartPoleEnv):
+    def render(self):
+        raise RuntimeError("no screen")
+
+
+def test_an_environment_that_cannot_be_drawn_loses_the_film_only(tmp_path, caplog):
+    (row,) = trained(tmp_path / "run", {"training_iteration": 1}, Seen(), env=Undrawn, eval_freq=1, video_freq=1)
+    assert "eval/return_mean" in row
+    assert "video" not in row
+    assert "no video: RuntimeError: no screen" in caplog.text
 
 
 class Dies(CartPoleEnv):

@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from bray import tree
 from bray.experiment import VOLATILE, Experiment
+from bray.experiment.progress import open_sinks
 from bray.rundir import RunDir
 
 ON = {"num_envs": 3, "rollout_length": 8}
@@ -103,6 +105,37 @@ def test_rows_written_after_the_last_checkpoint_are_dropped(tmp_path):
         f.write(json.dumps({"training_iteration": 3, "env_steps_total": 1}) + "\n")  # a run that was killed later
     finish(Experiment.resume(tmp_path / "parts"), 4)
     assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+class Cuts:
+    """A sink that remembers what it was told to drop."""
+
+    def __init__(self):
+        self.cuts = []
+
+    def write(self, row): ...
+    def close(self): ...
+
+    def truncate_after(self, iteration, env_steps=None):
+        self.cuts.append((iteration, env_steps))
+
+
+def test_rows_of_a_run_that_was_killed_before_its_second_checkpoint_are_dropped(tmp_path):
+    algo, env, config, _ = CASES["ppo-native"]
+    exp = Experiment(run=algo, env=env, use_preset=False, path=tmp_path / "r", config=config)
+    exp.save()
+    exp.close()
+    for sink in open_sinks(RunDir(tmp_path / "r"), []).sinks:
+        sink.write({"training_iteration": 1, "env_steps_total": 24})
+        sink.close()
+    resumed, mine = Experiment.resume(tmp_path / "r"), Cuts()
+    list(resumed.train({"training_iteration": 1}, sinks=[mine]))
+    resumed.close()
+    assert [r["training_iteration"] for r in rows(tmp_path / "r")] == [1]
+    assert len((tmp_path / "r" / "progress.csv").read_text().splitlines()) == 2
+    events = sorted((tmp_path / "r" / "tb").iterdir())[-1].read_bytes()
+    assert Event(step=1, session_log=SessionLog(status=SessionLog.START)).SerializeToString() in events
+    assert mine.cuts == [(0, 0)]
 
 
 def test_seeds_differ(tmp_path):

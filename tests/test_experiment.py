@@ -1,13 +1,16 @@
 """`bray.Experiment` as a script or a notebook uses it, and the names of the package."""
 
 import importlib
+import threading
 import warnings
 
+import numpy as np
 import pytest
 
 import bray
 from bray.errors import ConfigError, UnknownName
 from bray.figures import read_results
+from bray.train import local
 
 SMALL = {"use_preset": False, "num_envs": 2, "rollout_length": 16, "export_graph_after_s": None, "save_figure": False}
 
@@ -27,6 +30,32 @@ def test_training_that_nobody_iterates_warns(exp):
         warnings.simplefilter("error")
         assert [row["training_iteration"] for row in exp.train({"training_iteration": 2})] == [1, 2]
         exp.train({"training_iteration": 3}).close()
+
+
+def test_an_experiment_made_in_another_thread_changes_no_weights(monkeypatch):
+    def weights(seed):
+        exp = bray.Experiment("A2C", "CartPole-v1", seed=seed, **SMALL)
+        drawn = exp.training.weights()
+        exp.close()
+        return drawn
+
+    alone, make_policy = weights(1), local.make_policy
+    other, came = threading.Thread(target=weights, args=(2,)), threading.Event()
+
+    def slow(*parts):
+        if threading.current_thread() is other:
+            came.set()
+        else:
+            other.start()
+            came.wait(0.3)  # it has to wait for us, and comes later
+        return make_policy(*parts)
+
+    monkeypatch.setattr(local, "make_policy", slow)
+    together = weights(1)
+    other.join()
+    assert came.is_set()
+    for name, value in alone.items():
+        assert np.array_equal(value, together[name])
 
 
 def test_a_wrong_stop_name_is_told_at_once(exp):

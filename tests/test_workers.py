@@ -174,7 +174,7 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("run", ["PPO", pytest.param("IMPALA", marks=pytest.mark.slow)])
-def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path):
+def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path, caplog):
     exp = bray.Experiment(
         run=run, env=Phased, path=tmp_path / "run", num_workers=2, num_envs=1, vector="inprocess", rollout_length=16
     )
@@ -182,6 +182,16 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
     rows = list(exp.train({"training_iteration": 2}, callbacks=Watcher()))
     assert rows[-1]["custom_metrics/late_max"] == 7  # each worker counts its own episodes
     assert rows[-1]["mine"] == 7
+    assert caplog.text.count("callbacks Watcher: with num_workers each worker has a copy") == 1
+    source = exp.training.sources[0]
+    state = source.get_state()
+    metrics = state["json"].pop("metrics")
+    source.set_state(state, exp.training.clock)  # as an older Bray saved it
+    assert "custom_metrics/late_max" not in source.numbers()
+    state["json"]["metrics"] = metrics
+    source.set_state(state, exp.training.clock)
+    assert source.numbers()["custom_metrics/late_max"] == 7
+    assert source.get_state(midway=True)["json"]["workers"] is None  # then new episodes start
     exp.close()
 
 

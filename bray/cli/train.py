@@ -128,14 +128,14 @@ class Signals(Callbacks):
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live display hides the cursor
             os._exit(128 + number)
         self.number = number
-        self.experiment.request_stop()
+        self.experiment.request_stop(hurry=True)
         with contextlib.suppress(RuntimeError):  # the signal came in the middle of another write
             say("finishing this iteration, then saving; the same again ends at once", "dim")
 
     def on_train_result(self, experiment: Any, row: Any) -> None:
         """A signal that came before `train` began to listen is passed on."""
         if self.number is not None and self.experiment is not None:
-            self.experiment.request_stop()
+            self.experiment.request_stop(hurry=True)
 
     @property
     def name(self) -> str:

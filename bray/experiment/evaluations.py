@@ -32,24 +32,28 @@ class Evaluations:
             parts = (self._run, self._env, config["model"], config["algo"], self._training.spec)
             self._beside = Evaluator(Plan(experiment.algo, *parts))
 
-    def look(self, last: bool, callbacks: CallbackList) -> dict[str, Any]:
-        """After an iteration: what its row says of evaluations. After the last one it waits for all that is due."""
+    def look(self, row: dict[str, Any], callbacks: CallbackList) -> None:
+        """After an iteration: tell its row of evaluations that have ended. In line, those that are due now."""
         self._evaluate |= self._is_due(self._run.eval_freq)
         self._film |= self._is_due(self._run.video_freq)
-        row: dict[str, Any] = {}
         if self._beside is None:
             if self._evaluate or self._film:
                 t = self._training
                 served = ServedPolicy(t.policy, t.model, t.spec)
-                row |= self._row(look_at(served, self._env, self._task(), self._run.record), callbacks)
-            return row
-        if (looked := self._finish(self._beside, last)) is not None:
-            row |= self._row(looked, callbacks)
-        if last and (self._evaluate or self._film) and not self._training.stopped:
+                self._tell(row, look_at(served, self._env, self._task(), self._run.record), callbacks)
+        elif (looked := self._finish(self._beside, wait=False)) is not None:
+            self._tell(row, looked, callbacks)
+
+    def finish(self, row: dict[str, Any], callbacks: CallbackList) -> None:
+        """After the last iteration: wait for what is under way, and then for what is due."""
+        if self._beside is None:
+            return
+        if (looked := self._finish(self._beside, wait=True)) is not None:
+            self._tell(row, looked, callbacks)
+        if (self._evaluate or self._film) and not self._experiment.hurries:
             self._begin(self._beside, saved=False)
-            if (looked := self._finish(self._beside, last)) is not None:
-                row |= self._row(looked, callbacks)
-        return row
+            if (looked := self._finish(self._beside, wait=True)) is not None:
+                self._tell(row, looked, callbacks)
 
     def begin_when_due(self) -> None:
         """After the row of an iteration was written: look at its weights beside the training. They are saved first, so that there is a checkpoint to
@@ -94,7 +98,7 @@ class Evaluations:
             while beside.task is not None:
                 if beside.finished(_LISTEN_S if wait else 0.0):
                     return beside.take()
-                if not wait or self._training.stopped:
+                if not wait or self._experiment.hurries:
                     break
         except (Lost, BrayError, OSError) as e:
             self._failed(e)
@@ -103,20 +107,26 @@ class Evaluations:
     def _failed(self, e: Exception) -> None:
         logger.warning("the evaluation failed: its process %s. Training goes on; the next one starts another.", e)
 
-    def _row(self, looked: Looked, callbacks: CallbackList) -> dict[str, Any]:
-        """What was found, for a row. A checkpoint of the weights gets their score."""
-        row: dict[str, Any] = {}
-        if looked.result is not None:
-            callbacks.on_evaluate(self._experiment, looked.result)
-            row |= looked.result
-            if looked.saved:
-                self._rate(looked.step, looked.result)
+    def _tell(self, row: dict[str, Any], looked: Looked, callbacks: CallbackList) -> None:
+        """Tell a row what was found. A checkpoint of the weights gets their score."""
         if looked.video is not None:
             row["video"] = str(looked.video.relative_to(self._directory.path))
             logger.info("video: %s", looked.video)
         elif looked.no_video:
             logger.warning("no video: %s", looked.no_video)
-        return row
+        if looked.result is not None:
+            try:
+                callbacks.on_evaluate(self._experiment, looked.result)
+            finally:  # what was found is not lost where a callback raises
+                if "eval/return_mean" in row:  # two have ended with the run, and the row has room for one
+                    logger.info(
+                        "evaluated at %s env steps: return %s; the last row has the evaluation after it",
+                        row.get("eval/env_steps"),
+                        row["eval/return_mean"],
+                    )
+                row |= looked.result
+                if looked.saved:
+                    self._rate(looked.step, looked.result)
 
     def _rate(self, step: int, result: dict[str, Any]) -> None:
         """Write down how the weights of a checkpoint were evaluated, and make it the best where it is."""
@@ -132,5 +142,8 @@ class Evaluations:
             self._score.best = score if better else self._score.best
 
     def close(self) -> None:
-        if self._beside is not None:
-            self._beside.close()
+        if self._beside is None:
+            return
+        if (task := self._beside.task) is not None:
+            logger.info("the evaluation of the weights at %d env steps had not ended, and is dropped", task.env_steps)
+        self._beside.close()

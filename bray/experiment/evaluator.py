@@ -69,8 +69,8 @@ def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record, th
         try:
             frames, _, _, fps = film(served, env)
             video = write_video(frames, task.video, fps)
-        except (BrayError, OSError) as e:  # a film must not lose an evaluation
-            no_video = str(e)
+        except Exception as e:  # render() is the user's code: a film must not lose an evaluation, nor end a training
+            no_video = str(e) if isinstance(e, (BrayError, OSError)) else f"{type(e).__name__}: {e}"
     return Looked(task.step, task.saved, result, video, no_video)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,7 +27,16 @@ from bray.experiment.goals import Score, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
-from bray.experiment.saved import fits_state, import_check, made_from, meta_of, read_config, read_launch, with_choices
+from bray.experiment.saved import (
+    fits_state,
+    import_check,
+    made_from,
+    meta_of,
+    read_config,
+    read_launch,
+    why_inexact,
+    with_choices,
+)
 from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
@@ -43,7 +53,7 @@ from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
-from bray.train.local import LocalTraining, describe_policy
+from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.offline import ID as FILES, FileTraining
 from bray.train.source import RolloutWorker
 
@@ -107,10 +117,16 @@ class Experiment:
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
+        self._callbacks_go_on: dict[
+            str, Any
+        ] = {}  # their state in the checkpoint that is resumed, until `train` has them
+        self._told_envs = False  # what a function of the user did to them is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
+        self.hurries = False
+        """Whether somebody waits for the end: a signal came."""
         self._plays = True
         self._begins = True  # not with the state of a run that is resumed
         self.exact = self.config["env"].wait_num is None and not self.live
@@ -167,6 +183,8 @@ class Experiment:
         leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
         self._callbacks = make_callbacks(self.config["run"].callbacks, callbacks)
+        saved, self._callbacks_go_on = self._callbacks_go_on, {}
+        self._callbacks.set_state(saved)
         return Rows(self._train(stop, sinks, show))
 
     def fit(
@@ -187,27 +205,29 @@ class Experiment:
         run = self.config["run"]
         trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
         training, directory = self.training, self._run_dir()
-        self._stop_requested, graph = False, self._graph_export()
+        self._stop_requested, self.hurries, graph = False, False, self._graph_export()
         evaluations = self._evaluations = Evaluations(self, directory, self._score)
         self._looked_at = began = time.monotonic()
         training.start()
         for source in training.sources:
             source.watch(self._callbacks)
         with rundir.logging_to(directory.log), open_sinks(directory, [*trackers, *sinks]) as out:
-            if training.iteration:
+            if training.iteration or not self._begins:  # rows may be newer than the checkpoint of step 0, too
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
             try:
+                self._callbacks.on_train_start(self)
                 if not training.iteration and not self.saved:
                     self.save()  # a run can be resumed from its first second
                 while not self._stop_requested and not reached(stop, self.last_row):
                     row = self._iterate(stop)
                     if row is None:
                         break
-                    row |= self._watch.look(row, training)
-                    self._callbacks.on_train_result(self, row)
-                    self.last_row = row
-                    self._unless_full(partial(out.write, row))
+                    try:
+                        self._complete(row, stop)
+                    finally:  # the next checkpoint holds this iteration, whatever a callback raises
+                        self.last_row = row
+                        self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
                     self._save_when_due(row)
                     evaluations.begin_when_due()
@@ -245,7 +265,7 @@ class Experiment:
             )
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
-        """One iteration with its evaluation; None when the data has ended."""
+        """One iteration; None when the data has ended."""
         training, began = self.training, time.perf_counter()
         try:
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
@@ -253,12 +273,24 @@ class Experiment:
             if (cause := self._health.cause(e, training.lost_weights())) is not None:
                 raise cause from e
             raise
-        if row is None:
-            return None
-        ends = bool(reached(stop, row | {"time_total_s": self._time + time.perf_counter() - began}))
-        row |= self._evaluations.look(ends, self._callbacks)  # type: ignore[union-attr]
         self._time += time.perf_counter() - began
-        return row | {"time_total_s": self._time, **when_and_where()}
+        return None if row is None else row | {"time_total_s": self._time, **when_and_where()}
+
+    def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
+        """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations beside the training."""
+        began, evaluations, ends = time.perf_counter(), self._evaluations, bool(reached(stop, row))
+        assert evaluations is not None
+        try:
+            evaluations.look(row, self._callbacks)
+            if ends:
+                evaluations.finish(row, self._callbacks)
+        finally:
+            self._time += time.perf_counter() - began
+            row["time_total_s"] = self._time
+        row |= self._watch.look(row, self.training)
+        self._callbacks.on_train_result(self, row)
+        if self._stop_requested and not self.hurries:
+            evaluations.finish(row, self._callbacks)
 
     @property
     def reached(self) -> dict[str, float]:
@@ -278,15 +310,18 @@ class Experiment:
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
         their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
+        self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
         """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policy`; what it returned, in their order."""
+        self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
-    def request_stop(self) -> None:
-        """End `train` after the iteration under way, or at once where it waits for games (signal handlers call this)."""
-        self._stop_requested = True
+    def request_stop(self, hurry: bool = False) -> None:
+        """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the training (`eval_parallel`) is
+        waited for where a callback asks; with `hurry`, which is for signal handlers, it is dropped."""
+        self._stop_requested, self.hurries = True, self.hurries or hurry
         if self._training is not None:
             self._training.stop()
 
@@ -346,8 +381,12 @@ class Experiment:
             raise self._health.diverged(f"{lost} are not finite")
         recent = training.recent_observations()
         state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
+        callbacks, refused = self._callbacks_state()
+        state["json"] |= {"callbacks": json.dumps(callbacks), "told_envs": self._told_envs}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = meta_of(training, run, self.env_id, now) | {"exact": self.exact and state["json"]["exact"]}
+        meta = meta_of(training, run, self.env_id, now) | {
+            "exact": self.exact and state["json"]["exact"] and not self._told_envs
+        }
         meta |= {"score": score, "score_by": self._score.name}
         spare = self._evaluations.looked_at if self._evaluations is not None else set()
         kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best, "spare": spare}
@@ -357,8 +396,17 @@ class Experiment:
         with rundir.writing(replay_dir, "the new checkpoint is safe"):
             training.prune_replay(replay_dir, step, state, directory)
         self._save_seconds = time.monotonic() - began
+        if refused is not None:
+            raise refused
         self._callbacks.on_checkpoint(self, path)
         return path
+
+    def _callbacks_state(self) -> tuple[dict[str, Any], Exception | None]:
+        """With the error of one that cannot say it: what was learnt is saved all the same, before that is raised."""
+        try:
+            return self._callbacks_go_on | self._callbacks.get_state(), None
+        except Exception as e:
+            return {}, e
 
     # --- curves -------------------------------------------------------------------------------------------------------
 
@@ -440,19 +488,16 @@ class Experiment:
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
         try:
-            exp._go_on_from(directory, checkpoint)
+            why = exp._go_on_from(directory, checkpoint)
         except BaseException:
             exp.close()
             raise
-        if not exp.exact:
-            logger.warning(
-                "%s: this environment's state cannot be restored exactly: new episodes start (exact: false in meta.json)",
-                path,
-            )
+        if why:
+            logger.warning("%s: %s (exact: false in meta.json)", path, why)
         return exp
 
-    def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> None:
-        """Take over the state of a checkpoint of a run, and its directory."""
+    def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> str:
+        """Take over the state of a checkpoint of a run, and its directory; returns why that is not exact, in words."""
         path, state = directory.path, checkpoint.state
         with made_from(path):
             training = self.training
@@ -465,8 +510,11 @@ class Experiment:
                 raise CheckpointError(
                     f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
                 )
-            self.exact = training.set_state(state, checkpoint.weights, path / "replay")
             saved = state["json"]
+            why = why_inexact(saved, training.set_state(state, checkpoint.weights, path / "replay"))
+            callbacks = json.loads(saved.get("callbacks", "{}"))
+            self._callbacks_go_on = {name: [dict(state) for state in mine] for name, mine in callbacks.items()}
+            self.exact = not why
             self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
             self._watch.resume(self.last_row)
             if saved.get("best_by", self._score.name) == self._score.name:
@@ -474,6 +522,7 @@ class Experiment:
         self._saved_at, self._saved_step = training.iteration, training.learner.steps
         self._dir = RunDir.create(path, resume=True)
         self._dir.write_config(with_choices(self.config, training.spec))
+        return why
 
     def init_from(
         self,
@@ -501,12 +550,12 @@ class Experiment:
         c = self.config
         if self._weights is None:
             raise ConfigError("there is nothing to act with yet: train first, or load a run")
-        torch.manual_seed(c["run"].seed)
-        if self._launched is not None:
-            model = launched_model(self._launched)
-        else:
-            with made_from(self.loaded[0] if self.loaded else None):
-                model = self.algo.make_model(c["algo"], spec, c["model"])
+        with seeded(c["run"].seed):
+            if self._launched is not None:
+                model = launched_model(self._launched)
+            else:
+                with made_from(self.loaded[0] if self.loaded else None):
+                    model = self.algo.make_model(c["algo"], spec, c["model"])
         model = model.to(resolve_device(c["run"].device))
         load_weights(model, self._weights)
         return model

@@ -80,6 +80,20 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
     return launch
 
 
+def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
+    """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`: whether all that was saved is back."""
+    why = []
+    if state.get("midway"):
+        why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")
+    elif not restored:
+        why.append("this environment's state cannot be restored exactly: new episodes start")
+    if state.get("told_envs"):
+        why.append(
+            "what foreach_env or foreach_worker told the environments is not saved: tell them again, now or in on_train_start of a callback"
+        )
+    return "; ".join(why)
+
+
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
     """Turn an error while building what a run's config describes (too large for this machine, say) into one message that names the run."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
+import math
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +21,8 @@ from bray.rundir.files import write_atomic
 
 logger = logging.getLogger("bray")
 
+_TRY_AGAIN = 60.0  # seconds: a training does not wait at every row for a service that does not answer
+
 
 def _numbers(row: Row) -> dict[str, float]:
     return {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
@@ -27,7 +32,9 @@ class _Tracker:
     """A run of a tracking service: made with the first row, and found again by a file in the run directory when a training is resumed."""
 
     name: str
+    now = staticmethod(time.monotonic)
     _told = False
+    _not_before = -math.inf
 
     def __init__(self, directory: Path, title: str, config: Mapping[str, Any]):
         self.directory, self.title, self.config = directory, title, config
@@ -40,10 +47,13 @@ class _Tracker:
         write_atomic(self._file, json.dumps({"id": run_id}) + "\n")
 
     def write(self, row: Row) -> None:
-        """A service that fails does not end a training; the first failure is logged."""
+        """A service that fails does not end a training: the first failure is logged, and the service is left alone for a minute."""
+        if self.now() < self._not_before:
+            return
         try:
             self.log(row)
         except Exception as e:
+            self._not_before = self.now() + _TRY_AGAIN
             if not self._told:
                 logger.warning(
                     "run.track: writing to %s failed, training goes on without it: %s: %s",
@@ -53,10 +63,16 @@ class _Tracker:
                 )
             self._told = True
 
+    def close(self) -> None:
+        try:
+            self.end()
+        except Exception as e:  # the training is done, and what it learnt is saved
+            logger.warning("run.track: ending the run at %s failed: %s: %s", self.name, type(e).__name__, e)
+
     def log(self, row: Row) -> None:
         raise NotImplementedError
 
-    def close(self) -> None:
+    def end(self) -> None:
         raise NotImplementedError
 
     def truncate_after(self, iteration: int, env_steps: int | None = None) -> None:
@@ -74,14 +90,22 @@ class WandbSink(_Tracker):
             import wandb
 
             project, known = os.environ.get("WANDB_PROJECT", "bray"), self.known_id()
+            # Without it, a second experiment of this process is given the run of the first; older ones know nothing else.
+            knows = "create_new" in str(inspect.signature(wandb.init).parameters["reinit"].annotation)
             self._run = wandb.init(
-                project=project, name=self.title, config=dict(self.config), dir=self.directory, id=known, resume="allow"
+                project=project,
+                name=self.title,
+                config=dict(self.config),
+                dir=self.directory,
+                id=known,
+                resume="allow",
+                reinit="create_new" if knows else None,
             )
             self._run.define_metric("*", step_metric=ENV_STEPS)
             self.remember(self._run.id)
         self._run.log(_numbers(row))
 
-    def close(self) -> None:
+    def end(self) -> None:
         if self._run is not None:
             self._run.finish()
 
@@ -99,29 +123,39 @@ class MlflowSink(_Tracker):
         if self._client is None:
             self._open()
         steps, now = int(row.get(ENV_STEPS) or 0), int(time.time() * 1000)
-        metrics = [Metric(k.replace("%", "percent"), float(v), now, steps) for k, v in _numbers(row).items()]
+        metrics = [Metric(_mlflow_name(k), float(v), now, steps) for k, v in _numbers(row).items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def _open(self) -> None:
         from mlflow.tracking import MlflowClient
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else mlflow-skinny has no store but a server
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own defaults stop a training for minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         uri = os.environ.get("MLFLOW_TRACKING_URI", (self.directory.resolve().parent / "mlruns").as_uri())
-        self._client = MlflowClient(uri)
-        if (known := self.known_id()) is not None:
-            self._id = known
-            return
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "bray")
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
-        self._id = self._client.create_run(experiment, run_name=self.title).info.run_id
-        for key, value in self.config.items():
-            self._client.log_param(self._id, key, str(value)[:500])
-        self.remember(self._id)
+        client = MlflowClient(uri)
+        self._id = self.known_id() or self._new_run(client)
+        self._client = client  # last: whoever has a client has a run
 
-    def close(self) -> None:
+    def _new_run(self, client: Any) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "bray")
+        found = client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else client.create_experiment(name)
+        run_id: str = client.create_run(experiment, run_name=self.title).info.run_id
+        self.remember(run_id)  # at once: another try goes on with it
+        for key, value in self.config.items():
+            client.log_param(run_id, key, str(value)[:500])
+        return run_id
+
+    def end(self) -> None:
         if self._client is not None:
             self._client.set_terminated(self._id)
+
+
+def _mlflow_name(key: str) -> str:
+    """A key as MLflow takes it: it refuses the whole row for one odd character, and for a name that is no plain path."""
+    name = re.sub(r"[^\w./ -]", "_", key.replace("%", "percent"))
+    return "/".join(part for part in name.split("/") if part.strip("."))[:250].rstrip("/") or "_"
 
 
 TRACKERS = {"wandb": (WandbSink, "wandb", "wandb"), "mlflow": (MlflowSink, "mlflow", "mlflow-skinny")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +15,8 @@ import numpy as np
 from bray import tree
 from bray.errors import ConfigError
 from bray.named import load_named
+
+logger = logging.getLogger("bray")
 
 WINDOW = 100  # episodes, as for `episode_return_mean`
 
@@ -52,7 +56,11 @@ class Episode:
 
 
 class Callbacks:
-    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first."""
+    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first. With `num_workers` each worker has a
+    copy of the object for its episodes: what they leave in `self` stays there, and numbers for the rows go by `episode.custom_metrics`."""
+
+    def on_train_start(self, experiment: Any) -> None:
+        """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a curriculum has come to."""
 
     def on_episode_start(self, episode: Episode) -> None:
         """Before the first action. After a resume it is called for the episodes that go on, too."""
@@ -72,6 +80,13 @@ class Callbacks:
 
     def on_checkpoint(self, experiment: Any, path: Path) -> None:
         """After a checkpoint was written to this directory."""
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint is to hold of this object: plain data, as JSON has it."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """After a resume: what `get_state` said when the checkpoint was written. Not called where that was nothing."""
 
 
 class EarlyStopping(Callbacks):
@@ -93,6 +108,12 @@ class EarlyStopping(Callbacks):
         self.waited += 1
         if self.waited >= self.patience:
             experiment.request_stop()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = float(state["best"]), int(state["waited"])
 
 
 def make_callbacks(*given: Any) -> CallbackList:
@@ -127,6 +148,10 @@ class CallbackList(Callbacks):
     def __init__(self, callbacks: Sequence[Callbacks]):
         self.callbacks = list(callbacks)
 
+    def on_train_start(self, experiment: Any) -> None:
+        for one in self.callbacks:
+            one.on_train_start(experiment)
+
     def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
         for one in self.callbacks:
             one.on_train_result(experiment, row)
@@ -138,6 +163,31 @@ class CallbackList(Callbacks):
     def on_checkpoint(self, experiment: Any, path: Path) -> None:
         for one in self.callbacks:
             one.on_checkpoint(experiment, path)
+
+    def get_state(self) -> dict[str, Any]:
+        """By the name of the class, for each of its objects in their order."""
+        states: dict[str, Any] = {}
+        for one in self.callbacks:
+            state, name = one.get_state(), type(one).__name__
+            if wrong := _not_plain(state) if isinstance(state, dict) else type(state).__name__:
+                raise ConfigError(
+                    f"callbacks: {name}.get_state() returns a dict of what JSON can hold (numbers, text, None, lists, dicts by text), got "
+                    f"{wrong}: make it one of these, as by int(x) or x.tolist()"
+                )
+            states.setdefault(name, []).append(state)
+        return {name: mine for name, mine in states.items() if any(mine)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        left = {name: list(mine) for name, mine in state.items()}
+        for one in self.callbacks:
+            if (mine := left.get(type(one).__name__)) and (saved := mine.pop(0)):
+                one.set_state(saved)
+        if lost := sorted(name for name, mine in left.items() if any(mine)):
+            logger.warning(
+                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. Give them to `train`, as before, "
+                "to go on with it",
+                ", ".join(lost),
+            )
 
     def _asking(self, event: str) -> list[Any]:
         return [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
@@ -151,11 +201,29 @@ class CallbackList(Callbacks):
         """Whether one of them has a callback of episodes."""
         return any(self._asking(f"on_episode_{event}") for event in ("start", "step", "end"))
 
+    def of_two_places(self) -> list[str]:
+        """The classes that have callbacks of episodes and of results: with workers these are not called on one object."""
+        results = ("on_train_result", "on_evaluate", "on_checkpoint")
+        both = [c for c in self.of_episodes().callbacks if any(CallbackList([c])._asking(event) for event in results)]
+        return sorted({type(c).__name__ for c in both})
+
     def watch(self) -> EpisodeWatch | None:
         """What a Rollout reports its steps to; None where no callback asks for them."""
         return (
             EpisodeWatch(*(self._asking(f"on_episode_{e}") for e in ("start", "step", "end"))) if self.watches else None
         )
+
+
+def _not_plain(value: Any, where: str = "") -> str:
+    """What JSON could not hold, and where; empty where it can hold all."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ""
+    if not isinstance(value, (dict, list)):
+        return f"{type(value).__name__} at {where}"
+    if isinstance(value, dict) and (odd := [key for key in value if not isinstance(key, str)]):
+        return f"the key {odd[0]!r} at {where or 'the top'}"
+    parts = value.items() if isinstance(value, dict) else enumerate(value)
+    return next((wrong for key, part in parts if (wrong := _not_plain(part, f"{where}[{key!r}]"))), "")
 
 
 class EpisodeWatch:
@@ -203,6 +271,12 @@ class EpisodeMetrics:
         for metrics in ended:
             for name, value in metrics.items():
                 self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
+
+    def get_state(self) -> str:
+        return json.dumps([[name, list(values)] for name, values in self._metrics.items()])
+
+    def set_state(self, state: str) -> None:
+        self._metrics = {name: deque(map(float, values), WINDOW) for name, values in json.loads(state)}
 
     def row(self) -> dict[str, float]:
         """`custom_metrics/NAME_mean`, `_min`, `_max`."""

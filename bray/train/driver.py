@@ -108,6 +108,7 @@ class Driver:
         }
         self.totals = Totals()
         self.iteration = 0
+        self._midway = False  # in the middle of an iteration, or one was cut short
         self.update: Any = None
         """Of the last step."""
         self.batch: Batch | None = None
@@ -289,6 +290,7 @@ class Driver:
         `most_episodes` have been finished since training began."""
         if self.ended:
             return None
+        self._midway = True
         start, steps, cores = time.perf_counter(), self.totals.env_steps, Cores()
         self._learn_seconds = 0.0
         means = _Means()
@@ -308,6 +310,7 @@ class Driver:
         except EndOfData as e:
             logger.info("%straining ends: %s", self.label, e)
             self.ended = True
+        self._midway = False
         if not means.count and not own and (self.ended or (self.stopped and self.totals.env_steps == steps)):
             return None
         self.iteration += 1
@@ -403,7 +406,7 @@ class Driver:
         """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to files in `replay_dir`."""
         learner = self.learner.state_dict()
         experience = self.experience.get_state(replay_dir)
-        sources = [source.get_state() for source in self.sources]
+        sources = [source.get_state(self._midway) for source in self.sources]
         arrays: dict[str, Any] = {
             "sources": {str(i): state["arrays"] for i, state in enumerate(sources)},
             "learner": learner["parts"],
@@ -414,7 +417,8 @@ class Driver:
             "sources": [state["json"] for state in sources],
             "learner": {k: v for k, v in learner.items() if k != "parts"},
             "experience": experience["json"],
-            "exact": all(state["json"].get("exact", True) for state in sources),
+            "exact": not self._midway and all(state["json"].get("exact", True) for state in sources),
+            "midway": self._midway,
             "iteration": self.iteration,
             "env_steps": self.totals.env_steps,
             "dropped": self.totals.dropped,
@@ -440,7 +444,7 @@ class Driver:
                 source.rewind()
         if not goes_on:
             self.experience.cut()
-        return exact and goes_on
+        return exact and goes_on and not json.get("midway", False)
 
     def prune_replay(self, directory: Path, step: int, state: dict[str, Any], run: RunDir) -> None:
         """Delete the files of the experience that no checkpoint of the run needs any more; `state` was just saved as that of `step`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,15 @@ from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
 _COPYING = 4  # threads
+_drawing = threading.RLock()  # a network may load another run
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw weights by a seed: torch has one random generator for all threads, and another one that made an experiment would draw from it too."""
+    with _drawing:
+        torch.manual_seed(seed)
+        yield
 
 
 def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
@@ -42,14 +53,14 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     device = resolve_device(run.device)
     tune(device, wait_asleep=run.num_workers > 0)  # workers need the cores
     torch.set_num_threads(run.threads or threads_for(spec, device))
-    torch.manual_seed(run.seed)
-    policy = make_policy(algo, config, spec)
-    model = algo.make_model(config, spec, model_config)
-    if not isinstance(model, nn.Module):
-        raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
-    model = model.to(device)
-    policy.draws = getattr(model, "draws", None) or {}
-    learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
+    with seeded(run.seed):
+        policy = make_policy(algo, config, spec)
+        model = algo.make_model(config, spec, model_config)
+        if not isinstance(model, nn.Module):
+            raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
+        model = model.to(device)
+        policy.draws = getattr(model, "draws", None) or {}
+        learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
     experience.seed(run.seed)
     if run.iteration_steps is not None:

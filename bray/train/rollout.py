@@ -210,10 +210,10 @@ class Rollout:
 
         return tree.map(choose, extras, self._under_way)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
         """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}. Where the environments cannot say where
-        they are (one has failed, or does not answer), all the rest; then `exact` is false in it."""
-        env = self._env_state()
+        they are (one has failed, or does not answer), all the rest; then `exact` is false in it. `midway`: see `Source.get_state`."""
+        env: dict[str, Any] = {"arrays": {}, "json": None} if midway else self._env_state()
         arrays = {
             "env": env["arrays"],
             "obs": self.obs,
@@ -224,7 +224,7 @@ class Rollout:
             "state": {} if self.state is None else self.state,
             "rewards": self.rewards.get_state() if self.rewards else {},
         }
-        json = {"env": env["json"], "rng": self.rng.bit_generator.state, "exact": self.env.exact}
+        json = {"env": env["json"], "rng": self.rng.bit_generator.state, "exact": self.env.exact and not midway}
         return {"arrays": arrays, "json": json}
 
     def _env_state(self) -> dict[str, Any]:
@@ -442,11 +442,14 @@ class EnvSource(Source):
         spent, self.rollout.seconds = self.rollout.seconds, {"env": 0.0, "forward": 0.0}
         return spent
 
-    def get_state(self) -> dict[str, Any]:
-        return self.rollout.get_state()
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
+        state = self.rollout.get_state(midway)
+        state["json"]["metrics"] = self._metrics.get_state()
+        return state
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self.rollout.set_state(state)
+        self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
         self.rollout.env_steps, self.rollout.version = clock
         return self.rollout.env.exact
 

@@ -84,8 +84,9 @@ class Source:
         """`fn(worker)` in every process that plays; what it returned, in their order."""
         raise ConfigError("foreach_worker needs environments that Bray steps, not live games or files")
 
-    def get_state(self) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}"""
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
+        """{"arrays": tree, "json": plain data}. `midway`: in an iteration that was cut short; what was played of it may be lost, and so whoever
+        goes on begins new episodes."""
         return {"arrays": {}, "json": {}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
@@ -120,7 +121,7 @@ class FileSource(Source):
         ended = (float(np.sum(episode["reward"], dtype=np.float64)), len(episode["reward"]))
         return [piece], Counts(piece.length, (ended,))
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
         return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:

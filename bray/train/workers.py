@@ -285,6 +285,12 @@ class WorkerSource(Source):
         watching = callbacks.of_episodes()
         if not watching.callbacks and self._watch is None:
             return
+        if self._watch is None and (names := callbacks.of_two_places()):
+            logger.warning(
+                "callbacks %s: with num_workers each worker has a copy for its episodes. What on_episode_start, _step and _end leave in `self` is not "
+                "seen in on_train_result: use episode.custom_metrics",
+                ", ".join(names),
+            )
         self._watch = _code(watching, "callbacks of episodes")
         self._ask_all("watch", self._watch)
 
@@ -321,16 +327,18 @@ class WorkerSource(Source):
             while seat.starting:
                 self._take(TURN_S)
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
         """In rounds: the states of all environments. Otherwise the scales of the rewards: a resumed run starts new episodes."""
-        if not self.asynchronous:
+        state: dict[str, Any] = {"arrays": {}, "json": {"workers": None, "exact": False, "scales": self._scales}}
+        if not self.asynchronous and not midway:
             try:
-                return self._state_of_all()
+                state = self._state_of_all()
             except EnvError as e:  # what was learnt is saved in any case
                 logger.warning(
                     "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
                 )
-        return {"arrays": {}, "json": {"workers": None, "exact": False, "scales": self._scales}}
+        state["json"]["metrics"] = self._metrics.get_state()
+        return state
 
     def _state_of_all(self) -> dict[str, Any]:
         states = self._ask_all("get_state")
@@ -342,6 +350,7 @@ class WorkerSource(Source):
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self._clock, self._news = clock, True
+        self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
         saved = state["json"].get("workers")  # none where one process played
         if saved is None or len(saved) != len(self._seats):
             self._ask_all("start_anew", tuple(clock))

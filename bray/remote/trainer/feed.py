@@ -166,7 +166,7 @@ class BufferSource(Source):
     def wait_reason(self) -> str:
         return f"nothing comes from {self.feed.names}: is anything pushed there?"
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
         """What the games' processes had counted: those that go on are not counted twice."""
         counted = [[buffer, *pair] for buffer, decoder in self._decoders.items() for pair in decoder.steps.items()]
         return {"arrays": {}, "json": {"counted": counted}}
