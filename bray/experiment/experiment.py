@@ -314,7 +314,7 @@ class Experiment:
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
-        """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policy`; what it returned, in their order."""
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policies`; what it returned, in their order."""
         self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
