@@ -96,6 +96,14 @@ def _operators_are_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _graphs_are_waited_for() -> Iterator[None]:
+    """An export beside a training is nice to others: on a busy machine it takes minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bray.experiment.experiment.GRAPH_WAIT_S", 1200.0)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A picture at the end of every small training was a twentieth of all tests; those that look at one are marked `draws`."""

@@ -24,6 +24,7 @@ from bray.experiment import Experiment, export_graph
 from bray.rundir import RunDir, pack_state, unpack_state
 from bray.service import Service
 from bray.serving.config import ServedModelConfig
+from bray.serving.graph import GraphExport
 from bray.spec import Space
 from bray.web.runs import Project
 from bray.web.server import RenderServer
@@ -119,6 +120,13 @@ def test_a_flipped_bit_in_a_graph_is_never_served(run):
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=r"graph\.onnx: its content was changed"):
         serve(run)
+
+
+def test_a_graph_that_is_not_waited_for_is_told(tmp_path, caplog):
+    export = GraphExport(tmp_path, 0.0)
+    export.tend(1.0)
+    export.close(1e-3)  # a start of Python takes longer
+    assert f"graph.onnx was not written within 0.001 s: `bray export {tmp_path}` writes it" in caplog.text
 
 
 def test_a_training_leaves_its_graph_and_learns_the_same_to_the_bit(made, tmp_path):

@@ -59,7 +59,8 @@ from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
-_GRAPH_WAIT_S = 120.0  # for an export that is under way when the training ends
+GRAPH_WAIT_S = 120.0
+"""For an export of graph.onnx that is under way when the training ends."""
 _AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
 _TRY_AGAIN = 60.0  # seconds: a full disk is not asked at every iteration
 
@@ -243,7 +244,7 @@ class Experiment:
                 self._save_last()
             finally:
                 evaluations.close()
-                graph.close(0.0 if self._stop_requested else _GRAPH_WAIT_S)
+                graph.close(0.0 if self._stop_requested else GRAPH_WAIT_S)
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
         if self.last_row is not None and run.show_figure and show:

@@ -79,6 +79,10 @@ class GraphExport:
             try:
                 self._process.wait(wait_s)
             except subprocess.TimeoutExpired:
+                if wait_s:
+                    logger.warning(
+                        "graph.onnx was not written within %g s: `bray export %s` writes it", wait_s, self._path
+                    )
                 self._process.kill()
                 self._process.wait()
             self._look()
