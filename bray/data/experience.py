@@ -249,11 +249,10 @@ class Replay(Experience):
         """Views of the rows, made once for a piece that comes again and again, written over."""
         if piece is not self._piece:
             names, kept = ("obs", "action", "reward", "terminated", "truncated", "valid"), self._kept(piece)
+            if piece.state is not None:  # who stores no memory need not know where episodes begin
+                kept = {**kept, "first": piece.first}
             self._views = [
-                (
-                    [tree.index(getattr(piece, name), t) for name in names],
-                    {"first": piece.first[t], **tree.index(kept, t)},
-                )
+                ([tree.index(getattr(piece, name), t) for name in names], tree.index(kept, t))
                 for t in range(piece.length)
             ]
             self._piece = piece

@@ -62,8 +62,8 @@ class SampledRing(RingStorage):
         likely. Prioritized: a row is drawn by priority, of those at which the learning part of a sequence can start;
         `weight` and `anchor` (its id) are that row's.
 
-        Where an episode goes on behind a gap, the memory cannot be had from the rows before: a sequence whose burn-in has a
-        gap begins behind it, with the state stored there, and rows behind a later gap are not `valid`.
+        With states: a gap inside an episode (a joint) hides what the memory saw. A sequence with a joint in its burn-in begins
+        at the joint, with the state stored there. Rows behind a later joint are not `valid`.
         """
         if length < 1 or burn_in < 0:
             raise ConfigError(f"sequences have length >= 1 and burn_in >= 0, got {length} and {burn_in}")

@@ -187,7 +187,10 @@ class RingStorage:
             if np.shape(value) != (n,):
                 raise DataError(f"replay column {name!r}: expected shape {(n,)}, got {np.shape(value)}")
             staged[...] = value
-        np.logical_and(self._first, False if first is None else np.logical_not(first), out=self._stage[4])
+        if first is None:
+            self._stage[4] = False
+        else:
+            np.logical_and(self._first, np.logical_not(first), out=self._stage[4])
         if self._any_ended and (self._ended & self._stage[2]).any():
             env = int(np.flatnonzero(self._ended & self._stage[2])[0])
             raise DataError(

@@ -118,16 +118,14 @@ class Experiment:
         self._once = OncePer()
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
-        self._callbacks_go_on: dict[
-            str, Any
-        ] = {}  # their state in the checkpoint that is resumed, until `train` has them
+        self._callbacks_go_on: dict[str, Any] = {}  # by the checkpoint that is resumed, until `train` has them
         self._told_envs = False  # what a function of the user did to them is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
         """The newest result row."""
         self._stop_requested = False
         self.hurries = False
-        """Whether somebody waits for the end: a signal came."""
+        """Whether a signal asked for the end: nothing is waited for then."""
         self._plays = True
         self._begins = True  # not with the state of a run that is resumed
         self.exact = self.config["env"].wait_num is None and not self.live

@@ -135,14 +135,14 @@ class MlflowSink(_Tracker):
         uri = os.environ.get("MLFLOW_TRACKING_URI", (self.directory.resolve().parent / "mlruns").as_uri())
         client = MlflowClient(uri)
         self._id = self.known_id() or self._new_run(client)
-        self._client = client  # last: whoever has a client has a run
+        self._client = client  # last, so that a failure before leaves none
 
     def _new_run(self, client: Any) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "bray")
         found = client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else client.create_experiment(name)
         run_id: str = client.create_run(experiment, run_name=self.title).info.run_id
-        self.remember(run_id)  # at once: another try goes on with it
+        self.remember(run_id)  # now, because the next line may fail; the next try uses this run
         for key, value in self.config.items():
             client.log_param(run_id, key, str(value)[:500])
         return run_id

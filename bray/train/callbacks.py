@@ -184,8 +184,8 @@ class CallbackList(Callbacks):
                 one.set_state(saved)
         if lost := sorted(name for name, mine in left.items() if any(mine)):
             logger.warning(
-                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. Give them to `train`, as before, "
-                "to go on with it",
+                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. To keep it, give the same "
+                "callbacks to `train`",
                 ", ".join(lost),
             )
 
