@@ -99,6 +99,22 @@ def test_large_rewards_are_learnt_as_small_ones():
     assert error(normalize_value=True) < 0.5 * error()
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_clipped_value_begins_where_the_network_is(recompute):
+    """Statistics that move are no step of the value function: nothing is clipped before the first one, whatever the scale of returns."""
+    values = []
+    for clip_value in (None, 1e-3):
+        learner = make_learner(
+            normalize_value=True, clip_value=clip_value, recompute_advantages=recompute, lr=1e-9, epochs=2
+        )
+        values.append([])
+        for seed in range(3):
+            data = piece(seed, 100.0)
+            data.outputs["value"] = learner.with_new_values(data).outputs["value"]
+            values[-1].append(learner.update(learner.prepare(data), Clock()).metrics["value_loss"])
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-4)
+
+
 # --- advantages computed anew -------------------------------------------------------------------------------------------------
 
 

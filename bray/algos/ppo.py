@@ -151,7 +151,10 @@ class Learner(rnd.Learner):
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         if c.normalize_value:
+            # the old values move with the statistics, as the network's own do: `clip_value` bounds what learning changes
+            said = self.returns.standardize(batch["value"])
             self.returns.update(batch["target"], batch["weight"])
+            batch = batch | {"value": self.returns.restore(said)}
         piece = batch.get("piece")
         batch = {k: x for k, x in batch.items() if k != "piece"}
         results: list[Tensor] = []
