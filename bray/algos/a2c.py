@@ -18,7 +18,6 @@ from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
-from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses
 from bray.spec import EnvSpec
@@ -96,16 +95,13 @@ class Learner(rnd.Learner):
         if self.novelty:
             batch, extra["novelty"] = self.novelty.rewarded(batch)
             batch = self.advantages(batch)
-        seen, first = (rows.flat_obs(batch), batch["weight"].reshape(-1)), not self.steps
-        if first:  # what acted knew no statistics at all
-            update_normalizers(self.model, *seen)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
+        seen = rows.flat_obs(batch), batch["weight"].reshape(-1)
+        with rows.statistics_of_what_acted(self.model, *seen, first=not self.steps):
+            values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
-        if not first:  # the gradient is that of what acted
-            update_normalizers(self.model, *seen)
         return Update((*METRICS, *extra), torch.cat([values, torch.tensor(list(extra.values()))]))
 
     def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:

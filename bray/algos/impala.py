@@ -21,7 +21,6 @@ from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
-from bray.nn.normalize import update_normalizers
 from bray.optim import Optimizer
 from bray.rl import losses, returns
 from bray.spec import EnvSpec
@@ -112,11 +111,12 @@ class Learner(base.Learner):
         }
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
-        seen = tree.map(lambda x: x[:-1].reshape(-1, *x.shape[2:]), batch["obs"])
-        update_normalizers(self.model, seen, batch["valid"].reshape(-1).astype(np.float32))
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
-        values = self._step(to_torch(batch, self.device), *(x[0] for x in self.draw())).cpu()
+        seen = tree.map(lambda x: x[:-1].reshape(-1, *x.shape[2:]), batch["obs"])
+        weight = batch["valid"].reshape(-1).astype(np.float32)
+        with rows.statistics_of_what_acted(self.model, seen, weight, first=not self.steps):
+            values = self._step(to_torch(batch, self.device), *(x[0] for x in self.draw())).cpu()
         self.steps += 1
         return Update(METRICS, values)
 

@@ -25,7 +25,7 @@ from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
-from bray.nn.normalize import RunningNorm, update_normalizers
+from bray.nn.normalize import RunningNorm
 from bray.optim import Optimizer
 from bray.rl import losses
 from bray.spec import EnvSpec
@@ -144,9 +144,6 @@ class Learner(rnd.Learner):
             batch, extra["novelty"] = self.novelty.rewarded(batch)
             batch = self.rows_to_learn(batch)
         c = self.config
-        seen, first = (rows.flat_obs(batch), batch["weight"].reshape(-1)), not self.steps
-        if first:  # what acted knew no statistics at all
-            update_normalizers(self.model, *seen)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
@@ -158,18 +155,18 @@ class Learner(rnd.Learner):
         piece = batch.get("piece")
         batch = {k: x for k, x in batch.items() if k != "piece"}
         results: list[Tensor] = []
-        for epoch in range(c.epochs):
-            if epoch == 0:
-                step = self.bind(batch)
-            elif piece is not None:
-                step = self.bind(self.advantage_rows(self.with_new_values(piece)))
-            for index in rows.minibatches(self.rng, batch["weight"].shape[-1], c.minibatches):
-                results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
-                self.steps += 1
-            if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
-                break
-        if not first:  # the ratios of the update are those of what acted
-            update_normalizers(self.model, *seen)
+        seen = rows.flat_obs(batch), batch["weight"].reshape(-1)
+        with rows.statistics_of_what_acted(self.model, *seen, first=not self.steps):
+            for epoch in range(c.epochs):
+                if epoch == 0:
+                    step = self.bind(batch)
+                elif piece is not None:
+                    step = self.bind(self.advantage_rows(self.with_new_values(piece)))
+                for index in rows.minibatches(self.rng, batch["weight"].shape[-1], c.minibatches):
+                    results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
+                    self.steps += 1
+                if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
+                    break
         means = torch.stack(results).mean(0).cpu()
         update = Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
         return self.with_kl_coef(update, results[-c.minibatches :]) if c.kl_coef else update

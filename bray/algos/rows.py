@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from bray.algos.base import drawn
 from bray.algos.packing import piece_size
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
+from bray.nn.normalize import update_normalizers
 from bray.rl import returns
 from bray.spec import ActionLayout
 
@@ -153,6 +154,17 @@ def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np
     size = piece_size(rows, pieces)
     for i in range(min(pieces, rows)):
         yield order[i * size : (i + 1) * size]
+
+
+@contextmanager
+def statistics_of_what_acted(model: nn.Module, obs: Any, weight: np.ndarray, first: bool) -> Iterator[None]:
+    """Learn inside it: the statistics of observations move afterwards, so that ratios and gradients are those of what acted. At the first update of
+    all they move before: what acted knew none."""
+    if first:
+        update_normalizers(model, obs, weight)
+    yield
+    if not first:
+        update_normalizers(model, obs, weight)
 
 
 def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
