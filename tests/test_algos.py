@@ -9,7 +9,7 @@ from bray import tree
 from bray.act import Clock
 from bray.algos import a2c, dqn, get_algo, ppo, sac
 from bray.algos.base import to_torch
-from bray.algos.packing import pack
+from bray.algos.packing import pack, piece_size, take, unpack
 from bray.algos.rows import minibatches
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
@@ -72,7 +72,7 @@ def slow_ppo(outputs, batch, clip, dual_clip=None, clip_value=None):
 
 @pytest.mark.parametrize("options", [{}, {"dual_clip": 2.0}, {"clip_value": 0.1}, {"clip": 0.05}])
 def test_ppo_losses_equal_an_independent_loop(options):
-    config, model, learner = make(ppo, DISCRETE, **options)
+    config, model, learner = make(ppo, DISCRETE, minibatches=1, **options)
     batch = rollout_batch()
     outputs = {k: v.detach().numpy() for k, v in model(torch.from_numpy(batch["obs"])).items()}
     got = learner.gradient_step(to_torch(pack(batch), learner.device), torch.arange(32)).numpy()
@@ -82,7 +82,7 @@ def test_ppo_losses_equal_an_independent_loop(options):
 
 def test_ppo_gradient_equals_finite_differences():
     """The step goes down the loss that the independent loop computes: its directional derivative along the gradient is -|g|^2."""
-    config, model, learner = make(ppo, DISCRETE, max_grad_norm=None)
+    config, model, learner = make(ppo, DISCRETE, minibatches=1, max_grad_norm=None)
     batch = rollout_batch()
     columns, index = to_torch(pack(batch), learner.device), torch.arange(32)
 
@@ -112,7 +112,7 @@ def test_rows_of_weight_zero_change_nothing():
     other["target"][dead] = -1e6
     results = []
     for b in (batch, other):
-        _, _, learner = make(ppo, DISCRETE)
+        _, _, learner = make(ppo, DISCRETE, minibatches=1)
         learner.gradient_step(to_torch(pack(b), learner.device), torch.arange(32))
         results.append(learner.optimizer.flat.clone())
     assert torch.equal(*results)
@@ -238,19 +238,50 @@ def test_a_recorded_learner_equals_an_eager_one(algo, spec, batch):
     torch.testing.assert_close(*flats, rtol=1e-3, atol=1e-4)
 
 
-def test_minibatches_cover_the_rows_once():
-    pieces = list(minibatches(np.random.default_rng(0), 12, 4))
-    assert sorted(np.concatenate(pieces)) == list(range(12))
-    assert {len(p) for p in minibatches(np.random.default_rng(0), 13, 4)} == {3}
+@pytest.mark.parametrize(("rows", "pieces"), [(12, 4), (13, 4), (48, 32), (16, 32)])
+def test_minibatches_cover_the_rows_once(rows, pieces):
+    cut = list(minibatches(np.random.default_rng(0), rows, pieces))
+    assert sorted(np.concatenate(cut)) == list(range(rows))
+    sizes = {len(p) for p in cut}
+    assert len(cut) == min(rows, pieces)
+    assert max(sizes) - min(sizes) == (1 if rows > pieces and rows % pieces else 0)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_every_sequence_is_learnt_in_an_epoch(record):
+    """Five sequences in three minibatches: another target of any of them ends in other weights."""
+    rng = np.random.default_rng(0)
+    rows = rollout_batch(20)
+    batch = {k: x.reshape(4, 5, *x.shape[1:]) for k, x in rows.items()} | {"first": np.zeros((4, 5), bool)}
+    batch["state"] = {k: rng.normal(size=(5, 6)).astype(np.float32) for k in ("h", "c")}
+    config, memory = (
+        ppo.Config(epochs=1, minibatches=3),
+        ModelConfig(fcnet_hiddens=(8,), use_lstm=True, lstm_cell_size=6),
+    )
+
+    def learnt(batch):
+        torch.manual_seed(0)
+        learner = ppo.Learner(config, DISCRETE, ppo.make_model(config, DISCRETE, memory), memory, record=record)
+        learner.update(batch, Clock())
+        assert learner.steps == 3
+        assert learner.is_recorded == record
+        return learner.optimizer.flat.clone()
+
+    as_it_is = learnt(batch)
+    for s in range(5):
+        target = batch["target"].copy()
+        target[:, s] += 1.0
+        assert not torch.equal(learnt({**batch, "target": target}), as_it_is), s
 
 
 @pytest.mark.parametrize(("rows", "pieces"), [(12, 4), (13, 4), (48, 32), (16, 32)])
 def test_a_loss_has_the_scale_of_its_rows_whatever_they_divide_into(rows, pieces):
     """A weighted sum over a minibatch is a mean: where the pieces do not divide the rows, and where there are more pieces than rows."""
     columns = dict.fromkeys(("logp", "value", "advantage", "target", "weight"), np.ones(rows, np.float32))
-    weight = pack(columns, pieces)["floats"][-1]
+    packed = to_torch(pack(columns, pieces), torch.device("cpu"))
     for index in minibatches(np.random.default_rng(0), rows, pieces):
-        assert weight[index].sum() == pytest.approx(1.0)
+        minibatch = unpack(take(packed, torch.from_numpy(index)), piece_size(rows, pieces))
+        assert float(minibatch["weight"].sum()) == pytest.approx(1.0)
 
 
 def test_target_kl_ends_the_epochs():

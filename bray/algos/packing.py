@@ -13,12 +13,12 @@ FLOATS = ("logp", "value", "advantage", "target", "weight")
 
 
 def piece_size(rows: int, pieces: int) -> int:
-    """Rows of each minibatch, where one pass is cut into `pieces`."""
+    """Rows of each minibatch, where one pass is cut into `pieces`; some have one more where these do not divide the rows."""
     return max(1, rows // pieces)
 
 
 def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
-    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` sum to one: a weighted mean is then a dot product."""
+    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` of `piece_size` sum to one: a weighted mean is then a dot product."""
     rows = batch["weight"].shape[-1]
     scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
     floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
@@ -32,10 +32,15 @@ def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
     return {k: tree.map(lambda x, k=k: x.index_select(axes.get(k, axis), index), v) for k, v in batch.items()}
 
 
-def unpack(batch: dict[str, Any]) -> dict[str, Tensor]:
-    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one."""
-    columns = {k: batch[k] for k in ("action", "mask") if k in batch}
+def unpack(batch: dict[str, Any], size: int | None = None) -> dict[str, Tensor]:
+    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one. `size`: the `piece_size` for which the weights
+    were scaled; those of a minibatch with one more sum to one as well."""
+    columns: dict[str, Tensor] = {k: batch[k] for k in ("action", "mask") if k in batch}
     floats = batch["floats"]
     if "first" in batch:
         columns, floats = {k: x.flatten(0, 1) for k, x in columns.items()}, floats.flatten(1)
-    return columns | dict(zip(FLOATS, floats.unbind(0), strict=True))
+    columns |= dict(zip(FLOATS, floats.unbind(0), strict=True))
+    taken = batch["floats"].shape[-1]
+    if size is not None and taken > size:
+        columns["weight"] = columns["weight"] * (size / taken)
+    return columns

@@ -17,7 +17,7 @@ from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
-from bray.algos.packing import pack, take, unpack
+from bray.algos.packing import pack, piece_size, take, unpack
 from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -185,7 +185,7 @@ class Learner(rnd.Learner):
         c, minibatch = self.config, take(batch, index)
         with rows.autocast(self.device, c.precision):
             new = rows.actor_critic(self.model, minibatch, draws)
-        old = unpack(minibatch)
+        old = unpack(minibatch, piece_size(batch["floats"].shape[-1], c.minibatches))
         logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
         policy_loss, ratio = losses.ppo_clip(logp, old["logp"], old["advantage"], c.clip, c.dual_clip)
         if c.kl_coef:

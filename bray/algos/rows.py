@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.algos.base import drawn
-from bray.algos.packing import piece_size
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn.normalize import update_normalizers
@@ -149,11 +148,8 @@ def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] 
 
 
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
-    """A random order of the rows, cut into equal pieces; up to `pieces - 1` rows are left out of one pass so that shapes stay fixed."""
-    order = rng.permutation(rows)
-    size = piece_size(rows, pieces)
-    for i in range(min(pieces, rows)):
-        yield order[i * size : (i + 1) * size]
+    """A random order of the rows, cut into pieces of which some have one more than the others: two shapes at most, so at most two recordings."""
+    yield from np.array_split(rng.permutation(rows), min(pieces, rows))
 
 
 @contextmanager
