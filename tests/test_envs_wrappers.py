@@ -141,6 +141,24 @@ def test_episodic_life_ends_for_the_learner_only():
     assert [(v.step([0])[0][0, 0], v.dead[0]) for _ in range(5)] == [(t, t == 5) for t in range(1, 6)]  # one game
 
 
+class WithoutInfo(e.Scripted):
+    def step(self, action):
+        return *super().step(action)[:4], None
+
+
+@pytest.mark.parametrize(("env", "got"), [(WithoutInfo, "info=None"), (e.Scripted, "info={")])
+def test_episodic_life_says_what_it_needs(env, got):
+    env = wrapped("episodic_life", env=env)
+    env.reset(seed=0)
+    with pytest.raises(ConfigError, match=rf'episodic_life needs info\["lives"\], .*{got}'):
+        env.step(0)
+
+
+def test_an_environment_without_info_has_a_return():
+    rows = run(wrapped("eval_episode_return", env=WithoutInfo), [0] * 5)
+    assert [r[2] for r in rows[1:]] == [None] * 4 + [{"eval_episode_return": 15.0}]
+
+
 def test_max_and_skip_and_frame_stack():
     env = wrapped({"name": "max_and_skip", "skip": 3}, terminate_at=None)
     assert [(r[0][0], r[0][2], r[1]) for r in run(env, [2, 1])[1:]] == [

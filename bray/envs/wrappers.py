@@ -94,7 +94,7 @@ class FireReset(gym.Wrapper):
 
 
 class EpisodicLife(gym.Wrapper):
-    """The learner sees a lost life as `terminated`, while the game continues. Reads `info["lives"]`, which Atari games set."""
+    """The learner sees a lost life as `terminated`, while the game continues. Needs `info["lives"]`, which Atari games set."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -102,12 +102,17 @@ class EpisodicLife(gym.Wrapper):
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         obs, info = self.env.reset(**options)
-        self._lives = info.get("lives", 0)
+        self._lives = (info or {}).get("lives", 0)
         return obs, info
 
     def step(self, action: Any) -> Any:
         obs, reward, terminated, truncated, info = self.env.step(action)
-        lives = info.get("lives", 0)
+        if not info or "lives" not in info:
+            raise ConfigError(
+                'the wrapper episodic_life needs info["lives"], the number of lives that are left, at every step; this environment '
+                f"returned info={info!r:.80}: return it, or leave the wrapper out"
+            )
+        lives = info["lives"]
         lost, self._lives = 0 < lives < self._lives, lives
         if lost and not terminated:
             return obs, reward, True, truncated, {**info, LIFE_LOST: True}
@@ -169,7 +174,7 @@ class EpisodeReturn(gym.Wrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         self._sum += float(reward)
         if terminated or truncated:
-            info = {**info, "eval_episode_return": self._sum}
+            info = {**(info or {}), "eval_episode_return": self._sum}
         return obs, reward, terminated, truncated, info
 
 
