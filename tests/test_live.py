@@ -29,6 +29,7 @@ from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
+from bray.spec import EnvSpec, parse_space
 from bray.train import driver
 from bray.train.agent import TickBatcher
 from tests.serving_for_tests import Wire
@@ -881,6 +882,19 @@ def test_dict_observations_and_masks_inside_them(tmp_path):
             for _ in range(10):
                 tick = {"obs": {"a": [0.5, 1.0], "action_mask": [0, 0, 1]}, "reward": 0}
                 assert client.tick(tick)["action"] == 2
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_mask_of_another_length_is_refused_before_games_connect(tmp_path, by_file):
+    obs = {"a": "float32[2]", "action_mask": "int8[2] 0..1"}
+    said = {"obs": obs, "actions": 3}
+    if by_file:
+        spec = EnvSpec("live", parse_space(obs), parse_space(3)).to_json()
+        (tmp_path / "spec.json").write_text(json.dumps(spec))
+        said = {"obs": None, "actions": None, "spec": str(tmp_path / "spec.json")}
+    expected = "action_mask has 2 entries, the action space has 3 choices: one entry per choice"
+    with experiment(tmp_path / "run", **said) as exp, pytest.raises(ConfigError, match=expected):
+        port_of(exp)
 
 
 def test_closing_does_not_wait_for_games_that_wait(tmp_path):

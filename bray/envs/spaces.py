@@ -52,7 +52,11 @@ def spec_from_gym(
     name: str, observation: Any, action: Any, limit: int | None, preprocessing: dict[str, Any]
 ) -> EnvSpec:
     """The EnvSpec of an environment with these spaces of Gymnasium; those that no training could use are refused."""
-    spec = EnvSpec(name, _computable(Space.from_gym(observation)), Space.from_gym(action), limit, preprocessing)
+    return usable(EnvSpec(name, _computable(Space.from_gym(observation)), Space.from_gym(action), limit, preprocessing))
+
+
+def usable(spec: EnvSpec) -> EnvSpec:
+    """The spec, where a training could use it; else ConfigError. For environments and for live games alike."""
     for leaf in leaves(spec.observation):
         if 0 in leaf.space.shape:
             raise ConfigError(f"{leaf.name} has no elements, its shape is {leaf.space.shape}")

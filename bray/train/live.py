@@ -27,6 +27,7 @@ from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
+from bray.envs.spaces import usable
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine, is_recurrent
@@ -73,7 +74,7 @@ def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
         except (OSError, ValueError) as e:
             raise ConfigError(f"--spec {live.spec}: expected a JSON file ({e})") from None
         if isinstance(said, dict) and {"observation", "action"} <= said.keys():
-            return EnvSpec.from_json({"id": ID, **said})
+            return usable(EnvSpec.from_json({"id": ID, **said}))
         if not isinstance(said, dict) or not {"obs", "actions"} <= said.keys():
             raise ConfigError(
                 f'--spec {live.spec}: expected {{"obs": "float32[6]", "actions": 3}}, got {str(said)[:60]}'
@@ -81,7 +82,7 @@ def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
         obs, actions = said["obs"], said["actions"]
     if obs is None or actions is None:
         raise ConfigError("live games: both are needed, obs= (--obs 'float32[6]') and actions= (--actions 3)")
-    return masked_spec(ID, parse_space(obs), parse_space(actions))
+    return usable(masked_spec(ID, parse_space(obs), parse_space(actions)))
 
 
 class LiveSource(Source):
