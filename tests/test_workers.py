@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import bray
-from bray.act import Clock
 from bray.act.squashed import random_actions
 from bray.cli.main import main
 from bray.errors import ConfigError, EnvError
@@ -205,24 +204,6 @@ def test_pink_noise_moves_on_in_a_worker(tmp_path):
     action = pieces[0].action.reshape(-1)
     assert len(action) == 16
     assert len(np.unique(action)) == 16
-
-
-def test_pink_noise_goes_on_from_piece_to_piece():
-    """Whatever the learner's clock says of what others have played meanwhile."""
-
-    def played(clocks):
-        config = {"num_envs": 2, "learning_starts": 0, "noise_hold": 8}
-        exp = bray.Experiment(run="TD3", env="Pendulum-v1", use_preset=False, seed=0, config=config)
-        (source,) = exp.training.sources
-        source.rows, actions = 5, []
-        for env_steps in clocks:
-            source.set_clock(Clock(env_steps))
-            (piece,), _ = source.gather()
-            actions.append(piece.action.copy())
-        exp.close()
-        return np.concatenate(actions)
-
-    assert np.array_equal(played([0, 70, 71, 503]), played([0, 10, 20, 30]))
 
 
 def test_held_random_actions_differ_from_worker_to_worker():

@@ -108,11 +108,6 @@ class Policy:
         if self.rule is not None:
             self.rule.seat(first, rows, total)
 
-    def skip(self, env_steps: int) -> None:
-        """The clock is about to go on by so many steps that others have made: what goes on from step to step here does not."""
-        if self.rule is not None:
-            self.rule.skip(env_steps)
-
     def label(self, piece: Any) -> Any:
         """A piece that it played, with columns that are made of several rows, such as priorities; called where it was played. `keeps` is there."""
         return piece

@@ -35,9 +35,6 @@ class Rule:
     def seat(self, first: int, rows: int, total: int) -> None:
         """As `Policy.seat`."""
 
-    def skip(self, env_steps: int) -> None:
-        """As `Policy.skip`."""
-
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         """Outputs that know nothing: drawn from, they give random legal actions."""
         return {name: np.zeros((rows, layout.num_params), np.float32) for name in self.reads}

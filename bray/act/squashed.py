@@ -19,16 +19,12 @@ class Continuous(Rule):
 
     def __init__(self, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
         self.learning_starts, self.random_hold, self.noise_hold = learning_starts, random_hold, noise_hold
-        self._skipped = 0  # steps of others: noise goes by those made here
-
-    def skip(self, env_steps: int) -> None:
-        self._skipped += env_steps
 
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
         x = outputs[self.reads[0]]
         if rng is not None and env_steps < self.learning_starts:
             hold = self.random_hold if 2 * env_steps >= self.learning_starts else 1
-            return {"action": random_actions(rng, env_steps - self._skipped, hold, len(x), layout.size)}
+            return {"action": random_actions(rng, env_steps, hold, len(x), layout.size)}
         return {"action": self.explore(x, rng, env_steps)}
 
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
@@ -45,8 +41,7 @@ class Squashed(Continuous):
         mean, log_std = np.split(x, 2, -1)
         if rng is None:
             return np.tanh(mean)
-        noise = normal(rng, env_steps - self._skipped, self.noise_hold, *mean.shape)
-        return np.tanh(mean + np.exp(log_std) * noise)
+        return np.tanh(mean + np.exp(log_std) * normal(rng, env_steps, self.noise_hold, *mean.shape))
 
 
 class Deterministic(Continuous):
@@ -61,8 +56,7 @@ class Deterministic(Continuous):
     def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
         if rng is None:
             return x
-        noise = normal(rng, env_steps - self._skipped, self.noise_hold, *x.shape)
-        return np.clip(x + self.noise(env_steps) * noise, -1.0, 1.0)
+        return np.clip(x + self.noise(env_steps) * normal(rng, env_steps, self.noise_hold, *x.shape), -1.0, 1.0)
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"mu": rng.uniform(-1.0, 1.0, (rows, layout.size)).astype(np.float32)}

@@ -130,10 +130,10 @@ class Rollout:
 
     def set_clock(self, clock: Clock) -> None:
         """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is learnt."""
-        before = self.clock.env_steps
-        now = max(clock.env_steps, before if self._told else 0)
-        self.policy.skip(now - before)
-        self._told = Clock(now, clock.version), self.env_steps
+        self._told = (
+            Clock(max(clock.env_steps, self.clock.env_steps if self._told else 0), clock.version),
+            self.env_steps,
+        )
 
     def step(self) -> Step:
         """One decision in every environment."""
