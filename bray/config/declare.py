@@ -241,6 +241,7 @@ _WORDS: dict[Any, str] = {
     **dict.fromkeys((list, tuple, set, Sequence), "a list"),
     **dict.fromkeys((dict, Mapping), "keys and values"),
 }
+_ALONE = ", the only choice"
 _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}
 
 
@@ -253,10 +254,10 @@ def describe(hint: Any) -> str:
     hint = base(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(describe(a) for a in args))
+        return " or ".join(dict.fromkeys(describe(a).removesuffix(_ALONE) for a in args))
     if named := choices(hint):
         shown = [show(v) for v in named]
-        return " or ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else f"{shown[0]}, the only choice"
+        return " or ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else f"{shown[0]}{_ALONE}"
     if dataclasses.is_dataclass(hint):
         return "keys and values"
     word = _WORDS.get(origin or hint) or str(getattr(hint, "__name__", hint))
