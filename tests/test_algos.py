@@ -7,7 +7,7 @@ import torch
 
 from bray import tree
 from bray.act import Clock
-from bray.algos import a2c, dqn, get_algo, ppo, sac
+from bray.algos import a2c, appo, dqn, get_algo, ppo, sac
 from bray.algos.base import to_torch
 from bray.algos.packing import pack, piece_size, take, unpack
 from bray.algos.rows import minibatches
@@ -21,6 +21,7 @@ from bray.train.local import LocalTraining
 
 DISCRETE = EnvSpec("test", Space("box", (3,)), Space("discrete", n=(4,), start=(0,)))
 CONTINUOUS = EnvSpec("test", Space("box", (3,)), Space("box", (2,), "float32", -1.0, 1.0))
+BOTH = EnvSpec("test", Space("box", (3,)), Space("tuple", parts=(DISCRETE.action, CONTINUOUS.action)))
 SMALL = ModelConfig(fcnet_hiddens=(8,))
 FALLS = {"kind": "linear", "start": 0.2, "end": 0.0, "steps": 2048}
 
@@ -82,7 +83,7 @@ def test_ppo_losses_equal_an_independent_loop(options):
 
 def test_ppo_gradient_equals_finite_differences():
     """The step goes down the loss that the independent loop computes: its directional derivative along the gradient is -|g|^2."""
-    config, model, learner = make(ppo, DISCRETE, minibatches=1, max_grad_norm=None)
+    config, model, learner = make(ppo, DISCRETE, minibatches=1, max_grad_norm=None, entropy_coef=0.05)
     batch = rollout_batch()
     columns, index = to_torch(pack(batch), learner.device), torch.arange(32)
 
@@ -102,6 +103,13 @@ def test_ppo_gradient_equals_finite_differences():
         flat.copy_(start - 1e-3 * direction)
         down = loss()
     assert (up - down) / 2e-3 == pytest.approx(float(grad.norm()), rel=2e-2)
+
+
+@pytest.mark.parametrize("algo", [ppo, appo])
+def test_noise_of_continuous_actions_earns_no_bonus_by_default(algo):
+    for spec, expected in ((DISCRETE, 0.01), (CONTINUOUS, 0.0), (BOTH, 0.01)):
+        assert float(make(algo, spec)[2].entropy_coef) == pytest.approx(expected)
+    assert float(make(algo, CONTINUOUS, entropy_coef=0.02)[2].entropy_coef) == pytest.approx(0.02)
 
 
 def test_rows_of_weight_zero_change_nothing():

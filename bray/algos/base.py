@@ -112,11 +112,12 @@ class Learner:
         """Whether gradient steps replay a recording."""
         return self._step.recordings > 0
 
-    def scheduled(self, name: str) -> Tensor:
-        """A number of the config that may be a schedule, as a tensor: recorded steps read what `follow_schedules` writes there."""
-        schedule = make_schedule(getattr(self.config, name))
+    def scheduled(self, name: str, default: float = 0.0) -> Tensor:
+        """A number of the config that may be a schedule (null: `default`), as a tensor: recorded steps read what `follow_schedules` writes there."""
+        said = getattr(self.config, name)
+        schedule = make_schedule(default if said is None else said)
         number = torch.tensor(schedule(0), dtype=torch.float32, device=self.device)
-        if isinstance(getattr(self.config, name), dict):
+        if isinstance(said, dict):
             self._scheduled[name] = schedule, number
         return number
 

@@ -54,8 +54,9 @@ class Config:
     """Bound c of the dual clip for negative advantages; null = off."""
     clip_value: Positive | None = None
     """Bound of the value function's change per update; null = off."""
-    entropy_coef: AmountSchedule = 0.01
-    """Weight of the entropy bonus; a number or a schedule over env steps."""
+    entropy_coef: AmountSchedule | None = None
+    """Weight of the entropy bonus; a number or a schedule over env steps. null = 0.01, or 0 where all actions are continuous: it would keep their
+    noise large."""
     value_coef: Amount = 0.5
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
@@ -115,7 +116,7 @@ class Learner(rnd.Learner):
                 "recompute_advantages=true does not go with a memory (use_lstm=true, or a custom_model that returns a state): leave one of them out"
             )
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
-        self.entropy_coef = self.scheduled("entropy_coef")
+        self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
         self.returns = RunningNorm(())
         return {
@@ -158,6 +159,7 @@ class Learner(rnd.Learner):
         seen = rows.flat_obs(batch), batch["weight"].reshape(-1)
         with rows.statistics_of_what_acted(self.model, *seen, first=not self.steps):
             for epoch in range(c.epochs):
+                before = len(results)
                 if epoch == 0:
                     step = self.bind(batch)
                 elif piece is not None:
@@ -169,7 +171,7 @@ class Learner(rnd.Learner):
                     break
         means = torch.stack(results).mean(0).cpu()
         update = Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
-        return self.with_kl_coef(update, results[-c.minibatches :]) if c.kl_coef else update
+        return self.with_kl_coef(update, results[before:]) if c.kl_coef else update
 
     def bind(self, batch: dict[str, Any]) -> Any:
         """`gradient_step` on the rows of this batch."""

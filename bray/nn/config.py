@@ -34,7 +34,7 @@ class ModelConfig:
     conv_activation: str = "relu"
     """After each convolution and after the dense layer that follows them."""
     conv_features: Whole | None = None
-    """Width of the dense layer after the convolutions; 0 for none. null: 512, impala 256, none where given filters end in 1 x 1."""
+    """Width of the dense layer after the convolutions; 0 for none. null: 512, impala 256, 128 for images below 12 pixels a side, none where given filters end in 1 x 1."""
     dim: Count | None = None
     """Resize images to dim x dim inside the model (bilinear). null: as they come."""
     zero_mean: bool = False

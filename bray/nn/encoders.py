@@ -37,21 +37,23 @@ from bray.spec import ACTION_MASK, Space
 
 NATURE: list[Filter] = [(32, (8, 8), 4), (64, (4, 4), 2), (64, (3, 3), 1)]
 """The convolutions of Mnih 2015, without padding: 84 x 84 -> 64 x 7 x 7."""
+DENSE = 512
+"""Width of the dense layer behind them."""
 IMPALA = (16, 32, 32)
 """Channels of the residual sections of Espeholt 2018."""
 
 
-def default_filters(height: int, width: int) -> tuple[list[Filter], str]:
-    """Default convolutions (and their padding) for an image size; sides shrink from 84 to 7, 42 to 7, 24 to 4, 10 to 8."""
+def default_filters(height: int, width: int) -> tuple[list[Filter], str, int]:
+    """Default convolutions, their padding and the width of the dense layer behind them, for an image size; sides shrink from 84 to 7, 42 to 7, 24 to 4,
+    10 to 8. Boards of a few cells get the network that came with MinAtar (Young & Tian 2019)."""
     side = min(height, width)
     if side >= 64:
-        return NATURE, "valid"
+        return NATURE, "valid", DENSE
     if side >= 36:
-        return [(32, (4, 4), 2), (64, (4, 4), 2), (64, (3, 3), 1)], "valid"
+        return [(32, (4, 4), 2), (64, (4, 4), 2), (64, (3, 3), 1)], "valid", DENSE
     if side >= 12:
-        return [(32, (3, 3), 2), (64, (3, 3), 2), (64, (3, 3), 1)], "same"
-    kernel = (min(3, height), min(3, width))
-    return [(16, kernel, 1), (32, kernel, 1)], "same"
+        return [(32, (3, 3), 2), (64, (3, 3), 2), (64, (3, 3), 1)], "same", DENSE
+    return [(16, (min(3, height), min(3, width)), 1)], "valid", 128
 
 
 class Convs(nn.Module):
@@ -204,14 +206,15 @@ class ImageStem(nn.Module):
         elif isinstance(config.conv_filters, str):
             raise UnknownName("convolution net", config.conv_filters, CONV_NAMES, "conv_filters")
         elif config.conv_filters is None:
-            filters, padding = default_filters(*shape[1:])
+            filters, padding, features = default_filters(*shape[1:])
             self.convs = Convs(shape, filters, act, padding, init)
+            width = features if width is None else width
         else:
             self.convs = Convs(shape, read_filters(config.conv_filters), act, "same", init)
             if self.convs.out_shape[1:] == (1, 1) and width is None:
                 width = 0
         self.folds = isinstance(self.convs, Convs) and self.input.bytes and not self.input.zero_mean
-        width = 512 if width is None else width
+        width = DENSE if width is None else width
         self.dense = linear(self.convs.out_features, width, init=init) if width else None
         self.norm = nn.LayerNorm(width) if width and config.layer_norm else None
         self.act = activation(act)
