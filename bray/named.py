@@ -9,6 +9,21 @@ from typing import Any
 from bray.errors import ConfigError, UnknownName
 
 
+def in_script(name: str) -> bool:
+    """Whether `module:Name` is of the script that runs, or ran, as the main program. Another program has another one of that name."""
+    return name.partition(":")[0] == "__main__"
+
+
+def script_hint(name: str) -> str:
+    """The end of an error message where `module:Name` is looked for in another program than the script that defines it; else nothing."""
+    if not in_script(name):
+        return ""
+    return (
+        " It was defined in the script that trained with it, and no other program finds it there: load the run in that script with "
+        f"bray.Experiment.load, or put it in a module and train with my_module:{name.partition(':')[2]}."
+    )
+
+
 def load_named(name: str, kind: str, where: str, known: Mapping[str, Any]) -> Any:
     """What a known short name means, or `module:Name` of the user's own. `kind` and `where` (the config key) are for messages."""
     if name in known:
@@ -19,4 +34,4 @@ def load_named(name: str, kind: str, where: str, known: Mapping[str, Any]) -> An
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as e:
-        raise ConfigError(f"{where}: cannot load {name!r}: {e}") from e
+        raise ConfigError(f"{where}: cannot load {name!r}: {e}.{script_hint(name)}") from e

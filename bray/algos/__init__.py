@@ -12,6 +12,7 @@ import inspect
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.named import script_hint
 
 ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
@@ -178,5 +179,6 @@ def _import(path: str) -> Any:
     if not name:
         return found
     if not hasattr(found, name):
-        raise UnknownName(f"name in {module}", name, [n for n in dir(found) if not n.startswith("_")], f"--run {path}")
+        public = [n for n in dir(found) if not n.startswith("_")]
+        raise UnknownName(f"name in {module}", name, public, f"--run {path}", script_hint(path))
     return getattr(found, name)

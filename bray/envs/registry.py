@@ -16,6 +16,7 @@ from bray.envs.config import EnvConfig
 from bray.envs.families import family_of_id, family_of_module
 from bray.envs.missing import what_is_missing
 from bray.errors import ConfigError, UnknownName, how_to_install
+from bray.named import script_hint
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
 
@@ -250,7 +251,7 @@ def _from_module(name: str) -> EnvSource:
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         package = module_name.partition(".")[0]
         public += [k for registry in (gym.registry, _old_ids()) for k in registry if _package(registry, k) == package]
-        raise UnknownName("environment", attribute, public, where=f"in module {module_name}")
+        raise UnknownName("environment", attribute, public, f"in module {module_name}", script_hint(name))
     return EnvSource(name, creator=creator)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bray.errors import BrayError, ConfigError, UnknownName
+from bray.named import script_hint
 from bray.nn.config import ModelConfig
 from bray.spec import Space
 
@@ -46,7 +47,8 @@ def find_own(kind: str, name: Any) -> Any:
     except ImportError as e:
         raise ConfigError(f"{key} {name!r}: module {module_name!r} cannot be imported ({e})") from e
     if not hasattr(module, attribute):
-        raise UnknownName(key, attribute, [n for n in dir(module) if not n.startswith("_")], module_name)
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise UnknownName(key, attribute, public, module_name, script_hint(name))
     return getattr(module, attribute)
 
 
