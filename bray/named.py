@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +26,16 @@ def script_hint(name: str) -> str:
     )
 
 
+def where_looked(module: str, error: BaseException) -> str:
+    """The end of an error message where there is no such module; nothing where it is there and its import raised."""
+    if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
+        return ""
+    installed = "in PYTHONPATH and among what is installed"
+    if "" in sys.path or os.getcwd() in sys.path:
+        return f". Modules are looked for in the current folder, {installed}"
+    return f". Modules are looked for {installed}, not in the current folder"  # a script's folder, or a run directory
+
+
 def load_named(name: str, kind: str, where: str, known: Mapping[str, Any]) -> Any:
     """What a known short name means, or `module:Name` of the user's own. `kind` and `where` (the config key) are for messages."""
     if name in known:
@@ -34,4 +46,6 @@ def load_named(name: str, kind: str, where: str, known: Mapping[str, Any]) -> An
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as e:
-        raise ConfigError(f"{where}: cannot load {name!r}: {e}.{script_hint(name)}") from e
+        raise ConfigError(
+            f"{where}: cannot load {name!r}: {e}{where_looked(module_name, e)}.{script_hint(name)}"
+        ) from e

@@ -12,7 +12,7 @@ import inspect
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
-from bray.named import script_hint
+from bray.named import script_hint, where_looked
 
 ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
@@ -173,9 +173,9 @@ def _import(path: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as e:
-        if e.name and not module.startswith(e.name):
+        if not (looked := where_looked(module, e)):
             raise  # the module is there; something that it imports is not
-        raise ConfigError(f"cannot import {module!r} for --run {path}: no such module on the import path") from None
+        raise ConfigError(f"cannot import {module!r} for --run {path}: no such module{looked}") from None
     if not name:
         return found
     if not hasattr(found, name):
