@@ -252,7 +252,8 @@ def _head(exp: Experiment, options: Train) -> None:
     say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
     if options.resume is None:
-        used = preset(run.algorithm, exp.env_id) if not options.no_preset else None
+        plain = options.no_preset or "data" in exp.config.sections
+        used = None if plain else preset(run.algorithm, exp.env_id)
         if used is not None:
             rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))
     else:
