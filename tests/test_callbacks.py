@@ -290,7 +290,7 @@ def test_what_is_saved_in_the_middle_of_an_iteration_is_not_exact(tmp_path, capl
         (7, "expected bray.Callbacks"),
         (["EarlyStoping"], "Did you mean 'EarlyStopping'"),
         (["os:path"], "expected bray.Callbacks"),
-        (["no_such_module:Mine"], "cannot load 'no_such_module:Mine'"),
+        (["no_such_module:Mine"], "cannot load 'no_such_module:Mine'.*PYTHONPATH"),
         ([{"name": "EarlyStopping", "patients": 3}], "does not take {'patients': 3}"),
     ],
 )

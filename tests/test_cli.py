@@ -89,7 +89,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["eval", "nowhere"], "nowhere: there is no such run directory"),
         (["train", "--run", "PPO"], "needs an algorithm (run=, --run) and an environment"),
         (["train", "--run", "PPX", "--env", "CartPole-v1"], "unknown algorithm 'PPX' (--run; your own is module:Name). Did you mean 'PPO'?"),
-        (["train", "--run", "nomodule:X", "--env", "CartPole-v1"], "cannot import 'nomodule'"),
+        (["train", "--run", "nomodule:X", "--env", "CartPole-v1"], "cannot import 'nomodule' for --run nomodule:X: no such module. Modules are looked for in the current folder, in PYTHONPATH and among what is installed"),
         (["train", "--run", "PPO", "--env", "CartPol-v1"], "unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "lrr=1"], "unknown key 'lrr' (lrr=1 on the command line). Did you mean 'lr'?"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "clip=abc"], "algo.clip (clip=abc on the command line): expected a number > 0, got 'abc'"),

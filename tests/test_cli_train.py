@@ -493,7 +493,9 @@ def test_a_run_is_not_written_over_another(tmp_path, capsys):
     )
     assert "learned so far" not in error  # the checkpoints there are another run's
     assert main(["train", "--resume", str(tmp_path / "t")]) == 0  # reached before: nothing to do
-    assert "reached training_iteration 1 after " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "reached training_iteration 1 after " in said
+    assert "before this start: to go on, give a larger --steps or --stop" in said
     assert iterations(tmp_path / "t") == [1]
 
 

@@ -1,6 +1,7 @@
 """`custom_model`: networks of a user's own, as tutorials write them, are trained; those that do not fit get one message."""
 
 import re
+import sys
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,13 @@ from torch import nn
 import bray
 import bray.figures
 from bray.cli.main import main
+from bray.envs.config import EnvConfig
+from bray.envs.make import make_env
 from bray.errors import ConfigError
 from bray.figures import read_results
 from bray.nn import ModelConfig, make_model
 from bray.rundir import RunDir
+from bray.serving.graph import export_graph
 from bray.spec import EnvSpec, Space
 
 PAGE = Path(__file__).parent.parent / "docs" / "networks.md"
@@ -158,6 +162,37 @@ def test_a_tutorials_qnet_is_trained_by_dqn_on_the_command_line(tmp_path):
     assert RunDir.open(tmp_path / "t").load_checkpoint().weights["net.fc1.weight"].shape == (24, 4)
     assert read_results(tmp_path / "t")[-1]["learner_steps_total"] > 100
     assert main(["eval", str(tmp_path / "t"), "--episodes", "1"]) == 0
+
+
+def test_a_network_of_the_users_script_is_found_by_that_script_alone(tmp_path, caplog, capsys, monkeypatch):
+    net = type("ScriptNet", (Net,), {"__module__": "__main__"})
+    path = tmp_path / "run"
+    exp = bray.Experiment("PPO", "CartPole-v1", custom_model=net, path=path, **{**SMALL, "export_graph_after_s": 0.0})
+    for steps in (1, 2):  # training goes on: it is said once
+        list(exp.train({"training_iteration": steps}))
+    exp.close()
+    warned = [r.getMessage() for r in caplog.records if "__main__" in r.getMessage()]
+    assert len(warned) == 1
+    assert "model.custom_model=__main__:ScriptNet: defined in this script" in warned[0]
+    assert "`bray eval`" in warned[0]
+    assert "my_module:ScriptNet" in warned[0]
+    assert main(["eval", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "unknown custom_model 'ScriptNet' (__main__). It was defined in the script" in said
+    assert "bray.Experiment.load" in said
+    assert "Known" not in said
+    with pytest.raises(ConfigError, match="defined in the script") as refused:
+        export_graph(path)
+    assert "--engine torch" not in str(refused.value)  # which would not find it either
+    monkeypatch.setattr(sys.modules["__main__"], "ScriptNet", net, raising=False)  # the script itself
+    assert bray.Experiment.load(path).policy([0.0, 0.0, 0.05, 0.0]) in (0, 1)
+
+
+def test_an_environment_of_the_users_script_is_looked_for_in_vain_elsewhere():
+    with pytest.raises(
+        ConfigError, match=r"'Foes' \(in module __main__\)\. It was defined in the script.*my_module:Foes"
+    ):
+        make_env(EnvConfig("__main__:Foes"))
 
 
 def test_sizes_of_other_spaces():

@@ -45,7 +45,10 @@ def test_unknown_names_are_answered_with_the_nearest():
         make_env(EnvConfig("tests-maz"))
     with pytest.raises(UnknownName, match=r"'Scriptd' \(in module envs_for_tests\)\. Did you mean 'Scripted'"):
         make_env(EnvConfig("envs_for_tests:Scriptd"))
-    with pytest.raises(ConfigError, match="cannot import the module 'no_such_module'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cannot import the module 'no_such_module': .* Modules are looked for .*PYTHONPATH",
+    ):
         make_env(EnvConfig("no_such_module:Env"))
     with pytest.raises(ConfigError, match=r"set env\.id"):
         make_env(EnvConfig())

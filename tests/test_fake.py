@@ -21,6 +21,9 @@ from bray.fake.actor import FakeActor, Replies
 from bray.fake.gamecore import FakeGamecore, Load
 from bray.launch.graph import load
 from bray.launch.hints import game_command
+from bray.rundir import RunDir
+from bray.serving.protocol import malformed
+from bray.spec import EnvSpec, parse_space
 from tests.serving_for_tests import Echo, Orders, Wire, running
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +121,41 @@ def test_the_load_table(tmp_path, capsys):
             == 1
         )
         assert "does this service answer framed TCP?" in capsys.readouterr().out
+
+
+class Strict(FakeActor):
+    """Takes JSON alone, as `bray serve` does."""
+
+    def tick(self, data):
+        try:
+            json.loads(data)
+        except ValueError:
+            raise malformed("expected JSON") from None
+        return b"ok"
+
+
+@pytest.mark.parametrize("tcp", ["--http", "--tcp"])
+def test_observations_that_do_not_fit_are_answered_with_what_to_do(tcp, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("")
+    RunDir(tmp_path).write_spec(EnvSpec("x", parse_space("float32[4]"), parse_space(2)))
+    with running(Strict, use_tcp=True) as server:
+        words = [
+            "fake",
+            "gamecore",
+            tcp,
+            "--port",
+            str(server.port),
+            "--sessions",
+            "1",
+            "--rate",
+            "50",
+            "--seconds",
+            "0.2",
+        ]
+        assert main(words) == 1
+        assert "give --run RUN_DIR" in capsys.readouterr().out
+        assert main([*words, "--run", str(tmp_path)]) == 0
+        assert "give --run" not in capsys.readouterr().out
 
 
 # --- the gateway ------------------------------------------------------------------------------------------------------------

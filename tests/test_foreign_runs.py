@@ -97,7 +97,9 @@ def test_a_module_inside_of_a_run_directory_is_not_found(run, monkeypatch, capsy
     monkeypatch.chdir(run)
     monkeypatch.setattr(sys, "path", [*sys.path, str(run)])
     assert main(["eval", ".", "--trust"]) == 2
-    assert "cannot import 'inside_of_it'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot import 'inside_of_it'" in said
+    assert "not in the current folder" in said
 
 
 def test_a_network_of_a_launched_run_is_not_imported(run, evil, tmp_path):

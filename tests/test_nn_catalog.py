@@ -89,7 +89,7 @@ def test_custom_model_by_class_by_name_and_by_module():
         ({"custom_model": Wrong}, r"returned .*'value': \[2, 1\](.|\n)*\"value\": \[B\]"),
         ({"custom_model": lambda spec, config: 3}, "should make an nn.Module, it made int"),
         ({"custom_model": Mine, "use_lstm": True}, "initial_state"),
-        ({"custom_model": "no_such_module_here:X"}, "cannot be imported"),
+        ({"custom_model": "no_such_module_here:X"}, "cannot be imported.*PYTHONPATH"),
         ({"custom_model": "bray.nn:ActorCritik"}, "Did you mean 'ActorCritic'"),
         ({"custom_model": "my_net"}, "unknown custom_model 'my_net'"),
     ],

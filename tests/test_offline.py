@@ -76,6 +76,7 @@ def test_in_python(files, tmp_path):
     ("more", "message"),
     [
         ({"run": "PPO"}, "PPO learns from what its newest policy did"),
+        ({"run": "PPO", "env": "CartPole-v1"}, "PPO learns from what its newest policy did"),
         ({"run": "PG"}, "PG learns from what its newest policy did"),
         ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
@@ -86,6 +87,13 @@ def test_in_python(files, tmp_path):
 def test_what_cannot_work_is_refused(files, tmp_path, more, message):
     with pytest.raises(ConfigError, match=message):
         _ = Experiment(**{"run": "DQN", "data": files, "path": tmp_path / "x", **more}).training
+
+
+def test_an_environment_to_play_in_brings_no_preset(files, tmp_path):
+    """That of DQN for CartPole evaluates while it trains, which learning from files refuses."""
+    exp = Experiment(run="DQN", data=files, env="CartPole-v1", path=tmp_path / "x")
+    assert exp.config["run"].eval_freq == 0
+    assert not exp.config["run"].stop
 
 
 def test_files_without_their_spaces_need_an_environment(tmp_path):

@@ -86,9 +86,9 @@ def run(tmp_path):
 
 
 def test_create_refuses_to_write_over_a_run(tmp_path, run):
-    with pytest.raises(
-        CheckpointError, match=r"already holds a run \(checkpoints\). Go on with it by --resume .*another --trial"
-    ):
+    said = r"already holds a run \(checkpoints\). Go on with it by --resume .*another --trial"
+    in_python = rf" \(in Python: Experiment.resume\('{run.path}'\), or another path=\)"
+    with pytest.raises(CheckpointError, match=said + in_python):
         RunDir.create(run.path)
     assert RunDir.create(run.path, resume=True).path == run.path
     (tmp_path / "file").write_text("")

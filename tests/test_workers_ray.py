@@ -13,6 +13,7 @@ import pytest
 import bray
 from benchmarks.scale_ray import Inputs, enough, reach
 from bray.cluster import ray_workers
+from bray.cluster.machine import Machine
 from bray.config import ConfigSource
 from bray.errors import ConfigError, EnvError, ResourceError
 from tests.ray_for_tests import start_shared_ray, stop_shared_ray
@@ -72,6 +73,16 @@ def test_what_does_not_fit_is_refused_at_once(shared_ray):
         _ = on_ray(num_workers=40).training
     with pytest.raises(ResourceError, match=r"asks for 2 x 1 CPUs, 1\.5 GPUs, and there is room for 0"):
         _ = on_ray(num_gpus_per_worker=1.5).training
+
+
+def test_more_workers_than_cores_of_this_machine_are_warned_of(shared_ray, monkeypatch, caplog):
+    monkeypatch.setattr(Machine, "look", classmethod(lambda cls: cls(1, 2048.0, ())))
+    settings = {"name": "rollout", "count": 3, "cpus": 1.0, "gpus": 0.0, "moves_before": "play", "ray_kwargs": {}}
+    ray_workers.RayWorkers(**settings).close()
+    assert "are asked for" not in caplog.text  # a Ray that is joined says itself how much it has
+    monkeypatch.setattr(ray_workers, "start_ray", lambda *_: (False, True))  # as if we had started it
+    ray_workers.RayWorkers(**settings).close()
+    assert "rollout: 3 CPUs are asked for and 1 are here: the processes share them" in caplog.text
 
 
 def test_a_cluster_without_workers_is_refused():

@@ -12,6 +12,7 @@ import inspect
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.named import script_hint, where_looked
 
 ALGORITHMS: dict[str, Any] = {
     "PPO": "bray.algos.ppo",
@@ -172,11 +173,12 @@ def _import(path: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as e:
-        if e.name and not module.startswith(e.name):
+        if not (looked := where_looked(module, e)):
             raise  # the module is there; something that it imports is not
-        raise ConfigError(f"cannot import {module!r} for --run {path}: no such module on the import path") from None
+        raise ConfigError(f"cannot import {module!r} for --run {path}: no such module{looked}") from None
     if not name:
         return found
     if not hasattr(found, name):
-        raise UnknownName(f"name in {module}", name, [n for n in dir(found) if not n.startswith("_")], f"--run {path}")
+        public = [n for n in dir(found) if not n.startswith("_")]
+        raise UnknownName(f"name in {module}", name, public, f"--run {path}", script_hint(path))
     return getattr(found, name)

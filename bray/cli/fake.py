@@ -75,6 +75,8 @@ def gamecore(options: GamecoreOptions) -> int:
             say(f"{n:,} x {name}", "yellow")
         if load.tcp and not result.started and "connection lost" in result.errors:
             say("does this service answer framed TCP? `bray serve --tcp` does", "dim")
+        if o.run is None and o.config is None and any(name.endswith("malformed") for name in result.errors):
+            say("give --run RUN_DIR (of `bray launch`: --config FILE), so that observations fit", "dim")
     else:
         say(f"{result.requests:,} ticks in {result.seconds:.1f} s, no errors", "bold")
     return 0 if result.requests and not result.errors else 1

@@ -6,11 +6,9 @@ import math
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ from rich.text import Text
 
 from bray.cli.options import Launch
 from bray.cli.show import facts, log_shown, plain_table, put, say, show_failure
+from bray.cluster.machine import Machine
 from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.hints import game_command
@@ -107,7 +106,7 @@ def _show_plan(graph: Graph, options: Launch) -> None:
     machine, cluster = Machine.look(), _cluster(options.cluster)
     facts([("this machine", machine), ("cluster", cluster)])
     if cluster == _OWN:
-        for problem in machine.shortage(every):
+        for problem in machine.shortage(every.cpus, every.gpus, every.memory):
             say(f"note: {problem}", "yellow")
     say(f"nothing was started; start it with: {again(options)}", "dim")
 
@@ -125,40 +124,6 @@ def _edges(graph: Graph, name: str) -> str:
         if e.tail == name:
             out.setdefault(e.what, []).append(e.head)
     return "; ".join(f"{what} {', '.join(heads)}" for what, heads in out.items())
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this machine has."""
-
-    cpus: int
-    memory: float
-    """In MB."""
-    gpus: tuple[str, ...]
-
-    @classmethod
-    def look(cls) -> Machine:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
-        try:
-            asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)
-            gpus = tuple(line.partition(": ")[2].partition(" (UUID")[0] for line in asked.stdout.splitlines())
-        except (OSError, subprocess.TimeoutExpired):
-            gpus = ()
-        return cls(cpus, memory, gpus)
-
-    def __str__(self) -> str:
-        return f"{self.cpus} CPUs, {self.memory / 1024:.1f} GiB memory, {', '.join(self.gpus) or 'no GPU'}"
-
-    def shortage(self, ask: ResourceRequest) -> list[str]:
-        out = []
-        if ask.cpus > self.cpus:
-            out.append(f"{ask.cpus:g} CPUs are asked for and {self.cpus} are here: the processes share them")
-        if ask.gpus > len(self.gpus):
-            out.append(f"{ask.gpus:g} GPUs are asked for and {len(self.gpus)} are here")
-        if ask.memory > self.memory:
-            out.append(f"{ask.memory:,} MB are asked for and {self.memory:,.0f} are here")
-        return out
 
 
 _OWN = "none runs here: a Ray of its own would be started on this machine"
@@ -194,7 +159,7 @@ def _run(graph: Graph, options: Launch, reads_only: bool) -> int:
             where = session.cluster.kind
             say(f"{s.project}/{s.trial} · mode {s.mode} · {where} · {len(graph.components)} components", "bold")
             if where == "ray" and session.info.one_machine:
-                for problem in Machine.look().shortage(asked):
+                for problem in Machine.look().shortage(asked.cpus, asked.gpus, asked.memory):
                     say(f"note: {problem}", "yellow")
             run = build(graph, session, lambda name: _started(graph, name, options))
         except BaseException as e:

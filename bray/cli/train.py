@@ -252,7 +252,8 @@ def _head(exp: Experiment, options: Train) -> None:
     say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
     if options.resume is None:
-        used = preset(run.algorithm, exp.env_id) if not options.no_preset else None
+        plain = options.no_preset or "data" in exp.config.sections
+        used = None if plain else preset(run.algorithm, exp.env_id)
         if used is not None:
             rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))
     else:
@@ -278,7 +279,8 @@ def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on
         what = " and ".join(f"{k} {short(v)}" for k, v in reached.items())
         aims = [k for k in stop if "return" in k]
         style = "green" if not aims or any(k in reached for k in aims) else "yellow"
-        say(f"reached {what} after {spent}{'' if went_on else ', before this start'}", style)
+        before = "" if went_on else ", before this start: to go on, give a larger --steps or --stop"
+        say(f"reached {what} after {spent}{before}", style)
     else:
         why = f"ended by {signals.name}" if signals.number else "ended"
         say(f"{why} after {spent}" + ("; the goal was not reached" if stop else ""), "yellow" if stop else "")

@@ -7,6 +7,7 @@ Arguments and answers go through the object store, arrays without a copy of thei
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -21,12 +22,15 @@ from typing import Any, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from bray.cluster.machine import Machine
 from bray.cluster.ray import START_TIMEOUT, RayCluster, prepare_worker
 from bray.cluster.ray_start import start_ray
 from bray.cluster.session import SessionInfo
 from bray.envs.process import Lost, LostAtStart, error_answer, read_answer
 from bray.errors import ConfigError, EnvError, ResourceError
 from bray.log_format import log_format
+
+logger = logging.getLogger("bray.remote")
 
 LOOK_S = 5.0
 """Seconds between two looks whether there is room for the CPUs of a worker that runs without them."""
@@ -50,12 +54,15 @@ class RayWorkers:
         self.info = SessionInfo(
             "", "", "", f"{name}-{os.getpid()}", b"", one_machine=False, modules=modules, log_format=log_format()
         )
-        connected, _ = start_ray(self.info.namespace, ray_kwargs)
+        connected, started = start_ray(self.info.namespace, ray_kwargs)
         self.cluster = RayCluster(self.info, connected)
         self._ends: list[tuple[Any, Any]] = []
         self._room, self._looked = True, 0.0
         try:
             self.cluster.check_group(name, count, cpus, gpus)
+            if started:  # its CPUs are as many as were asked for
+                for problem in Machine.look().shortage(count * cpus, count * gpus):
+                    logger.warning("%s: %s", name, problem)
             self.cluster.wait_group(name, count, cpus, gpus)
         except BaseException:
             self.close()

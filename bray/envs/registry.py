@@ -16,6 +16,7 @@ from bray.envs.config import EnvConfig
 from bray.envs.families import family_of_id, family_of_module
 from bray.envs.missing import what_is_missing
 from bray.errors import ConfigError, UnknownName, how_to_install
+from bray.named import script_hint, where_looked
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
 
@@ -200,7 +201,7 @@ def resolve(config: EnvConfig) -> EnvSource:
         try:
             importlib.import_module(module)
         except ImportError as e:
-            raise ConfigError(f"env.import_modules: cannot import {module!r}: {e}") from e
+            raise ConfigError(f"env.import_modules: cannot import {module!r}: {e}{where_looked(module, e)}") from e
     name = config.id
     if not isinstance(name, str):
         if name is None or isinstance(name, (int, float, dict, list)):
@@ -250,7 +251,7 @@ def _from_module(name: str) -> EnvSource:
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         package = module_name.partition(".")[0]
         public += [k for registry in (gym.registry, _old_ids()) for k in registry if _package(registry, k) == package]
-        raise UnknownName("environment", attribute, public, where=f"in module {module_name}")
+        raise UnknownName("environment", attribute, public, f"in module {module_name}", script_hint(name))
     return EnvSource(name, creator=creator)
 
 
@@ -262,10 +263,10 @@ def _import(name: str, module: str) -> Any:
         family, what = family_of_module(module), what_is_missing(e)
         if what is None:
             raise
-        is_it = isinstance(e, ModuleNotFoundError) and e.name is not None and f"{module}.".startswith(f"{e.name}.")
-        if is_it and family is not None:
+        looked = where_looked(module, e)
+        if looked and family is not None:
             raise ConfigError(f"{name} needs a package that is not installed: pip install {family.install}") from e
-        why = str(e) if is_it else f"it needs {what}"
+        why = f"{e}{looked}" if looked else f"it needs {what}"
         raise ConfigError(f"environment {name!r}: cannot import the module {module!r}: {why}") from e
 
 

@@ -32,6 +32,7 @@ from bray.experiment.saved import (
     import_check,
     made_from,
     meta_of,
+    named_in_script,
     read_config,
     read_launch,
     why_inexact,
@@ -166,7 +167,18 @@ class Experiment:
             policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
             self._dir.write_policy(about | describe_policy(policy, self.training.model))
+            self._warn_of_script()
         return self._dir
+
+    def _warn_of_script(self) -> None:
+        """Before bray.log takes the log of a script that shows none of it."""
+        if own := named_in_script(self.config):
+            logger.warning(
+                "%s: defined in this script, where `bray eval` and other commands will not find it. Put it in a module and name it my_module:%s, "
+                "or load the run in this script with bray.Experiment.load",
+                ", ".join(f"{key}={name}" for key, name in own.items()),
+                next(iter(own.values())).partition(":")[2],
+            )
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -249,9 +261,10 @@ class Experiment:
             self.show_figure(stop)
 
     def _graph_export(self) -> GraphExport:
-        """The background export of graph.onnx; nothing is exported if the file exists."""
+        """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports could not make the model."""
         there = (self._run_dir().models / "default" / "graph.onnx").exists()
-        return GraphExport(self.path, None if there else self.config["run"].export_graph_after_s)
+        no_module = any(key.startswith(("run.", "model.")) for key in named_in_script(self.config))
+        return GraphExport(self.path, None if there or no_module else self.config["run"].export_graph_after_s)
 
     def _log_start(self) -> None:
         run = self.config["run"]

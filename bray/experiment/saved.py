@@ -16,6 +16,7 @@ from bray._version import __version__
 from bray.config import ConfigSource, Resolved, parse_yaml
 from bray.errors import BrayError, CheckpointError
 from bray.experiment.setup import Check
+from bray.named import in_script
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
 from bray.spec import EnvSpec
@@ -69,6 +70,11 @@ def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool 
         check(directory.path, [item for item in named(config) if is_imported(item[0])], trust)
 
     return check_config
+
+
+def named_in_script(config: Resolved) -> dict[str, str]:
+    """{key: name} of what a config names in the script that trains, where no other program finds it."""
+    return {key: name for key, name, _ in named(config.to_dict()) if in_script(name)}
 
 
 def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:

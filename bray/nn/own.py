@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bray.errors import BrayError, ConfigError, UnknownName
+from bray.named import script_hint, where_looked
 from bray.nn.config import ModelConfig
 from bray.spec import Space
 
@@ -44,9 +45,11 @@ def find_own(kind: str, name: Any) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as e:
-        raise ConfigError(f"{key} {name!r}: module {module_name!r} cannot be imported ({e})") from e
+        looked = where_looked(module_name, e)
+        raise ConfigError(f"{key} {name!r}: module {module_name!r} cannot be imported ({e}){looked}") from e
     if not hasattr(module, attribute):
-        raise UnknownName(key, attribute, [n for n in dir(module) if not n.startswith("_")], module_name)
+        public = [n for n in dir(module) if not n.startswith("_")]
+        raise UnknownName(key, attribute, public, module_name, script_hint(name))
     return getattr(module, attribute)
 
 

@@ -72,7 +72,8 @@ class RunDir(Checkpoints):
         found = _signs(path)
         if found:
             raise CheckpointError(
-                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial."
+                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial "
+                f"(in Python: Experiment.resume({str(path)!r}), or another path=)."
             )
         run = cls(path)
         with writing(path, "nothing was changed"):
@@ -118,7 +119,7 @@ class RunDir(Checkpoints):
             os.close(fd)
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
-                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial."
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial (in Python: another path=)."
                 ) from None
             logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
             return

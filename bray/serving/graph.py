@@ -17,22 +17,25 @@ logger = logging.getLogger("bray.serving")
 
 _CODE = """
 import sys
-from bray.errors import BrayError
+from bray.errors import BrayError, ExportError
 from bray.experiment import export_graph
 try:
     export_graph(sys.argv[1], trust=sys.argv[2:] == ["trust"])
 except BrayError as e:
-    sys.exit(str(e).replace(chr(10), " "))
+    print(str(e).replace(chr(10), " "), file=sys.stderr)
+    sys.exit(1 if isinstance(e, ExportError) else 2)
 """
+_NOT_MADE = 2  # exit code: the model could not even be made, so that no other engine would help
 
 
 def export_graph(path: Path, trust: bool = False) -> None:
     """Write a run's `graph.onnx`, and wait for it."""
     logger.info("%s has no graph.onnx yet: exporting it", path)
     with tempfile.TemporaryFile() as said:
-        if _start(path, said, trust).wait():
+        if code := _start(path, said, trust).wait():
+            why = f"{path}: the model could not be exported ({_last_line(said)})"
             raise ConfigError(
-                f"{path}: the model could not be exported ({_last_line(said)}): run `bray export {path}`, or serve it with --engine torch"
+                why if code == _NOT_MADE else f"{why}: run `bray export {path}`, or serve it with --engine torch"
             )
 
 
