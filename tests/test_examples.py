@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -85,8 +86,9 @@ def test_the_demo_reaches_475(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "opened"), [([], 1.0), (["--plain", "--steps", "60000"], 0.0)])
-def test_a_curriculum_opens_the_lock_that_plain_training_does_not(tmp_path, monkeypatch, arguments, opened):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["curriculum.py", *arguments])
-    assert runpy.run_path(str(EXAMPLES / "curriculum.py"))["main"]() == opened
+@pytest.mark.parametrize(("arguments", "opened"), [([], "100%"), (["--plain", "--steps", "60000"], "0%")])
+def test_a_curriculum_opens_the_lock_that_plain_training_does_not(tmp_path, arguments, opened):
+    """As users start it: here, where each rollout is an iteration, the curriculum would move faster than is learnt."""
+    command = [sys.executable, str(EXAMPLES / "curriculum.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=True)
+    assert f"the whole lock is opened in {opened} of the tries" in done.stdout
