@@ -186,6 +186,31 @@ def test_log_file(run):
         log_to(run.log, "wran")
 
 
+SCRIPT = """
+import logging, sys
+from bray.rundir import logging_to
+log = logging.getLogger("bray.train")
+with logging_to("a.log"), logging_to("b.log"):
+    log.info("quiet")
+    log.warning("unheard")
+    logging.getLogger("bray").addHandler(logging.StreamHandler(sys.stdout))
+    log.warning("heard")
+"""
+
+
+def test_warnings_of_a_script_are_seen(tmp_path):
+    """A file is a handler too, and Python shows what has none."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr == "unheard\n"
+    assert done.stdout == "heard\n"
+    for name in ("a.log", "b.log"):
+        assert [line.split()[-1] for line in (tmp_path / name).read_text().splitlines()] == [
+            "quiet",
+            "unheard",
+            "heard",
+        ]
+
+
 # --- trainer state
 
 

@@ -171,7 +171,7 @@ class Experiment:
         return self._dir
 
     def _warn_of_script(self) -> None:
-        """Before bray.log takes the log of a script that shows none of it."""
+        """Of names that only this script knows."""
         if own := named_in_script(self.config):
             logger.warning(
                 "%s: defined in this script, where `bray eval` and other commands will not find it. Put it in a module and name it my_module:%s, "

@@ -66,9 +66,8 @@ def set_up(
     layers = []
     if defaults := _defaults(algo, env):  # e.g. another network for this algorithm
         layers.append(ConfigSource(f"defaults of {name}", defaults))
-    if (
-        use_preset and isinstance(env, str) and not from_files
-    ):  # a preset's goal and evaluations are of training in an environment
+    # A preset's goal and evaluations are of training in an environment, not from files.
+    if use_preset and isinstance(env, str) and not from_files:
         layers += _preset_of(name, env)
     layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}

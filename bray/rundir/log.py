@@ -36,8 +36,20 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
+class _Unheard(logging.Handler):
+    """Shows warnings that nobody else shows, as Python itself does until a logger has its first handler: a file is one, which a script's user does not see."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        heard = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
+        if logging.lastResort is not None and all(isinstance(h, (_LogFile, _Unheard)) for h in heard):
+            logging.lastResort.handle(record)
+
+
+_UNHEARD = _Unheard(logging.WARNING)
+
+
 def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
-    """Write the "bray" logger to a file (appending); `handler.close()` ends it."""
+    """Write the "bray" logger to a file (appending); `handler.close()` ends it. Warnings are shown on stderr too, unless somebody handles them already."""
     if level.upper() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS)
     with writing(Path(path), "nothing was changed"):
@@ -46,6 +58,7 @@ def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
     handler.setFormatter(log_formatter("%(asctime)s %(levelname)-7s %(message)s"))
     handler.setLevel(_LEVELS[level.upper()])
     logger.addHandler(handler)
+    logger.addHandler(_UNHEARD)  # for good, and once: it keeps silent wherever another handler is there
     if logger.level == logging.NOTSET or logger.level > handler.level:
         logger.setLevel(handler.level)
     return handler
