@@ -49,7 +49,7 @@ _UNHEARD = _Unheard(logging.WARNING)
 
 
 def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
-    """Write the "bray" logger to a file (appending); `handler.close()` ends it. Warnings are shown on stderr too, unless somebody handles them already."""
+    """Append what the "bray" logger says to a file, until `handler.close()`. Warnings that nobody else shows go to stderr too."""
     if level.upper() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS)
     with writing(Path(path), "nothing was changed"):
