@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "batch_envs": 64,
     "epochs": 3,
     "minibatches": 16,
-    "lr": {"start": 5e-4, "end": 1e-4, "steps": 5_000_000},
+    "lr": {"start": 5e-4, "end": 3e-5, "steps": 5_000_000},
     "clip": 0.1,
     "clip_rewards": True,
     "eval_parallel": True,

@@ -16,6 +16,9 @@ from bray.envs.vector import LIFE_LOST
 
 Taps = list[tuple[np.ndarray, np.ndarray]]
 """How one axis of a picture is resized; see `area_taps`."""
+SERVES = 2
+"""Actions in place of which FIRE is pressed, at the start and after a lost life: with sticky actions a game overlooks one frame of it in four, and the
+frames of one action once in 256 times."""
 
 
 def is_atari(spec: Any) -> bool:
@@ -81,7 +84,7 @@ class AtariFrames(gym.Wrapper):
         self._stack = np.zeros(shape, np.uint8)
         meanings = env.unwrapped.get_action_meanings()  # type: ignore[attr-defined]
         self._fire = meanings.index("FIRE") if config.fire_reset and "FIRE" in meanings else None
-        self._lives, self._serve = 0, False
+        self._lives, self._serves = 0, 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
         _, info = self.env.reset(seed=seed, options=options)
@@ -91,7 +94,7 @@ class AtariFrames(gym.Wrapper):
             _, _, terminated, truncated, info = self.env.step(action)
             if terminated or truncated:
                 _, info = self.env.reset(options=options)
-        self._lives, self._serve = self._ale.lives(), False
+        self._lives, self._serves = self._ale.lives(), SERVES
         self._screen(self._frames[1])
         self._stack = np.zeros_like(self._stack)
         self._stack[-1] = resize(self._frames[1], self._rows, self._columns)
@@ -99,7 +102,8 @@ class AtariFrames(gym.Wrapper):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         total, skip = 0.0, self.config.frame_skip
-        action = self._fire if self._serve else action
+        if self._serves and self._fire is not None:
+            action = self._fire
         for t in range(skip):
             _, reward, terminated, truncated, info = self.env.step(action)
             total += float(reward)
@@ -113,7 +117,7 @@ class AtariFrames(gym.Wrapper):
         self._stack = stack
         lives = self._ale.lives()
         lost, self._lives = 0 < lives < self._lives, lives
-        self._serve = lost and self._fire is not None
+        self._serves = SERVES if lost else max(0, self._serves - 1)
         if self.config.episodic_life and lost and not terminated:
             return stack.copy(), total, True, truncated, {**info, LIFE_LOST: True}
         return stack.copy(), total, terminated, truncated, info

@@ -29,7 +29,7 @@ class AtariConfig:
     noop_max: Whole = 30
     """At most this many random idle frames at the start of an episode (0: none)."""
     fire_reset: bool = True
-    """In games that have it, press FIRE at the start of an episode and, in place of the next action, after a lost life: some wait for it for ever."""
+    """In games that have it, press FIRE at the start of an episode and after a lost life, in place of two actions: some wait for it for ever."""
     episodic_life: bool = False
     """The learner sees a lost life as `terminated`, while the game continues."""
     full_action_space: bool = False

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from bray import tree
-from bray.envs.atari import is_atari, shows_pictures
+from bray.envs.atari import SERVES, is_atari, shows_pictures
 from bray.envs.config import AtariConfig, EnvConfig
 from bray.envs.registry import EnvSource
 from bray.envs.spaces import BatchCheck, spec_from_gym
@@ -138,8 +138,8 @@ class NativeVecEnv(VecEnv):
 
 
 class AleVecEnv(NativeVecEnv):
-    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state. It presses FIRE at the start of an episode itself; after a lost
-    life it is done here, as in `AtariFrames`."""
+    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state. At the start of an episode it presses FIRE
+    for one frame; the rest is done here, as in `AtariFrames`."""
 
     def __init__(self, env: Any, spec: EnvSpec, config: AtariConfig, *, seed: int = 0, check: bool = True):
         super().__init__(env, spec, seed=seed, check=check)
@@ -147,25 +147,27 @@ class AleVecEnv(NativeVecEnv):
         buttons = [button.name for button in env.ale.get_action_set()]
         self._fire = buttons.index("FIRE") if config.fire_reset and "FIRE" in buttons else None
         self._lives = np.zeros(self.num_envs, np.int32)
-        self._lost = np.zeros(self.num_envs, bool)
+        self._serves = np.full(self.num_envs, SERVES)
 
     def _start(self, seed: int | None) -> Any:
         seeds = None
         if seed is not None:  # one per game: consecutive seeds would give workers the same games
             seeds = (np.random.SeedSequence(seed).generate_state(self.num_envs) >> 1).astype(np.int64)
         obs, info = self.env.reset(seed=seeds)
-        self._lives, self._lost = info["lives"], np.zeros(self.num_envs, bool)
+        self._lives, self._serves = info["lives"], np.full(self.num_envs, SERVES)
         return obs
 
     def _advance(self, actions: NestedArray) -> tuple[Any, Any, Any, Any]:
         actions = np.ascontiguousarray(actions, np.int64)
-        if self._fire is not None and self._lost.any():
-            actions = np.where(self._lost, self._fire, actions)
+        if self._fire is not None and self._serves.any():
+            actions = np.where(self._serves > 0, self._fire, actions)
         obs, reward, terminated, truncated, info = self.env.step(actions)
         dead, lives = terminated | truncated, info["lives"]
-        self._lost = (lives > 0) & (lives < self._lives) & ~self.dead
+        began = self.dead  # this step was the reset
+        lost = (lives > 0) & (lives < self._lives) & ~began
+        self._serves = np.where(lost | began, SERVES, np.maximum(self._serves - 1, 0))
         if self._episodic_life:
-            terminated = terminated | self._lost
+            terminated = terminated | lost
         self._lives, self.dead = lives, dead
         return obs, reward, terminated, truncated
 
