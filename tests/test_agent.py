@@ -520,3 +520,26 @@ def test_numbers_of_actors_are_small_unique_and_used_again():
     gc.collect()
     assert AgentActor({"a": Quiet}).actor <= freed
     assert AgentActor({"a": Quiet}, actor=42).actor == 42
+
+
+def test_what_agents_share_is_loaded_before_the_first_session():
+    loaded = []
+
+    class Slow(Agent):
+        @classmethod
+        def before_sessions(cls, name, config):
+            loaded.append((name, config[name]["map"]))
+
+    class Watches(Slow):
+        watches = True
+
+        @classmethod
+        def before_sessions(cls, name, config):
+            raise OSError("no disk")
+
+    config = {"a": {"map": "desert"}, "w": {}}
+    AgentActor({"a": Slow, "w": Watches}, config)
+    assert loaded == [("a", "desert")]
+    with pytest.raises(KeyError) as raised:
+        AgentActor({"a": Slow}, {"a": {}})
+    assert raised.value.__notes__ == ["agent 'a': " + Slow.__qualname__ + ".before_sessions(name, config) raised"]

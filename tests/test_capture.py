@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from bray.capture import MAX_PROGRAMS, capture
+from bray.capture import MAX_PROGRAMS, capture, record
+from bray.capture.in_place import in_place
+from bray.capture.replay import replayed
 from bray.optim import Optimizer
 
 
@@ -173,3 +175,42 @@ def test_what_cannot_be_compiled_is_recorded_and_says_so(monkeypatch, caplog):
     assert recorded(torch.zeros(2)).tolist() == [1, 1]
     assert recorded.recordings == 1
     assert "the step is recorded and not compiled: no C++ compiler" in caplog.text
+
+
+W = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("fn", "written"),
+    [
+        (lambda x: torch.relu(torch.addmm(W[0], x, W)) * 2.0, ["mm", "add_.Tensor", "relu_", "mul_.Tensor"]),
+        (lambda x: torch.relu(x), ["relu"]),  # the caller's
+        (lambda x: torch.relu(W) + x, ["relu", "add_.Tensor"]),  # held
+        (lambda x: (y := x @ W, torch.relu(y)), ["mm", "relu"]),  # returned
+        (lambda x: (y := x @ W) + torch.relu(y), ["mm", "relu", "add_.Tensor"]),  # read again
+        (lambda x: ((y := x @ W).t(), y * 2.0), ["mm", "t", "mul.Tensor"]),  # returned by another name
+        (
+            lambda x: torch.stack([(v := (y := x @ W).t(), y * 2.0)[1], v]),
+            ["mm", "t", "mul.Tensor", "stack"],
+        ),  # read so
+        (lambda x: (y := x @ W) * y, ["mm", "mul.Tensor"]),  # twice at once
+        (lambda x: (y := x @ W) * y.t(), ["mm", "t", "mul.Tensor"]),
+        (lambda x: (x @ W)[:1] + x, ["mm", "slice.Tensor", "add.Tensor"]),  # too small
+        (lambda x: (x @ W).t() * 2.0, ["mm", "t", "mul.Tensor"]),  # of other strides
+    ],
+)
+def test_results_are_written_over_what_nobody_reads_again(fn, written):
+    x, seen = torch.randn(3, 3), []
+
+    def noted(tape, flat, subject):
+        seen.extend(op.func.name().removeprefix("aten::") for op in in_place(tape).ops)
+        return replayed(tape, flat)
+
+    program = record(fn, [x], tree_flatten((x,))[1], make=noted)
+    assert seen == written
+    before = x.clone(), W.clone()
+    for _ in range(2):
+        for ours, eager in zip(program.run([x]), tree_flatten(fn(x))[0], strict=True):
+            torch.testing.assert_close(ours, eager, rtol=0, atol=0)
+    assert torch.equal(x, before[0])
+    assert torch.equal(W, before[1])

@@ -691,17 +691,16 @@ def test_sac_makes_transitions_too():
     assert np.isfinite(learner_of(setup).update(batch, Clock(16)).metrics["critic_loss"])
 
 
-def test_what_cannot_be_learned_is_refused_when_the_session_starts():
+def test_what_cannot_be_learned_is_refused_before_a_session_starts():
     def start(algo):
-        actor = AgentActor({"agent1": PolicyAgent}, make_config(algo, ModelHost("m", Prefers()), Buffer()))
-        run(actor.start("g", b""))
+        AgentActor({"agent1": PolicyAgent}, make_config(algo, ModelHost("m", Prefers()), Buffer()))
 
     with pytest.raises(ConfigError, match="DQN replays single steps"):
         start(section(algorithm="DQN", model={"use_lstm": True}))
     with pytest.raises(ConfigError, match="agent1: normalize_rewards needs the games side by side"):
         start(section(env={"id": SCRIPTED, "normalize_rewards": True}))
     with pytest.raises(ConfigError, match="agent1: expected model: NAME"):
-        run(AgentActor({"agent1": PolicyAgent}, make_config(section(), None, Buffer())).start("g", b""))
+        AgentActor({"agent1": PolicyAgent}, make_config(section(), None, Buffer()))
 
 
 @pytest.mark.parametrize("store", ["uniform", "prioritized"])
@@ -710,11 +709,7 @@ def test_a_buffer_that_draws_single_rows_is_refused(store):
     buffer.settings = SimpleNamespace(store=store)
     said = f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size.*prioritized"
     with pytest.raises(ConfigError, match=said):
-        run(
-            AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer)).start(
-                "g", b""
-            )
-        )
+        AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer))
     # in a launch file: before there is a model, a buffer or a game
     config = {"m1": {"algo": "ppo"}, "ppo": section(), "b": {"kind": "buffer", "store": store}}
     for user in ({"agent1": {"algo": "ppo", "buffer": "b"}}, {"trainer1": {"algo": "ppo", "buffers": ["b"]}}):
@@ -763,9 +758,8 @@ def test_a_wrong_section_says_what_is_wrong(change, error, message):
 def test_a_component_names_its_algorithm():
     config = {"ppo": section(), "agent1": {"algo": "pppo", "model": "m"}, "agent2": {"model": "m"}}
     for name, message in (("agent1", "unknown section 'pppo'.*Did you mean 'ppo'"), ("agent2", "expected algo: NAME")):
-        actor = AgentActor({name: PolicyAgent}, config)
-        with pytest.raises(ConfigError, match=message):
-            run(actor.start("g", b""))
+        with pytest.raises(ConfigError, match=message):  # before a game comes
+            AgentActor({name: PolicyAgent}, config)
 
 
 # --- a buffer that is full --------------------------------------------------------------------------------------------
@@ -822,9 +816,8 @@ def test_a_game_waits_for_room_in_the_buffer_and_not_for_ever(merged):
 @pytest.mark.parametrize("value", [-1, "long", True, 60])
 def test_a_wait_that_is_no_time_is_refused(value):
     config = make_config(section(), ModelHost("m", Scripted()), Buffer(), wait_s=value)
-    actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
     with pytest.raises(ConfigError, match="expected wait_s to be seconds"):
-        run(actor.start("g", b""))
+        AgentActor({"agent1": PolicyAgent}, config, serialize="json")
 
 
 class CountsRows(Scripted):

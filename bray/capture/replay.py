@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bray.capture.in_place import in_place
 from bray.capture.simplify import ARM
 from bray.capture.tape import NotRecordable, Op, Ref, Snapshot, Tape, generators_of
 
@@ -42,7 +43,7 @@ def interpreter(tape: Tape) -> Replay:
     """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
     turns numbers into tensors and fails on the backward of convolutions."""
     held = _held(tape)
-    run = torch.jit.CompilationUnit(source(tape, _torch_name)).program
+    run = torch.jit.CompilationUnit(source(in_place(tape), _torch_name)).program
     if not _prefers_openblas(tape):
         return lambda flat: run(*flat, *held)
 

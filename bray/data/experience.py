@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from bray import tree
-from bray.data.piece import Piece, nstep
+from bray.data.piece import Piece, nstep, oldest
 from bray.data.ring import ReplayRing
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.schedules import Schedule, make_schedule
@@ -240,7 +240,7 @@ class Replay(Experience):
             for b in range(piece.num_envs):
                 self._add_ragged(piece, b)
         else:
-            add, version = self.ring.add, int(np.min(piece.version))
+            add, version = self.ring.add, oldest(piece.version)
             for columns, extras in self._rows_of(piece):
                 add(*columns, version=version, **extras)
         self._due += int(np.count_nonzero(piece.valid))
@@ -278,7 +278,7 @@ class Replay(Experience):
                 np.array([cut and not dead]),
                 np.array([not dead]),
                 first=piece.first[i, b : b + 1],
-                version=int(np.min(piece.version)),
+                version=oldest(piece.version),
                 **tree.index(kept, (row, slice(b, b + 1))),
             )
 

@@ -107,6 +107,11 @@ class Piece:
         return replace(self, **cut, state=state, version=version, start=self.start + start, on_device=None)
 
 
+def oldest(version: int | np.ndarray) -> int:
+    """Of the weights that acted in a piece."""
+    return version if isinstance(version, int) else int(np.min(version))
+
+
 def side_by_side(pieces: Sequence[Piece]) -> Piece:
     """The columns of several pieces of as many rows, copied."""
     first = pieces[0]

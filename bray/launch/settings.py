@@ -94,7 +94,8 @@ class AgentSettings(ComponentSettings):
     module: Name
     """Python module of the class."""
     class_: Name
-    """The class: `Class(name, config, state)` with `on_tick(state)` and, if it likes, `on_episode(episode, done)`."""
+    """The class: `Class(name, config, state)` with `on_tick(state)` and, if it likes, `on_episode(episode, done)` and
+    the class method `before_sessions(name, config)`, which loads what takes long."""
     model: Name | None = None
     """The model that a `PolicyAgent` asks. In your own agent: for the diagram and the check."""
     buffer: Name | None = None

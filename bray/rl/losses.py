@@ -151,13 +151,15 @@ def project(probs: Tensor, support: Tensor, reward: Tensor, discount: Tensor) ->
     Each moved atom is shared between its lower and its upper neighbour by its distance to both; the highest atom counts as the upper neighbour of
     the one before it, so that one that falls upon an atom is whole there.
     """
-    low, high, spacing = support[0], support[-1], support[1] - support[0]
-    moved = torch.clamp(reward.unsqueeze(-1) + discount.unsqueeze(-1) * support, low, high)
-    place = (moved - low) / spacing
-    below = place.floor().clamp(max=len(support) - 2)
-    upper = (place - below) * probs
-    lower = below.long()
-    return torch.zeros_like(probs).scatter_add(-1, lower, probs - upper).scatter_add(-1, lower + 1, upper).detach()
+    with torch.no_grad():
+        spacing, most = support[1] - support[0], len(support) - 1
+        # where r + discount z lies, counted in atoms
+        base, scale = ((reward - support[0]) / spacing).unsqueeze(-1), (discount / spacing).unsqueeze(-1)
+        place = torch.addcmul(base, scale, support).clamp(0, most)
+        below = place.floor().clamp(max=most - 1)
+        upper = (place - below) * probs
+        lower = below.long()
+        return torch.zeros_like(probs).scatter_add_(-1, lower, probs - upper).scatter_add_(-1, lower + 1, upper)
 
 
 def categorical_loss(logits: Tensor, target: Tensor) -> Tensor:
@@ -170,11 +172,17 @@ def quantile_huber(quantiles: Tensor, tau: Tensor, target: Tensor, kappa: float 
 
         sum_i mean_j |tau_i - 1{u_ij < 0}| huber_kappa(u_ij) / kappa,   u_ij = target_j - quantile_i
 
-    kappa = 0 is the quantile loss itself, |u| in place of huber / kappa.
+    kappa = 0 is the quantile loss itself, |u| in place of huber / kappa. The gradient is that by the quantiles.
     """
-    u = target.detach().unsqueeze(1) - quantiles.unsqueeze(2)
-    size = huber(u, kappa) / kappa if kappa > 0 else u.abs()
-    return ((tau.unsqueeze(2) - (u.detach() < 0).to(u.dtype)).abs() * size).mean(2).sum(1)
+    # By the gradient's own formula: half of the passes over `[B, K, M]` that autograd needs.
+    with torch.no_grad():
+        u = target.unsqueeze(1) - quantiles.unsqueeze(2)
+        inner = u.clamp(-kappa, kappa) if kappa > 0 else u.sign()  # huber_kappa(u) = inner (u - inner / 2)
+        # |tau - 1{u < 0}| inner, which is minus the gradient of a term by its quantile
+        slope = torch.add((tau - 0.5).unsqueeze(2) * inner.abs(), inner, alpha=0.5)
+        loss = (slope * (torch.sub(u, inner, alpha=0.5) if kappa > 0 else u)).mean(2)
+        slope = slope.mean(2)
+    return (loss - slope * (quantiles - quantiles.detach())).sum(1) / (kappa or 1.0)
 
 
 def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:

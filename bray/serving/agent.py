@@ -64,6 +64,11 @@ class Agent:
     def __init__(self, name: str, config: Any, state: State):
         self.name, self.config = name, config
 
+    @classmethod
+    def before_sessions(cls, name: str, config: Any) -> Any:
+        """Load what sessions share and what takes long (a network, a map). Called for every Actor that is made, the first of a process before its port
+        opens, and not between ticks; what is returned stays alive as long as the Actor."""
+
     def on_tick(self, state: State) -> Awaitable[None] | None:
         """Decide: read `state.input` (and what other agents set, with `await state.wait(field)`), fill `state.output`,
         and set as fields of the state whatever other agents or the episode need."""
@@ -146,6 +151,16 @@ class AgentActor(Actor):
         self._session = self._game = self._agent = ""
         self._ticks, self._collects = 0, False
         self._forget()
+        self._shared = [self._before_sessions(name, cls) for name, cls in agents.items()]
+
+    def _before_sessions(self, name: str, cls: Any) -> Any:
+        try:
+            return cls.before_sessions(name, self._config) if hasattr(cls, "before_sessions") else None
+        except Exception as e:
+            e.add_note(f"agent {name!r}: {cls.__qualname__}.before_sessions(name, config) raised")
+            if getattr(cls, "watches", False) is not True:
+                raise
+            self._say_once(name, e)
 
     def __del__(self) -> None:
         if self._number is not None:

@@ -30,6 +30,7 @@ from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
 from bray.rundir import RunDir
+from bray.train.device import tiny_as_zero
 from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
@@ -223,7 +224,8 @@ class Driver:
             for source in self._running:
                 source.learns(batch.data, learner.steps)
         learn = self.distributed[side.name].update if self.distributed else learner.update
-        update = self.update = learn(learner.prepare(batch.data), self.clock)
+        with tiny_as_zero():
+            update = self.update = learn(learner.prepare(batch.data), self.clock)
         if not hasattr(update, "priorities"):
             raise broken(type(learner).__qualname__, f"its update returned {type(update).__name__}, not an Update")
         side.experience.feedback(batch, update.priorities, learner.steps)

@@ -27,7 +27,7 @@ from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import resolve_device, tune
+from bray.train.device import resolve_device, tune, use_threads
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import evaluate_model
 from bray.train.player import Plan, group_numbers
@@ -52,7 +52,7 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
     device = resolve_device(run.device)
     tune(device, wait_asleep=run.num_workers > 0)  # workers need the cores
-    torch.set_num_threads(run.threads or threads_for(spec, device))
+    use_threads(run.threads or threads_for(spec, device))
     with seeded(run.seed):
         policy = make_policy(algo, config, spec)
         model = algo.make_model(config, spec, model_config)

@@ -32,7 +32,7 @@ from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
 from bray.rundir import RunDir, read_json, write_atomic
 from bray.serving.link import Address, Link
-from bray.train.device import device_of
+from bray.train.device import device_of, use_threads
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
@@ -126,7 +126,7 @@ def assemble(
         refuse_store(f"trainer {plan.name}", name, store_of(buffer))
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
-    torch.set_num_threads(threads_for(setup.spec, next(model.parameters()).device))
+    use_threads(threads_for(setup.spec, next(model.parameters()).device))
     # A recording cannot hold the conversation between ranks.
     learner = setup.make_learner(model, plan.seed + 10_007 * ranks.rank, ranks.size == 1, cls)
     experience = setup.make_experience()
