@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from bray.errors import Overloaded, WaitError
+from bray.errors import ConfigError, Overloaded, WaitError
 from bray.serving import agent as agent_module
 from bray.serving.agent import Agent, AgentActor, State
 from bray.serving.messages import BadMessage
@@ -543,3 +543,11 @@ def test_what_agents_share_is_loaded_before_the_first_session():
     with pytest.raises(KeyError) as raised:
         AgentActor({"a": Slow}, {"a": {}})
     assert raised.value.__notes__ == ["agent 'a': " + Slow.__qualname__ + ".before_sessions(name, config) raised"]
+
+    class Waits(Agent):
+        @classmethod
+        async def before_sessions(cls, name, config):
+            pass
+
+    with pytest.raises(ConfigError, match="class method that is not async"):
+        AgentActor({"a": Waits}, {})

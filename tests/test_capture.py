@@ -197,6 +197,8 @@ W = torch.randn(3, 3, generator=torch.Generator().manual_seed(0))
         (lambda x: (y := x @ W) * y.t(), ["mm", "t", "mul.Tensor"]),
         (lambda x: (x @ W)[:1] + x, ["mm", "slice.Tensor", "add.Tensor"]),  # too small
         (lambda x: (x @ W).t() * 2.0, ["mm", "t", "mul.Tensor"]),  # of other strides
+        (lambda x: (x @ W)[0] * 2.0, ["mm", "select.int", "mul.Tensor"]),  # a part: the result would keep the whole
+        (lambda x: (torch.addmm(W[0], x, W), torch.ones(3)), ["mm", "add_.Tensor"]),  # beside a constant made last
     ],
 )
 def test_results_are_written_over_what_nobody_reads_again(fn, written):
@@ -214,3 +216,27 @@ def test_results_are_written_over_what_nobody_reads_again(fn, written):
             torch.testing.assert_close(ours, eager, rtol=0, atol=0)
     assert torch.equal(x, before[0])
     assert torch.equal(W, before[1])
+
+
+def test_the_gradient_of_a_whole_slice_is_not_written_over_while_a_view_of_it_is_read():
+    """Autograd copies it, and a recording leaves that copy out: a view of the copy is one of the gradient itself."""
+    start = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    def trained(record_it):
+        parameters = [x.clone().requires_grad_() for x in start]
+
+        def step(x):
+            a, c = (torch.relu(p * 1.0) for p in parameters)
+            loss = ((a.t() + c)[:64] * x).mean()
+            with torch.no_grad():
+                for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    p.sub_(g * 0.05)
+            return loss.detach()
+
+        step = capture(step, enabled=record_it)
+        for i in range(50):
+            step(start[0].abs() + i)
+        return parameters
+
+    for ours, eager in zip(trained(True), trained(False), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0)

@@ -66,8 +66,8 @@ class Agent:
 
     @classmethod
     def before_sessions(cls, name: str, config: Any) -> Any:
-        """Load what sessions share and what takes long (a network, a map). Called for every Actor that is made, the first of a process before its port
-        opens, and not between ticks; what is returned stays alive as long as the Actor."""
+        """Load what takes long (a network, a map), and keep it where sessions find it: in the class, or in a function with a cache. Called for every Actor that
+        is made; a launched service makes the first one of each process before its port opens. What is returned lives as long as the Actor."""
 
     def on_tick(self, state: State) -> Awaitable[None] | None:
         """Decide: read `state.input` (and what other agents set, with `await state.wait(field)`), fill `state.output`,
@@ -155,7 +155,11 @@ class AgentActor(Actor):
 
     def _before_sessions(self, name: str, cls: Any) -> Any:
         try:
-            return cls.before_sessions(name, self._config) if hasattr(cls, "before_sessions") else None
+            shared = cls.before_sessions(name, self._config) if hasattr(cls, "before_sessions") else None
+            if asyncio.iscoroutine(shared):
+                shared.close()
+                raise ConfigError("expected a class method that is not async: nobody waits for it")
+            return shared
         except Exception as e:
             e.add_note(f"agent {name!r}: {cls.__qualname__}.before_sessions(name, config) raised")
             if getattr(cls, "watches", False) is not True:

@@ -208,10 +208,6 @@ class PolicyAgent(Agent):
         self._kept: list[State] = []  # ticks whose rows are not pushed yet
         self._return, self._length = 0.0, 0
 
-    @classmethod
-    def before_sessions(cls, name: str, config: Any) -> Player:
-        return cls.find_player(name, config)
-
     @staticmethod
     def find_player(name: str, config: Any) -> Player:
         """What this session shares with the others; `config[name]` is the agent's section."""

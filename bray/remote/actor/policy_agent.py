@@ -36,6 +36,10 @@ class PolicyAgent(agent.PolicyAgent):
     `make_player(count)` says itself how it is played with, and then no `algo` is needed.
     """
 
+    @classmethod
+    def before_sessions(cls, name: str, config: Any) -> Player | None:
+        return cls.find_player(name, config) if cls.find_player is PolicyAgent.find_player else None
+
     @staticmethod
     def find_player(name: str, config: Any) -> Player:
         player = _in_use.get((id(config), name))
