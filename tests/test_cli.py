@@ -95,6 +95,7 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--run", "PPO", "--env", "CartPole-v1", "clip=abc"], "algo.clip (clip=abc on the command line): expected a number > 0, got 'abc'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--config", '{"epochs": "many"}'], "algo.epochs (--config): expected a whole number > 0, got 'many'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--config", '{"lr":'], "--config: not JSON"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", "eval/x=4"], "Write it as --stop '{\"eval/x\": 4}'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episode_retrun_mean": 3}'], "unknown stop name 'episode_retrun_mean' (run.stop). Did you mean 'episode_return_mean'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"env_steps_total": "x"}'], "run.stop.env_steps_total (--stop): input should be a valid number, got 'x'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episodes_total": 2.5}'], "run.stop.episodes_total: expected a whole number > 0, or -1 for no limit, got 2.5"),

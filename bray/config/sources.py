@@ -193,7 +193,11 @@ def parse_json(text: str, name: str = "--config") -> ConfigSource:
     try:
         values = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as e:
-        raise ConfigError(f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}") from None
+        key, equals, value = text.strip().partition("=")
+        example = f'{{"{key}": {value}}}' if equals and not key.startswith("{") and len(text) < 60 else '{"KEY": VALUE}'
+        raise ConfigError(
+            f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}. Write it as {name} '{example}'"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{name}: not JSON a config can hold: nested too deep") from None
     return ConfigSource(name, _mapping(values, name))
