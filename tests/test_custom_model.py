@@ -168,7 +168,7 @@ def test_a_network_of_the_users_script_is_found_by_that_script_alone(tmp_path, c
     net = type("ScriptNet", (Net,), {"__module__": "__main__"})
     path = tmp_path / "run"
     exp = bray.Experiment("PPO", "CartPole-v1", custom_model=net, path=path, **{**SMALL, "export_graph_after_s": 0.0})
-    for steps in (1, 2):  # the second call goes on with the same run, and says nothing more
+    for steps in (1, 2):  # the second call continues the run and must not warn again
         list(exp.train({"training_iteration": steps}))
     exp.close()
     warned = [r.getMessage() for r in caplog.records if "__main__" in r.getMessage()]

@@ -193,8 +193,8 @@ def parse_json(text: str, name: str = "--config") -> ConfigSource:
     try:
         values = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
     except json.JSONDecodeError as e:
-        key, equals, value = text.strip().partition("=")
-        example = f'{{"{key}": {value}}}' if equals and not key.startswith("{") and len(text) < 60 else '{"KEY": VALUE}'
+        pair = re.fullmatch(r"([\w/]+)=([\d.e+-]+)", text.strip())
+        example = f'{{"{pair[1]}": {pair[2]}}}' if pair else '{"KEY": VALUE}'
         raise ConfigError(
             f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}. Write it as {name} '{example}'"
         ) from None

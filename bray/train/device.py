@@ -42,9 +42,9 @@ def device_of(has_gpu: bool, who: str) -> torch.device:
 
 @contextmanager
 def tiny_as_zero() -> Iterator[None]:
-    """Take numbers too small to be normal ones as zero, in this thread. The moments of Adam for weights without a gradient become such and stay so, and x86
-    needs 100 times as long for one: a quarter of an update of TD3."""
-    if _SMALLEST / 2.0 == 0.0:  # somebody has chosen so for the whole process
+    """Take numbers too small to be normal ones as zero, in this thread. The moments of Adam for weights without a gradient become such and stay so, and on x86
+    Adam takes 10 times as long for them: a quarter of an update of TD3."""
+    if _SMALLEST / 2.0 == 0.0:  # the user has switched this on for the whole process
         yield
         return
     torch.set_flush_denormal(True)
