@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bray.envs import EnvConfig, RewardTransform, make_env, make_vec
+from bray.envs.rewards import Moments
 from bray.envs.wrappers import WRAPPERS, apply
 from bray.errors import CheckpointError, ConfigError, UnknownName
 
@@ -271,7 +272,7 @@ def test_normalisation_divides_by_the_deviation_of_the_discounted_return():
     assert t(np.array([1.0]), no)[0] == 1.0  # one number has no deviation
     assert t(np.array([2.0]), yes)[0] == pytest.approx(2 / np.std([1, 2.5]))
     t(np.array([0.0]), no)  # the dead row
-    assert t.count == 2
+    assert t.seen.count == 2
     assert t(np.array([4.0]), no)[0] == pytest.approx(4 / np.std([1, 2.5, 4.0]))
 
 
@@ -301,3 +302,28 @@ def test_normalisation_equals_numpy_over_many_environments_and_resumes():
     assert (other(x, ended[0]) == t(x, ended[0])).all()
     with pytest.raises(CheckpointError, match="of 3 environments, there are 2"):
         RewardTransform(EnvConfig("x"), 2, 0.9).set_state(t.get_state())
+
+
+def test_what_two_have_seen_is_what_one_would_have_seen():
+    rng = np.random.default_rng(1)
+    config = EnvConfig("x", normalize_rewards=True)
+    whole, parts = RewardTransform(config, 5, 0.9), [RewardTransform(config, n, 0.9) for n in (2, 3)]
+    for _ in range(3):
+        for _ in range(7):
+            x, end = rng.normal(3.0, 2.0, 5), rng.random(5) < 0.2
+            whole(x, end)
+            for part, mine in zip(parts, (slice(0, 2), slice(2, 5)), strict=True):
+                part(x[mine], end[mine])
+        told = Moments.of_all([parts[0].seen.numbers, parts[1].take_news().numbers])
+        parts[0].take_news()
+        for part in parts:
+            part.learn(told)
+            assert part.seen.numbers == pytest.approx(whole.seen.numbers, rel=1e-12)
+    parts[0].learn(Moments(1.0, 0.0, 0.0))  # that is old
+    assert parts[0].std == pytest.approx(whole.std, rel=1e-12)
+
+
+@pytest.mark.parametrize("numbers", [[1.0, 2.0], [-1, 0, 0], [1, float("nan"), 0], [1, 0, "x"], [None, 0, 0]])
+def test_moments_of_a_checkpoint_that_are_none_are_refused(numbers):
+    with pytest.raises(CheckpointError, match="count, mean and squares"):
+        Moments.saved(numbers)

@@ -14,6 +14,7 @@ import pytest
 import bray
 from bray.act.squashed import random_actions
 from bray.cli.main import main
+from bray.config import ConfigSource
 from bray.errors import ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
@@ -121,6 +122,36 @@ def test_a_replacement_goes_on_as_the_other_was_told():
         exp.training.iterate()
     assert exp.training.get_state()["json"]["sources"][0]["workers"] is None  # what was learnt is saved without them
     exp.close()
+
+
+class PaysByWorker(Phased):
+    """Those of worker 2 pay ten times as much."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.pay = 10.0 if config.worker_index == 2 else 1.0
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, self.pay * (1.0 + reward), *rest
+
+
+def test_rewards_of_all_workers_have_one_scale(tmp_path):
+    exp = experiment(tmp_path / "run", env=PaysByWorker, normalize_rewards=True)
+    *_, row = exp.train({"training_iteration": 2})
+    seen = exp.training.sources[0]._returns.numbers
+    assert seen[0] == row["env_steps_total"]
+    (piece,), _ = exp.training.sources[0].gather()
+    reward = np.where(piece.valid, piece.reward, 0.0)
+    assert np.max(reward[:, 2:]) == pytest.approx(10 * np.max(reward[:, :2]), rel=0.2)
+    exp.close()
+    for workers, envs in ((0, 4), (1, 4)):
+        config = {"run": {"num_workers": workers}, "env": {"num_envs": envs}}
+        exp = bray.Experiment.resume(tmp_path / "run", [ConfigSource("python", config)])
+        source = exp.training.sources[0]
+        learnt = source._returns if workers else source.rollout.rewards.seen
+        assert learnt.numbers == seen
+        exp.close()
 
 
 class FailsInOne(Phased):

@@ -78,7 +78,8 @@ class EnvConfig:
     clip_rewards: bool | float | list[float] | None = None
     """What the learner sees of a reward: true = its sign, c = clipped to [-c, c], [low, high] = clipped. Metrics stay raw."""
     normalize_rewards: bool = False
-    """Divide rewards by the running deviation of the discounted return, in training only."""
+    """Divide rewards by the running deviation of the discounted return, in training only. Rollout workers begin each piece with what all of
+    them have seen."""
     check: bool = True
     """Stop at once when the environment returns NaN, a wrong shape or type, or a value outside its space. Other types of numbers are cast,
     with one warning; floats may lie outside by a rounding error, and those of Gymnasium's own environments anywhere: some fly beyond their bounds."""

@@ -5,7 +5,8 @@ The loop applies this after the metrics have taken the raw reward; evaluation do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,44 @@ _EQUAL = 1e-12
 """Numbers whose squared deviation is this share of their squared mean are equal, but for rounding."""
 
 
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations of numbers; two of them add up to those of all their numbers (Chan et al. 1979)."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def add(self, count: float, mean: float, m2: float) -> None:
+        if count:
+            delta, total = mean - self.mean, self.count + count
+            self.m2 += m2 + delta * delta * self.count * count / total
+            self.mean += delta * count / total
+            self.count = total
+
+    @classmethod
+    def of_all(cls, parts: Iterable[Iterable[float]]) -> Moments:
+        moments = cls()
+        for part in parts:
+            moments.add(*part)
+        return moments
+
+    @classmethod
+    def saved(cls, numbers: Iterable[Any]) -> Moments:
+        """From a checkpoint."""
+        try:
+            count, mean, m2 = map(float, numbers)
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f"not the count, mean and squares of returns: {e}") from None
+        if not (count >= 0 and m2 >= 0 and np.isfinite((count, mean, m2)).all()):
+            raise CheckpointError(f"not the count, mean and squares of returns: {count}, {mean}, {m2}")
+        return cls(count, mean, m2)
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        return self.count, self.mean, self.m2
+
+
 class RewardTransform:
     """`transform(reward, ended) -> reward`; raw float32[B] in, what is learned from out. The input stays as it is."""
 
@@ -26,7 +65,8 @@ class RewardTransform:
         self.sign, self.low, self.high = _clip(config.clip_rewards)
         self.returns = np.zeros(num_envs, np.float64)
         self.ended = np.zeros(num_envs, bool)
-        self.count, self.mean, self.m2 = 0.0, 0.0, 0.0
+        self.seen, self._news = Moments(), Moments()
+        """Of the discounted returns; and of those that nobody has been told of."""
 
     @property
     def active(self) -> bool:
@@ -36,8 +76,8 @@ class RewardTransform:
     @property
     def std(self) -> float:
         """Deviation of the discounted return so far; 1 before two different numbers have been seen."""
-        differ = self.m2 > _EQUAL * self.count * self.mean**2
-        return float(np.sqrt(self.m2 / self.count + self.epsilon)) if differ else 1.0
+        count, mean, m2 = self.seen.numbers
+        return float(np.sqrt(m2 / count + self.epsilon)) if m2 > _EQUAL * count * mean**2 else 1.0
 
     def __call__(self, reward: np.ndarray, ended: np.ndarray, valid: np.ndarray | None = None) -> np.ndarray:
         """`ended` is `env.dead` after the step: these rewards are their episodes' last. The row that follows is no
@@ -54,46 +94,41 @@ class RewardTransform:
         returns = self.returns * self.gamma + reward
         self.returns = returns if valid is None else np.where(valid, returns, self.returns)
         seen = self.returns[~self.ended if valid is None else valid]
-        if seen.size:  # Chan's update of count, mean and sum of squares by a batch
-            n, mean = seen.size, float(seen.mean())
-            m2 = float(((seen - mean) ** 2).sum())
-            delta, total = mean - self.mean, self.count + n
-            self.m2 += m2 + delta * delta * self.count * n / total
-            self.mean += delta * n / total
-            self.count = total
+        if seen.size:
+            mean = float(seen.mean())
+            of_these = seen.size, mean, float(((seen - mean) ** 2).sum())
+            self.seen.add(*of_these)
+            self._news.add(*of_these)
         self.ended = np.array(ended, bool)
         self.returns[self.ended] = 0.0
         return (reward / self.std).astype(np.float32)
 
-    @property
-    def scale(self) -> tuple[float, float, float]:
-        """What `std` comes from: count, mean and sum of squares. One that takes another's place begins with it."""
-        return self.count, self.mean, self.m2
+    def learn(self, seen: Moments) -> None:
+        """Go on from what all others have seen, unless that is older than what is known here."""
+        if seen.count > self.seen.count:
+            self.seen = Moments(*seen.numbers)
 
-    @scale.setter
-    def scale(self, scale: Sequence[float]) -> None:
-        self.count, self.mean, self.m2 = scale
+    def take_news(self) -> Moments:
+        """Of the returns since the last call."""
+        news, self._news = self._news, Moments()
+        return news
 
     def get_state(self) -> dict[str, Any]:
         """A tree of arrays."""
-        numbers = {"count": self.count, "mean": self.mean, "m2": self.m2}
-        return {
-            "returns": self.returns.copy(),
-            "ended": self.ended.copy(),
-            **{k: np.array(v) for k, v in numbers.items()},
-        }
+        seen = {k: np.array(v) for k, v in asdict(self.seen).items()}
+        return {"returns": self.returns.copy(), "ended": self.ended.copy(), **seen}
 
     def set_state(self, state: dict[str, Any]) -> None:
         try:
             returns, ended = np.array(state["returns"], np.float64), np.array(state["ended"], bool)
-            count, mean, m2 = (float(state[k]) for k in ("count", "mean", "m2"))
+            seen = Moments.saved(state[name] for name in ("count", "mean", "m2"))
         except (KeyError, TypeError, ValueError) as e:
             raise CheckpointError(f"not the state of a reward transform: {type(e).__name__}: {e}") from None
         if returns.shape != (self.num_envs,) or ended.shape != returns.shape:
             raise CheckpointError(
                 f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}"
             )
-        self.returns, self.ended, self.count, self.mean, self.m2 = returns, ended, count, mean, m2
+        self.returns, self.ended, self.seen, self._news = returns, ended, seen, Moments()
 
 
 def _clip(clip: Any) -> tuple[bool, float | None, float | None]:

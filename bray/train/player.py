@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from bray.data.experience import Counts
 from bray.data.piece import Piece, side_by_side
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
-from bray.envs.rewards import RewardTransform
+from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.vector import VecEnv, episode_seed
 from bray.inference.torch_engine import load_weights
 from bray.train.acting import acting_engine, initial_state
@@ -65,8 +65,8 @@ class Played(NamedTuple):
     """Since the answer before, by phase (`train/spent.py`)."""
     metrics: list[dict[str, float]]
     """`custom_metrics` of the episodes that ended."""
-    scales: list[tuple[float, float, float]]
-    """Of the rewards, by group, where they are normalised (`RewardTransform.scale`)."""
+    returns: Moments
+    """Of its returns, where rewards are normalised by them (`RewardTransform`)."""
 
 
 class Player:
@@ -122,21 +122,19 @@ class Player:
     def _rng(self, seed: int, numbers: range) -> Any:
         return RowsOfAll(seed, self._mine(numbers), self._plan.run.num_workers * self._plan.env.num_envs)
 
-    def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int]) -> Played:
-        """The rows of a piece with these weights; where it has a line, with those of whom it asks."""
+    def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int], returns: Moments) -> Played:
+        """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are normalised by the `returns` of
+        all players, and what comes here."""
         self.laps.lap("idle")
         if self._line is None:
             load_weights(self.model, weights)
         self.laps.lap(WEIGHTS)
         self.source.set_clock(Clock(*clock))
+        for rewards in self._normalized:
+            rewards.learn(returns)
         (piece,), counts = self.source.gather()
-        scales = [rewards.scale for rewards in self._normalized]
-        return Played(piece, counts, self._seconds(), self.source.ended_metrics(), scales)
-
-    def scale_rewards(self, scales: Sequence[Sequence[float]]) -> None:
-        """By what another player has seen of them."""
-        for rewards, scale in zip(self._normalized, itertools.cycle(scales), strict=False):
-            rewards.scale = scale
+        news = Moments.of_all(rewards.take_news().numbers for rewards in self._normalized)
+        return Played(piece, counts, self._seconds(), self.source.ended_metrics(), news)
 
     @property
     def _normalized(self) -> list[RewardTransform]:

@@ -237,7 +237,7 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes,
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
-                    result: Any = memory.place(player.play(*slots.read()))
+                    result: Any = memory.place(player.play(*slots.read(), returns=arguments[-1]))
                 else:
                     result = getattr(player, method)(*arguments)
                 answer = pickle.dumps(("ok", result, []))

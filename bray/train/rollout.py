@@ -19,7 +19,7 @@ from bray.capture import Record
 from bray.capture.transfer import to_device
 from bray.data.experience import Counts
 from bray.data.piece import Piece
-from bray.envs.rewards import RewardTransform
+from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
@@ -246,6 +246,8 @@ class Rollout:
             self.rng.bit_generator.state = json["rng"]
             if self.rewards:
                 self.rewards.set_state(arrays["rewards"])
+        elif self.rewards:
+            self.rewards.learn(returns_of(state))
         if json.get("env") is None:
             self.obs = self.env.reset(int(self.rng.integers(1 << 31)))  # other episodes than those that began the run
             self.env.exact = False
@@ -524,3 +526,16 @@ class _Columns:
 def zeroed(state: Any, first: np.ndarray) -> Any:
     """A batch of memories with those of games that begin an episode at zero."""
     return tree.map(lambda x: np.where(first.reshape(-1, *[1] * (x.ndim - 1)), np.float32(0.0), x), state)
+
+
+def returns_of(state: dict[str, Any]) -> Moments:
+    """What rewards are normalised by, of the state of any source: one process has it beside its environments, workers have it together."""
+    json, rewards = state["json"], state["arrays"].get("rewards")
+    if "returns" in json:
+        return Moments.saved(json["returns"])
+    if rewards:
+        return Moments.saved([rewards.get(name) for name in ("count", "mean", "m2")])
+    parts = [
+        part for worker in json.get("scales") or () for part in worker
+    ]  # in older checkpoints each worker had its own
+    return Moments.of_all(Moments.saved(part).numbers for part in parts)

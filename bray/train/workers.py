@@ -25,10 +25,12 @@ from bray.data.experience import Counts
 from bray.data.lanes import Lanes
 from bray.data.piece import Piece, side_by_side
 from bray.envs.process import START_TIMEOUT, Lost
+from bray.envs.rewards import Moments
 from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
+from bray.train.rollout import returns_of
 from bray.train.source import RolloutWorker, Source
 from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 
@@ -56,7 +58,8 @@ class Worker(Protocol):
 
 
 class Home(Protocol):
-    """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`, the clock the second."""
+    """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`, the clock the second, and the
+    returns that rewards are normalised by the third."""
 
     def start(self, plan: Plan) -> Worker: ...
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any: ...
@@ -105,7 +108,7 @@ class WorkerSource(Source):
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._told = Told()
-        self._scales: list[list[Any]] = [[] for _ in range(plan.run.num_workers)]  # of the rewards of each worker
+        self._returns = Moments()  # of all workers, where rewards are normalised
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
@@ -168,11 +171,12 @@ class WorkerSource(Source):
         for w, played in came:
             self._times.add(w + 1, played.seconds)
             self._metrics.add(played.metrics)
+            self._returns.add(*played.returns.numbers)  # in the order of the workers: rounds repeat to the last bit
         steps = sum(played.counts.env_steps for _, played in came)
         return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
 
     def _publish(self) -> None:
-        self._question = ("play", self.home.publish(self._weights, self._clock), tuple(self._clock))
+        self._question = ("play", self.home.publish(self._weights, self._clock), tuple(self._clock), self._returns)
         self._news = False
         self._laps.lap(WEIGHTS)
 
@@ -217,7 +221,7 @@ class WorkerSource(Source):
             seat.under_way -= 1
             raise
         seat.under_way -= 1
-        seat.since, self._scales[seat.index] = time.monotonic(), played.scales
+        seat.since = time.monotonic()
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
         played = played._replace(piece=replace(played.piece, lent=True))
         if self._lanes is not None:  # here, so that one that dies next is cut behind it
@@ -257,8 +261,6 @@ class WorkerSource(Source):
             self._ask(seat, "watch", self._watch)
         for method, told in self._told:
             self._ask(seat, method, told)
-        if scales := self._scales[seat.index]:
-            self._ask(seat, "scale_rewards", scales)
         for _ in range(seat.under_way):
             seat.worker.send(*self._question)
         seat.starting, seat.since = False, time.monotonic()
@@ -328,8 +330,8 @@ class WorkerSource(Source):
                 self._take(TURN_S)
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
-        """In rounds: the states of all environments. Otherwise the scales of the rewards: a resumed run starts new episodes."""
-        state: dict[str, Any] = {"arrays": {}, "json": {"workers": None, "exact": False, "scales": self._scales}}
+        """In rounds: the states of all environments. Otherwise a resumed run starts new episodes."""
+        state: dict[str, Any] = {"arrays": {}, "json": {"workers": None, "exact": False}}
         if not self.asynchronous and not midway:
             try:
                 state = self._state_of_all()
@@ -337,7 +339,7 @@ class WorkerSource(Source):
                 logger.warning(
                     "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
                 )
-        state["json"]["metrics"] = self._metrics.get_state()
+        state["json"] |= {"metrics": self._metrics.get_state(), "returns": self._returns.numbers}
         return state
 
     def _state_of_all(self) -> dict[str, Any]:
@@ -351,12 +353,10 @@ class WorkerSource(Source):
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self._clock, self._news = clock, True
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
+        self._returns = returns_of(state)
         saved = state["json"].get("workers")  # none where one process played
         if saved is None or len(saved) != len(self._seats):
             self._ask_all("start_anew", tuple(clock))
-            scales = [mine for mine in state["json"].get("scales", ()) if mine]
-            for seat in self._seats if scales else ():
-                self._ask(seat, "scale_rewards", scales[seat.index % len(scales)])
             return False
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
         exact = [self._ask(seat, "set_state", one, tuple(clock)) for seat, one in zip(self._seats, told, strict=True)]
