@@ -163,11 +163,11 @@ def test_sac_acts_at_random_before_learning_starts_and_by_its_model_after():
     layout = EnvSpec("b", Space("box", (3,)), Space("box", (2,), "float32", -1.0, 1.0)).layout
     rule = act.make_rule("squashed", {"learning_starts": 100})
     dist = np.tile(np.float32([3.0, 3.0, -9.0, -9.0]), (500, 1))
-    early = rule.choose(layout, {"dist": dist}, None, np.random.default_rng(0), 99)["action"]
+    early = rule.choose(layout, {"dist": dist}, None, np.random.default_rng(0), Clock(99))["action"]
     assert abs(early.mean()) < 0.1
-    late = rule.choose(layout, {"dist": dist}, None, np.random.default_rng(0), 100)["action"]
+    late = rule.choose(layout, {"dist": dist}, None, np.random.default_rng(0), Clock(100))["action"]
     np.testing.assert_allclose(late, np.tanh(3.0), atol=1e-2)
-    greedy = rule.choose(layout, {"dist": dist}, None, None, 0)["action"]
+    greedy = rule.choose(layout, {"dist": dist}, None, None, Clock())["action"]
     np.testing.assert_allclose(greedy, np.tanh(3.0), rtol=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_sac_acts_at_random_before_learning_starts_and_by_its_model_after():
 def test_outputs_that_know_nothing_give_every_legal_action(name):
     rule, rng = act.make_rule(name), np.random.default_rng(0)
     mask = np.tile(np.array([True, False, True, True]), (400, 1))
-    actions = rule.choose(SPEC.layout, rule.blank(SPEC.layout, 400, rng), mask, rng, 0)["action"]
+    actions = rule.choose(SPEC.layout, rule.blank(SPEC.layout, 400, rng), mask, rng, Clock())["action"]
     assert set(actions) == {0, 2, 3}
 
 
@@ -219,7 +219,7 @@ class Always(act.rules.Distribution):
     def __init__(self, of: int = 0):
         self.of = of
 
-    def choose(self, layout, outputs, mask, rng, env_steps):
+    def choose(self, layout, outputs, mask, rng, clock):
         return {"action": np.full(len(outputs["dist"]), self.of), "logp": np.zeros(len(outputs["dist"]), np.float32)}
 
     def trained(self):

@@ -315,9 +315,9 @@ def test_a_loaded_learner_goes_on_as_the_saved_one(algo):
 def test_noise_of_the_acting_rule():
     rule = make_rule("deterministic", {"noise": {"kind": "linear", "start": 0.4, "end": 0.1, "steps": 100}})
     mu = np.zeros((4000, 2), np.float32)
-    assert np.array_equal(rule.choose(CONTINUOUS.layout, {"mu": mu}, None, None, 0)["action"], mu)
+    assert np.array_equal(rule.choose(CONTINUOUS.layout, {"mu": mu}, None, None, Clock())["action"], mu)
     for steps, std in ((0, 0.4), (1000, 0.1)):
-        action = rule.choose(CONTINUOUS.layout, {"mu": mu}, None, np.random.default_rng(0), steps)["action"]
+        action = rule.choose(CONTINUOUS.layout, {"mu": mu}, None, np.random.default_rng(0), Clock(steps))["action"]
         assert action.std() == pytest.approx(std, rel=0.05)
         assert np.abs(action).max() <= 1.0
         assert action.dtype == np.float32
@@ -331,7 +331,7 @@ def test_random_actions_turn_from_white_to_pink_noise_that_comes_again_after_a_r
 
     def play(rng, steps):
         tick = Tick(np.zeros((2, 3), np.float32))
-        return [policy.act(outputs, tick, rng, SAMPLE, Clock(n))[1]["action"] for n in steps]
+        return [policy.act(outputs, tick, rng, SAMPLE, Clock(n, 0, n // 2))[1]["action"] for n in steps]
 
     white, actions = np.array(play(np.random.default_rng([7, 0]), range(0, steps, 2))).reshape(
         2, -1, 2, 2
@@ -358,14 +358,16 @@ def test_noise_while_learning_may_be_pink():
         policy = sac.Policy(sac.Config(learning_starts=0, noise_hold=hold), CONTINUOUS)
         outputs = {"dist": np.zeros((2, CONTINUOUS.layout.num_params), np.float32)}
         rng, tick = np.random.default_rng([7, 0]), Tick(np.zeros((2, 3), np.float32))
-        drawn = np.array([policy.act(outputs, tick, rng, SAMPLE, Clock(n))[1]["action"] for n in range(0, 8000, 2)])
+        drawn = np.array(
+            [policy.act(outputs, tick, rng, SAMPLE, Clock(n, 0, n // 2))[1]["action"] for n in range(0, 8000, 2)]
+        )
         noise = np.arctanh(drawn)  # mean 0, standard deviation 1
         assert noise.std() == pytest.approx(1.0, rel=0.05)
         found[hold] = np.corrcoef(noise[:-1].reshape(-1), noise[1:].reshape(-1))[0, 1]
     assert found[1] == pytest.approx(0.0, abs=0.05)
     assert found[8] == pytest.approx((0 + 4 + 6 + 7) / 32, abs=0.05)
     after = [policy.act(outputs, tick, rng, SAMPLE, TRAINED)[1]["action"] for _ in range(2)]
-    assert not np.array_equal(*after)  # steps after training have no number: white noise, not the same again and again
+    assert not np.array_equal(*after)  # nobody counts them: white noise, not the same again and again
 
 
 class Arm(gym.Env):

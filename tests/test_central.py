@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import bray
-from bray.act import Policy
+from bray.act import Clock, Policy
 from bray.algos import ppo
 from bray.envs.config import EnvConfig
+from bray.envs.rewards import Moments
 from bray.errors import ConfigError, EnvError
 from bray.nn.catalog import ModelConfig
 from bray.train.central import Answers, CentralEngine, CentralServer
@@ -205,7 +206,7 @@ def test_a_player_that_replaces_another_draws_other_numbers():
 def test_another_number_of_groups_begins_new_episodes(before, after):
     old, new = player(before), player(after)
     state, (obs, drawn) = old.get_state(), beginnings(old)
-    assert new.set_state(state, (128, 0)) is False
+    assert new.set_state(state, Clock(128)) is False
     again, others = beginnings(new)
     assert (again != obs).any(-1).all()
     assert not set(map(str, others)) & set(map(str, drawn))
@@ -230,7 +231,7 @@ def test_native_environments_of_every_worker_play_episodes_of_their_own():
         )
         player = Player(plan)
         weights = {k: v.numpy() for k, v in player.model.state_dict().items()}
-        seen.append(player.play(weights, (0, 0)).piece.obs[0])
+        seen.append(player.play(weights, Clock(), Moments()).piece.obs[0])
         player.close()
     assert (seen[0] != seen[1]).any(-1).all()
 

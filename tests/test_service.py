@@ -474,7 +474,7 @@ def test_rules_equal_the_policies():
             mode = "greedy" if seed is None else "sample"
             expected, _ = policy.act(outputs, act.Tick(obs), make(), mode, act.TRAINED)
             rule = act.make_rule(policy.rule.name, policy.rule.trained())  # as policy.json says it
-            flat = rule.choose(spec.layout, outputs, mask if spec is discrete else None, make(), 1 << 62)["action"]
+            flat = rule.choose(spec.layout, outputs, mask if spec is discrete else None, make(), act.TRAINED)["action"]
             np.testing.assert_array_equal(spec.layout.to_env(flat), expected)
             tick = act.Tick(np.zeros((64, 3)), mask=mask if spec is discrete else None)  # a mask beside the observation
             got, _ = act.Policy(spec.layout, rule).act(outputs, tick, make(), mode, act.TRAINED)

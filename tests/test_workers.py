@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import bray
+from bray.act import TRAINED, Clock
 from bray.act.squashed import random_actions
 from bray.cli.main import main
 from bray.config import ConfigSource
@@ -139,7 +140,7 @@ class PaysByWorker(Phased):
 def test_rewards_of_all_workers_have_one_scale(tmp_path):
     exp = experiment(tmp_path / "run", env=PaysByWorker, normalize_rewards=True)
     *_, row = exp.train({"training_iteration": 2})
-    seen = exp.training.sources[0]._returns.numbers
+    seen = exp.training.sources[0].returns.numbers
     assert seen[0] == row["env_steps_total"]
     (piece,), _ = exp.training.sources[0].gather()
     reward = np.where(piece.valid, piece.reward, 0.0)
@@ -149,7 +150,7 @@ def test_rewards_of_all_workers_have_one_scale(tmp_path):
         config = {"run": {"num_workers": workers}, "env": {"num_envs": envs}}
         exp = bray.Experiment.resume(tmp_path / "run", [ConfigSource("python", config)])
         source = exp.training.sources[0]
-        learnt = source._returns if workers else source.rollout.rewards.seen
+        learnt = source.returns if workers else source.rollout.rewards.seen
         assert learnt.numbers == seen
         exp.close()
 
@@ -235,6 +236,22 @@ def test_pink_noise_moves_on_in_a_worker(tmp_path):
     action = pieces[0].action.reshape(-1)
     assert len(action) == 16
     assert len(np.unique(action)) == 16
+
+
+def test_pink_noise_goes_by_the_decisions_made_here_and_not_by_the_steps_of_all(tmp_path):
+    exp = bray.Experiment(run="SAC", env="Pendulum-v1", path=tmp_path / "run", num_envs=2)
+    rollout, seen = exp.training.sources[0].rollout, []
+    for steps in (0, 700, 5000):  # as a worker is told, whose neighbours play too
+        rollout.set_clock(Clock(steps))
+        for _ in range(2):
+            seen.append(rollout.clock)
+            rollout.step()
+    assert [clock.decisions for clock in seen] == list(range(6))
+    assert [clock.env_steps for clock in seen] == [0, 2, 700, 702, 5000, 5002]
+    rollout.set_clock(TRAINED)
+    rollout.step()
+    assert rollout.clock == TRAINED
+    exp.close()
 
 
 def test_held_random_actions_differ_from_worker_to_worker():

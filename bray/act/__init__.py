@@ -3,14 +3,13 @@
 A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
 """
 
+from bray.act.clock import TRAINED, Clock
 from bray.act.epsilon_greedy import EpsilonGreedy
 from bray.act.policy import (
     GREEDY,
     MODES,
     SAMPLE,
-    TRAINED,
     ActingEngine,
-    Clock,
     Deciding,
     Decision,
     Policy,

@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 
+from bray.act.clock import Clock
 from bray.act.rules import RULES, Arrays, Mask, Rng, Rule
 from bray.schedules import Schedule, make_schedule
 from bray.spec import ActionLayout
@@ -36,8 +37,8 @@ class EpsilonGreedy(Rule):
             return self._middle(env_steps)
         return np.power(self.epsilon(env_steps), self._exponents)
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
-        return {"action": epsilon_greedy(outputs["q"], self._epsilons(len(outputs["q"]), env_steps), rng, mask)}
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
+        return {"action": epsilon_greedy(outputs["q"], self._epsilons(len(outputs["q"]), clock.env_steps), rng, mask)}
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"q": rng.random((rows, layout.num_params), np.float32)}

@@ -7,12 +7,12 @@ yields many times; the default yields once.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from bray.act.clock import TRAINED, Clock
 from bray.act.rules import Rule
 from bray.spec import ActionLayout
 from bray.tree import NestedArray
@@ -20,18 +20,6 @@ from bray.tree import NestedArray
 SAMPLE, GREEDY = "sample", "greedy"
 MODES = (SAMPLE, GREEDY)
 """How actions are chosen: drawn as in training, or the best one."""
-
-
-class Clock(NamedTuple):
-    """How far training is. It travels with published weights, so that schedules read the same everywhere."""
-
-    env_steps: int = 0
-    version: int = 0
-    """Gradient steps of the weights."""
-
-
-TRAINED = Clock(sys.maxsize, sys.maxsize)
-"""The time of a policy whose training is over: exploration schedules are at their end."""
 
 
 class Tick(NamedTuple):
@@ -87,7 +75,7 @@ class Policy:
         """(actions in the environment's units, columns to keep). `rng` is used in mode `sample` only."""
         assert self.rule is not None, f"{type(self).__name__} has neither a rule nor an `act` of its own"
         mask = self.layout.mask(tick.obs) if tick.mask is None else tick.mask
-        extras = self.rule.choose(self.layout, outputs, mask, rng if mode == SAMPLE else None, clock.env_steps)
+        extras = self.rule.choose(self.layout, outputs, mask, rng if mode == SAMPLE else None, clock)
         return extras["action"] if self._as_chosen else self.layout.to_env(extras["action"]), extras
 
     def decide(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bray import distributions
+from bray.act.clock import Clock
 from bray.errors import UnknownName
 from bray.spec import ActionLayout
 
@@ -28,7 +29,7 @@ class Rule:
     stochastic = True
     """Whether draws are what it was trained for, not only for exploring."""
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         """`action`, flat as the learner wants it, and what else it keeps."""
         raise NotImplementedError
 
@@ -53,7 +54,7 @@ class Distribution(Rule):
 
     name, reads = "dist", ("dist",)
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         action, logp = distributions.sample(layout, outputs["dist"], rng, mask)
         return {"action": action, "logp": logp}
 
@@ -63,8 +64,8 @@ class Best(Distribution):
 
     name, stochastic = "best", False
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
-        return super().choose(layout, outputs, mask, None, env_steps)
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
+        return super().choose(layout, outputs, mask, None, clock)
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"dist": rng.standard_normal((rows, layout.num_params), np.float32)}

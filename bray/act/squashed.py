@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from bray.act.clock import Clock
 from bray.act.rules import RULES, Arrays, Mask, Rng, Rule
 from bray.schedules import Schedule, make_schedule
 from bray.spec import ActionLayout
@@ -20,14 +21,14 @@ class Continuous(Rule):
     def __init__(self, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
         self.learning_starts, self.random_hold, self.noise_hold = learning_starts, random_hold, noise_hold
 
-    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, env_steps: int) -> Arrays:
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         x = outputs[self.reads[0]]
-        if rng is not None and env_steps < self.learning_starts:
-            hold = self.random_hold if 2 * env_steps >= self.learning_starts else 1
-            return {"action": random_actions(rng, env_steps, hold, len(x), layout.size)}
-        return {"action": self.explore(x, rng, env_steps)}
+        if rng is not None and clock.env_steps < self.learning_starts:
+            hold = self.random_hold if 2 * clock.env_steps >= self.learning_starts else 1
+            return {"action": random_actions(rng, clock.decisions, hold, len(x), layout.size)}
+        return {"action": self.explore(x, rng, clock)}
 
-    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+    def explore(self, x: np.ndarray, rng: Rng, clock: Clock) -> np.ndarray:
         """Actions `[B, D]` in [-1, 1] by the Model's output."""
         raise NotImplementedError
 
@@ -37,11 +38,11 @@ class Squashed(Continuous):
 
     name, reads = "squashed", ("dist",)
 
-    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+    def explore(self, x: np.ndarray, rng: Rng, clock: Clock) -> np.ndarray:
         mean, log_std = np.split(x, 2, -1)
         if rng is None:
             return np.tanh(mean)
-        return np.tanh(mean + np.exp(log_std) * normal(rng, env_steps, self.noise_hold, *mean.shape))
+        return np.tanh(mean + np.exp(log_std) * normal(rng, clock.decisions, self.noise_hold, *mean.shape))
 
 
 class Deterministic(Continuous):
@@ -53,10 +54,11 @@ class Deterministic(Continuous):
         super().__init__(learning_starts, random_hold, noise_hold)
         self.noise = make_schedule(noise)
 
-    def explore(self, x: np.ndarray, rng: Rng, env_steps: int) -> np.ndarray:
+    def explore(self, x: np.ndarray, rng: Rng, clock: Clock) -> np.ndarray:
         if rng is None:
             return x
-        return np.clip(x + self.noise(env_steps) * normal(rng, env_steps, self.noise_hold, *x.shape), -1.0, 1.0)
+        noise = normal(rng, clock.decisions, self.noise_hold, *x.shape)
+        return np.clip(x + self.noise(clock.env_steps) * noise, -1.0, 1.0)
 
     def blank(self, layout: ActionLayout, rows: int, rng: np.random.Generator) -> Arrays:
         return {"mu": rng.uniform(-1.0, 1.0, (rows, layout.size)).astype(np.float32)}
@@ -72,17 +74,14 @@ RULES[Squashed.name] = Squashed
 RULES[Deterministic.name] = Deterministic
 
 
-_TRAINED = 1 << 62  # env steps that no run has: of a Policy that acts after training
-
-
-def normal(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+def normal(rng: np.random.Generator, decisions: int | None, hold: int, rows: int, size: int) -> np.ndarray:
     """Normal noise `[rows, size]`: white for `hold` 1, new at every step. Else pink (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold`
     steps): in a game with inertia white noise cancels itself out, and a car in a valley never leaves it.
-    The seed of `rng` and the number of the step decide pink noise, so a resumed run continues it; after training steps have no number, and noise is white."""
-    if hold == 1 or env_steps >= _TRAINED:
+    The seed of `rng` and the number of decisions decide pink noise, so a resumed run continues it; where nobody counts them noise is white."""
+    if hold == 1 or decisions is None:
         return rng.standard_normal((rows, size), np.float32)
-    octaves, step = hold.bit_length(), env_steps // rows
-    block, at = divmod(step, 1 << octaves - 1)
+    octaves = hold.bit_length()
+    block, at = divmod(decisions, 1 << octaves - 1)
     return _pink(tuple(rng.bit_generator.seed_seq.generate_state(4)), block, octaves, rows, size)[at]
 
 
@@ -94,11 +93,11 @@ def _pink(seed: tuple[int, ...], block: int, octaves: int, rows: int, size: int)
     return (np.sum(parts, 0) / math.sqrt(octaves)).astype(np.float32)
 
 
-def random_actions(rng: np.random.Generator, env_steps: int, hold: int, rows: int, size: int) -> np.ndarray:
+def random_actions(rng: np.random.Generator, decisions: int | None, hold: int, rows: int, size: int) -> np.ndarray:
     """Random actions `[rows, size]`, each number uniform in [-1, 1], white or pink as in `normal`."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
-    return _erf(normal(rng, env_steps, hold, rows, size) / math.sqrt(2.0)).astype(np.float32)
+    return _erf(normal(rng, decisions, hold, rows, size) / math.sqrt(2.0)).astype(np.float32)
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])

@@ -71,7 +71,7 @@ class Noise:
     """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
     every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
     noise_hold: Count = 1
-    """The noise of actions afterwards is pink up to this many steps (Eberhard et al. 2023); 1 = white."""
+    """The noise of actions afterwards is pink up to this many steps (Eberhard et al. 2023); 1 = white. Live games have white noise."""
 
 
 @dataclass(frozen=True)

@@ -122,14 +122,14 @@ class Player:
     def _rng(self, seed: int, numbers: range) -> Any:
         return RowsOfAll(seed, self._mine(numbers), self._plan.run.num_workers * self._plan.env.num_envs)
 
-    def play(self, weights: Mapping[str, np.ndarray], clock: tuple[int, int], returns: Moments) -> Played:
+    def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
         """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are normalised by the `returns` of
         all players, and what comes here."""
         self.laps.lap("idle")
         if self._line is None:
             load_weights(self.model, weights)
         self.laps.lap(WEIGHTS)
-        self.source.set_clock(Clock(*clock))
+        self.source.set_clock(clock)
         for rewards in self._normalized:
             rewards.learn(returns)
         (piece,), counts = self.source.gather()
@@ -166,18 +166,18 @@ class Player:
     def get_state(self) -> dict[str, Any]:
         return self.source.get_state()
 
-    def set_state(self, state: dict[str, Any], clock: tuple[int, int]) -> bool:
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         """False, with new episodes, where the environments were in another number of groups."""
         if len(state["json"].get("groups", (None,))) != len(self._groups):
             self.start_anew(clock)
             return False
-        return self.source.set_state(state, Clock(*clock))
+        return self.source.set_state(state, clock)
 
-    def start_anew(self, clock: tuple[int, int]) -> None:
+    def start_anew(self, clock: Clock) -> None:
         """Other episodes and other random numbers than those that the run began with."""
         for group in self._groups:
             numbers = range(group.rollout.numbers_from, group.rollout.numbers_from + group.rollout.env.num_envs)
-            seed = episode_seed(self._plan.run.seed, 1 + self._mine(numbers).start, 1 + clock[0])
+            seed = episode_seed(self._plan.run.seed, 1 + self._mine(numbers).start, 1 + clock.env_steps)
             group.rollout.rng = self._rng(seed, numbers)
             group.rollout.reset(seed)
 

@@ -146,7 +146,7 @@ class Slots:
         _in_order()
         for name, array in self.views(slot).items():
             array[...] = weights[name]
-        self._numbers[at + 1 : at + 3] = [*clock]
+        self._numbers[at + 1 : at + 3] = [clock.env_steps, clock.version]
         _in_order()
         self._numbers[at] += 1
         self._numbers[0] = slot

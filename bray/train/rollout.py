@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bray import tree
-from bray.act import SAMPLE, Clock, Deciding, Policy, Tick, decide_now, go_on
+from bray.act import SAMPLE, TRAINED, Clock, Deciding, Policy, Tick, decide_now, go_on
 from bray.capture import Record
 from bray.capture.transfer import to_device
 from bray.data.experience import Counts
@@ -121,12 +120,13 @@ class Rollout:
 
     @property
     def clock(self) -> Clock:
-        """The time for schedules and noise. In a worker it is the learner's, plus the steps made here since: pink noise goes by the number of the step, and
-        would stand still."""
+        """The time for schedules and noise. In a worker it is the learner's, plus the steps made here since."""
         if self._told is None:
-            return Clock(self.env_steps, self.version)
+            return Clock(self.env_steps, self.version, self.env_steps // self.env.num_envs)
         told, at = self._told
-        return Clock(min(sys.maxsize, told.env_steps + self.env_steps - at), told.version)
+        if told.env_steps == TRAINED.env_steps:
+            return TRAINED
+        return Clock(told.env_steps + self.env_steps - at, told.version, self.env_steps // self.env.num_envs)
 
     def set_clock(self, clock: Clock) -> None:
         """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is learnt."""
@@ -452,7 +452,7 @@ class EnvSource(Source):
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self.rollout.set_state(state)
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
-        self.rollout.env_steps, self.rollout.version = clock
+        self.rollout.env_steps, self.rollout.version = clock.env_steps, clock.version
         return self.rollout.env.exact
 
     def close(self) -> None:

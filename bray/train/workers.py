@@ -108,7 +108,7 @@ class WorkerSource(Source):
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
         self._told = Told()
-        self._returns = Moments()  # of all workers, where rewards are normalised
+        self.returns = Moments()  # of all workers, where rewards are normalised
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
@@ -171,12 +171,12 @@ class WorkerSource(Source):
         for w, played in came:
             self._times.add(w + 1, played.seconds)
             self._metrics.add(played.metrics)
-            self._returns.add(*played.returns.numbers)  # in the order of the workers: rounds repeat to the last bit
+            self.returns.add(*played.returns.numbers)  # in the order of the workers: rounds repeat to the last bit
         steps = sum(played.counts.env_steps for _, played in came)
         return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
 
     def _publish(self) -> None:
-        self._question = ("play", self.home.publish(self._weights, self._clock), tuple(self._clock), self._returns)
+        self._question = ("play", self.home.publish(self._weights, self._clock), self._clock, self.returns)
         self._news = False
         self._laps.lap(WEIGHTS)
 
@@ -339,7 +339,7 @@ class WorkerSource(Source):
                 logger.warning(
                     "the state of the environments cannot be saved, a resumed run starts new episodes: %s", e
                 )
-        state["json"] |= {"metrics": self._metrics.get_state(), "returns": self._returns.numbers}
+        state["json"] |= {"metrics": self._metrics.get_state(), "returns": self.returns.numbers}
         return state
 
     def _state_of_all(self) -> dict[str, Any]:
@@ -353,13 +353,13 @@ class WorkerSource(Source):
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self._clock, self._news = clock, True
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
-        self._returns = returns_of(state)
+        self.returns = returns_of(state)
         saved = state["json"].get("workers")  # none where one process played
         if saved is None or len(saved) != len(self._seats):
-            self._ask_all("start_anew", tuple(clock))
+            self._ask_all("start_anew", clock)
             return False
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
-        exact = [self._ask(seat, "set_state", one, tuple(clock)) for seat, one in zip(self._seats, told, strict=True)]
+        exact = [self._ask(seat, "set_state", one, clock) for seat, one in zip(self._seats, told, strict=True)]
         return all(exact)
 
     def close(self) -> None:
