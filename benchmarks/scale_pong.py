@@ -1,7 +1,7 @@
-"""python -m benchmarks.scale_pong [--env ALE/Pong-v5] [--seeds 0 1] [--minutes 5] [--target 18] [--out DIR] [KEY=VALUE ...]
+"""python -m benchmarks.scale_pong [--env ALE/Pong-v5] [--seeds 0 1] [--minutes 5] [--target 18] [--out DIR] [--runs DIR] [KEY=VALUE ...]
 
 How soon APPO plays an Atari game well on a machine with a GPU and 16 cores: 256 environments in local processes, central inference, greedy evaluations of 10 episodes beside
-the training. Ends a seed at `--target`, or after `--minutes`. One JSON line per evaluation and per seed; OUT/NAME.jsonl and OUT/NAME.png hold the curves over the steps.
+the training. Ends a seed at `--target`, or after `--minutes`. One JSON line per evaluation and per seed; OUT/NAME.jsonl and OUT/NAME.png hold the curves over the steps, after each seed.
 """
 
 from __future__ import annotations
@@ -84,23 +84,29 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--target", type=float, default=18.0)
     parser.add_argument("--out", type=Path, default=HERE / "learning")
+    parser.add_argument(
+        "--runs", type=Path, help="keep the run directories here: `bray plot` draws one that was cut off"
+    )
     given = parser.parse_args()
     settings = SETTINGS | {k: yaml.safe_load(v) for k, _, v in (x.partition("=") for x in given.settings)}
     name = given.env.split("/")[-1].split("-")[0].lower() + "-gpu"
-    curves: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
+        runs: list[Path] = []
         for seed in given.seeds:
-            path = Path(folder) / f"seed-{seed}"
+            runs.append((given.runs or Path(folder)) / f"{name}-{seed}")
             try:
-                tell(**train(given.env, seed, 60 * given.minutes, given.target, settings, path))
+                tell(**train(given.env, seed, 60 * given.minutes, given.target, settings, runs[-1]))
             except ConfigError as e:
                 sys.exit(f"error: {e}")
-            keys = (figures.ENV_STEPS, figures.TRAIN, figures.EVAL)
-            rows = [{k: row[k] for k in (*keys, "time_total_s") if k in row} for row in figures.read_results(path)]
-            curves += [json.dumps({"seed": seed, **row}) + "\n" for row in rows]
-        runs = [Path(folder) / f"seed-{seed}" for seed in given.seeds]
-        (given.out / f"{name}.jsonl").write_text("".join(curves))
-        figures.learning_curve(runs, given.out / f"{name}.png", f"APPO on {given.env}", given.target)
+            (given.out / f"{name}.jsonl").write_text("".join(curve(run) for run in runs))
+            figures.learning_curve(runs, given.out / f"{name}.png", f"APPO on {given.env}", given.target)
+
+
+def curve(run: Path) -> str:
+    """A line for every row of a run, whose name ends with its seed."""
+    keys = (figures.ENV_STEPS, figures.TRAIN, figures.EVAL, "time_total_s")
+    rows = [{k: row[k] for k in keys if k in row} for row in figures.read_results(run)]
+    return "".join(json.dumps({"seed": int(run.name.rsplit("-", 1)[1]), **row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
