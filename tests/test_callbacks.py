@@ -127,6 +127,32 @@ def test_numbers_of_the_last_episodes_go_on_after_a_resume(tmp_path):
     assert [row[f"custom_metrics/odd / $json_{what}"] for what in ("min", "mean", "max")] == [1.0, 2.0, 3.0]
 
 
+class Counts(bray.Callbacks):
+    """How many steps of each episode it has not seen."""
+
+    def on_episode_start(self, episode):
+        episode.user_data["seen"] = 0
+
+    def on_episode_step(self, episode):
+        episode.user_data["seen"] += 1
+
+    def on_episode_end(self, episode):
+        episode.custom_metrics["missed"] = episode.length - episode.user_data["seen"]
+
+
+def test_metrics_of_episodes_that_began_before_a_resume_are_left_out(tmp_path):
+    config = {"vector": "inprocess", "num_envs": 3, "rollout_length": 7, "minibatches": 1}
+    exp = bray.Experiment(run="PPO", env="CartPole-v1", use_preset=False, path=tmp_path / "run", config=config)
+    list(exp.train({"training_iteration": 5}, callbacks=Counts()))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run")
+    assert exp.training.rollout.lengths.any()
+    *_, row = exp.train({"training_iteration": 30}, callbacks=Counts())
+    exp.close()
+    assert row["custom_metrics/missed_max"] == 0
+    assert row["episodes_total"] > 10
+
+
 @pytest.mark.parametrize("vector", ["inprocess", "subprocess"])
 def test_a_function_reaches_every_environment_before_its_next_step(tmp_path, vector):
     class Harder(bray.Callbacks):

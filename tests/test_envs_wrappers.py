@@ -300,7 +300,9 @@ def test_normalisation_equals_numpy_over_many_environments_and_resumes():
     other.set_state(t.get_state())
     x = rng.normal(size=3)
     assert (other(x, ended[0]) == t(x, ended[0])).all()
-    with pytest.raises(CheckpointError, match="of 3 environments, there are 2"):
+    with pytest.raises(CheckpointError, match="no finite numbers"):
+        other.set_state(t.get_state() | {"returns": np.array([0.0, np.nan, 0.0])})
+    with pytest.raises(CheckpointError, match="of 3 environments, there are 2: resume with the same num_envs"):
         RewardTransform(EnvConfig("x"), 2, 0.9).set_state(t.get_state())
 
 
@@ -323,7 +325,10 @@ def test_what_two_have_seen_is_what_one_would_have_seen():
     assert parts[0].std == pytest.approx(whole.std, rel=1e-12)
 
 
-@pytest.mark.parametrize("numbers", [[1.0, 2.0], [-1, 0, 0], [1, float("nan"), 0], [1, 0, "x"], [None, 0, 0]])
+@pytest.mark.parametrize(
+    "numbers",
+    [[1.0, 2.0], [-1, 0, 0], [1, float("nan"), 0], [1, 0, "x"], [None, 0, 0], [0, 1, 1], [2, 1e200, 0], [2, 0, 1e200]],
+)
 def test_moments_of_a_checkpoint_that_are_none_are_refused(numbers):
     with pytest.raises(CheckpointError, match="count, mean and squares"):
         Moments.saved(numbers)

@@ -187,3 +187,14 @@ def test_saving_changes_nothing(case, tmp_path):
         finish(Experiment(algo, env, use_preset=False, path=path, seed=3, config={**config, **often}), iterations)
     assert len(RunDir.open(tmp_path / "often").steps()) > len(RunDir.open(tmp_path / "seldom").steps())
     assert_same(tmp_path / "often", tmp_path / "seldom")
+
+
+def test_rewards_may_be_normalised_from_a_resume_on(tmp_path):
+    config = {"vector": "inprocess", "num_envs": 2, "rollout_length": 32, "minibatches": 4}
+    exp = Experiment(run="PPO", env="CartPole-v1", use_preset=False, path=tmp_path / "run", config=config)
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    exp = Experiment.resume(tmp_path / "run", normalize_rewards=True)
+    *_, row = exp.train({"training_iteration": 2})
+    assert 0 < exp.training.rollout.rewards.seen.count < row["env_steps_total"]
+    exp.close()

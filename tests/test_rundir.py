@@ -660,3 +660,51 @@ def test_matching_weights_strictly_and_partly():
     assert match_weights(want, want).exact
     assert match_weights({"m.a": want["a"]}, {"a": want["a"]}, add_prefix="m.").exact
     assert match_weights({"a": want["a"]}, want, skip=("b", "c")).exact
+
+
+def test_a_kill_before_the_first_checkpoint_is_named_latest_loses_nothing(tmp_path):
+    run = RunDir.create(tmp_path / "run")
+    run.save_checkpoint(0, {"w": np.zeros(2, np.float32)}, {})
+    (run.checkpoints / "latest").unlink()
+    assert run.pointer("latest") == run.load_checkpoint().step == 0
+    assert run.pointer("best") is None
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_is_begun_anew(tmp_path):
+    path = tmp_path / "run"
+    RunDir.create(path).close()
+    (path / "config.yaml").write_text("run: {}\n")
+    (path / "checkpoints" / ".new-0-abcd").mkdir()
+    with pytest.raises(CheckpointError, match=r"has no latest checkpoint\. Start it again as it was begun"):
+        RunDir.open(path).load_checkpoint()
+    run = RunDir.create(path)
+    assert list(run.checkpoints.iterdir()) == []
+    run.close()
+    (path / "result.jsonl").write_text("{}\n")
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        RunDir.create(path)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "config.yaml").write_text("# by hand\n")
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        RunDir.create(mine)
+
+
+def test_a_kill_while_an_old_checkpoint_goes_leaves_no_weights_of_it(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run")
+    for step in range(2):
+        run.save_checkpoint(step, {"w": np.zeros(2, np.float32)}, {})
+
+    def killed(source, target):
+        if ".gone-" in str(target):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run.save_checkpoint(2, {"w": np.zeros(2, np.float32)}, {}, keep=1)
+    monkeypatch.undo()
+    assert all(run.is_intact(step) for step in run.steps())
+    run.save_checkpoint(3, {"w": np.zeros(2, np.float32)}, {}, keep=1)
+    assert run.steps() == run.versions() == [3]

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 
@@ -15,7 +16,6 @@ import bray
 from bray.act import TRAINED, Clock
 from bray.act.squashed import random_actions
 from bray.cli.main import main
-from bray.config import ConfigSource
 from bray.errors import ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
@@ -146,13 +146,61 @@ def test_rewards_of_all_workers_have_one_scale(tmp_path):
     reward = np.where(piece.valid, piece.reward, 0.0)
     assert np.max(reward[:, 2:]) == pytest.approx(10 * np.max(reward[:, :2]), rel=0.2)
     exp.close()
-    for workers, envs in ((0, 4), (1, 4)):
-        config = {"run": {"num_workers": workers}, "env": {"num_envs": envs}}
-        exp = bray.Experiment.resume(tmp_path / "run", [ConfigSource("python", config)])
+    for workers in (0, 1):
+        exp = bray.Experiment.resume(tmp_path / "run", num_workers=workers, num_envs=4)
         source = exp.training.sources[0]
         learnt = source.returns if workers else source.rollout.rewards.seen
         assert learnt.numbers == seen
         exp.close()
+
+
+def test_a_schedule_of_acting_is_that_of_one_process():
+    """Epsilon falls by the steps of all environments, which no worker counts while a round is played."""
+    fast = {
+        "epsilon": {"kind": "linear", "start": 1.0, "end": 0.05, "steps": 600},
+        "rollout_length": 32,
+        "iteration_steps": 128,
+    }
+
+    def played(workers, envs):
+        config = {"vector": "inprocess", "num_envs": envs, "num_workers": workers, **fast}
+        return rows_of(bray.Experiment(run="PQN", env="CartPole-v1", use_preset=False, config=config), 4)
+
+    alone, workers = played(0, 4), played(2, 2)
+    for key in ("env_steps_total", "episodes_total", "episode_return_mean"):
+        assert [row[key] for row in workers] == [row[key] for row in alone]
+
+
+def test_names_that_a_script_registered_reach_workers_and_the_process_that_evaluates(tmp_path):
+    bray.register_env("phased-here", lambda config: Phased())
+    gym.register("PhasedHere-v0", Phased)
+    for name in ("phased-here", "PhasedHere-v0"):
+        exp = experiment(tmp_path / name, env=name, num_workers=1, eval_parallel=True, eval_freq=1, eval_episodes=1)
+        *_, row = exp.train({"training_iteration": 2})
+        exp.close()
+        assert row["env_steps_total"] > 0
+        assert any("eval/return_mean" in row for row in read_results(tmp_path / name))
+
+
+def test_a_result_that_cannot_be_sent_and_the_worker_of_an_error_are_told():
+    exp = experiment(num_workers=1)
+    with pytest.raises(EnvError, match=r"foreach_env: what the function returned cannot be sent .*return numbers"):
+        exp.foreach_env(lambda env: (x for x in ()))
+    exp.close()
+    exp = experiment(env=FailsInTwo)
+    with pytest.raises(EnvError, match=r"\nrollout worker 2: test_workers:FailsInTwo, environment 0"):
+        exp.training.iterate()
+    exp.close()
+
+
+def test_draws_of_workers_are_rows_of_those_of_one_process():
+    whole = np.random.default_rng([3, 0])
+    parts = [RowsOfAll(3, range(3 * w, 3 * w + 3), 6) for w in range(2)]
+    for name, arguments in (("normal", (1.0, 2.0)), ("choice", (np.arange(5),)), ("uniform", (0.0, 3.0))):
+        drawn = getattr(whole, name)(*arguments, size=6)
+        assert [x for part in parts for x in getattr(part, name)(*arguments, size=3)] == drawn.tolist()
+    with pytest.raises(AttributeError, match=r"rng.poisson: in a rollout worker a Policy draws by random"):
+        parts[0].poisson(3.0)
 
 
 class FailsInOne(Phased):
@@ -166,6 +214,12 @@ class FailsInOne(Phased):
         if self.fails:
             raise RuntimeError("the game fell over")
         return super().step(action)
+
+
+class FailsInTwo(FailsInOne):
+    def __init__(self, config):
+        super().__init__(config)
+        self.fails = config.worker_index == 2
 
 
 def test_an_error_in_one_worker_leaves_the_others_alone():
@@ -251,6 +305,9 @@ def test_pink_noise_goes_by_the_decisions_made_here_and_not_by_the_steps_of_all(
     rollout.set_clock(TRAINED)
     rollout.step()
     assert rollout.clock == TRAINED
+    own = exp.training.sources[0]
+    own.set_state(own.get_state(), Clock(999))  # the steps of all workers
+    assert rollout.env_steps == 14
     exp.close()
 
 

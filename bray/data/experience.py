@@ -60,7 +60,7 @@ class Batch:
 
 
 class Experience:
-    """The interface, with defaults. Times are a `Clock`: (env_steps, version)."""
+    """The interface, with defaults. Times are a `Clock`."""
 
     piece_length: int | None = None
     """Rows that a source collects per piece; None = any number."""

@@ -24,12 +24,14 @@ from typing import Any
 
 import cloudpickle
 
-from bray.errors import ConfigError, EnvError
+from bray.errors import CheckpointError, ConfigError, EnvError
 
 ENDING = {signal.SIGINT, signal.SIGTERM}
 """Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its workers."""
 STOP = b"q"
 """The message that ends a worker. Questions are pickled, (method, *arguments); so are answers, ("ok", result, failures) or ("error", kind, text)."""
+
+_KINDS = {"config": ConfigError, "checkpoint": CheckpointError, "env": EnvError}
 
 START_TIMEOUT = 120.0
 
@@ -133,7 +135,7 @@ def read_answer(answer: tuple[str, Any, Any]) -> tuple[Any, list[str]]:
     """The same of an answer that is no bytes any more."""
     kind, first, second = answer
     if kind == "error":
-        raise ConfigError(second) if first == "config" else EnvError(second)
+        raise _KINDS.get(first, EnvError)(second)
     return first, second
 
 
@@ -226,6 +228,5 @@ def _die_with_parent(parent: int, by_main_thread: bool) -> None:
 
 def error_answer(e: BaseException) -> tuple[str, str, str]:
     """An error that the parent raises: our own are one message, others carry their traceback."""
-    kind = "config" if isinstance(e, ConfigError) else "env"
-    ours = isinstance(e, (ConfigError, EnvError))
-    return "error", kind, str(e) if ours else "".join(traceback.format_exception(e)).rstrip()
+    kind = next((kind for kind, error in _KINDS.items() if isinstance(e, error)), "")
+    return "error", kind, str(e) if kind else "".join(traceback.format_exception(e)).rstrip()

@@ -7,7 +7,8 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import gymnasium as gym
@@ -195,6 +196,28 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
     return creator(**keywords)
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """In the place of `EnvConfig.id`: what a name stands for where it was given."""
+
+    source: EnvSource
+    gym_spec: Any
+
+
+def sent(config: EnvConfig) -> EnvConfig:
+    """For another process, which has not run the user's script: what is registered there, and what `__main__` defines, goes with it."""
+    source = resolve(config)
+    return config if source.single else replace(config, id=_Sent(source, source.gym_spec))
+
+
+def register_gym(spec: Any) -> None:
+    """Where the user may have registered it in the parent only."""
+    if spec is not None:
+        with suppress(Exception):  # making it says what is wrong
+            gym.envs.registration.load_env_creator(spec.entry_point)  # registers it, in most packages
+        gym.registry.setdefault(spec.id, spec)
+
+
 def resolve(config: EnvConfig) -> EnvSource:
     """The source behind `config.id`; a name nothing answers to is refused with the nearest known one."""
     for module in config.import_modules:
@@ -203,6 +226,9 @@ def resolve(config: EnvConfig) -> EnvSource:
         except ImportError as e:
             raise ConfigError(f"env.import_modules: cannot import {module!r}: {e}{where_looked(module, e)}") from e
     name = config.id
+    if isinstance(name, _Sent):
+        register_gym(name.gym_spec)
+        return name.source
     if not isinstance(name, str):
         if name is None or isinstance(name, (int, float, dict, list)):
             raise ConfigError(f"env.id is a name, 'module:Class', a class, a factory or an environment, got {name!r}")
@@ -274,6 +300,8 @@ def env_name(env: Any) -> str:
     """What to call `EnvConfig.id` in files and messages: the name itself, or `module:Class` of a class, factory or object."""
     if isinstance(env, str):
         return env
+    if isinstance(env, _Sent):
+        return env.source.name
     named = env if hasattr(env, "__qualname__") else type(env)
     return f"{named.__module__}:{named.__qualname__}"
 

@@ -16,6 +16,7 @@ from bray.errors import CheckpointError, ConfigError
 
 _EQUAL = 1e-12
 """Numbers whose squared deviation is this share of their squared mean are equal, but for rounding."""
+_LARGEST = 1e100  # its square is a number, too
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Moments:
             count, mean, m2 = map(float, numbers)
         except (TypeError, ValueError) as e:
             raise CheckpointError(f"not the count, mean and squares of returns: {e}") from None
-        if not (count >= 0 and m2 >= 0 and np.isfinite((count, mean, m2)).all()):
+        fine = count >= 0 and 0 <= m2 < _LARGEST and abs(mean) < _LARGEST
+        if not fine or (count == 0 and (mean or m2)) or not np.isfinite(count):
             raise CheckpointError(f"not the count, mean and squares of returns: {count}, {mean}, {m2}")
         return cls(count, mean, m2)
 
@@ -126,8 +128,10 @@ class RewardTransform:
             raise CheckpointError(f"not the state of a reward transform: {type(e).__name__}: {e}") from None
         if returns.shape != (self.num_envs,) or ended.shape != returns.shape:
             raise CheckpointError(
-                f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}"
+                f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}: resume with the same num_envs"
             )
+        if not np.isfinite(returns).all():
+            raise CheckpointError("the reward transform's state holds returns that are no finite numbers")
         self.returns, self.ended, self.seen, self._news = returns, ended, seen, Moments()
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib
 import pickle
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 
 from bray import tree
 from bray.envs.build import Builder
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.process import STOP, error_answer
+from bray.envs.registry import register_gym
 from bray.envs.spaces import leaves
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
@@ -85,10 +84,7 @@ class Share:
         config = self.build.config
         for module in config.import_modules:
             importlib.import_module(module)
-        if self.gym_spec is not None:
-            with suppress(Exception):  # making it says what is wrong
-                gym.envs.registration.load_env_creator(self.gym_spec.entry_point)  # registers it, in most packages
-            gym.registry.setdefault(self.gym_spec.id, self.gym_spec)
+        register_gym(self.gym_spec)
         envs = InProcessVecEnv(self.build, self.seed, self.spec, self.numbers, failures.append)
         for told in self.each:
             envs.foreach_env(pickle.loads(told))  # our own bytes, from our own parent

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from bray.envs.process import Lost
+from bray.envs.registry import sent
 from bray.errors import BrayError, DiskFull
 from bray.experiment.evaluator import Evaluator, Looked, Plan, Task, look_at
 from bray.experiment.goals import Score
@@ -29,7 +30,8 @@ class Evaluations:
         self._evaluate = self._film = False  # due
         self._beside: Evaluator | None = None
         if self._run.eval_parallel:
-            parts = (self._run, self._env, config["model"], config["algo"], self._training.spec)
+            env = sent(self._env) if experiment.has_env else self._env
+            parts = (self._run, env, config["model"], config["algo"], self._training.spec)
             self._beside = Evaluator(Plan(experiment.algo, *parts))
 
     def look(self, row: dict[str, Any], callbacks: CallbackList) -> None:

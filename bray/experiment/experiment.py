@@ -481,9 +481,16 @@ class Experiment:
 
     @classmethod
     def resume(
-        cls, path: str | Path, sources: Sequence[ConfigSource] = (), env: Any = None, trust: Answer = False
+        cls,
+        path: str | Path,
+        sources: Sequence[ConfigSource] = (),
+        env: Any = None,
+        trust: Answer = False,
+        **overrides: Any,
     ) -> Experiment:
-        """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`."""
+        """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`. `overrides`: keys that are other
+        than before, such as `num_workers=4`."""
+        sources = [*sources, ConfigSource("python", overrides)] if overrides else sources
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():
             raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")

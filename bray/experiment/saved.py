@@ -92,7 +92,9 @@ def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
     if state.get("midway"):
         why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")
     elif not restored:
-        why.append("this environment's state cannot be restored exactly: new episodes start")
+        why.append(
+            "the environments cannot go on where they were (their state cannot be restored exactly, or other workers play them): new episodes start"
+        )
     if state.get("told_envs"):
         why.append(
             "what foreach_env or foreach_worker told the environments is not saved: tell them again, now or in on_train_start of a callback"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
 from bray.experiment.goals import STOP_ALIASES, check_stop
 from bray.nn.catalog import ModelConfig
+from bray.rundir import new_run_dir
 from bray.train.config import DataConfig, LiveConfig, RunConfig
 from bray.train.live import ID as LIVE
 from bray.train.offline import ID as FILES
@@ -196,7 +196,8 @@ def run_path(path: str | Path | None, project: str | Path | None, trial: str | N
         raise ConfigError("give either a path or project and trial, not both")
     if path is not None:
         return Path(path)
-    return Path(project or "runs") / (trial or f"{algo}-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(project or "runs")
+    return folder / trial if trial else new_run_dir(folder, algo)
 
 
 def check_playable(env: str) -> None:

@@ -140,11 +140,11 @@ class Checkpoints:
         return path if path.is_dir() else next(iter(sorted(self.checkpoints.glob(f".old-{step}-*"))), path)
 
     def pointer(self, which: str) -> int | None:
-        """The step that `latest` or `best` names; None when there is none yet."""
+        """The step that `latest` or `best` names; None when there is none yet. A kill may leave the first checkpoint before `latest` names it."""
         link = self.checkpoints / which
         try:
             if not os.path.lexists(link):
-                return None
+                return max(self.steps(), default=None) if which == "latest" else None
             text = os.readlink(link) if link.is_symlink() else self._read_plain(link, 64).decode().strip()
         except FileNotFoundError:
             return None
@@ -313,10 +313,10 @@ class Checkpoints:
             if old in safe or self.is_protected(old, name):
                 continue
             gone = self._temporary("gone", old)
-            try:
-                os.rename(self.checkpoints / str(old), gone)  # first out of sight: a kill leaves no half checkpoint
-                shutil.rmtree(gone, ignore_errors=True)
+            try:  # in this order a kill leaves a whole checkpoint, which goes with the next one, or nothing that `recover` does not remove
                 self.weights_path(old, name).unlink(missing_ok=True)
+                os.rename(self.checkpoints / str(old), gone)
+                shutil.rmtree(gone, ignore_errors=True)
             except OSError as e:
                 raise write_error(e, gone, "old checkpoints could not be deleted, new ones are safe") from e
 
@@ -344,7 +344,7 @@ class Checkpoints:
             raise UnknownName("checkpoint", str(which), ["latest", "best", *known])
         step = self.pointer(which)
         if step is None:
-            there = f" There are: {', '.join(known[-8:])}." if known else ""
+            there = f" There are: {', '.join(known[-8:])}." if known else " Start it again as it was begun."
             raise CheckpointError(f"{self.path} has no {which} checkpoint.{there}")
         return step
 

@@ -27,9 +27,14 @@ _locks: dict[Path, int] = {}  # directories this process writes to
 
 
 def default_run_dir(env: str, algo: str, now: datetime | None = None, root: str | Path = "runs") -> Path:
-    """`runs/<env>/<algo>-<time>`, with '/' in names as '-'; a second run in the same second gets '-2'."""
+    """`runs/<env>/<algo>-<time>`, with '/' in names as '-'."""
     env, algo = (re.sub(r"[^\w.+=-]+", "-", name).strip("-.") or "run" for name in (env, algo))
-    path = Path(root) / env / f"{algo}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
+    return new_run_dir(Path(root) / env, algo, now)
+
+
+def new_run_dir(folder: Path, algo: str, now: datetime | None = None) -> Path:
+    """`<folder>/<algo>-<time>`; a second run in the same second gets '-2'."""
+    path = folder / f"{algo}-{(now or datetime.now()):%Y%m%d-%H%M%S}"
     out, n = path, 1
     while out.exists():
         n += 1
@@ -69,17 +74,30 @@ class RunDir(Checkpoints):
             return run
         if path.exists() and not path.is_dir():
             raise CheckpointError(f"{path} is a file: expected the name of a new directory")
-        found = _signs(path)
-        if found:
+        run, found = cls(path), _signs(path)
+        if found and not run.is_blank():
             raise CheckpointError(
                 f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial "
                 f"(in Python: Experiment.resume({str(path)!r}), or another path=)."
             )
-        run = cls(path)
         with writing(path, "nothing was changed"):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
         run.lock()
+        if found:
+            run.refuse_links()
+            run.recover()
         return run
+
+    def is_blank(self) -> bool:
+        """Whether a run ended before its first checkpoint, so that nothing is lost where another one begins here."""
+        rows, others = self.result_jsonl, ("params.json", "trainer.json")  # of other kinds of runs
+        if (
+            (self.path / ".lock").resolve() in _locks
+            or not self.checkpoints.is_dir()
+            or any((self.path / name).exists() for name in others)
+        ):
+            return False
+        return not (self.steps() or any(self.models.glob("*/*")) or (rows.exists() and rows.stat().st_size))
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:

@@ -63,7 +63,8 @@ class Callbacks:
         """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a curriculum has come to."""
 
     def on_episode_start(self, episode: Episode) -> None:
-        """Before the first action. After a resume it is called for the episodes that go on, too."""
+        """Before the first action. After a resume it is called for the episodes that go on, too: `episode.length` is above 0, and their
+        `custom_metrics`, which would tell of a part only, are left out of the rows."""
 
     def on_episode_step(self, episode: Episode) -> None:
         """After each step; `episode.obs`, `.action`, `.reward`, `.info` are the newest."""
@@ -232,6 +233,7 @@ class EpisodeWatch:
     def __init__(self, on_start: list[Any], on_step: list[Any], on_end: list[Any]):
         self._on_start, self._on_step, self._on_end = on_start, on_step, on_end
         self._episodes: dict[int, Episode] = {}
+        self._begun_before: set[int] = set()
         self._number = 0
         self.ended: list[dict[str, float]] = []
         """`custom_metrics` of the episodes that ended since this list was last emptied."""
@@ -241,6 +243,8 @@ class EpisodeWatch:
             if b not in self._episodes:
                 episode = self._episodes[b] = Episode(rollout, self._number, b)
                 self._number += 1
+                if episode.length:
+                    self._begun_before.add(b)
                 for call in self._on_start:
                     call(episode)
 
@@ -258,7 +262,9 @@ class EpisodeWatch:
                 for call in self._on_end:
                     call(episode)
                 del self._episodes[b]
-                self.ended.append(episode.custom_metrics)
+                if b not in self._begun_before:
+                    self.ended.append(episode.custom_metrics)
+                self._begun_before.discard(b)
 
 
 class EpisodeMetrics:

@@ -29,7 +29,7 @@ class RunConfig:
     """Seed of everything random in the run."""
     stop: dict[str, float] = field(default_factory=dict)
     """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
-    limit. It ends with the iteration, but for episodes_total: that one is exact (episodes that end in the same step beyond it are not
+    limit. It ends with the iteration, but for episodes_total: without rollout workers that one is exact (episodes that end in the same step beyond it are not
     counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
     init_from: Annotated[str | None, Flag(metavar="RUN_OR_CHECKPOINT")] = None
     """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what `init_map` and `init_partial` say.

@@ -19,6 +19,7 @@ from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
+from bray.envs.registry import sent
 from bray.envs.rewards import RewardTransform
 from bray.errors import ConfigError
 from bray.inference.torch_engine import is_recurrent
@@ -147,7 +148,7 @@ class LocalTraining(Driver):
         plan = Plan(
             self.algo,
             self.run_config,
-            self.env_config,
+            sent(self.env_config),
             model,
             side.config,
             index=0,

@@ -291,8 +291,20 @@ class RowsOfAll:
     def standard_normal(self, size: Any = None, dtype: Any = np.float64) -> Any:
         return self._draw(lambda size: self._rng.standard_normal(size, dtype), size)
 
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
+        return self._draw(self._rng.normal, size, loc, scale)
+
+    def choice(self, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+        return self._draw(lambda size: self._rng.choice(a, size, replace, p), size)
+
     def uniform(self, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
         return self._draw(self._rng.uniform, size, low, high)
 
     def integers(self, low: int, high: int | None = None, size: Any = None) -> Any:
         return self._draw(self._rng.integers, size, low, high)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"rng.{name}: in a rollout worker a Policy draws by random, standard_normal, normal, uniform, integers and choice, which are drawn for the "
+            "environments of all workers so that these act as in one process"
+        )

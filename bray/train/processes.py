@@ -24,6 +24,7 @@ from bray import tree
 from bray.act import Clock
 from bray.data.piece import COLUMNS, Piece
 from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
+from bray.errors import EnvError
 from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
 
@@ -240,13 +241,22 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes,
                     result: Any = memory.place(player.play(*slots.read(), returns=arguments[-1]))
                 else:
                     result = getattr(player, method)(*arguments)
-                answer = pickle.dumps(("ok", result, []))
-            except Exception as e:  # also of what cannot be sent
+                answer = _packed(method, result)
+            except Exception as e:
                 answer = pickle.dumps(error_answer(e))
             conn.send_bytes(answer)
             player.laps.lap("transfer")
     finally:
         player.close()
+
+
+def _packed(method: str, result: Any) -> bytes:
+    try:
+        return pickle.dumps(("ok", result, []))
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        raise EnvError(
+            f"{method}: what the function returned cannot be sent to the process that learns ({e}): return numbers, text, arrays, or lists of these"
+        ) from None
 
 
 class _Memory:

@@ -78,6 +78,7 @@ class Rollout:
         """Of the weights that act."""
         self._told: tuple[Clock, int] | None = None
         """The learner's clock, where the learner counts the steps, and `env_steps` when it came."""
+        self._held: int | None = None
         self.obs: Any = None
         self.worker_index = 0
         """Of the process that plays."""
@@ -120,18 +121,28 @@ class Rollout:
 
     @property
     def clock(self) -> Clock:
-        """The time for schedules and noise. In a worker it is the learner's, plus the steps made here since."""
-        if self._told is None:
-            return Clock(self.env_steps, self.version, self.env_steps // self.env.num_envs)
-        told, at = self._told
-        if told.env_steps == TRAINED.env_steps:
+        """The time for schedules and noise."""
+        if self._told is not None and self._told[0].env_steps == TRAINED.env_steps:
             return TRAINED
-        return Clock(told.env_steps + self.env_steps - at, told.version, self.env_steps // self.env.num_envs)
+        version = self.version if self._told is None else self._told[0].version
+        steps = self._time() if self._held is None else self._held
+        return Clock(steps, version, self.env_steps // self.env.num_envs)
+
+    def _time(self) -> int:
+        """Environment steps of the run. In a worker they are the learner's, plus those made here since."""
+        if self._told is None:
+            return self.env_steps
+        told, at = self._told
+        return told.env_steps + self.env_steps - at
+
+    def hold_time(self) -> None:
+        """Schedules stay as they are now, until the next call: over the rows of a piece, which several workers may play a part of each."""
+        self._held = self._time()
 
     def set_clock(self, clock: Clock) -> None:
         """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is learnt."""
         self._told = (
-            Clock(max(clock.env_steps, self.clock.env_steps if self._told else 0), clock.version),
+            Clock(max(clock.env_steps, self._time() if self._told else 0), clock.version),
             self.env_steps,
         )
 
@@ -225,7 +236,7 @@ class Rollout:
             "rewards": self.rewards.get_state() if self.rewards else {},
         }
         json = {"env": env["json"], "rng": self.rng.bit_generator.state, "exact": self.env.exact and not midway}
-        return {"arrays": arrays, "json": json}
+        return {"arrays": arrays, "json": json | {"env_steps": self.env_steps}}
 
     def _env_state(self) -> dict[str, Any]:
         if not self._broken:
@@ -244,7 +255,7 @@ class Rollout:
         self._told = None  # its time may be later than the state's
         if "rng" in json:  # else workers played
             self.rng.bit_generator.state = json["rng"]
-            if self.rewards:
+            if self.rewards and arrays["rewards"]:  # else they were left as they are before
                 self.rewards.set_state(arrays["rewards"])
         elif self.rewards:
             self.rewards.learn(returns_of(state))
@@ -340,6 +351,8 @@ class EnvSource(Source):
         self._on_device: Tensor | None = None
         self._episodes: list[tuple[float, int]] = []
         self._before = self.rollout.env_steps
+        if self.rows > 1:
+            self.rollout.hold_time()
 
     def row(self, t: int) -> None:
         rollout = self.rollout
@@ -452,7 +465,8 @@ class EnvSource(Source):
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self.rollout.set_state(state)
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
-        self.rollout.env_steps, self.rollout.version = clock.env_steps, clock.version
+        # its own steps are fewer than those of the clock where others play too; older checkpoints do not have them
+        self.rollout.env_steps, self.rollout.version = state["json"].get("env_steps", clock.env_steps), clock.version
         return self.rollout.env.exact
 
     def close(self) -> None:

@@ -217,8 +217,11 @@ class WorkerSource(Source):
             played: Played = seat.worker.receive(self._limit)
         except Lost:
             raise
-        except Exception:  # the answer is an error: the worker is there
+        except Exception as e:  # the answer is an error: the worker is there
             seat.under_way -= 1
+            if isinstance(e, (EnvError, ConfigError)):
+                *traceback, said = str(e).rpartition("\n")
+                raise type(e)(f"{''.join(traceback)}rollout worker {seat.index + 1}: {said}") from None
             raise
         seat.under_way -= 1
         seat.since = time.monotonic()
