@@ -16,7 +16,7 @@ import bray
 from bray.act import TRAINED, Clock
 from bray.act.squashed import random_actions
 from bray.cli.main import main
-from bray.errors import ConfigError, EnvError
+from bray.errors import CheckpointError, ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train.player import RowsOfAll
@@ -399,4 +399,33 @@ def test_a_resumed_asynchronous_run_plays_other_episodes(tmp_path):
     exp.close()
     exp = experiment(run="DQN", learning_starts=10_000, num_envs=1)
     assert not set(seeds) & set(exp.foreach_env(lambda env: env.unwrapped.np_random_seed))
+    exp.close()
+
+
+class Told(Phased):
+    def __init__(self, config):
+        super().__init__()
+        self.told = dict(config)
+
+
+def test_an_environment_given_to_resume_or_load_is_the_one_that_is_played(tmp_path):
+    exp = experiment(tmp_path / "run", env=Phased, num_workers=0)
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    with pytest.raises(CheckpointError, match="other spaces"):
+        bray.Experiment.resume(tmp_path / "run", env="CartPole-v1")
+    with pytest.raises(CheckpointError, match="other spaces"):
+        bray.Experiment.load(tmp_path / "run", env="CartPole-v1").evaluate(1)
+    exp = bray.Experiment.resume(tmp_path / "run", env=Told, env_config={"level": 3}, num_workers=1)
+    exp.training.iterate()
+    assert exp.foreach_env(lambda env: env.told) == [{"level": 3}] * 2
+    exp.close()
+
+
+def test_the_env_config_of_ones_own_run_may_be_another_one_at_a_resume(tmp_path):
+    exp = experiment(tmp_path / "run", env="tests.test_workers:Told", num_workers=0, env_config={"level": 1})
+    list(exp.train({"training_iteration": 1}))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env_config={"level": 2})
+    assert exp.foreach_env(lambda env: env.told) == [{"level": 2}] * 2
     exp.close()

@@ -28,6 +28,7 @@ class Subject:
 
     def compare(self, replay: Replay, calls: list[list[Tensor]]) -> None:
         """The recording against the function: results and side effects of calls in a row. NotRecordable where they differ."""
+        calls = [[x.clone() for x in flat] for flat in calls]  # others may write to memory that the inputs share
         expected = self._outcome(lambda flat: pytree.tree_leaves(self.call(flat)), calls)
         got = self._outcome(replay, calls)
         if len(expected) != len(got):

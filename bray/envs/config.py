@@ -57,7 +57,7 @@ class EnvConfig:
     num_envs: Annotated[Count, Flag("--num-envs-per-worker")] = 1
     """Environments stepped together."""
     per_env: list[dict[str, Any]] = field(default_factory=list)
-    """`env_config` of environment i, merged over the common one."""
+    """`env_config` of environment i (of each rollout worker), merged over the common one."""
     num_processes: Count | None = None
     """Processes of the subprocess form; null = one per core, at most one per environment (with `wait_num`: one per environment)."""
     drop_obs: list[str] = field(default_factory=list)

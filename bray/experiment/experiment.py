@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -470,8 +471,9 @@ class Experiment:
         directory = RunDir.open(path)
         directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
-        check = import_check(directory, trust, env, plays)
-        exp = cls(env=env, sources=[read_config(directory), *sources], use_preset=False, _check=check)
+        saved, changed = read_config(directory), _changes(env, sources)
+        check = _look_at_imports(saved, changed, env, import_check(directory, trust, env, plays))
+        exp = cls(env=env, sources=[saved, *changed], use_preset=False, _check=check)
         exp._plays = plays
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
@@ -501,8 +503,9 @@ class Experiment:
                 f"(bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
-        check = import_check(directory, trust, env)
-        exp = cls(env=env, sources=[saved, *sources], use_preset=False, path=path, _check=check)
+        changed = _changes(env, sources)
+        check = _look_at_imports(saved, changed, env, import_check(directory, trust, env))
+        exp = cls(env=env, sources=[saved, *changed], use_preset=False, path=path, _check=check)
         exp._begins = False
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
@@ -520,7 +523,8 @@ class Experiment:
         path, state = directory.path, checkpoint.state
         with made_from(path):
             training = self.training
-        if EnvSpec.from_json(directory.read_json("spec.json")) != training.spec:
+        trained_on = EnvSpec.from_json(directory.read_json("spec.json"))
+        if replace(trained_on, id=training.spec.id) != training.spec:  # by another name it may be the same
             raise CheckpointError(
                 f"{path}: the environment has other spaces than at training time; resume needs the same ones"
             )
@@ -666,3 +670,16 @@ def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any
     """A run's Model in torch and its Policy, for a service."""
     served = Experiment.load(path, step, trust=trust, plays=False).served
     return served.engine, served.policy
+
+
+def _changes(env: Any, sources: Sequence[ConfigSource]) -> list[ConfigSource]:
+    """What whoever loads a run has other than was saved."""
+    return [*([] if env is None else [ConfigSource("python", {"env": {"id": env}})]), *sources]
+
+
+def _look_at_imports(saved: ConfigSource, changed: Sequence[ConfigSource], env: Any, check: Check) -> Check:
+    """Check what a run names as it is saved: what the caller changes, as `env_config`, is the caller's own. Returns the check that is left to do."""
+    if not changed:
+        return check
+    set_up(None, env, [saved], False, False, check)
+    return lambda config: None
