@@ -316,7 +316,7 @@ def test_what_two_have_seen_is_what_one_would_have_seen():
             whole(x, end)
             for part, mine in zip(parts, (slice(0, 2), slice(2, 5)), strict=True):
                 part(x[mine], end[mine])
-        told = Moments.of_all([parts[0].seen.numbers, parts[1].take_news().numbers])
+        told = Moments.of_all([parts[0].seen, parts[1].take_news()])
         parts[0].take_news()
         for part in parts:
             part.learn(told)

@@ -27,18 +27,18 @@ class Moments:
     mean: float = 0.0
     m2: float = 0.0
 
-    def add(self, count: float, mean: float, m2: float) -> None:
-        if count:
-            delta, total = mean - self.mean, self.count + count
-            self.m2 += m2 + delta * delta * self.count * count / total
-            self.mean += delta * count / total
+    def add(self, other: Moments) -> None:
+        if other.count:
+            delta, total = other.mean - self.mean, self.count + other.count
+            self.m2 += other.m2 + delta * delta * self.count * other.count / total
+            self.mean += delta * other.count / total
             self.count = total
 
     @classmethod
-    def of_all(cls, parts: Iterable[Iterable[float]]) -> Moments:
+    def of_all(cls, parts: Iterable[Moments]) -> Moments:
         moments = cls()
         for part in parts:
-            moments.add(*part)
+            moments.add(part)
         return moments
 
     @classmethod
@@ -98,9 +98,9 @@ class RewardTransform:
         seen = self.returns[~self.ended if valid is None else valid]
         if seen.size:
             mean = float(seen.mean())
-            of_these = seen.size, mean, float(((seen - mean) ** 2).sum())
-            self.seen.add(*of_these)
-            self._news.add(*of_these)
+            of_these = Moments(seen.size, mean, float(((seen - mean) ** 2).sum()))
+            self.seen.add(of_these)
+            self._news.add(of_these)
         self.ended = np.array(ended, bool)
         self.returns[self.ended] = 0.0
         return (reward / self.std).astype(np.float32)

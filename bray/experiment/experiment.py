@@ -29,6 +29,7 @@ from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import (
+    changed_by,
     fits_state,
     import_check,
     made_from,
@@ -471,9 +472,9 @@ class Experiment:
         directory = RunDir.open(path)
         directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
-        saved, changed = read_config(directory), _changes(env, sources)
-        check = _look_at_imports(saved, changed, env, import_check(directory, trust, env, plays))
-        exp = cls(env=env, sources=[saved, *changed], use_preset=False, _check=check)
+        check = import_check(directory, trust, env, plays)
+        sources, check = changed_by(read_config(directory), sources, env, check)
+        exp = cls(env=env, sources=sources, use_preset=False, _check=check)
         exp._plays = plays
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
@@ -503,9 +504,8 @@ class Experiment:
                 f"(bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
-        changed = _changes(env, sources)
-        check = _look_at_imports(saved, changed, env, import_check(directory, trust, env))
-        exp = cls(env=env, sources=[saved, *changed], use_preset=False, path=path, _check=check)
+        sources, check = changed_by(saved, sources, env, import_check(directory, trust, env))
+        exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check)
         exp._begins = False
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
@@ -670,16 +670,3 @@ def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any
     """A run's Model in torch and its Policy, for a service."""
     served = Experiment.load(path, step, trust=trust, plays=False).served
     return served.engine, served.policy
-
-
-def _changes(env: Any, sources: Sequence[ConfigSource]) -> list[ConfigSource]:
-    """What whoever loads a run has other than was saved."""
-    return [*([] if env is None else [ConfigSource("python", {"env": {"id": env}})]), *sources]
-
-
-def _look_at_imports(saved: ConfigSource, changed: Sequence[ConfigSource], env: Any, check: Check) -> Check:
-    """Check what a run names as it is saved: what the caller changes, as `env_config`, is the caller's own. Returns the check that is left to do."""
-    if not changed:
-        return check
-    set_up(None, env, [saved], False, False, check)
-    return lambda config: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from bray._version import __version__
 from bray.config import ConfigSource, Resolved, parse_yaml
 from bray.errors import BrayError, CheckpointError
-from bray.experiment.setup import Check
+from bray.experiment.setup import Check, set_up
 from bray.named import in_script
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
@@ -56,6 +56,22 @@ def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) 
         "episode_return_mean": row.get("episode_return_mean"),
         "eval/return_mean": row.get("eval/return_mean"),
     }
+
+
+def changed_by(
+    saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, check: Check
+) -> tuple[list[ConfigSource], Check]:
+    """A saved config with what the caller changes, and the check that is left. What the caller names is the caller's own; what is saved is checked
+    by itself, so that a change of an argument, as of `env_config`, makes no stranger of it."""
+    given = [] if env is None else [ConfigSource("python", {"env": {"id": env}})]
+    if given or sources:
+        set_up(None, env, [saved], False, False, check)
+        check = _nothing_left
+    return [saved, *given, *sources], check
+
+
+def _nothing_left(config: Mapping[str, Any]) -> None:
+    pass
 
 
 def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:

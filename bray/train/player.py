@@ -133,7 +133,7 @@ class Player:
         for rewards in self._normalized:
             rewards.learn(returns)
         (piece,), counts = self.source.gather()
-        news = Moments.of_all(rewards.take_news().numbers for rewards in self._normalized)
+        news = Moments.of_all(rewards.take_news() for rewards in self._normalized)
         return Played(piece, counts, self._seconds(), self.source.ended_metrics(), news)
 
     @property

@@ -466,7 +466,8 @@ class EnvSource(Source):
         self.rollout.set_state(state)
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
         # its own steps are fewer than those of the clock where others play too; older checkpoints do not have them
-        self.rollout.env_steps, self.rollout.version = state["json"].get("env_steps", clock.env_steps), clock.version
+        self.rollout.env_steps = int(state["json"].get("env_steps", clock.env_steps))
+        self.rollout.version = clock.version
         return self.rollout.env.exact
 
     def close(self) -> None:
@@ -549,7 +550,5 @@ def returns_of(state: dict[str, Any]) -> Moments:
         return Moments.saved(json["returns"])
     if rewards:
         return Moments.saved([rewards.get(name) for name in ("count", "mean", "m2")])
-    parts = [
-        part for worker in json.get("scales") or () for part in worker
-    ]  # in older checkpoints each worker had its own
-    return Moments.of_all(Moments.saved(part).numbers for part in parts)
+    of_workers = json.get("scales") or ()  # in older checkpoints each had its own
+    return Moments.of_all(Moments.saved(part) for worker in of_workers for part in worker)

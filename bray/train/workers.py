@@ -171,7 +171,7 @@ class WorkerSource(Source):
         for w, played in came:
             self._times.add(w + 1, played.seconds)
             self._metrics.add(played.metrics)
-            self.returns.add(*played.returns.numbers)  # in the order of the workers: rounds repeat to the last bit
+            self.returns.add(played.returns)  # in the order of the workers: rounds repeat to the last bit
         steps = sum(played.counts.env_steps for _, played in came)
         return Counts(steps, tuple(e for _, played in came for e in played.counts.episodes))
 
