@@ -6,10 +6,13 @@ import re
 import shutil
 import sys
 
+import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from bray.cli.main import main
+from bray.config import ConfigSource
 from bray.errors import ConfigError
 from bray.experiment import Experiment, export_graph
 from bray.nn.catalog import register_model
@@ -125,6 +128,23 @@ def test_trust_imports_it_and_is_remembered(run, evil, tmp_path):
     names(run, "model.custom_model", evil)
     with pytest.raises(UntrustedRun, match="custom_model"):
         Experiment.load(run)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_of_the_caller_makes_nothing_else_trusted(place, run, evil, tmp_path):
+    names(run, place, evil)
+    for come_back in (Experiment.load, Experiment.resume):
+        with pytest.raises(UntrustedRun, match=evil):
+            come_back(run, sources=[ConfigSource("python", {"env": {"env_config": {"level": 2}}})])
+    assert not (tmp_path / "imported").exists()
+
+
+def test_an_environment_of_the_caller_takes_the_place_of_a_foreign_one(run, evil, tmp_path):
+    names(run, "env.id", evil)
+    exp = Experiment.resume(run, env=lambda config: gym.make("CartPole-v1"))
+    assert isinstance(exp.foreach_env(lambda env: env.unwrapped)[0], CartPoleEnv)
+    exp.close()
+    assert not (tmp_path / "imported").exists()
 
 
 def test_other_arguments_are_asked_for_again(run, evil):

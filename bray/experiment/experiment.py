@@ -523,8 +523,10 @@ class Experiment:
         path, state = directory.path, checkpoint.state
         with made_from(path):
             training = self.training
-        trained_on = EnvSpec.from_json(directory.read_json("spec.json"))
-        if replace(trained_on, id=training.spec.id) != training.spec:  # by another name it may be the same
+        trained_on, spec = EnvSpec.from_json(directory.read_json("spec.json")), training.spec
+        if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
+            trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
+        if trained_on != spec:
             raise CheckpointError(
                 f"{path}: the environment has other spaces than at training time; resume needs the same ones"
             )
