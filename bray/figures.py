@@ -23,6 +23,7 @@ logger = logging.getLogger("bray")
 TRAIN = "episode_return_mean"
 EVAL = "eval/return_mean"
 EVAL_CI = "eval/return_ci95"
+EVAL_STEPS = "eval/env_steps"
 _COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
 _POINTS = 300  # of a curve averaged over seeds
 
@@ -74,9 +75,10 @@ def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known)."""
+    """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known). It stands at the steps of its weights: one beside the
+    training is known when that has gone on."""
     points = [
-        (r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
+        (r.get(EVAL_STEPS) or r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
         for r in rows
         if isinstance(r.get(ENV_STEPS), (int, float)) and isinstance(r.get(EVAL), (int, float))
     ]

@@ -19,6 +19,7 @@ from bray.spec import EnvSpec, Space
 PAGE = Path(__file__).parent.parent / "docs" / "algorithms" / "es.md"
 BOX = Space("box", (3,))
 DISCRETE = EnvSpec("test", BOX, Space("discrete", n=(4,), start=(0,)))
+PICTURES = EnvSpec("test", Space("box", (16, 16, 3), "uint8", 0, 255), Space("discrete", n=(4,), start=(0,)))
 CONTINUOUS = EnvSpec("test", BOX, Space("box", (2,), "float32", -1.0, 1.0))
 SMALL = ModelConfig(fcnet_hiddens=(5,))
 RETURNS = np.array([3.0, 1.0, 7.0, 7.0, -2.0, 9.0])
@@ -38,11 +39,13 @@ def make(algo, spec=DISCRETE, **options):
     return model, algo.Learner(config, spec, model, SMALL, record=False)
 
 
-@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("spec", [DISCRETE, CONTINUOUS, PICTURES], ids=["discrete", "continuous", "pictures"])
 def test_each_game_is_answered_by_weights_of_its_own(spec):
     model, _ = make(es, spec)
     (size,) = model.draws["noise"]
     obs, noise = torch.randn(4, 3), 0.3 * torch.randn(4, size)
+    if spec is PICTURES:
+        obs, noise = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8), 0.1 * noise
     out = model(obs, {"noise": noise})["dist"]
     for b in range(4):
         one, at = copy.deepcopy(model), 0

@@ -102,6 +102,19 @@ def test_learning_curve_of_one_run_with_evaluations(tmp_path):
     assert not has_color(bare, (0xD9, 0x72, 0x2E))
 
 
+def test_an_evaluation_beside_the_training_stands_at_the_steps_of_its_weights(tmp_path):
+    from matplotlib.figure import Figure
+
+    run = make_run(tmp_path / "a", iterations=4)
+    with open(run / "result.jsonl", "a") as f:
+        for steps, of in ((5000, 2000), (9000, 5000)):
+            evaluated = {"eval/return_mean": 1.0, "eval/env_steps": of}
+            f.write(json.dumps({"env_steps_total": steps, "episode_return_mean": 1.0, **evaluated}) + "\n")
+    axes = Figure().add_subplot()
+    plot_learning_curve(axes, run)
+    assert axes.lines[1].get_xdata().tolist() == [2000.0, 5000.0]
+
+
 def test_learning_curve_of_seeds_and_overlay(tmp_path):
     runs = [make_run(tmp_path / f"s{i}", 1 + i, 20 - i, evaluate=True) for i in range(3)]
     read_picture(learning_curve(runs, tmp_path / "seeds.png"))

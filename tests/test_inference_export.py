@@ -82,6 +82,7 @@ CASES = {
     "ppo-mlp": lambda: model_of("PPO", BOX),
     "a2c-normalized": lambda: model_of("A2C", BOX, normalize_observations=True, layer_norm=True),
     "ppo-nature": lambda: model_of("PPO", PICTURE),
+    "appo-nature-normalized": lambda: model_of("APPO", PICTURE, normalize_observations=True),
     "a2c-impala": lambda: model_of("A2C", Space("box", (32, 32, 3), "uint8", 0, 255), conv_filters="impala"),
     "ppo-resized": lambda: model_of("PPO", Space("box", (40, 30), "uint8", 0, 255), dim=20, zero_mean=True),
     "ppo-same-padding": lambda: model_of("PPO", Space("box", (15, 15, 2), "float32", 0, 1)),

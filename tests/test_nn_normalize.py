@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from bray.nn import ActorCritic, ModelConfig, RunningNorm, update_normalizers
+from bray.nn import ActorCritic, ModelConfig, RunningNorm, make_encoder, update_normalizers
+from bray.nn.encoders import ImageInput, blocks
 from bray.spec import EnvSpec, Space
 
 BOX = Space("box", (3,), "float32")
@@ -91,3 +92,47 @@ def test_it_is_the_first_layer_of_a_model_and_travels_with_its_weights():
     before.load_state_dict({k: weights.get(k, v) for k, v in before.state_dict().items()})
     assert torch.equal(model(batch)["dist"], other(batch)["dist"])
     assert not torch.allclose(model(batch)["value"], before(batch)["value"])
+
+
+def test_pictures_are_normalised_pixel_by_pixel_and_clipped_at_5():
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, 256, (100, 4, 84, 84), dtype=np.uint8)  # more than is taken in at a time
+    rows[:, :, :40] = 87  # what never changes
+    rows[7, 0, 0, 0] = 88  # and once does
+    stem = ImageInput(Space("box", (4, 84, 84), "uint8", 0, 255), ModelConfig(normalize_observations=True))
+    stem.norm.update(rows, np.ones(100, np.float32))
+    mean, std = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
+    np.testing.assert_allclose(stem.norm.mean, mean, rtol=1e-12)
+    want = np.clip((rows - mean) / np.sqrt(std**2 + 1e-8), -5, 5)
+    got = stem(torch.from_numpy(rows)).numpy()
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert got[7, 0, 0, 0] == 5.0
+    assert not got[:, 1:, :40].any()
+    in_blocks = stem(torch.from_numpy(rows[:3]), block=4)  # as GPUs read it
+    torch.testing.assert_close(in_blocks, blocks(torch.from_numpy(got[:3]), 4))
+
+
+CONV = [{"layer_type": "conv2d", "layer_dim": 4, "kernel_size": 3}, {"layer_type": "flatten"}]
+
+
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [((3, 16, 16), {}), ((16, 16, 3), {"dim": 8}), ((16, 16), {}), ((3, 16, 16), {"layers": CONV})],
+)
+def test_every_network_of_a_picture_sees_it_normalised(shape, more):
+    space = Space("box", shape, "uint8", 0, 255)
+    encoder = make_encoder(space, ModelConfig(normalize_observations=True, **more))
+    rng = np.random.default_rng(0)
+    rows = rng.normal(100.0, 20.0, (2, 30, *shape)).clip(0, 255).astype(np.uint8)
+    dead = rng.random((2, 30)) < 0.3
+    rows[dead] = 255
+    update_normalizers(encoder, rows, ~dead)
+    brighter = (rows // 2 + 60).astype(np.uint8)  # half the contrast, on a lighter ground
+    other = make_encoder(space, ModelConfig(normalize_observations=True, **more))
+    other.load_state_dict({**other.state_dict(), **dict(encoder.named_parameters())})
+    update_normalizers(other, brighter, ~dead)
+    seen, same = (torch.from_numpy(x[~dead]) for x in (rows, brighter))
+    torch.testing.assert_close(encoder(seen), other(same), atol=0.2, rtol=0.05)
+    plain = make_encoder(space, ModelConfig(**more))
+    plain.load_state_dict(dict(encoder.named_parameters()))
+    assert not torch.allclose(plain(seen), encoder(seen), atol=0.2)

@@ -75,7 +75,8 @@ class ModelConfig:
     """Longest sequence a recurrent model is trained on (PPO, A2C): rollouts are cut into equal sequences of the longest length up to this
     that divides `rollout_length`; a warning says so where that is less. (RLlib: 20.)"""
     normalize_observations: bool = False
-    """Standardise vector observations by their running mean and standard deviation, clipped at 10 (Gymnasium: NormalizeObservation)."""
+    """Standardise observations by their running mean and standard deviation (Gymnasium: NormalizeObservation): vectors of real numbers, clipped at 10, and
+    each pixel of pictures, clipped at 5, instead of dividing by 255. In pictures whose background stands still, what moves then stands out."""
     layer_norm: bool = False
     """LayerNorm before the activation of each dense layer."""
     init: str = "orthogonal"

@@ -4,7 +4,7 @@ Each leaf of the observation has a *stem*, and the stems' outputs are joined (`m
 
 | leaf                                | stem                                                                           |
 |-------------------------------------|--------------------------------------------------------------------------------|
-| box of rank 3, uint8 box of rank 2  | convolutions: `conv_filters`, or a net that fits the size; uint8 is divided by 255 |
+| box of rank 3, uint8 box of rank 2  | convolutions: `conv_filters`, or a net that fits the size; RunningNorm if asked, else uint8 is divided by 255 |
 | any other box                       | flattened to float32; uint8 bounded by 255 is divided by 255; RunningNorm if asked |
 | box named in `entities`             | attention among its rows, and its mask                                         |
 | discrete, multi_discrete            | one-hot, or learnt vectors (`embedding_dim`)                                   |
@@ -41,6 +41,8 @@ DENSE = 512
 """Width of the dense layer behind them."""
 IMPALA = (16, 32, 32)
 """Channels of the residual sections of Espeholt 2018."""
+PIXEL_CLIP = 5.0
+"""Where normalised pixels end, in standard deviations: one that hardly ever changes would be huge when it does (Burda 2018)."""
 
 
 def default_filters(height: int, width: int) -> tuple[list[Filter], str, int]:
@@ -154,7 +156,8 @@ class Impala(nn.Module):
 
 
 class ImageInput(nn.Module):
-    """An image leaf as float32 `[B, C, H, W]`: axes in order, uint8 scaled, resized to `dim` if that is asked for."""
+    """An image leaf as float32 `[B, C, H, W]`: each pixel normalised if that is asked for, else uint8 scaled; axes in order; resized to `dim` if that is
+    asked for."""
 
     def __init__(self, space: Space, config: ModelConfig):
         super().__init__()
@@ -162,14 +165,19 @@ class ImageInput(nn.Module):
         self.add_channel = len(space.shape) == 2
         self.channels_last = b != c and (a == b or c < a)
         channels, h, w = (c, a, b) if self.channels_last else (a, b, c)
-        self.bytes = space.dtype == "uint8"
+        self.norm = RunningNorm(space.shape, PIXEL_CLIP) if config.normalize_observations else None
+        self.bytes = space.dtype == "uint8" and self.norm is None
         self.zero_mean = config.zero_mean and self.bytes
         self.scale = 2 / 255 if self.zero_mean else 1 / 255
         self.size = (config.dim, config.dim) if config.dim and (h, w) != (config.dim, config.dim) else None
         self.out_shape = (channels, *(self.size or (h, w)))
+        self.plain = False
+        """Without the layouts of memory with which convolutions are faster: `torch.vmap` takes none of them."""
 
     def forward(self, x: Tensor, scaled: bool = True, block: int = 1) -> Tensor:
         """With scaled=False bytes stay numbers up to 255, and the caller multiplies by `scale`. block: as `blocks` of this side."""
+        if self.norm is not None:
+            x = self.norm(x)
         if self.add_channel:
             x = x.unsqueeze(1)
         if self.channels_last:
@@ -179,7 +187,7 @@ class ImageInput(nn.Module):
         # Channels last: convolutions are 1.2x faster so. Straight to the precision they run in: pictures are large, passes over them cost.
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        x = x.to(dtype, memory_format=torch.channels_last)
+        x = x.to(dtype) if self.plain else x.to(dtype, memory_format=torch.channels_last)
         if self.bytes and scaled:
             x = x * self.scale
         if self.zero_mean:
@@ -221,11 +229,12 @@ class ImageStem(nn.Module):
         self.out_features = width or self.convs.out_features
 
     def forward(self, x: Tensor, *drawn: Tensor) -> Tensor:
-        if self.folds and not drawn:
-            block = self.convs.block if x.is_cuda and self.input.size is None else 1
-            x = self.convs(self.input(x, scaled=False, block=block), self.input.scale, block)
-        else:
+        if drawn or not isinstance(self.convs, Convs):
             x = self.convs(torch.cat([self.input(x), *drawn], 1))
+        else:
+            block = self.convs.block if x.is_cuda and self.input.size is None and not self.input.plain else 1
+            scale = self.input.scale if self.folds else 1.0
+            x = self.convs(self.input(x, scaled=not self.folds, block=block), scale, block)
         if self.dense is not None:
             x = self.dense(x)
             if self.norm is not None:
@@ -432,8 +441,11 @@ class Features(nn.Module):
                 flat = tree.map(lambda x: torch.as_tensor(x, device=device).flatten(0, lead - 1), obs)
                 obs = self.preprocessor(flat)
         for (keys, _), stem in zip(self.leaves, self.stems, strict=True):
-            if isinstance(stem, VectorStem) and stem.norm is not None:
-                stem.norm.update(_leaf(obs, keys), weight)
+            norm = (
+                stem.norm if isinstance(stem, VectorStem) else stem.input.norm if isinstance(stem, ImageStem) else None
+            )
+            if norm is not None:
+                norm.update(_leaf(obs, keys), weight)
 
 
 class Encoder(nn.Module):
@@ -441,7 +453,7 @@ class Encoder(nn.Module):
 
     def __init__(self, space: Space, config: ModelConfig):
         super().__init__()
-        self.input: nn.Module | None = None  # set when a list of layers takes the leaf itself: an image or an index
+        self.input: ImageInput | None = None  # set when a list of layers takes the leaf itself: an image or an index
         self.offset = 0
         self.features: Features | None = None
         trunk: nn.Module | None = None
@@ -478,6 +490,11 @@ class Encoder(nn.Module):
         self.has_image = self.input is not None or (self.features is not None and self.features.has_image)
         last: Any = self.features if trunk is None else trunk
         self.out_features: int = last.out_features
+
+    def update_norms(self, obs: Any, weight: Any = None) -> None:
+        """As that of `Features`, for the image that a list of layers takes."""
+        if self.input is not None and self.input.norm is not None:
+            self.input.norm.update(_leaf(obs, self.keys), weight)
 
     def forward(self, obs: Any) -> Tensor:
         if self.features is not None:

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+PART = (1 << 21, 1 << 25)
+"""Numbers that are taken in at a time on a CPU and on a GPU: pictures in float64 are large, and the part of a CPU should stay in its cache."""
+
 
 class RunningNorm(nn.Module):
     """`clip((x - mean) / sqrt(var + eps), -clip, clip)` with the mean and (population) variance of all rows seen so far.
@@ -38,18 +41,21 @@ class RunningNorm(nn.Module):
     @torch.no_grad()
     def update(self, batch: Any, weight: Any = None) -> None:
         """Take in rows `[..., *shape]`; `weight [...]` counts a row 0 (a dead row) to any number of times."""
-        x = torch.as_tensor(batch, device=self.mean.device).double().reshape(-1, *self.shape)
+        x = torch.as_tensor(batch, device=self.mean.device).reshape(-1, *self.shape)
         if weight is None:
             w = torch.ones(len(x), dtype=torch.float64, device=x.device)
         else:
             w = torch.as_tensor(weight, device=x.device).double().reshape(-1)
             if len(w) != len(x):
                 raise ValueError(f"weight should have one entry for each of {len(x)} rows, got {len(w)}")
-        w = w.reshape(-1, *[1] * len(self.shape))
-        total = w.sum()
-        safe = total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
-        mean = (x * w).sum(0) / safe
-        self.merge(mean, (w * (x - mean).square()).sum(0) / safe, total)
+        rows = max(1, PART[x.device.type == "cuda"] // max(1, self.mean.numel()))
+        for part, counts in zip(x.split(rows), w.split(rows), strict=True):
+            deviation = part.double().reshape(len(part), -1)
+            total = counts.sum()
+            share = counts / total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
+            mean = share @ deviation
+            var = share @ (deviation - mean).square_()
+            self.merge(mean.reshape(self.shape), var.reshape(self.shape), total)
 
     def standardize(self, x: np.ndarray) -> np.ndarray:
         """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from bray.nn.encoders import ImageInput
 from bray.nn.noise import NOISE, Shapes
 
 
@@ -20,6 +21,9 @@ class Perturbed(nn.Module):
     def __init__(self, net: nn.Module, example: Any, output: str = "dist"):
         super().__init__()
         self.net, self.output = net, output
+        for module in net.modules():
+            if isinstance(module, ImageInput):
+                module.plain = True
         named = dict(net.named_parameters())
         grads = torch.autograd.grad(net(example)[output].sum(), list(named.values()), allow_unused=True)
         self.names = [name for name, grad in zip(named, grads, strict=True) if grad is not None]
