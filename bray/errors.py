@@ -75,6 +75,10 @@ class ExportError(BrayError):
     """A Model that cannot become an ONNX file, or whose file answers otherwise than the Model."""
 
 
+class StoppedBySignal(SystemExit):
+    """A signal that ends the program at once, with its exit code. A `SystemExit` that is no such one comes from code of the user."""
+
+
 class Overloaded(BrayError):
     """More work than there is room for. Nothing was done; it may be tried again."""
 

@@ -161,10 +161,14 @@ def overlay(
     if not runs:
         raise DataError("a figure needs at least one run, got none")
     with _figure(Path(out), title or "Learning curves", threshold) as axes:
-        for i, (label, dirs) in enumerate(runs.items()):
-            dirs = [dirs] if isinstance(dirs, (str, Path)) else list(dirs)
-            curves = [series(read_results(d), TRAIN) for d in dirs]
-            _draw(axes, curves, _COLORS[i % len(_COLORS)], label, [str(d) for d in dirs])
+        given = {k: [v] if isinstance(v, (str, Path)) else list(v) for k, v in runs.items()}
+        curves = {label: [series(read_results(d), TRAIN) for d in dirs] for label, dirs in given.items()}
+        empty = [label for label, seeds in curves.items() if not any(len(x) for x, _ in seeds)]
+        for i, (label, seeds) in enumerate(curves.items()):
+            if label not in empty or len(empty) == len(curves):
+                _draw(axes, seeds, _COLORS[i % len(_COLORS)], label, [str(d) for d in given[label]])
+        if empty:
+            logger.warning("not drawn, because no episode has finished there: %s", ", ".join(empty))
     return Path(out)
 
 

@@ -60,6 +60,8 @@ class Scripted(gym.Env):
         match self.fault:
             case "raise":
                 raise RuntimeError("scripted failure")
+            case "exit":
+                sys.exit(3)
             case "hang":
                 time.sleep(1000)
             case "die":

@@ -6,6 +6,7 @@ from functools import partial
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 import bray
 from bray.cli.main import main
@@ -288,6 +289,31 @@ def test_the_row_of_an_iteration_is_written_although_a_callback_raises(tmp_path,
     assert [row["training_iteration"] for row in rows] == [1, 2]
     assert [row["eval/return_mean"] for row in rows] == [9.0, 9.0]
     assert RunDir.open(tmp_path / "run").load_checkpoint().meta["training_iteration"] == 2
+
+
+def test_what_a_callback_adds_to_a_row_is_saved_as_it_is_written(tmp_path):
+    class Adds(bray.Callbacks):
+        def on_train_result(self, experiment, row):
+            row |= {"tensor": torch.tensor(1.5), "path": tmp_path, "nested": {"set": {1}}}
+
+    exp = experiment(tmp_path)
+    list(exp.train({"training_iteration": 2}, callbacks=Adds))
+    exp.close()
+    again = bray.Experiment.resume(tmp_path / "run")
+    assert again.last_row["training_iteration"] == 2
+    assert [again.last_row[k] for k in ("tensor", "path", "nested/set")] == [1.5, str(tmp_path), "{1}"]
+    again.close()
+
+
+def test_custom_metrics_are_numbers(tmp_path):
+    class Words(bray.Callbacks):
+        def on_episode_end(self, episode):
+            episode.custom_metrics["phase"] = "hard"
+
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=r"custom_metrics\['phase'\].*expected a number, got 'hard'"):
+        list(exp.train({"training_iteration": 9}, callbacks=Words))
+    exp.close()
 
 
 def test_what_is_saved_in_the_middle_of_an_iteration_is_not_exact(tmp_path, caplog):

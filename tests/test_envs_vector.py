@@ -21,7 +21,7 @@ from bray import tree
 from bray.envs import EnvConfig, episode_seed, make_vec
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.native import NativeVecEnv
-from bray.errors import CheckpointError, ConfigError, EnvError
+from bray.errors import CheckpointError, ConfigError, EnvError, StoppedBySignal
 
 HERE = Path(__file__).parent
 
@@ -385,6 +385,27 @@ def test_an_environment_that_raises_is_rebuilt_up_to_a_limit(form, caplog):
         play(v, [[1, 1]] * 3)
         with pytest.raises(EnvError, match=r"(?s)^Traceback.*scripted failure.*max_restarts=2"):
             v.step([1, 1])
+
+
+@pytest.mark.parametrize("form", ["inprocess", "subprocess"])
+def test_an_environment_that_ends_the_program_has_failed(form):
+    with vec(n=1, env_config={"fault": "exit"}, form=form) as v:
+        v.reset()
+        v.step([0])
+        v.step([0])
+        with pytest.raises(EnvError, match=r"(?s)^Traceback.*sys.exit\(3\).*step 2: it raised SystemExit"):
+            v.step([0])
+
+
+def test_a_signal_that_ends_the_program_is_no_failure_of_the_environment(monkeypatch):
+    def stop(self, action):
+        raise StoppedBySignal(130)
+
+    monkeypatch.setattr(e.Scripted, "step", stop)
+    with vec(n=1, max_restarts=9) as v:
+        v.reset()
+        with pytest.raises(StoppedBySignal):
+            v.step([0])
 
 
 def test_without_restarts_the_users_traceback_comes_at_once():

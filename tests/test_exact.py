@@ -166,16 +166,30 @@ def test_where_it_cannot_be_exact_the_run_says_so(tmp_path, caplog):
     assert [r["training_iteration"] for r in rows(tmp_path / "r")] == [1, 2]
 
 
-def test_a_replay_that_was_not_saved_makes_the_resume_inexact(tmp_path):
+def test_a_replay_that_was_not_saved_makes_the_resume_inexact(tmp_path, caplog):
     algo, env, config, _ = CASES["dqn-inprocess"]
     exp = Experiment(
         run=algo, env=env, use_preset=False, path=tmp_path / "r", config={**config, "checkpoint_replay": "never"}
     )
     finish(exp, 1)
     assert not (tmp_path / "r" / "replay").exists()
+    assert RunDir.open(tmp_path / "r").load_checkpoint().meta["exact"] is False
     resumed = Experiment.resume(tmp_path / "r")
     assert not resumed.exact
+    assert "the replay was not saved" in caplog.text
+    assert "environments" not in caplog.text
     finish(resumed, 2)
+
+
+def test_a_replay_that_is_too_large_to_be_saved_is_told_of_once(tmp_path, caplog):
+    algo, env, config, _ = CASES["dqn-inprocess"]
+    large = {**config, "replay_size": 120_000_000}  # its memory is not touched before it is used
+    exp = Experiment(run=algo, env=env, use_preset=False, path=tmp_path / "r", config=large)
+    exp.training.iterate()
+    exp.save()
+    exp.save()
+    exp.close()
+    assert caplog.text.count("is not saved with checkpoints") == 1
 
 
 @pytest.mark.parametrize("case", ["ppo-inprocess", "dqn-inprocess", "sac-inprocess"])

@@ -115,13 +115,16 @@ def test_an_evaluation_beside_the_training_stands_at_the_steps_of_its_weights(tm
     assert axes.lines[1].get_xdata().tolist() == [2000.0, 5000.0]
 
 
-def test_learning_curve_of_seeds_and_overlay(tmp_path):
+def test_learning_curve_of_seeds_and_overlay(tmp_path, caplog):
     runs = [make_run(tmp_path / f"s{i}", 1 + i, 20 - i, evaluate=True) for i in range(3)]
     read_picture(learning_curve(runs, tmp_path / "seeds.png"))
     other = make_run(tmp_path / "t", 0.3)
     both = read_picture(overlay({"PPO": runs, "DQN": [other]}, tmp_path / "both.png", threshold=30))
     assert has_color(both, (0x2F, 0x6F, 0xB5))
     assert has_color(both, (0xD9, 0x72, 0x2E))
+    with caplog.at_level("WARNING"):
+        overlay({"PPO": runs, "A2C": [make_run(tmp_path / "empty", iterations=2)]}, tmp_path / "some.png")
+    assert "no episode has finished there: A2C" in caplog.text
     assert overlay({"PPO": runs}, tmp_path / "one.pdf").read_bytes().startswith(b"%PDF")
 
 

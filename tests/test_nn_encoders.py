@@ -86,7 +86,7 @@ KINDS = {
     "vector": (box(4), 4),
     "scalar": (box(), 1),
     "table": (box(3, 4), 12),
-    "rank4": (box(2, 2, 2, 2), 16),
+    "rank4": (box(2, 2, 2, 2), 128),
     "float64": (box(4, dtype="float64"), 4),
     "ints": (box(4, dtype="int32", low=0, high=9), 4),
     "ram": (box(128, dtype="uint8", low=0, high=255), 128),
@@ -113,7 +113,7 @@ def test_every_kind_of_observation_is_encoded_and_all_weights_learn(name):
     torch.manual_seed(0)
     encoder = make_encoder(space, ModelConfig(fcnet_hiddens=(32,), conv_activation="elu"))
     out = encoder(sample(space))
-    alone = space.kind == "box" and len(space.shape) in (2, 3) and features >= 128
+    alone = space.kind == "box" and len(space.shape) in (2, 3, 4) and features >= 128
     assert out.shape == (3, features if alone else 32)
     assert out.dtype == torch.float32
     stem = encoder.features(sample(space))
@@ -183,6 +183,21 @@ def test_images_are_scaled_and_turned():
     torch.testing.assert_close(zero_mean(0 * white), -torch.ones(1, 3, 8, 8))
     floats = ImageInput(box(3, 8, 8), ModelConfig(zero_mean=True))
     torch.testing.assert_close(floats(white.float()), white.float())
+    planes = box(3, 8, 8, dtype="uint8", low=0, high=1)  # of a board
+    torch.testing.assert_close(ImageInput(planes, ModelConfig())(white // 255), torch.ones(1, 3, 8, 8))
+    torch.testing.assert_close(ImageInput(planes, ModelConfig(zero_mean=True))(0 * white), -torch.ones(1, 3, 8, 8))
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 3), (3, 8, 8)])
+def test_stacked_pictures_are_channels_of_one(shape):
+    stem = ImageInput(image(4, *shape), ModelConfig())
+    x = torch.randint(0, 256, (2, 4, *shape), dtype=torch.uint8)
+    single = ImageInput(image(*shape), ModelConfig())
+    assert stem.out_shape == (12, 8, 8)
+    torch.testing.assert_close(stem(x), torch.cat([single(x[:, k]) for k in range(4)], 1))
+    encoder = make_encoder(image(4, *shape), ModelConfig(conv_filters="impala"))
+    assert encoder.has_image
+    assert encoder(x).shape == (2, encoder.out_features)
 
 
 @pytest.mark.parametrize("side", [*range(1, 40), 63, 64, 84, 96, 210])

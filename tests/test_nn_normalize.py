@@ -117,7 +117,13 @@ CONV = [{"layer_type": "conv2d", "layer_dim": 4, "kernel_size": 3}, {"layer_type
 
 @pytest.mark.parametrize(
     ("shape", "more"),
-    [((3, 16, 16), {}), ((16, 16, 3), {"dim": 8}), ((16, 16), {}), ((3, 16, 16), {"layers": CONV})],
+    [
+        ((3, 16, 16), {}),
+        ((16, 16, 3), {"dim": 8}),
+        ((16, 16), {}),
+        ((4, 16, 16, 3), {}),
+        ((3, 16, 16), {"layers": CONV}),
+    ],
 )
 def test_every_network_of_a_picture_sees_it_normalised(shape, more):
     space = Space("box", shape, "uint8", 0, 255)
@@ -136,3 +142,20 @@ def test_every_network_of_a_picture_sees_it_normalised(shape, more):
     plain = make_encoder(space, ModelConfig(**more))
     plain.load_state_dict(dict(encoder.named_parameters()))
     assert not torch.allclose(plain(seen), encoder(seen), atol=0.2)
+
+
+def test_pictures_of_yes_and_no_are_normalised():
+    space = Space("box", (10, 10, 4), "bool", 0, 1)
+    encoder = make_encoder(space, ModelConfig(normalize_observations=True))
+    rows = np.random.default_rng(0).random((50, 10, 10, 4)) < 0.1
+    update_normalizers(encoder, rows)
+    (norm,) = (m for m in encoder.modules() if isinstance(m, RunningNorm))
+    np.testing.assert_allclose(norm.mean, rows.mean(0), rtol=1e-12)
+    assert torch.isfinite(encoder(torch.from_numpy(rows))).all()
+
+
+def test_before_the_first_statistics_bytes_are_told_apart():
+    stem = ImageInput(Space("box", (3, 8, 8), "uint8", 0, 255), ModelConfig(normalize_observations=True))
+    x = torch.arange(192, dtype=torch.uint8).reshape(1, 3, 8, 8)
+    assert len(stem(x).unique()) == 192
+    assert stem(x).abs().max() < 2.0

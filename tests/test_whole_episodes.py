@@ -1,11 +1,14 @@
 """Experiences of whole episodes: `Episodes` (rows of episodes that have ended) and `Generation` (their returns)."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from sources_for_tests import make_piece, side_by_side
 
 from bray.act import Clock
 from bray.data import Episodes, Generation, Piece
+from bray.data.generation import MOST_BYTES
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 
@@ -144,6 +147,31 @@ def test_a_generation_goes_on_from_a_saved_state():
     batch = again.next(Clock())
     assert batch.data["return"].tolist() == [11.0, 2.0]
     assert batch.rows == 3
+
+
+def test_a_generation_of_large_observations_keeps_some_of_them_and_goes_on_alike():
+    def play(experience, steps):
+        for t in steps:
+            piece = rows(0, [t == 0] * 2, [1, 1], [t == 999] * 2)
+            experience.add(replace(piece, obs=np.full((2, 2, 100_000), t, np.float32)))
+
+    whole, begun, again = Generation(), Generation(), Generation()
+    play(whole, range(1000))
+    play(begun, range(617))
+    state = begun.get_state(None)
+    assert state["arrays"]["obs"].nbytes <= MOST_BYTES
+    again.set_state(state, None)
+    play(again, range(617, 1000))
+    batches = [x.next(Clock()) for x in (whole, again)]
+    for batch in batches:
+        assert batch.data["return"].tolist() == [1000.0, 1000.0]
+        assert batch.rows == 2000
+        assert MOST_BYTES / 4 < batch.data["obs"].nbytes <= MOST_BYTES
+        steps = batch.data["obs"][::2, 0]
+        assert len(set(np.diff(steps))) == 1  # evenly, from the first to the last
+        assert steps[0] < 32
+        assert steps[-1] > 967
+    np.testing.assert_array_equal(*(b.data["obs"] for b in batches))
 
 
 def test_generations_refuse_odd_numbers_waiting_and_live_games():

@@ -235,6 +235,26 @@ def test_an_error_in_one_worker_leaves_the_others_alone():
     assert not list(Path("/dev/shm").glob(f"bray-rollout-{os.getpid()}-*"))
 
 
+class Exits(bray.Callbacks):
+    def on_episode_step(self, episode):
+        sys.exit(5)
+
+
+class Dies(bray.Callbacks):
+    def on_episode_step(self, episode):
+        os._exit(5)
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"), [(Exits, r"sys.exit\(5\)(.|\n)*SystemExit: 5"), (Dies, r"^exit code 5\nrollout worker 1")]
+)
+def test_how_a_worker_ended_is_told(tmp_path, callback, says):
+    exp = experiment(tmp_path / "run", num_workers=1, max_worker_restarts=0)
+    with pytest.raises(EnvError, match=says):
+        list(exp.train({"training_iteration": 2}, callbacks=callback()))
+    exp.close()
+
+
 @pytest.mark.slow
 def test_the_lag_is_counted_when_a_piece_is_learnt_from():
     exp = experiment(run="APPO", rollout_length=16, epochs=2, minibatches=2, num_envs=1, num_workers=3)
@@ -267,8 +287,11 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
     )
     assert exp.foreach_env(lambda env: env.phase) == [3, 3]
     rows = list(exp.train({"training_iteration": 2}, callbacks=Watcher()))
-    assert rows[-1]["custom_metrics/late_max"] == 7  # each worker counts its own episodes
-    assert rows[-1]["mine"] == 7
+    late = rows[-1]["custom_metrics/late_max"]
+    assert (
+        late == 7 if run == "PPO" else late >= 3
+    )  # each worker counts its own episodes; two rollouts of IMPALA may be of two workers
+    assert rows[-1]["mine"] == late
     assert caplog.text.count("callbacks Watcher: with num_workers each worker has a copy") == 1
     source = exp.training.sources[0]
     state = source.get_state()
@@ -277,7 +300,7 @@ def test_callbacks_and_functions_reach_the_environments_of_workers(run, tmp_path
     assert "custom_metrics/late_max" not in source.numbers()
     state["json"]["metrics"] = metrics
     source.set_state(state, exp.training.clock)
-    assert source.numbers()["custom_metrics/late_max"] == 7
+    assert source.numbers()["custom_metrics/late_max"] >= late
     assert source.get_state(midway=True)["json"]["workers"] is None  # then new episodes start
     exp.close()
 
@@ -416,6 +439,8 @@ def test_an_environment_given_to_resume_or_load_is_the_one_that_is_played(tmp_pa
         bray.Experiment.resume(tmp_path / "run", env="CartPole-v1")
     with pytest.raises(CheckpointError, match="other spaces"):
         bray.Experiment.load(tmp_path / "run", env="CartPole-v1").evaluate(1)
+    with pytest.raises(ConfigError, match="leave out run='DQN'"):
+        bray.Experiment.resume(tmp_path / "run", run="DQN")
     exp = bray.Experiment.resume(tmp_path / "run", env=Told, env_config={"level": 3}, num_workers=1)
     exp.training.iterate()
     assert exp.foreach_env(lambda env: env.told) == [{"level": 3}] * 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import errno
 import inspect
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -19,7 +20,7 @@ import typer
 from bray.cli.flags import make_function
 from bray.cli.options import COMMANDS
 from bray.config.hints import hint
-from bray.errors import BrayError, did_you_mean, how_to_install
+from bray.errors import BrayError, StoppedBySignal, did_you_mean, how_to_install
 
 NOT_YET = ("tune", "dashboard")
 """Commands that are planned and are not there."""
@@ -100,6 +101,9 @@ def main(argv: list[str] | None = None) -> int:
         return _complain(str(e), 2)
     except KeyboardInterrupt:
         return _complain("stopped by Ctrl-C", 130)
+    except StoppedBySignal as e:
+        code = int(e.code or 0)
+        return _complain(f"stopped by {'Ctrl-C' if code == 130 else signal.Signals(code - 128).name}", code)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 1
     except BrokenPipeError:  # `bray envs | head`

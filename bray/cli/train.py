@@ -20,7 +20,7 @@ from bray.cli.options import Train
 from bray.cli.show import facts, log_shown, put, say, terminal, trusting
 from bray.config import ConfigSource, parse_assignments, parse_json
 from bray.config.runfile import load_run_file, preset
-from bray.errors import BrayError, ConfigError
+from bray.errors import BrayError, ConfigError, StoppedBySignal
 from bray.experiment import Experiment
 from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
@@ -116,13 +116,18 @@ class Signals(Callbacks):
             self._old = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        if (
+            isinstance(error, SystemExit) and self.number is not None
+        ):  # Ray makes exits of its own of ours while it starts
+            raise StoppedBySignal(128 + self.number) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.experiment is None:
-            raise SystemExit(128 + number)
+            self.number = number
+            raise StoppedBySignal(128 + number)
         if self.number is not None:
             if sys.stdout.isatty():
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the live display hides the cursor

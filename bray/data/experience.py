@@ -120,7 +120,8 @@ class Experience:
         return 0
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}; large parts go to files in the directory, or nowhere without one."""
+        """{"arrays": tree, "json": plain data}; large parts go to files in the directory, or nowhere without one. `"exact": False` beside these where
+        something is left out."""
         return {"arrays": {}, "json": {}}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
@@ -348,7 +349,8 @@ class Replay(Experience):
     def get_state(self, directory: Path | None) -> dict[str, Any]:
         json = {"rng": self.rng.bit_generator.state, "due": self._due, "left": self._left, "version": self._version}
         if self.ring is None or directory is None:
-            return {"arrays": {}, "json": {**json, "rows": False, "came": self.ring is not None}}
+            came = self.ring is not None
+            return {"arrays": {}, "json": {**json, "rows": False, "came": came}, "exact": not came}
         arrays = {"ring": self.ring.save(directory), "example": self.ring.example}
         return {"arrays": arrays, "json": {**json, "rows": True, "came": True, "ragged": self._ragged}}
 

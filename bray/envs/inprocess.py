@@ -16,7 +16,7 @@ from bray.envs.missing import warn_once, what_is_missing
 from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
 from bray.envs.told import Told
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
-from bray.errors import BrayError, ConfigError, EnvError
+from bray.errors import BrayError, ConfigError, EnvError, StoppedBySignal
 from bray.spec import EnvSpec, Space
 from bray.tree import NestedArray
 
@@ -114,7 +114,7 @@ class InProcessVecEnv(VecEnv):
             else:
                 try:
                     rows[i], reward[i], done, cut, info = self._steps[i](action)
-                except Exception as e:
+                except (Exception, SystemExit) as e:
                     self._failed(i, e)
                     rows[i], reward[i] = tree.index(self._last, i), 0.0
                     done, cut, info = False, True, {}
@@ -147,7 +147,7 @@ class InProcessVecEnv(VecEnv):
             env = self._envs[i]
             try:
                 ob, info = env.reset(seed=self._episode_seed(i))
-            except Exception as e:
+            except (Exception, SystemExit) as e:
                 self._failed(i, e)
                 continue
             self._steps[i] = env.step  # AnyApi may have put the environment's own method there
@@ -212,11 +212,13 @@ class InProcessVecEnv(VecEnv):
     def _where(self, i: int) -> str:
         return f"{self._build.name}, environment {self.first + i}, episode {self.episodes[i]}, step {self._counts[i]}"
 
-    def _failed(self, i: int, error: Exception) -> None:
+    def _failed(self, i: int, error: BaseException) -> None:
         """Environment i raised: count it, tell, rebuild it; give up beyond the limit."""
-        if isinstance(error, BrayError):
+        if isinstance(error, BrayError | StoppedBySignal):
             raise error
-        if (what := what_is_missing(error)) is not None:  # nor would it be there after a restart
+        if (
+            isinstance(error, Exception) and (what := what_is_missing(error)) is not None
+        ):  # nor would it be there after a restart
             raise ConfigError(f"{self._where(i)}: it needs {what}") from error
         trace = "".join(traceback.format_exception(error)).rstrip()
         report = f"{trace}\n{self._where(i)}: it raised {type(error).__name__}"

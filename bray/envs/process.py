@@ -57,6 +57,8 @@ class Child:
         self.process = context.Process(target=run_child, args=(*setting, serve, arguments), daemon=True, name=name)
         with _main_only_if(needs_main), _signals_held_back():
             self.process.start()
+        self.killed = False
+        """Whether it still lived when `kill` ended it."""
         theirs.close()  # so that the worker's death is seen as the end of the pipe
         self._poll = None
         if hasattr(select, "poll"):
@@ -67,7 +69,7 @@ class Child:
         try:
             self.conn.send_bytes(message)
         except OSError:  # its end of the pipe is gone, or ours is closed because it was killed
-            raise Lost("died") from None
+            raise self._died() from None
 
     def receive(self, timeout: float | None) -> bytes:
         try:
@@ -75,7 +77,11 @@ class Child:
                 raise Lost(f"did not answer within {timeout:g} s")
             return self.conn.recv_bytes()
         except (EOFError, OSError):
-            raise Lost("died") from None
+            raise self._died() from None
+
+    def _died(self) -> Lost:
+        self.process.join(1.0)  # it is on its way: to kill it now would hide how it ended
+        return Lost("died")
 
     def _ready(self, timeout: float) -> bool:
         return bool(self._poll.poll(timeout * 1000)) if self._poll is not None else self.conn.poll(timeout)
@@ -87,7 +93,7 @@ class Child:
         except Lost as e:
             self.kill()
             raise LostAtStart(
-                f"a worker process {e} while starting (exit code {self.process.exitcode}). If your environment "
+                f"a worker process {e} while starting ({self.end}). If your environment "
                 "is defined in the script you run, put the training under `if __name__ == '__main__':`."
             ) from None
         except (ConfigError, EnvError):
@@ -106,12 +112,18 @@ class Child:
         self._trace.seek(0)
         return self._trace.read().strip()
 
+    @property
+    def end(self) -> str:
+        """How one that was killed, or had died before, has ended."""
+        return "it was ended here" if self.killed else f"exit code {self.process.exitcode}"
+
     def _unlink(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._trace_path)
 
     def kill(self) -> None:
         self._unlink()
+        self.killed = self.process.is_alive()
         self.process.kill()
         self.process.join()
         self.conn.close()

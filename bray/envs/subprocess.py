@@ -221,7 +221,7 @@ class SubprocessVecEnv(VecEnv):
         numbers = self._share.beside[rows]
         report = (
             f"{where}\n{self.name}, environments {numbers[0]} to {numbers[-1]}: their process {worker.process.pid} {why} "
-            f"(exit code {worker.process.exitcode})"
+            f"({worker.end})"
         ).lstrip()
         self._count_restart(report)
         alive = ~self.dead[rows]  # the others had ended before; their next episodes start now, as this step was to do

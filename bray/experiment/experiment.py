@@ -45,6 +45,7 @@ from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import Sink, TerminalSink
+from bray.metrics.rows import flatten_row
 from bray.metrics.trackers import make_trackers
 from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
@@ -122,6 +123,7 @@ class Experiment:
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
         self._callbacks_go_on: dict[str, Any] = {}  # by the checkpoint that is resumed, until `train` has them
+        self._told_replay = False
         self._told_envs = False  # what a function of the user did to them is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
@@ -388,13 +390,20 @@ class Experiment:
         best_score = score if best else self._score.best
         replay_dir = directory.path / "replay"
         how = run.checkpoint_replay
-        keeps_replay = how == "always" or (how == "auto" and training.experience.nbytes <= _AUTO_REPLAY_BYTES)
+        size = training.experience.nbytes
+        keeps_replay = how == "always" or (how == "auto" and size <= _AUTO_REPLAY_BYTES)
+        if how == "auto" and not keeps_replay and not self._told_replay:
+            self._told_replay = True
+            logger.warning(
+                "the replay (%.1f GiB when full) is not saved with checkpoints: a resumed run fills it anew. checkpoint_replay=always saves it, =never is silent",
+                size / 2**30,
+            )
         with rundir.writing(replay_dir, "the previous checkpoint is kept"):
             state = training.get_state(replay_dir if keeps_replay else None)
         if lost := training.lost_weights(state["arrays"]["learner"]):
             raise self._health.diverged(f"{lost} are not finite")
         recent = training.recent_observations()
-        state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": row}
+        state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": flatten_row(row)}
         callbacks, refused = self._callbacks_state()
         state["json"] |= {"callbacks": json.dumps(callbacks), "told_envs": self._told_envs}
         state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
@@ -493,6 +502,10 @@ class Experiment:
     ) -> Experiment:
         """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`. `overrides`: keys that are other
         than before, such as `num_workers=4`."""
+        if "run" in overrides:
+            raise ConfigError(
+                f"resume({str(path)!r}) goes on with the algorithm of that run: leave out run={overrides['run']!r}"
+            )
         sources = [*sources, ConfigSource("python", overrides)] if overrides else sources
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():

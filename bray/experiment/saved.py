@@ -104,10 +104,13 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
 
 def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
     """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`: whether all that was saved is back."""
-    why = []
+    why, experience = [], state["experience"]
+    lost = experience.get("came") and experience.get("rows") is False
+    if lost:
+        why.append("the replay was not saved (checkpoint_replay), it fills anew")
     if state.get("midway"):
         why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")
-    elif not restored:
+    elif not restored and not lost:
         why.append(
             "the environments cannot go on where they were (their state cannot be restored exactly, or other workers play them): new episodes start"
         )

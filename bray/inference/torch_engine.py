@@ -34,7 +34,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         detail = "; ".join(f"{k}: model {mine.get(k, 'none')}, file {theirs.get(k, 'none')}" for k in wrong[:5])
         raise CheckpointError(
-            f"the weights do not fit the model in {len(wrong)} of {len(mine)} entries: {detail}. They are of another network; where a default network of "
+            f"the weights do not fit the model in {len(wrong)} entries: {detail}. They are of another network; where a default network of "
             "Bray has changed since, CHANGELOG.md says how to load them"
         )
     model.load_state_dict({k: torch.from_numpy(_writable(v)) for k, v in weights.items()})

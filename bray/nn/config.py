@@ -76,7 +76,7 @@ class ModelConfig:
     that divides `rollout_length`; a warning says so where that is less. (RLlib: 20.)"""
     normalize_observations: bool = False
     """Standardise observations by their running mean and standard deviation (Gymnasium: NormalizeObservation): vectors of real numbers, clipped at 10, and
-    each pixel of pictures, clipped at 5, instead of dividing by 255. In pictures whose background stands still, what moves then stands out."""
+    each pixel of pictures, clipped at 5, instead of dividing by 255 (`zero_mean`). In pictures whose background stands still, what moves then stands out."""
     layer_norm: bool = False
     """LayerNorm before the activation of each dense layer."""
     init: str = "orthogonal"

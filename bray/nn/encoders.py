@@ -4,14 +4,15 @@ Each leaf of the observation has a *stem*, and the stems' outputs are joined (`m
 
 | leaf                                | stem                                                                           |
 |-------------------------------------|--------------------------------------------------------------------------------|
-| box of rank 3, uint8 box of rank 2  | convolutions: `conv_filters`, or a net that fits the size; RunningNorm if asked, else uint8 is divided by 255 |
+| box of rank 3 or 4, uint8 box of rank 2 | convolutions: `conv_filters`, or a net that fits the size; RunningNorm if asked, else uint8 is divided by its upper bound |
 | any other box                       | flattened to float32; uint8 bounded by 255 is divided by 255; RunningNorm if asked |
 | box named in `entities`             | attention among its rows, and its mask                                         |
 | discrete, multi_discrete            | one-hot, or learnt vectors (`embedding_dim`)                                   |
 | multi_binary                        | flattened to float32                                                           |
 
 Unless the observation is one image, the dense layers `fcnet_hiddens` follow. An image is `[C, H, W]` or `[H, W, C]`: the two
-equal sides are taken for height and width, else the smaller of the first and last axis for the channels.
+equal sides are taken for height and width, else the smaller of the first and last axis for the channels. Stacked images
+(`env.frame_stack`) have one axis more, the first; theirs are channels of one.
 The member `action_mask` of a Dict is for the Policy and never enters a network.
 """
 
@@ -161,16 +162,23 @@ class ImageInput(nn.Module):
 
     def __init__(self, space: Space, config: ModelConfig):
         super().__init__()
-        a, b, c = space.shape if len(space.shape) == 3 else (1, *space.shape)
+        a, b, c = space.shape[-3:] if len(space.shape) > 2 else (1, *space.shape)
         self.add_channel = len(space.shape) == 2
+        self.stack = space.shape[0] if len(space.shape) == 4 else None
         self.channels_last = b != c and (a == b or c < a)
         channels, h, w = (c, a, b) if self.channels_last else (a, b, c)
+        is_bytes = space.dtype == "uint8"
+        largest = float(space.bounds()[1].max()) if is_bytes else 1.0
+        largest = largest if 0.0 < largest < 255.0 else 255.0
         self.norm = RunningNorm(space.shape, PIXEL_CLIP) if config.normalize_observations else None
-        self.bytes = space.dtype == "uint8" and self.norm is None
+        if self.norm is not None and is_bytes:  # until there are statistics: as if all values were as frequent
+            self.norm.shift.fill_(largest / 2)
+            self.norm.scale.fill_(math.sqrt(12) / largest)
+        self.bytes = is_bytes and self.norm is None
         self.zero_mean = config.zero_mean and self.bytes
-        self.scale = 2 / 255 if self.zero_mean else 1 / 255
+        self.scale = (2.0 if self.zero_mean else 1.0) / largest
         self.size = (config.dim, config.dim) if config.dim and (h, w) != (config.dim, config.dim) else None
-        self.out_shape = (channels, *(self.size or (h, w)))
+        self.out_shape = (channels * (self.stack or 1), *(self.size or (h, w)))
         self.plain = False
         """Without the layouts of memory with which convolutions are faster: `torch.vmap` takes none of them."""
 
@@ -181,7 +189,9 @@ class ImageInput(nn.Module):
         if self.add_channel:
             x = x.unsqueeze(1)
         if self.channels_last:
-            x = x.permute(0, 3, 1, 2)
+            x = x.movedim(-1, -3)
+        if self.stack is not None:
+            x = x.flatten(1, 2)
         if block > 1:
             x = blocks(x, block)
         # Channels last: convolutions are 1.2x faster so. Straight to the precision they run in: pictures are large, passes over them cost.
@@ -289,10 +299,10 @@ class OneHotStem(nn.Module):
 
 
 def is_image(space: Space, config: ModelConfig) -> bool:
-    """Whether a leaf is treated as an image: rank 3, or rank 2 with uint8 values or with `conv_filters`."""
+    """Whether a leaf is treated as an image: rank 3, rank 4 (several, stacked), or rank 2 with uint8 values or with `conv_filters`."""
     if space.kind != "box" or (config.layers is not None and not _conv_layers(config)):
         return False
-    return len(space.shape) == 3 or (
+    return len(space.shape) in (3, 4) or (
         len(space.shape) == 2
         and (space.dtype == "uint8" or config.conv_filters is not None or config.layers is not None)
     )

@@ -36,6 +36,8 @@ class RunningNorm(nn.Module):
         self.register_buffer("scale", torch.ones(shape))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bool:
+            x = x.float()
         return ((x - self.shift) * self.scale).clamp(-self.clip, self.clip)
 
     @torch.no_grad()

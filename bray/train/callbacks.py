@@ -263,8 +263,20 @@ class EpisodeWatch:
                     call(episode)
                 del self._episodes[b]
                 if b not in self._begun_before:
-                    self.ended.append(episode.custom_metrics)
+                    self.ended.append(_numbers(episode.custom_metrics))
                 self._begun_before.discard(b)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"custom_metrics[{name!r}] that a callback gave an episode: expected a number, got {value!r}"
+            ) from None
+    return numbers
 
 
 class EpisodeMetrics:
@@ -276,7 +288,7 @@ class EpisodeMetrics:
     def add(self, ended: Iterable[Mapping[str, float]]) -> None:
         for metrics in ended:
             for name, value in metrics.items():
-                self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(float(value))
+                self._metrics.setdefault(name, deque(maxlen=WINDOW)).append(value)
 
     def get_state(self) -> str:
         return json.dumps([[name, list(values)] for name, values in self._metrics.items()])

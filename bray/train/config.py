@@ -97,7 +97,7 @@ class RunConfig:
     """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples: episode_return_max,
     -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
-    """Whether checkpoints hold the replay's rows: auto = up to 2 GiB. Without them a resumed run starts with an empty replay."""
+    """Whether checkpoints hold the replay's rows: auto = where it takes up to 2 GiB when full. Without them a resumed run starts with an empty replay."""
     export_graph_after_s: Amount | None = 20.0
     """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere needs beside the weights;
     null = not while training (`bray export` writes it too)."""

@@ -419,7 +419,9 @@ class Driver:
             "sources": [state["json"] for state in sources],
             "learner": {k: v for k, v in learner.items() if k != "parts"},
             "experience": experience["json"],
-            "exact": not self._midway and all(state["json"].get("exact", True) for state in sources),
+            "exact": not self._midway
+            and experience.get("exact", True)
+            and all(state["json"].get("exact", True) for state in sources),
             "midway": self._midway,
             "iteration": self.iteration,
             "env_steps": self.totals.env_steps,

@@ -115,7 +115,7 @@ class PlayerProcess:
         where = self._child.stack()
         self._child.kill()
         self._memory.unlink(missing_ok=True)  # of one whose first answer was not read
-        return f"{where}\nexit code {self._child.process.exitcode}".lstrip()
+        return f"{where}\n{self._child.end}".lstrip()
 
     def close(self) -> None:
         self._child.close()
@@ -242,7 +242,7 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes,
                 else:
                     result = getattr(player, method)(*arguments)
                 answer = _packed(method, result)
-            except Exception as e:
+            except BaseException as e:  # a sys.exit() in code of the user too
                 answer = pickle.dumps(error_answer(e))
             conn.send_bytes(answer)
             player.laps.lap("transfer")
