@@ -49,6 +49,15 @@ def test_a_key_of_another_library_is_answered_with_ours(key, ours):
         experiment(**{key: 1})
 
 
+def test_a_key_of_another_algorithm_is_answered_with_those_that_have_it():
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'rnd' \(python\). PQN has none; it is a key of PPO, A2C, .*DQN"
+    ):
+        experiment("PQN", rnd=1.0)
+    with pytest.raises(ConfigError, match=r"unknown key 'rdn'.*Did you mean .*'rnd'"):
+        experiment("PPO", rdn=1.0)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

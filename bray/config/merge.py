@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import keyword
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,15 @@ from bray.config.sources import ConfigSource, Dotted, Key, nest
 from bray.errors import ConfigError, UnknownName
 
 
-def resolve(sections: Mapping[str, type], sources: Sequence[ConfigSource]) -> Resolved:
+def resolve(
+    sections: Mapping[str, type], sources: Sequence[ConfigSource], elsewhere: Callable[[str], str] = lambda key: ""
+) -> Resolved:
     """Merge sources (later ones win), check every value, and build the section dataclasses.
 
-    Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place.
+    Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place. `elsewhere`: the end of the message about a key that
+    is known, but not here; empty for others.
     """
-    merger = _Merger(sections)
+    merger = _Merger(sections, elsewhere)
     for source in sources:
         merger.add(source)
     built = {section: merger.build(cls, merger.values[section], (section,)) for section, cls in sections.items()}
@@ -48,8 +51,8 @@ class _Merger:
     `path` is always where a value stands in the config, `at` how its source spells that.
     """
 
-    def __init__(self, sections: Mapping[str, type]):
-        self.sections = sections
+    def __init__(self, sections: Mapping[str, type], elsewhere: Callable[[str], str]):
+        self.sections, self.elsewhere = sections, elsewhere
         self.values: dict[str, dict[str, Any]] = {s: {} for s in sections}
         self.places: dict[Key, str] = {}
         self.typed: dict[Key, str] = {}  # values as text, where they come from the command line
@@ -143,8 +146,8 @@ class _Merger:
         self.problems.append(ConfigError(f"{key} ({place}): {message}" if place else f"{key}: {message}"))
 
     def unknown(self, path: Key, at: Key) -> None:
-        name = ".".join(path)
-        self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at), hint(path[-1])))
+        name, told = ".".join(path), hint(path[-1]) or self.elsewhere(path[-1])
+        self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at), told))
 
     def near_keys(self, path: Key) -> list[str]:
         """Keys to look for the nearest one in: dotted ones for a dotted name, else bare ones, or nested ones of that name."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bray.algos import algo_name, get_algo
+from bray.algos import ALGORITHMS, algo_name, get_algo
 from bray.config import ConfigSource, Resolved, resolve
 from bray.config.declare import Excludes, Needs, options, show
 from bray.config.runfile import other_versions, preset, spread_sections
@@ -75,13 +75,19 @@ def set_up(
         sections["live"] = LiveConfig
     if from_files:
         sections["data"] = DataConfig
-    config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given])))
+    config = _with_checked_stop(resolve(sections, _with_last_stop([*layers, *given]), partial(_of_others, name)))
     _refuse_empty_cluster(config["run"])
     if check is not None:
         check(config.to_dict())
     else:  # a new run; one that was made before runs on
         _refuse_idle(config)
     return Setup(algo, env, live, config)
+
+
+def _of_others(algo: str, key: str) -> str:
+    """The end of a message about a key that this algorithm has not: which ones have it."""
+    others = [name for name in ALGORITHMS if name != algo and key in options(get_algo(name).Config)]
+    return f" {algo} has none; it is a key of {', '.join(others)}." if others else ""
 
 
 def _preset_of(algo: str, env: str) -> list[ConfigSource]:
