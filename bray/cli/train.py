@@ -119,9 +119,8 @@ class Signals(Callbacks):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
-        if (
-            isinstance(error, SystemExit) and self.number is not None
-        ):  # Ray makes exits of its own of ours while it starts
+        # While Ray starts it makes exits of its own of ours.
+        if isinstance(error, SystemExit) and self.number is not None:
             raise StoppedBySignal(128 + self.number) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

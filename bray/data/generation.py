@@ -19,7 +19,8 @@ MOST_BYTES = 64 << 20
 
 class Generation(Experience):
     """A batch: `return [B]` of the first episode that each environment began with the newest weights, the extras of the row that ended it `[B, ...]`,
-    and observations `obs [N, ...]` since the last batch: all, or where these are many every second, fourth, ... step. Episodes that began before, and second ones while others still play, do not count.
+    and observations `obs [N, ...]` since the last batch: all, or where these are many every second, fourth, ... step. Episodes that began before, and second
+    ones while others still play, do not count.
     """
 
     piece_length = 1  # the weights change as soon as the last episode ends, so that all begin the next one together

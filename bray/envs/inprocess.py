@@ -216,9 +216,8 @@ class InProcessVecEnv(VecEnv):
         """Environment i raised: count it, tell, rebuild it; give up beyond the limit."""
         if isinstance(error, BrayError | StoppedBySignal):
             raise error
-        if (
-            isinstance(error, Exception) and (what := what_is_missing(error)) is not None
-        ):  # nor would it be there after a restart
+        # What is missing would not be there after a restart either.
+        if isinstance(error, Exception) and (what := what_is_missing(error)) is not None:
             raise ConfigError(f"{self._where(i)}: it needs {what}") from error
         trace = "".join(traceback.format_exception(error)).rstrip()
         report = f"{trace}\n{self._where(i)}: it raised {type(error).__name__}"

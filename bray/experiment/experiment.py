@@ -123,7 +123,7 @@ class Experiment:
         self._health, self._watch = Health(), Watch(self.config)
         self._callbacks = make_callbacks()
         self._callbacks_go_on: dict[str, Any] = {}  # by the checkpoint that is resumed, until `train` has them
-        self._told_replay = False
+        self._told_replay = False  # that it is too large for checkpoints
         self._told_envs = False  # what a function of the user did to them is in no checkpoint
         self._evaluations: Evaluations | None = None
         self.last_row: dict[str, Any] | None = None
