@@ -189,8 +189,8 @@ def _draw(
 
 
 def _dot(x: np.ndarray) -> str:
-    """A curve of one point is a dot: it has no line."""
-    return "o" if len(x) == 1 else ""
+    """A curve that stays at one step, as one of learning from files may, is a dot: it has no line."""
+    return "o" if len(set(x)) == 1 else ""
 
 
 @contextmanager

@@ -115,6 +115,19 @@ def test_an_evaluation_beside_the_training_stands_at_the_steps_of_its_weights(tm
     assert axes.lines[1].get_xdata().tolist() == [2000.0, 5000.0]
 
 
+def test_a_curve_that_stays_at_one_step_is_a_dot(tmp_path):
+    from matplotlib.figure import Figure
+
+    run = tmp_path / "files"
+    run.mkdir()
+    row = json.dumps({"env_steps_total": 2500, "episode_return_mean": 500.0})
+    (run / "result.jsonl").write_text(f"{row}\n{row}\n")
+    axes = Figure().add_subplot()
+    plot_learning_curve(axes, run)
+    plot_learning_curve(axes, make_run(tmp_path / "a"))
+    assert [line.get_marker() for line in axes.lines] == ["o", ""]
+
+
 def test_learning_curve_of_seeds_and_overlay(tmp_path, caplog):
     runs = [make_run(tmp_path / f"s{i}", 1 + i, 20 - i, evaluate=True) for i in range(3)]
     read_picture(learning_curve(runs, tmp_path / "seeds.png"))

@@ -503,9 +503,7 @@ class Experiment:
         """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`. `overrides`: keys that are other
         than before, such as `num_workers=4`."""
         if "run" in overrides:
-            raise ConfigError(
-                f"resume({str(path)!r}) goes on with the algorithm of that run: leave out run={overrides['run']!r}"
-            )
+            raise ConfigError(f"a run keeps its algorithm when it is resumed: leave out run={overrides['run']!r}")
         sources = [*sources, ConfigSource("python", overrides)] if overrides else sources
         directory = RunDir.open(path)
         if (directory.path / "trainer.json").exists():

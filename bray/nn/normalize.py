@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-PART = (1 << 21, 1 << 25)
-"""Numbers that are taken in at a time on a CPU and on a GPU: pictures in float64 are large, and the part of a CPU should stay in its cache."""
+PART = {"cpu": 1 << 21, "cuda": 1 << 25}
+"""Numbers that are taken in at a time: pictures in float64 are large, and the part of a CPU should stay in its cache."""
 
 
 class RunningNorm(nn.Module):
     """`clip((x - mean) / sqrt(var + eps), -clip, clip)` with the mean and (population) variance of all rows seen so far.
 
     `update` is called by whoever drives training, never by `forward`. Statistics are float64; `shift` and `scale` are
-    what the forward reads, written in place so that recorded programs see the change. Until the first update: no change.
+    what the forward reads, written in place so that recorded programs see the change. Until the first update: no change, unless its owner has filled them.
     """
 
     mean: Tensor
@@ -50,14 +50,21 @@ class RunningNorm(nn.Module):
             w = torch.as_tensor(weight, device=x.device).double().reshape(-1)
             if len(w) != len(x):
                 raise ValueError(f"weight should have one entry for each of {len(x)} rows, got {len(w)}")
-        rows = max(1, PART[x.device.type == "cuda"] // max(1, self.mean.numel()))
+        size = PART["cuda" if x.is_cuda else "cpu"]
+        if x.numel() <= size:
+            self._take_in(x, w)
+            return
+        rows = max(1, size // self.mean.numel())
         for part, counts in zip(x.split(rows), w.split(rows), strict=True):
-            deviation = part.double().reshape(len(part), -1)
-            total = counts.sum()
-            share = counts / total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
-            mean = share @ deviation
-            var = share @ (deviation - mean).square_()
-            self.merge(mean.reshape(self.shape), var.reshape(self.shape), total)
+            self._take_in(part, counts)
+
+    def _take_in(self, x: Tensor, w: Tensor) -> None:
+        total = w.sum()
+        flat = x.double().reshape(len(x), -1)
+        share = w / total.clamp(min=1e-300)  # all rows dead: merge() adds nothing
+        mean = share @ flat
+        var = share @ (flat - mean).square_()
+        self.merge(mean.reshape(self.shape), var.reshape(self.shape), total)
 
     def standardize(self, x: np.ndarray) -> np.ndarray:
         """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network."""
