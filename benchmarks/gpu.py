@@ -18,6 +18,7 @@ from bray.algos.base import to_torch
 from bray.inference.torch_engine import TorchEngine
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
+from bray.train.device import tune
 
 PONG = EnvSpec("pictures", Space("box", (4, 84, 84), "uint8", 0, 255), Space("discrete", n=(6,), start=(0,)))
 VECTOR = EnvSpec("vectors", Space("box", (4,)), Space("discrete", n=(2,), start=(0,)))
@@ -61,7 +62,7 @@ def make(spec: EnvSpec, rows: int, precision: str, record: bool) -> tuple[Any, A
 
 
 def main() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    tune(torch.device("cuda"))
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     for name, spec, rows in (("cnn", PONG, 256), ("cnn", PONG, 2048), ("cnn", PONG, 16384), ("mlp", VECTOR, 256)):
         for precision in ("float32", "bfloat16"):

@@ -1,6 +1,6 @@
 """python -m benchmarks.scale_gpu [PART ...] [--seconds 20] [--set KEY=VALUE ...]: what a machine with a CUDA GPU and many cores reaches. Parts, each below 40 s but for `pong`, where each setting is:
 
-update    a PPO minibatch update of the Nature CNN: 256 and 16,384 rows, float32 (TF32) and bfloat16, with cuDNN's default algorithms and the fastest ones
+update    a PPO minibatch update of the Nature CNN: 256 and 16,384 rows, float32 (TF32) and bfloat16
 copy      1,024 pictures 4 x 84 x 84 from the host to the device: pageable, staged (`to_device`), pinned
 forward   the acting forward of 1,024 pictures in host memory, outputs back on the host: pageable and pinned, float32 (TF32) and bfloat16
 central   round trips of 16 blocks of 64 pictures through a CentralServer, asked from this process
@@ -83,17 +83,12 @@ def wall_ms(call: Callable[[], Any], calls: int = 30) -> float:
 
 
 def update(seconds: float) -> None:
-    for tried in (False, True):
-        torch.backends.cudnn.benchmark = tried
-        for rows in (256, 16384):
-            for precision in ("float32", "bfloat16"):
-                learner, columns, index = make(PICTURES, rows, precision, record=True)
-                step = learner._step.bind(columns)
-                ms = milliseconds(lambda step=step, index=index: step(index))
-                recorded = learner.is_recorded
-                tell(
-                    part="update", minibatch=rows, precision=precision, cudnn_benchmark=tried, recorded=recorded, ms=ms
-                )
+    for rows in (256, 16384):
+        for precision in ("float32", "bfloat16"):
+            learner, columns, index = make(PICTURES, rows, precision, record=True)
+            step = learner._step.bind(columns)
+            ms = milliseconds(lambda step=step, index=index: step(index))
+            tell(part="update", minibatch=rows, precision=precision, recorded=learner.is_recorded, ms=ms)
 
 
 def pictures(pinned: bool) -> np.ndarray:

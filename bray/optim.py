@@ -7,6 +7,7 @@ made of tensor operations that change tensors in place, so a Learner can record 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 from bray.errors import CheckpointError, ConfigError, UnknownName
 
 KINDS = ("adam", "rmsprop", "sgd")
-_PARTS = 36  # arrays that one launch of CUDA's Adam takes; it gives 65,536 numbers of an array to each block of threads, too many for one block
+_PARTS = 36
+"""Arrays that one launch of CUDA's Adam takes. It gives up to 65,536 numbers of an array to a block of threads, of which a GPU runs hundreds at once."""
+_LAUNCHES = 4
+"""A recording runs so many at the same time (`bray.capture.replay`)."""
+_SMALL_PART = 4096
+"""Numbers; parts are a multiple of it: Adam reads four numbers at a time where an array begins at a multiple of four."""
+_LARGE = 1 << 18
+"""Numbers of a gradient that is copied to its place; `torch.cat` is slow for such among small ones: 20 us in place of 6 for 1.7 million on an H200."""
 
 
 class Optimizer:
@@ -72,7 +80,7 @@ class Optimizer:
             loss = loss + self.extra()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         pairs = zip(self.params, grads, strict=True)
-        return self.apply(torch.cat([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))
+        return self.apply(_joined([p.new_zeros(p.numel()) if g is None else g.reshape(-1) for p, g in pairs]))
 
     @torch.no_grad()
     def apply(self, grad: Tensor) -> Tensor:
@@ -95,23 +103,27 @@ class Optimizer:
         beta1, beta2 = self.betas
         if self.kind == "adam":  # one kernel in place of twenty
             on_gpu = self.flat.is_cuda
-            params, grads, m, v = (x.chunk(_PARTS) if on_gpu else (x,) for x in (self.flat, grad, self.m, self.v))
+            size = -(-len(grad) // (_LAUNCHES * _PARTS * _SMALL_PART)) * _SMALL_PART
+            arrays = (self.flat, grad, self.m, self.v)
+            parts = list(zip(*(x.split(size) for x in arrays), strict=True)) if on_gpu else [arrays]
             steps, lr = (x.float() if on_gpu else x for x in (self.steps, self.lr))  # the CPU reads float64 as it is
-            torch._fused_adam_(
-                params,
-                grads,
-                m,
-                v,
-                [],
-                [steps] * len(params),
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=0.0,
-                eps=self.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            for i in range(0, len(parts), _PARTS):
+                params, grads, m, v = zip(*parts[i : i + _PARTS], strict=True)
+                torch._fused_adam_(
+                    params,
+                    grads,
+                    m,
+                    v,
+                    [],
+                    [steps] * len(params),
+                    lr=lr,
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=0.0,
+                    eps=self.eps,
+                    amsgrad=False,
+                    maximize=False,
+                )
         elif self.kind == "rmsprop":
             self.v.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
             self.flat.sub_(self.lr.to(grad.dtype) * grad / (self.v.sqrt() + self.eps))
@@ -143,6 +155,19 @@ def flatten_parameters(params: list[nn.Parameter]) -> Tensor:
         p.data = flat[at : at + p.numel()].view(p.shape)
         at += p.numel()
     return flat
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """`torch.cat`, on a GPU with large parts copied to their places and the small ones between them joined first."""
+    if not parts[0].is_cuda or all(len(x) < _LARGE for x in parts):
+        return torch.cat(parts)
+    out = parts[0].new_empty(sum(len(x) for x in parts))
+    at = 0
+    for is_large, run in groupby(parts, lambda x: len(x) >= _LARGE):
+        for x in run if is_large else [torch.cat(list(run))]:
+            out[at : at + len(x)].copy_(x)
+            at += len(x)
+    return out
 
 
 def without_conflicts(gradients: Tensor, order: Tensor | None = None) -> Tensor:

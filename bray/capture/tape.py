@@ -41,6 +41,10 @@ class Op:
         """(args, kwargs) with `value(slot)` in place of each Ref."""
         return pytree.tree_map(lambda x: value(x.slot) if is_ref(x) else x, (self.args, self.kwargs), is_leaf=is_ref)
 
+    def run(self, slots: dict[int, Any]) -> None:
+        args, kwargs = self.arguments(slots.__getitem__)
+        slots.update(zip(self.outs, tensors_in(self.func(*args, **kwargs)), strict=True))
+
 
 def is_ref(x: Any) -> bool:
     return isinstance(x, Ref)
@@ -60,8 +64,7 @@ class Tape:
         """Run the operations one by one."""
         slots: dict[int, Any] = dict(enumerate(inputs)) | self.held
         for op in self.ops:
-            args, kwargs = op.arguments(slots.__getitem__)
-            slots.update(zip(op.outs, tensors_in(op.func(*args, **kwargs)), strict=True))
+            op.run(slots)
         return [slots[s] for s in self.outputs]
 
 

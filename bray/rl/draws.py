@@ -27,25 +27,30 @@ def _draw_rows(logits, u, mask):  # pragma: no cover - compiled
     batch, n = logits.shape
     action = np.empty(batch, np.int64)
     logp = np.empty(batch, np.float32)
+    weights = np.empty(n)
     for b in range(batch):
         top = -np.inf
-        best = 0
-        for i in range(n):
-            if (mask.size == 0 or mask[b, i]) and logits[b, i] > top:
-                top = logits[b, i]
-                best = i
-        total = 0.0
+        best = last = 0
         for i in range(n):
             if mask.size == 0 or mask[b, i]:
-                total += np.exp(logits[b, i] - top)
+                last = i
+                if logits[b, i] > top:
+                    top = logits[b, i]
+                    best = i
+        total = 0.0
+        for i in range(n):
+            weights[i] = 0.0
+            if mask.size == 0 or mask[b, i]:
+                below = logits[b, i] - top
+                weights[i] = 1.0 if below == 0.0 else np.exp(below)
+                total += weights[i]
         if u.size:
             left = u[b] * total
-            for i in range(n):
-                if mask.size == 0 or mask[b, i]:
-                    left -= np.exp(logits[b, i] - top)
-                    best = i  # rounding may leave a crumb: the last legal choice takes it
-                    if left < 0.0:
-                        break
+            best = 0
+            for i in range(n):  # to the end: a processor cannot guess where a draw stops
+                left -= weights[i]
+                best += 0 if left < 0.0 else 1
+            best = min(best, last)  # rounding may leave a crumb: the last legal choice takes it
         action[b] = best
         logp[b] = logits[b, best] - top - np.log(total) if total != 0.0 else 0.0  # nothing is legal: an episode's end
     return action, logp
