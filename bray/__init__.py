@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from bray.serving.actor import Actor as Actor
     from bray.serving.agent import Agent as Agent, AgentActor as AgentActor
     from bray.serving.state import State as State
-    from bray.train.callbacks import Callbacks as Callbacks
+    from bray.train.callbacks import Callbacks as Callbacks, EarlyStopping as EarlyStopping
     from bray.tree import NestedArray as NestedArray
 
 

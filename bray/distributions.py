@@ -26,13 +26,14 @@ _LOG_SQRT_2PI = 0.5 * _LOG_2PI
 
 Rng = np.random.Generator | None
 Drawn = tuple[np.ndarray, np.ndarray]
+_LEAST = np.finfo(np.float32).min  # whatever a legal choice has, a masked one has less
 _FEW = 16  # logits up to which plain Python takes the largest quicker than numpy
 
 
 def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None) -> Drawn:
     """One draw per row by inverting the cumulative distribution at u[b] (no u: the most likely) and its log probability.
 
-    Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same numbers, bit for bit, for the few rows of a
+    Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same draws, bit for bit, for the few rows of a
     service. numpy's own `exp` rounds otherwise.
     """
     if u is None and logits.size > _FEW:
@@ -47,8 +48,9 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
 
 
 def _most_likely(logits: np.ndarray, mask: np.ndarray | None) -> Drawn:
-    x = logits if mask is None else np.where(mask, logits, np.float32(NEVER))
-    logp = -np.log(np.exp(x - x.max(1, keepdims=True)).sum(1))
+    x = logits if mask is None else np.where(mask, np.maximum(logits, _LEAST), -np.inf)
+    with np.errstate(invalid="ignore"):  # a row with every choice masked
+        logp = -np.log(np.exp(x - x.max(1, keepdims=True)).sum(1))
     if mask is not None:
         logp[~mask.any(1)] = 0.0
     return x.argmax(1), logp

@@ -1,6 +1,8 @@
 """Callbacks, numbers of one's own in result rows, and functions that reach every environment."""
 
+import itertools
 import json
+import time
 from functools import partial
 
 import gymnasium as gym
@@ -261,6 +263,72 @@ def test_early_stopping_ends_a_training_that_does_not_improve(tmp_path):
     exp.close()
     with pytest.raises(ConfigError, match="patience"):
         EarlyStopping(patience=0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        ("episode_reward_mean", "unknown key of a result row 'episode_reward_mean'.*episode_return_mean"),
+        ("loss/valu_loss", "Did you mean 'loss/value_loss'"),
+        ("eval/return_mean", "nothing is evaluated: set eval_freq"),
+    ],
+)
+def test_early_stopping_refuses_a_metric_that_no_row_has(tmp_path, metric, says):
+    exp = experiment(tmp_path, callbacks=[{"name": "EarlyStopping", "metric": metric}])
+    with pytest.raises(ConfigError, match=says):
+        list(exp.train({"training_iteration": 20}))
+    exp.close()
+
+
+def test_early_stopping_by_a_number_that_is_to_fall(tmp_path):
+    class Falls(bray.Callbacks):
+        def on_train_result(self, exp, row):
+            row["mine"] = max(0, 5 - row["training_iteration"])
+
+    exp = experiment(tmp_path)
+    rows = list(exp.train({"training_iteration": 50}, callbacks=[Falls(), EarlyStopping("-mine", patience=2)]))
+    assert [row["mine"] for row in rows] == [4, 3, 2, 1, 0, 0, 0]
+    exp.close()
+
+
+def test_early_stopping_tells_of_a_custom_metric_that_does_not_come(tmp_path, caplog):
+    exp = experiment(tmp_path)
+    watch = [Watcher(), EarlyStopping("custom_metrics/late_meen", patience=2)]
+    list(exp.train({"training_iteration": 4}, callbacks=watch))
+    exp.close()
+    assert caplog.text.count("2 rows have had no 'custom_metrics/late_meen' (custom metrics: custom_metrics/late_") == 1
+
+
+def test_custom_metrics_end_a_training_and_score_its_checkpoints(tmp_path):
+    exp = experiment(tmp_path, checkpoint_score="custom_metrics/late_max")
+    rows = list(exp.train({"custom_metrics/late_max": 4, "training_iteration": 50}, callbacks=Watcher()))
+    assert rows[-1]["custom_metrics/late_max"] >= 4
+    assert len(rows) < 50
+    exp.close()
+
+
+def test_time_in_callbacks_is_time_of_the_training_and_told(tmp_path):
+    class Slow(bray.Callbacks):
+        def on_train_result(self, exp, row):
+            time.sleep(0.2)
+
+    exp = experiment(tmp_path)
+    rows = list(exp.train({"training_iteration": 4}, callbacks=Slow()))
+    exp.close()
+    for before, row in itertools.pairwise(rows):
+        assert row["perf/between"] >= 200.0
+        spent = row["time_total_s"] - before["time_total_s"]
+        assert spent >= row["time_this_iter_s"] + row["perf/between"] / 1e3
+
+
+def test_time_of_the_caller_is_not_of_the_training(tmp_path):
+    exp = experiment(tmp_path)
+    start, slept = time.perf_counter(), 0.0
+    for row in exp.train({"training_iteration": 4}):
+        time.sleep(0.2)
+        slept += 0.2
+        assert row["time_total_s"] <= time.perf_counter() - start - slept
+    exp.close()
 
 
 def test_an_error_in_a_callback_ends_the_training_and_loses_nothing(tmp_path):

@@ -54,13 +54,16 @@ def piece(state=None, every=1):
     )
 
 
-def outputs(model, data):
-    """Log probabilities of all actions `[T + 1, B, 4]` and values, one row after the other, and in float64 from there on."""
+def outputs(model, data, sequences=1):
+    """Log probabilities of all actions `[T + 1, B, 4]` and values, one row after the other, and in float64 from there on. `sequences`: each of so many
+    begins with the state that was kept for it."""
     twin = copy.deepcopy(model)
     rows, state = [], None
     if data.state is not None:
         state = {k: torch.from_numpy(x[0]) for k, x in data.state.items()}
     for t in range(T + 1):
+        if state is not None and t < T and t % (T // sequences) == 0:
+            state = {k: torch.from_numpy(x[t // (T // sequences)]) for k, x in data.state.items()}
         obs = torch.from_numpy(data.obs[t])
         if state is None:
             out = twin(obs)
@@ -124,7 +127,7 @@ def test_impalas_update_equals_an_independent_loop(memory):
 def test_appos_rows_equal_an_independent_loop(memory):
     model, learner = make(appo, MEMORY if memory else SMALL, normalize_advantage=False)
     data = piece(*((states(), 3) if memory else ()))
-    _, logs, value = outputs(model, data)
+    _, logs, value = outputs(model, data, sequences=2)
     logp = np.array([[float(logs[t, b, data.action[t, b]].detach()) for b in range(B)] for t in range(T)])
     ratio = np.exp(logp - data.extras["logp"])
     target, gain = slow_vtrace(data, value.detach().numpy(), ratio)
@@ -139,6 +142,14 @@ def test_appos_rows_equal_an_independent_loop(memory):
             if data.valid[at]:
                 assert flat[k][i] == pytest.approx(float(want[at]), rel=1e-4, abs=1e-5)
     assert flat["weight"].tolist() == [float(data.valid[at]) for at in order]
+
+
+def test_an_update_of_appo_begins_at_the_newest_policy_with_a_memory_too():
+    _, learner = make(appo, MEMORY, epochs=1, minibatches=1)
+    got = learner.update(learner.prepare(piece(states(), 3)), Clock())  # one gradient step: what it tells is of before
+    told = dict(zip(got.names, got.values.tolist(), strict=True))
+    assert told["kl"] == pytest.approx(0.0, abs=1e-7)
+    assert told["clip_fraction"] == 0.0
 
 
 def test_lent_pieces_are_copied_and_batches_that_were_learnt_from_are_written_over():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from bray.act import Clock
 from bray.data import Piece, Replay
@@ -109,6 +110,25 @@ def test_weights_are_never_read_half_written():
             assert clock == Clock(10 * (value - 1), value - 1)
             assert all((x == value - 1).all() for x in seen.values())
     assert slots.read()[1] == Clock(40, 4)
+
+
+def test_weights_are_read_whole_after_a_write_that_was_cut_short():
+    class CutShort(dict):
+        def __getitem__(self, name):
+            raise KeyboardInterrupt
+
+    slots = Slots(arrays(0.0))
+    slots.write(arrays(1.0), Clock(1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        slots.write(CutShort(arrays(2.0)), Clock(2, 2))
+    assert slots.read()[1] == Clock(1, 1)
+    for value in (3, 4, 5):
+        weights = Peeping(slots, float(value))
+        slots.write(weights, Clock(value, value))
+        assert all((x == seen[1].version).all() for seen in weights.seen for x in seen[0].values())
+        read, clock = slots.read()
+        assert clock.version == value
+        assert all((x == value).all() for x in read.values())
 
 
 def test_a_reader_that_was_overtaken_twice_reads_again():

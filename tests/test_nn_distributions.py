@@ -235,3 +235,12 @@ def test_a_service_draws_what_training_draws_bit_for_bit(how, scale):
             np.testing.assert_allclose(logp, trained_logp, 1e-5, 1e-5)
         else:
             assert logp.tobytes() == trained_logp.tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 64])  # the most likely of many are found by numpy
+@pytest.mark.parametrize("low", [-2e9, -3e38, -np.inf])
+def test_the_most_likely_choice_is_legal_however_low_its_logit(low, rows):
+    logits = np.tile(np.array([5.0, 2.0, low, low, 1.0], np.float32), (rows, 1))
+    mask = np.tile([False, False, True, True, False], (rows, 1))
+    for draw in (D.draw_rows, compiled_draws):
+        assert set(draw(logits, None, mask)[0].tolist()) == {2}

@@ -217,6 +217,16 @@ def test_standardize_ignores_dead_rows():
     np.testing.assert_allclose(z[:3], [-1.2247449, 0.0, 1.2247449], rtol=1e-5)
 
 
+@pytest.mark.parametrize("value", [0.1, 0.7, 3.3, -100.3])
+def test_standardize_of_numbers_that_are_equal_but_for_rounding_is_zero(value):
+    x = np.full(997, value, np.float32)
+    assert not returns.standardize(x, np.ones(997, bool)).any()
+    x[:500] = np.nextafter(x[0], np.float32(1e9))
+    assert not returns.standardize(x, np.ones(997, bool)).any()
+    x[:500] = 1.001 * x[0]
+    assert returns.standardize(x, np.ones(997, bool)).std() == pytest.approx(1.0, rel=1e-3)
+
+
 def test_td_error_and_huber():
     error = losses.td_error(
         torch.tensor([1.0, 1.0]), torch.tensor([0.5, 3.0]), torch.tensor([0.9, 0.0]), torch.tensor([2.0, 7.0])

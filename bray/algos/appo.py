@@ -93,12 +93,16 @@ class Learner(ppo.Learner):
 
     def on_device(self, data: Piece) -> dict[str, Any]:
         columns = {"obs": data.seen, "action": data.action, **rows.masks(data, self.layout), **rows.memory(data)}
+        if data.state is not None:
+            columns["state"] = data.state
         return to_torch(columns, self.device)
 
     @torch.no_grad()
     def evaluate(self, batch: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Log probabilities `[T, B]` of what was done and values `[T + 1, B]`, both of the newest weights."""
-        dist, value = rows.evaluate(self.model, batch)
+        dist, value = (
+            rows.evaluate_sequences(self.model, batch) if "first" in batch else rows.evaluate(self.model, batch)
+        )
         logp, _ = distributions.log_prob_entropy(self.layout, dist[:-1], batch["action"], batch.get("mask"))
         on_host = to_host([logp, value])
         return on_host[0], on_host[1]

@@ -147,6 +147,24 @@ def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] 
     return outputs["dist"].unflatten(0, shape), outputs["value"].unflatten(0, shape)
 
 
+def evaluate_sequences(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As `evaluate`, for a Model with memory whose sequences each begin with the state that was kept for them, as in `learning_rows`: `state [T / L, B, ...]`."""
+    (steps, games), count = batch["first"].shape, len(tree.leaves(batch["state"])[0])
+    length = (steps - 1) // count
+
+    def runs(x: Tensor) -> Tensor:
+        """`[T + 1, B, ...]` -> `[L + 1, T / L * B, ...]`: each with the first row of the next one behind it."""
+        return x.unfold(0, length + 1, length).movedim(-1, 0).flatten(1, 2)
+
+    def line(x: Tensor) -> Tensor:
+        x = x.unflatten(1, (count, games))
+        return torch.cat([x[:-1].transpose(0, 1).flatten(0, 1), x[-1, -1:]])
+
+    cut = {"obs": tree.map(runs, batch["obs"]), "first": runs(batch["first"])}
+    dist, value = evaluate(model, cut | {"state": tree.map(lambda x: x.flatten(0, 1), batch["state"])})
+    return line(dist), line(value)
+
+
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
     """A random order of the rows, cut into pieces of which some have one more than the others: two shapes at most, so at most two recordings."""
     yield from np.array_split(rng.permutation(rows), min(pieces, rows))

@@ -29,6 +29,7 @@ from bray.train.config import RunConfig
 from bray.train.live import LiveTraining
 
 _LAST_LOOK = 5_000  # environment steps, at most, to see whether greedy plays as well as sampled
+_MANY = 32  # environments: 256 of ALE take a minute, and their code lets nothing else run meanwhile
 _FIXED = {
     "run": "--run",
     "env": "--env",
@@ -206,7 +207,12 @@ def _closing(exp: Experiment) -> Iterator[None]:
 
 
 def _run(exp: Experiment, options: Train, signals: Signals) -> int:
-    training, run = exp.training, exp.config["run"]
+    run = exp.config["run"]
+    if not options.quiet and exp.has_env and not exp.live:
+        count = exp.config["env"].num_envs * max(1, run.num_workers)
+        if count >= _MANY:
+            say(f"making {count:,} environments of {exp.env_id}", "dim")
+    training = exp.training
     signals.experiment = exp
     if isinstance(training, LiveTraining):
         training.source.open()  # a port that is taken is told before anything is written

@@ -92,10 +92,9 @@ class Child:
             unpack(self.receive(START_TIMEOUT))
         except Lost as e:
             self.kill()
-            raise LostAtStart(
-                f"a worker process {e} while starting ({self.end}). If your environment "
-                "is defined in the script you run, put the training under `if __name__ == '__main__':`."
-            ) from None
+            hint = ". If your environment is defined in the script you run, put the training under `if __name__ == '__main__':`"
+            hint = hint if not self.killed and (self.process.exitcode or 0) > 0 else ""
+            raise LostAtStart(f"a worker process {e} while starting ({self.end}){hint}") from None
         except (ConfigError, EnvError):
             self.kill()
             raise
@@ -115,7 +114,10 @@ class Child:
     @property
     def end(self) -> str:
         """How one that was killed, or had died before, has ended."""
-        return "it was ended here" if self.killed else f"exit code {self.process.exitcode}"
+        if self.killed:
+            return "it was ended here"
+        code = self.process.exitcode or 0
+        return f"exit code {code}" + (f", {signal.strsignal(-code)}" if code < 0 else "")
 
     def _unlink(self) -> None:
         with suppress(FileNotFoundError):

@@ -60,6 +60,7 @@ from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.offline import ID as FILES, FileTraining
 from bray.train.source import RolloutWorker
+from bray.train.spent import BETWEEN
 
 logger = logging.getLogger("bray")
 
@@ -115,6 +116,7 @@ class Experiment:
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
         self._time = 0.0
+        self._lapped, self._between = 0.0, 0.0
         self._saved_at = -1
         self._saved_step = 0  # gradient steps in the newest checkpoint
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
@@ -226,10 +228,11 @@ class Experiment:
         training.start()
         for source in training.sources:
             source.watch(self._callbacks)
-        with rundir.logging_to(directory.log), open_sinks(directory, [*trackers, *sinks]) as out:
+        with rundir.logging_to(directory.log), self._closing(graph), open_sinks(directory, [*trackers, *sinks]) as out:
             if training.iteration or not self._begins:  # rows may be newer than the checkpoint of step 0, too
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
+            self._lapped, self._between = time.perf_counter(), 0.0
             try:
                 self._callbacks.on_train_start(self)
                 if not training.iteration and not self.saved:
@@ -247,7 +250,9 @@ class Experiment:
                     self._save_when_due(row)
                     evaluations.begin_when_due()
                     graph.tend(time.monotonic() - began)
+                    self._between = self._lap()
                     yield row
+                    self._lapped = time.perf_counter()  # what the caller did is not the training's
             except Exception as e:
                 self._save_after(e)
                 raise
@@ -258,11 +263,18 @@ class Experiment:
                 self._save_last()
             finally:
                 evaluations.close()
-                graph.close(0.0 if self._stop_requested else GRAPH_WAIT_S)
                 if self.last_row is not None and run.save_figure:
                     self._draw(stop)
         if self.last_row is not None and run.show_figure and show:
             self.show_figure(stop)
+
+    @contextlib.contextmanager
+    def _closing(self, graph: GraphExport) -> Iterator[None]:
+        """Around the sinks: what they show last is not held back by the wait for graph.onnx."""
+        try:
+            yield
+        finally:
+            graph.close(0.0 if self._stop_requested else GRAPH_WAIT_S, lambda: self.hurries)
 
     def _graph_export(self) -> GraphExport:
         """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports could not make the model."""
@@ -282,26 +294,35 @@ class Experiment:
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
         """One iteration; None when the data has ended."""
-        training, began = self.training, time.perf_counter()
+        training, between = self.training, self._between + self._lap()
         try:
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
         except Exception as e:
             if (cause := self._health.cause(e, training.lost_weights())) is not None:
                 raise cause from e
             raise
-        self._time += time.perf_counter() - began
-        return None if row is None else row | {"time_total_s": self._time, **when_and_where()}
+        self._lap()
+        self._between = 0.0
+        if row is None:
+            return None
+        return row | {f"perf/{BETWEEN}": 1e3 * between, "time_total_s": self._time, **when_and_where()}
+
+    def _lap(self) -> float:
+        """Seconds since the last call; they count in `time_total_s`."""
+        last, self._lapped = self._lapped, time.perf_counter()
+        self._time += self._lapped - last
+        return self._lapped - last
 
     def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
         """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations beside the training."""
-        began, evaluations, ends = time.perf_counter(), self._evaluations, bool(reached(stop, row))
+        evaluations, ends = self._evaluations, bool(reached(stop, row))
         assert evaluations is not None
         try:
             evaluations.look(row, self._callbacks)
             if ends:
                 evaluations.finish(row, self._callbacks)
         finally:
-            self._time += time.perf_counter() - began
+            self._lap()
             row["time_total_s"] = self._time
         row |= self._watch.look(row, self.training)
         self._callbacks.on_train_result(self, row)

@@ -8,7 +8,7 @@ from typing import Any
 
 from bray.errors import ConfigError, UnknownName
 from bray.train.config import RunConfig
-from bray.train.spent import CPU, PHASES, QUEUED
+from bray.train.spent import BETWEEN, CPU, PHASES, QUEUED
 
 STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
 """Names that people from RLlib type."""
@@ -29,11 +29,13 @@ ROW_KEYS = (
     "env_steps_per_second",
     "time_this_iter_s",
     *(f"eval/{k}" for k in ("return_min", "return_max", "return_ci95", "length_mean", "episodes", "env_steps")),
-    *(f"perf/{k}" for k in (*PHASES, CPU, QUEUED)),
+    *(f"perf/{k}" for k in (*PHASES, CPU, QUEUED, BETWEEN)),
 )
 """Keys of the rows of every algorithm."""
 OWN_KEYS = ("loss/", "policy/", "replay/")
 """Prefixes of the keys that an algorithm brings."""
+CUSTOM = "custom_metrics/"
+"""Prefix of the keys that callbacks bring."""
 VOLATILE = ("time_", "perf/", "date", "pid", "hostname")
 """Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
 
@@ -43,7 +45,7 @@ def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     for key, value in stop.items():
         name = STOP_ALIASES.get(key, key)
-        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/")):
+        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/", CUSTOM)):
             raise UnknownName("stop name", key, [*STOP_KEYS, *STOP_ALIASES], "run.stop")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"run.stop.{key}: expected a number, got {value!r}")
@@ -74,7 +76,7 @@ class Score:
     def __init__(self, run: RunConfig):
         self.name = run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
         self.key = self.name.removeprefix("-")
-        if self.key not in ROW_KEYS and not self.key.startswith(OWN_KEYS):
+        if self.key not in ROW_KEYS and not self.key.startswith((*OWN_KEYS, CUSTOM)):
             raise UnknownName("key of a result row", self.key, ROW_KEYS, "run.checkpoint_score")
         if run.eval_parallel and not run.eval_freq:
             raise ConfigError("run.eval_parallel: nothing is evaluated: set eval_freq (--eval-freq N)")

@@ -1,4 +1,4 @@
-"""`bray.distributions.draw_rows`, compiled: a rollout draws for thousands of rows at once. The numbers are the same, bit for bit."""
+"""`bray.distributions.draw_rows`, compiled: a rollout draws for thousands of rows at once. Draws are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _draw_rows(logits, u, mask):  # pragma: no cover - compiled
     weights = np.empty(n)
     for b in range(batch):
         top = -np.inf
-        best = last = 0
+        best = last = -1
         for i in range(n):
             if mask.size == 0 or mask[b, i]:
                 last = i
-                if logits[b, i] > top:
+                if best < 0 or logits[b, i] > top:
                     top = logits[b, i]
                     best = i
         total = 0.0
@@ -51,6 +51,7 @@ def _draw_rows(logits, u, mask):  # pragma: no cover - compiled
                 left -= weights[i]
                 best += 0 if left < 0.0 else 1
             best = min(best, last)  # rounding may leave a crumb: the last legal choice takes it
+        best = max(best, 0)
         action[b] = best
         logp[b] = logits[b, best] - top - np.log(total) if total != 0.0 else 0.0  # nothing is legal: an episode's end
     return action, logp

@@ -16,6 +16,7 @@ from bray.compiled import compiled
 
 Array = Any
 """numpy array or torch tensor."""
+_EQUAL = 1e-6  # float32 rounds at 6e-8 of a number, and returns are sums of many
 
 
 def discounted_sum(x: Array, decay: Array) -> Array:
@@ -172,11 +173,12 @@ def upgo_returns(
 
 
 def standardize(x: np.ndarray, valid: np.ndarray, eps: float = 1e-8) -> np.ndarray:
-    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none."""
-    rows = x[valid]
-    if not rows.size:
+    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none, or where all are equal but for rounding."""
+    rows = x[valid].astype(np.float64)
+    mean, deviation = (rows.mean(), rows.std()) if rows.size else (0.0, 0.0)
+    if deviation <= _EQUAL * abs(mean):
         return np.zeros(x.shape, np.float32)
-    return ((x - rows.mean()) / (rows.std() + eps)).astype(np.float32)
+    return ((x - mean) / (deviation + eps)).astype(np.float32)
 
 
 def _check(value: Array, reward: Array) -> None:

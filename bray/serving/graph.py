@@ -8,12 +8,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from bray.errors import ConfigError
 
 logger = logging.getLogger("bray.serving")
+
+_TURN_S = 0.25  # between two looks at who hurries
+_SILENT_S = 5.0  # of waiting, before it is said
 
 _CODE = """
 import sys
@@ -76,15 +81,20 @@ class GraphExport:
                 )
             self._process = None
 
-    def close(self, wait_s: float) -> None:
-        """Let it finish; after `wait_s` it is ended."""
+    def close(self, wait_s: float, hurries: Callable[[], bool]) -> None:
+        """Let it finish; after `wait_s`, or where somebody `hurries`, it is ended."""
         if self._process is not None:
-            try:
-                self._process.wait(wait_s)
-            except subprocess.TimeoutExpired:
+            waited, turn = 0.0, min(_TURN_S, wait_s)
+            while self._process.poll() is None and waited < wait_s and not hurries():
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(turn)
+                waited += turn
+                if waited == _SILENT_S:
+                    logger.warning("waiting for graph.onnx, at most %g s; Ctrl-C leaves it out", wait_s)
+            if self._process.poll() is None:
                 if wait_s:
                     logger.warning(
-                        "graph.onnx was not written within %g s: `bray export %s` writes it", wait_s, self._path
+                        "graph.onnx was not written within %g s: `bray export %s` writes it", waited, self._path
                     )
                 self._process.kill()
                 self._process.wait()

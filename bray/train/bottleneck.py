@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bray.metrics import number
-from bray.train.spent import CPU, PHASES, QUEUED, WEIGHTS
+from bray.train.spent import BETWEEN, CPU, PHASES, QUEUED, WEIGHTS
 
 logger = logging.getLogger("bray")
 
@@ -44,6 +44,7 @@ _WORDS = {
     "idle": "waiting",
     "other": "bookkeeping",
     "evaluation": "evaluation-bound",
+    BETWEEN: "between iterations",
 }
 _DOING = {
     "env": "stepping environments",
@@ -53,6 +54,7 @@ _DOING = {
     "idle": "waiting for games or for the slowest worker",
     "other": "storing rows, callbacks and the rest",
     "evaluation": "evaluations",
+    BETWEEN: "spent between iterations",
 }
 
 
@@ -77,7 +79,7 @@ class Times:
 
     seconds: float
     learner: dict[str, float]
-    """Phases of the process that learns, and `evaluation`: they are all of its time."""
+    """Phases of the process that learns, `evaluation` and `between`: they are all of its time."""
     worker: dict[str, float]
     """Those of the mean rollout worker, all of its time; empty without workers."""
     worker_idle: dict[int, float]
@@ -98,10 +100,10 @@ class Times:
             return None
         first, told = told[0], told[1:]
         iterating = _sum(told, "time_this_iter_s")
-        evaluating = _evaluating(told)
-        wall = iterating + evaluating
+        evaluating, between = _evaluating(told), _sum(told, f"perf/{BETWEEN}") / 1e3
+        wall = iterating + evaluating + between
         learner = {phase: _sum(told, f"perf/{phase}") / 1e3 / wall for phase in PHASES}
-        learner["evaluation"] = evaluating / wall
+        learner |= {"evaluation": evaluating / wall, BETWEEN: between / wall}
         worked = {phase: _sum(told, f"perf/worker_{phase}") for phase in PHASES}
         all_ = sum(worked.values()) or 1.0
         waited = {w: _sum(told, f"perf/worker_idle/{w}") / all_ for w in range(1, 1 + _workers(told[-1]))}
@@ -356,6 +358,10 @@ def _evaluation(times: Times, options: _Options, machine: Machine) -> tuple[str,
     return "", [Change(rarer, _speedup(times.wall["evaluation"], MORE))]
 
 
+def _between(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+    return "on_train_result, other callbacks of the training and checkpoints: do less there, or less often", []
+
+
 def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Change]:
     """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them, so that it learns the same."""
     now, total = options.count("num_workers"), options.envs
@@ -394,6 +400,7 @@ _RULES = {
     "idle": _idle,
     "other": _other,
     "evaluation": _evaluation,
+    BETWEEN: _between,
 }
 
 
@@ -405,11 +412,12 @@ def _sum(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 
 
 def _evaluating(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds that evaluations took: what `time_total_s` has beyond the iterations."""
+    """Seconds that evaluations took: what `time_total_s` has beyond the iterations and what came between them."""
     totals = [number(row, "time_total_s") for row in rows]
     if None in totals or not any("eval/return_mean" in row for row in rows):
         return 0.0
-    return max(0.0, (totals[-1] or 0.0) - (totals[0] or 0.0) - _sum(rows[1:], "time_this_iter_s"))
+    known = _sum(rows[1:], "time_this_iter_s") + _sum(rows[1:], f"perf/{BETWEEN}") / 1e3
+    return max(0.0, (totals[-1] or 0.0) - (totals[0] or 0.0) - known)
 
 
 def _workers(row: Mapping[str, Any]) -> int:

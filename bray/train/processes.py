@@ -143,13 +143,14 @@ class Slots:
         """Over the older of the two."""
         slot = 1 - self._numbers[0]
         at = 1 + 3 * slot
-        self._numbers[at] += 1
+        number = self._numbers[at] | 1  # it is odd already where Ctrl-C has cut a write short
+        self._numbers[at] = number
         _in_order()
         for name, array in self.views(slot).items():
             array[...] = weights[name]
         self._numbers[at + 1 : at + 3] = [clock.env_steps, clock.version]
         _in_order()
-        self._numbers[at] += 1
+        self._numbers[at] = number + 1
         self._numbers[0] = slot
 
     def read(self) -> tuple[dict[str, np.ndarray], Clock]:

@@ -13,6 +13,8 @@ WEIGHTS = "transfer_weights"
 """The part of `transfer` that weights take."""
 CPU, QUEUED = "cpu", "queued"
 """Seconds on a core, by all threads of the process; and those in which its main thread waited for a core that others had. Phases contain both."""
+BETWEEN = "between"
+"""Checkpoints, callbacks of the training and rows written: behind an iteration, and in no phase of it."""
 
 
 class Laps:

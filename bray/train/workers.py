@@ -137,18 +137,18 @@ class WorkerSource(Source):
                 self._publish()
             if not any(seat.under_way for seat in self._seats):
                 self._ask_for_pieces(2)
-            self._came += self._take(0.0)
+            self._take(0.0)
             # Where all have played already the learner is the slower side, and a second piece would only be older when its turn comes.
             most = 1 if len({w for w, _ in self._came}) == len(self._seats) else 2
             if not self._came:
-                self._came = self._take(timeout)
+                self._take(timeout)
             self._ask_for_pieces(most)
         else:
             self._publish()
             here = {w for w, _ in self._came}  # of a round that was cut short
             self._ask_for_pieces(1, [seat for seat in self._seats if seat.index not in here])
             while len(self._came) < len(self._seats):
-                self._came += self._take(TURN_S)
+                self._take(TURN_S)
         came, self._came = sorted(self._came, key=lambda answer: answer[0]), []
         pieces = self._pieces(came)
         self._laps.lap("transfer")
@@ -193,12 +193,12 @@ class WorkerSource(Source):
                 except Lost as e:
                     self._replace(seat, e)
 
-    def _take(self, timeout: float) -> list[tuple[int, Played]]:
-        """What has been played, by worker, waiting so long for the first. Workers that died or hang are replaced."""
+    def _take(self, timeout: float, keep: bool = False) -> None:
+        """What has been played goes to `_came`, waiting so long for the first. Workers that died or hang are replaced. keep: copy it, because workers will
+        be asked for more before it is used."""
         busy = [seat for seat in self._seats if seat.under_way or seat.starting]
         ready = self.home.wait([seat.worker for seat in busy], timeout)
         self._laps.lap("idle")
-        came: list[tuple[int, Played]] = []
         for seat in busy:
             try:
                 if seat.worker not in ready:
@@ -206,13 +206,12 @@ class WorkerSource(Source):
                 elif seat.starting:
                     self._welcome(seat)
                 else:
-                    came.append((seat.index, self._receive(seat)))
+                    self._receive(seat, keep)
             except Lost as e:
                 self._replace(seat, e)
         self._laps.lap("transfer")
-        return came
 
-    def _receive(self, seat: _Seat) -> Played:
+    def _receive(self, seat: _Seat, keep: bool) -> None:
         try:
             played: Played = seat.worker.receive(self._limit)
         except Lost:
@@ -227,10 +226,11 @@ class WorkerSource(Source):
         seat.since = time.monotonic()
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
         played = played._replace(piece=replace(played.piece, lent=True))
-        if self._lanes is not None:  # here, so that one that dies next is cut behind it
+        if keep or self._lanes is not None:
             played = _kept(played)
+        self._came.append((seat.index, played))
+        if self._lanes is not None:  # here, so that one that dies next is cut behind it
             self._lanes.add(seat.index, played.piece)
-        return played
 
     @property
     def _limit(self) -> float:
@@ -320,7 +320,7 @@ class WorkerSource(Source):
         if any(seat.given_up for seat in self._seats):
             raise EnvError(f"{method}: a rollout worker is gone for good")
         while any(seat.under_way or seat.starting for seat in self._seats):
-            self._came += [(w, _kept(played)) for w, played in self._take(TURN_S)]
+            self._take(TURN_S, keep=True)
         return [self._ask_again(seat, method, *arguments) for seat in self._seats]
 
     def _ask_again(self, seat: _Seat, method: str, *arguments: Any) -> Any:
