@@ -129,13 +129,11 @@ def test_a_graph_that_is_not_waited_for_is_told(tmp_path, caplog):
     assert f"graph.onnx was not written within 0.001 s: `bray export {tmp_path}` writes it" in caplog.text
 
 
-def test_a_graph_is_not_waited_for_by_one_who_hurries(tmp_path, monkeypatch):
-    monkeypatch.setattr("bray.serving.graph._CODE", "import time; time.sleep(3600)")
+def test_a_graph_is_not_waited_for_by_one_who_hurries(tmp_path, caplog):
     export = GraphExport(tmp_path, 0.0)
     export.tend(1.0)
-    asked = []
-    export.close(3600.0, lambda: len(asked) > 2 or asked.append(1))
-    assert len(asked) == 3
+    export.close(3600.0, lambda: True)
+    assert "graph.onnx was not written within 0 s" in caplog.text  # else: that it could not be
 
 
 def test_a_training_leaves_its_graph_and_learns_the_same_to_the_bit(made, tmp_path):
