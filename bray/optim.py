@@ -19,7 +19,7 @@ KINDS = ("adam", "rmsprop", "sgd")
 _PARTS = 36
 """Arrays that one launch of CUDA's Adam takes. It gives up to 65,536 numbers of an array to a block of threads, of which a GPU runs hundreds at once."""
 _LAUNCHES = 4
-"""A recording runs so many at the same time (`bray.capture.replay`)."""
+"""Launches for a large array. A recording runs them at the same time (`bray.capture.replay`)."""
 _SMALL_PART = 4096
 """Numbers; parts are a multiple of it: Adam reads four numbers at a time where an array begins at a multiple of four."""
 _LARGE = 1 << 18

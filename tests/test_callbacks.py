@@ -291,12 +291,33 @@ def test_early_stopping_by_a_number_that_is_to_fall(tmp_path):
     exp.close()
 
 
-def test_early_stopping_tells_of_a_custom_metric_that_does_not_come(tmp_path, caplog):
-    exp = experiment(tmp_path)
-    watch = [Watcher(), EarlyStopping("custom_metrics/late_meen", patience=2)]
-    list(exp.train({"training_iteration": 4}, callbacks=watch))
+def test_a_custom_metric_that_does_not_come_is_told_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("bray.train.awaited.PATIENCE", 2)
+    exp = experiment(tmp_path, checkpoint_score="custom_metrics/late_meen")
+    stop = {"training_iteration": 4, "custom_metrics/late_meen": 1}
+    list(exp.train(stop, callbacks=[Watcher(), EarlyStopping("custom_metrics/late_meen")]))
     exp.close()
-    assert caplog.text.count("2 rows have had no 'custom_metrics/late_meen' (custom metrics: custom_metrics/late_") == 1
+    for where in ("EarlyStopping: metric", "run.stop", "run.checkpoint_score"):
+        said = f"{where}: 2 rows have had no 'custom_metrics/late_meen' (custom metrics: custom_metrics/late_"
+        assert caplog.text.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "says"),
+    [
+        ({"loss/valu_loss": 1.0}, "Did you mean 'loss/value_loss'"),
+        ({"eval/return_mean": 1.0}, "nothing is evaluated: set eval_freq"),
+    ],
+)
+def test_a_stop_condition_that_no_row_has_is_refused(tmp_path, stop, says):
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        list(exp.train(stop))
+    exp.close()
+    exp = bray.Experiment.resume(tmp_path / "run", env=Phased)
+    if "eval/return_mean" in stop:  # beside another one it may be a preset's
+        assert len(list(exp.train(stop | {"training_iteration": 3}))) == 2
+    exp.close()
 
 
 def test_custom_metrics_end_a_training_and_score_its_checkpoints(tmp_path):

@@ -55,8 +55,8 @@ def piece(state=None, every=1):
 
 
 def outputs(model, data, sequences=1):
-    """Log probabilities of all actions `[T + 1, B, 4]` and values, one row after the other, and in float64 from there on. `sequences`: each of so many
-    begins with the state that was kept for it."""
+    """Log probabilities of all actions `[T + 1, B, 4]` and values, row by row; float64 behind the network. A piece is cut into `sequences` of equal
+    length, and each begins with its kept state."""
     twin = copy.deepcopy(model)
     rows, state = [], None
     if data.state is not None:

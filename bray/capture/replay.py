@@ -177,9 +177,8 @@ def _abreast(tape: Tape) -> Replay:
     streams = [torch.cuda.Stream() for _ in range(max((len(ops) - 1 for is_adam, ops in runs if is_adam), default=0))]
 
     def play(inputs: list[Tensor]) -> list[Tensor]:
-        slots: dict[int, Any] = (
-            dict(enumerate(inputs)) | tape.held
-        )  # all results stay, so that no stream is given memory another still reads
+        # All results stay until the end, so that no stream is given memory that another still reads.
+        slots: dict[int, Any] = dict(enumerate(inputs)) | tape.held
         here = torch.cuda.current_stream()
         for is_adam, ops in runs:
             beside = ops[1:] if is_adam else []

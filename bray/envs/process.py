@@ -92,8 +92,9 @@ class Child:
             unpack(self.receive(START_TIMEOUT))
         except Lost as e:
             self.kill()
-            hint = ". If your environment is defined in the script you run, put the training under `if __name__ == '__main__':`"
-            hint = hint if not self.killed and (self.process.exitcode or 0) > 0 else ""
+            hint = ""
+            if not self.killed and (self.process.exitcode or 0) > 0:
+                hint = ". If your environment is defined in the script you run, put the training under `if __name__ == '__main__':`"
             raise LostAtStart(f"a worker process {e} while starting ({self.end}){hint}") from None
         except (ConfigError, EnvError):
             self.kill()

@@ -24,7 +24,7 @@ from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.evaluations import Evaluations
-from bray.experiment.goals import Score, check_stop, current, reached
+from bray.experiment.goals import Score, awaited_of, check_stop, current, reached
 from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
@@ -224,6 +224,7 @@ class Experiment:
         training, directory = self.training, self._run_dir()
         self._stop_requested, self.hurries, graph = False, False, self._graph_export()
         evaluations = self._evaluations = Evaluations(self, directory, self._score)
+        awaited = [self._score.awaited, *awaited_of(stop)]
         self._looked_at = began = time.monotonic()
         training.start()
         for source in training.sources:
@@ -247,6 +248,8 @@ class Experiment:
                         self.last_row = row
                         self._unless_full(partial(out.write, row))
                     self._health.check(row, training.lost_weights)
+                    for key in awaited:
+                        key.look(row, bool(run.eval_freq))
                     self._save_when_due(row)
                     evaluations.begin_when_due()
                     graph.tend(time.monotonic() - began)
@@ -366,7 +369,6 @@ class Experiment:
 
     def _save_when_due(self, row: Mapping[str, Any]) -> None:
         run, score = self.config["run"], self._score
-        score.check_row(row)
         now = time.monotonic()
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
         if every := run.checkpoint_updates:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.train.awaited import CUSTOM, OWN_KEYS, Awaited
 from bray.train.config import RunConfig
 from bray.train.spent import BETWEEN, CPU, PHASES, QUEUED
 
@@ -32,10 +33,6 @@ ROW_KEYS = (
     *(f"perf/{k}" for k in (*PHASES, CPU, QUEUED, BETWEEN)),
 )
 """Keys of the rows of every algorithm."""
-OWN_KEYS = ("loss/", "policy/", "replay/")
-"""Prefixes of the keys that an algorithm brings."""
-CUSTOM = "custom_metrics/"
-"""Prefix of the keys that callbacks bring."""
 VOLATILE = ("time_", "perf/", "date", "pid", "hostname")
 """Prefixes of result keys that differ between two runs of one seed (and so does everything `*_per_second`)."""
 
@@ -63,6 +60,12 @@ def reached(stop: Mapping[str, float], row: Mapping[str, Any] | None) -> dict[st
     return {key: value for key, value in found.items() if value is not None and value >= stop[key]}
 
 
+def awaited_of(stop: Mapping[str, float]) -> list[Awaited]:
+    """Its keys that a row has to have one day. A preset's goal for evaluations does no harm beside another condition where nothing is evaluated."""
+    alone = all(key.startswith("eval/") for key in stop)
+    return [Awaited(key, "run.stop") for key in stop if alone or not key.startswith("eval/")]
+
+
 def current(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """A row without an evaluation that is of older weights than those that its iteration ended with."""
     if row.get("eval/env_steps", row.get("env_steps_total")) == row.get("env_steps_total"):
@@ -76,6 +79,7 @@ class Score:
     def __init__(self, run: RunConfig):
         self.name = run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
         self.key = self.name.removeprefix("-")
+        self.awaited = Awaited(self.key, "run.checkpoint_score")
         if self.key not in ROW_KEYS and not self.key.startswith((*OWN_KEYS, CUSTOM)):
             raise UnknownName("key of a result row", self.key, ROW_KEYS, "run.checkpoint_score")
         if run.eval_parallel and not run.eval_freq:
@@ -97,8 +101,3 @@ class Score:
 
     def is_better(self, score: float | None) -> bool:
         return score is not None and (self.best is None or score > self.best)
-
-    def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise if the score is a key that the algorithm does not log; known once it has logged its first loss."""
-        if self.key.startswith(OWN_KEYS) and self.key not in row and any(k.startswith("loss/") for k in row):
-            raise UnknownName("key of a result row", self.key, row, "run.checkpoint_score")

@@ -82,7 +82,7 @@ class GraphExport:
             self._process = None
 
     def close(self, wait_s: float, hurries: Callable[[], bool]) -> None:
-        """Let it finish; after `wait_s`, or where somebody `hurries`, it is ended."""
+        """Wait until it has finished, `wait_s` at most; end it as soon as `hurries` says so."""
         if self._process is not None:
             waited, turn = 0.0, min(_TURN_S, wait_s)
             while self._process.poll() is None and waited < wait_s and not hurries():

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.errors import ConfigError, UnknownName
+from bray.errors import ConfigError
 from bray.named import load_named
+from bray.train.awaited import Awaited
 
 logger = logging.getLogger("bray")
 
@@ -98,35 +99,20 @@ class EarlyStopping(Callbacks):
             raise ConfigError(f"EarlyStopping: patience is a whole number above 0, got {patience}")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.best, self.waited = -math.inf, 0
-        self._without = 0  # rows in a row
+        self._awaited = Awaited(metric.removeprefix("-"), "EarlyStopping: metric")
 
     def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
-        key = self.metric.removeprefix("-")
-        value = row.get(key)
+        self._awaited.look(row, bool(experiment.config["run"].eval_freq))
+        value = row.get(self._awaited.key)
         if value is None:
-            self._check(key, experiment, row)
             return
-        value, self._without = (-value if self.metric.startswith("-") else value), 0
+        value = -value if self.metric.startswith("-") else value
         if value > self.best + self.min_delta:
             self.best, self.waited = value, 0
             return
         self.waited += 1
         if self.waited >= self.patience:
             experiment.request_stop()
-
-    def _check(self, key: str, experiment: Any, row: dict[str, Any]) -> None:
-        """Refuse what no row will have. An evaluation may come later, and so may numbers of episodes and of updates."""
-        if key.startswith("eval/") and not experiment.config["run"].eval_freq:
-            raise ConfigError(
-                f"EarlyStopping: metric is {key!r}, but nothing is evaluated: set eval_freq (--eval-freq N)"
-            )
-        complete = row.get("episode_return_mean") is not None and any(k.startswith("loss/") for k in row)
-        if complete and not key.startswith(("eval/", "custom_metrics/")):
-            raise UnknownName("key of a result row", key, row, "EarlyStopping: metric")
-        self._without += complete
-        if self._without == self.patience and key.startswith("custom_metrics/"):
-            there = ", ".join(k for k in row if k.startswith("custom_metrics/")) or "none"
-            logger.warning("EarlyStopping: %d rows have had no %r (custom metrics: %s)", self._without, key, there)
 
     def get_state(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}
