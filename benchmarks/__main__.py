@@ -1,8 +1,9 @@
-"""python -m benchmarks training|replay|inference|batcher|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the peers in one run, medians.
+"""python -m benchmarks training|replay|inference|batcher|startup [CASE ...] [--repeat 5] [--seconds 10]: ours and the
+peers in one run, medians.
 
-`bash benchmarks/install_peers.sh` makes the peers' own environment first; without it only our side is measured. One JSON line per
-measurement, then one per case with the ratio of our median to the fastest peer's. Results go into RESULTS.md by hand, with the date,
-because a busy machine makes them worthless.
+`bash benchmarks/install_peers.sh` makes the peers' own environment first; without it only our side is measured. One
+JSON line per measurement, then one per case with the ratio of our median to the fastest peer's. Results go into
+RESULTS.md by hand, with the date, because a busy machine makes them worthless.
 """
 
 from __future__ import annotations
@@ -195,7 +196,8 @@ def main() -> None:
     parser.add_argument(
         "cases",
         nargs="*",
-        help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; inference, batcher: {', '.join(inference.CASES)}; none: all",
+        help=f"training: {', '.join(TRAINING)}; replay: {', '.join(REPLAY)}; inference, batcher: "
+        f"{', '.join(inference.CASES)}; none: all",
     )
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0)

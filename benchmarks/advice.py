@@ -1,8 +1,10 @@
-"""Made-up trainings that something holds up: what the advisor says of each, and how much faster each is when its first advice is followed.
+"""Made-up trainings that something holds up: what the advisor says of each, and how much faster each is when its first
+advice is followed.
 
-Each case trains for `--seconds`. The advisor reads its rows, as `bray doctor RUN_DIR` does; the case then trains again with the first change that it
-advises. `said` has to be `expected`. Steps per second are those of the time in which the process that learns did not queue for a core
-(`perf/queued`), nor a worker while it waited for them, so that a busy machine distorts them less; gains of `num_workers` still need cores that nobody else uses.
+Each case trains for `--seconds`. The advisor reads its rows, as `bray doctor RUN_DIR` does; the case then trains again
+with the first change that it advises. `said` has to be `expected`. Steps per second are those of the time in which the
+process that learns did not queue for a core (`perf/queued`), nor a worker while it waited for them, so that a busy
+machine distorts them less; gains of `num_workers` still need cores that nobody else uses.
 
     python -m benchmarks.advice [CASE ...] [--seconds 20]
 """

@@ -1,9 +1,11 @@
 """python -m benchmarks.against [CASE ...] [--rev f9b96a5] [--pairs 5]: is this tree as fast as another commit?
 
-The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes first alternates. Training: environment
-steps per second of CPU time, after a warm-up, so that other work on the machine counts less. `serve`: ticks per second of CPU time that `bray serve` spends on a small
-network, 32 games in another process. `local`, `remote`, `trajectories`, `small`: the cases of `benchmarks.remote.ours`, of the tree that is measured, as
-items per second of CPU time of all processes. One line per case: medians and the median ratio of the pairs.
+The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
+first alternates. Training: environment steps per second of CPU time, after a warm-up, so that other work on the machine
+counts less. `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another
+process. `local`, `remote`, `trajectories`, `small`: the cases of `benchmarks.remote.ours`, of the tree that is
+measured, as items per second of CPU time of all processes. One line per case: medians and the median ratio of the
+pairs.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _SERVE = """
 import json, subprocess, sys, tempfile, time
 from bray.experiment import Experiment
 with tempfile.TemporaryDirectory() as folder:
-    train = "import sys, bray; list(bray.Experiment('PPO', 'CartPole-v1', path=sys.argv[1]).train(stop={'env_steps_total': 2000}))"
+    train = "import sys, bray; bray.Experiment('PPO', 'CartPole-v1', path=sys.argv[1]).fit({'env_steps_total': 2000})"
     subprocess.run([sys.executable, "-c", train, folder + "/run"], check=True)  # training compiles, a service does not
     exp = Experiment.load(folder + "/run")
     with exp.serve(port=0, block=False) as server:

@@ -1,8 +1,9 @@
-"""Forwards per second of N callers that ask back to back, and how long each waits: one at a time, with a timer of 2 ms, and our batcher.
+"""Forwards per second of N callers that ask back to back, and how long each waits: one at a time, with a timer of 2 ms,
+and our batcher.
 
-`mlp` and `nature` are the models of benchmarks.inference, in ONNX Runtime with one thread. Nobody thinks between two calls, so batches are
-as full as they get. `cpu_us` is processor time per forward: it tells more than the clock on a machine that is shared. The three take
-turns, so that a busy moment hits all alike.
+`mlp` and `nature` are the models of benchmarks.inference, in ONNX Runtime with one thread. Nobody thinks between two
+calls, so batches are as full as they get. `cpu_us` is processor time per forward: it tells more than the clock on a
+machine that is shared. The three take turns, so that a busy moment hits all alike.
 
     python -m benchmarks.batcher [mlp] [nature] [--seconds 10]
 """

@@ -1,8 +1,11 @@
-"""python -m benchmarks.code_size [--against f9b96a5]: how much there is to read in bray/, and which files import each other in a circle.
+"""python -m benchmarks.code_size [--against f9b96a5]: how much there is to read in bray/, and which files import each
+other in a circle.
 
-tokens         of the code, without comments and docstrings, so that neither long lines nor short documentation change the number
+tokens         of the code, without comments and docstrings, so that neither long lines nor short documentation change
+               the number
 documentation  words of docstrings, comments and docs/*.md
-cycles         groups of files that import each other, directly or through others; imports inside functions and under TYPE_CHECKING count
+cycles         groups of files that import each other, directly or through others; imports inside functions and under
+               TYPE_CHECKING count
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """python -m benchmarks.env_groups: environments of a worker in one group and in two, with central inference.
 
-Environments sleep, and so does the Model: it takes time and no core, as one on a GPU does. Environment steps per second of the quickest of 4 rounds, 2 workers with 4
-environments each; nothing is learnt. A row takes S + F in one group (S: a step of all environments of a worker, F: a forward), and at best the longer of S and 2 F in two: the gain is
-largest, 1.5, where a forward takes half as long as a worker's step.
+Environments sleep, and so does the Model: it takes time and no core, as one on a GPU does. Environment steps per second
+of the quickest of 4 rounds, 2 workers with 4 environments each; nothing is learnt. A row takes S + F in one group (S: a
+step of all environments of a worker, F: a forward), and at best the longer of S and 2 F in two: the gain is largest,
+1.5, where a forward takes half as long as a worker's step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""python -m benchmarks.gpu: a PPO minibatch update and an acting forward, eager and recorded (CUDA graph), on a CUDA GPU.
+"""python -m benchmarks.gpu: a PPO minibatch update and an acting forward, eager and recorded (CUDA graph), on a CUDA
+GPU.
 
-One JSON line per size: median milliseconds of 5 x 20 calls by CUDA events, and the largest difference between the weights that both ways
-reach after five updates.
+One JSON line per size: median milliseconds of 5 x 20 calls by CUDA events, and the largest difference between the
+weights that both ways reach after five updates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One forward, microseconds (medians): torch eager, and our engines, one thread, batch 1 to 128.
 
-`mlp`: 4 numbers, two layers of 64, 2 values. `nature`: the CNN of Mnih 2015 on uint8[4, 84, 84], 6 values. Arrays go in and come out as
-numpy. All engines take turns, so that a busy moment hits all alike.
+`mlp`: 4 numbers, two layers of 64, 2 values. `nature`: the CNN of Mnih 2015 on uint8[4, 84, 84], 6 values. Arrays go in
+and come out as numpy. All engines take turns, so that a busy moment hits all alike.
 
     python -m benchmarks.inference [mlp] [nature] [--seconds 10]
 """

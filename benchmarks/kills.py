@@ -1,8 +1,11 @@
-"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0] [--cluster ray]: kill trainings at random moments, resume each, and count what is lost.
+"""python -m benchmarks.kills [train launch] [--kills 30] [--every 3] [--seed 0] [--cluster ray]: kill trainings at
+random moments, resume each, and count what is lost.
 
-A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after its start; the same command, or
-`--resume`, continues it. Lost training time is the time of the newest result row minus that of the newest checkpoint.
-Exit code 0: all were resumed, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and TensorBoard has each of them.
+A training and all its processes are killed (SIGKILL) a random time after their first result row, every fifth one after
+its start; the same command, or `--resume`, continues it. Lost training time is the time of the newest result row minus
+that of the newest checkpoint.
+Exit code 0: all were resumed, and none lost more than `checkpoint_every_s`. At the end result rows have no gap, and
+TensorBoard has each of them.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class Case:
         )
 
     def kill_once(self, folder: Path, seconds: float, starting: bool) -> None:
-        """Start, wait, kill; then look at what is there. `seconds` count from its first result row, or from its start."""
+        """Start, wait, kill; then look at what is there. `seconds` count from its first result row, or from its
+        start."""
         started = time.time()
         process = self.start(folder)
         rows = self.path / "result.jsonl"
@@ -110,7 +114,8 @@ class Case:
             return 0.0
         if "time" in checkpoint.state["json"]:
             return max(0.0, rows[-1]["time_total_s"] - checkpoint.state["json"]["time"])
-        # A launched run does not tell how long its checkpoint has trained. After its first row it has saved in this process, so the clock does.
+        # A launched run does not tell how long its checkpoint has trained. After its first row it has saved in this
+        # process, so the clock does.
         written = (checkpoint.path / "meta.json").stat().st_mtime
         return max(0.0, killed - written) if written > started else 0.0
 

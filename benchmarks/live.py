@@ -1,7 +1,9 @@
-"""python -m benchmarks.live [--repeat 3] [--seconds 20]: rows learnt per CPU second, `bray train --live` beside the launched graph in one process.
+"""python -m benchmarks.live [--repeat 3] [--seconds 20]: rows learnt per CPU second, `bray train --live` beside the
+launched graph in one process.
 
-Both train the same network with the same PPO, in one thread, from the same 32 games (template.gamecore, the grid, over HTTP, in a process of their own). CPU time is the
-server's and its children's alone, between two rows of its result.jsonl, after a warm-up. One JSON line per measurement, then medians and the ratio.
+Both train the same network with the same PPO, in one thread, from the same 32 games (template.gamecore, the grid, over
+HTTP, in a process of their own). CPU time is the server's and its children's alone, between two rows of its
+result.jsonl, after a warm-up. One JSON line per measurement, then medians and the ratio.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""python -m benchmarks.matrix_share [SAC TD3 ...] [--updates 200]: how much of an update's time is spent in matrix products.
+"""python -m benchmarks.matrix_share [SAC TD3 ...] [--updates 200]: how much of an update's time is spent in matrix
+products.
 
-Default settings on Pendulum-v1, one thread, as in `td3-pendulum`; PyTorch's profiler looks at `--updates` calls of `Learner.update`. The profiler slows small operations
-down more than large ones, so the share without it is larger; time of an update with and without it is told too.
+Default settings on Pendulum-v1, one thread, as in `td3-pendulum`; PyTorch's profiler looks at `--updates` calls of
+`Learner.update`. The profiler slows small operations down more than large ones, so the share without it is larger; time
+of an update with and without it is told too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Bray's side of a training case: python -m benchmarks.ours CASE --seconds N prints one JSON line, like the scripts in peers/.
+"""Bray's side of a training case: python -m benchmarks.ours CASE --seconds N prints one JSON line, like the scripts in
+peers/.
 
-Hyper-parameters are those of peers/cases.py; the path is the one `bray train` takes (bray.train.local.LocalTraining), nothing is special-cased.
+Hyper-parameters are those of peers/cases.py; the path is the one `bray train` takes (bray.train.local.LocalTraining),
+nothing is special-cased.
 """
 
 from __future__ import annotations
@@ -179,11 +181,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 GENERATIONS = ("ars-cartpole", "es-cartpole")
-"""Here only the steps of episodes that an update learnt from count, because the peer plays no others. CartPole pays 1 a step."""
+"""Here only the steps of episodes that an update learnt from count, because the peer plays no others. CartPole pays 1 a
+step."""
 
 
 def __getattr__(name: str) -> Any:
-    """`Custom`: the peers' residual trunk with our two heads; made when asked for, because importing torch takes a second."""
+    """`Custom`: the peers' residual trunk with our two heads; made when asked for, because importing torch takes a
+    second."""
     if name != "Custom":
         raise AttributeError(name)
     import custom_module

@@ -1,8 +1,8 @@
 """ReplayRing, per second: add 1, sample 256, update 256 priorities, and the cycle of the three; medians of five.
 
-`replay-84`: 1e6 transitions of float32[84]. `replay-frames`: 1e5 transitions of uint8[4, 84, 84], stacked frames. One environment,
-prioritized (alpha 0.6, beta 0.4), obs and next_obs returned, the replay full. Each case runs in a process of its own, so that
-peak_rss_mb is its own.
+`replay-84`: 1e6 transitions of float32[84]. `replay-frames`: 1e5 transitions of uint8[4, 84, 84], stacked frames. One
+environment, prioritized (alpha 0.6, beta 0.4), obs and next_obs returned, the replay full. Each case runs in a process
+of its own, so that peak_rss_mb is its own.
 
     python -m benchmarks.replay [replay-84] [replay-frames] [--seconds 2]
 """

@@ -1,7 +1,9 @@
-"""python -m benchmarks.rl_functions [--steps 128] [--batch 64 1024] [--device cpu|cuda]: how fast GAE, lambda and n-step returns and V-trace are.
+"""python -m benchmarks.rl_functions [--steps 128] [--batch 64 1024] [--device cpu|cuda]: how fast GAE, lambda and
+n-step returns and V-trace are.
 
-Each is timed as `bray.rl.returns` has it, for arrays (what a Learner's `prepare` uses) and for tensors, beside the usual loop over time in torch and in
-numpy, in one process, in turn. Before it is timed, every form is checked against a loop in float64. Medians of rounds; a ratio above 1 is ours faster.
+Each is timed as `bray.rl.returns` has it, for arrays (what a Learner's `prepare` uses) and for tensors, beside the
+usual loop over time in torch and in numpy, in one process, in turn. Before it is timed, every form is checked against a
+loop in float64. Medians of rounds; a ratio above 1 is ours faster.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def columns(steps: int, batch: int, seed: int = 0) -> Columns:
     }
 
 
-# --- the usual loops, written for arrays and tensors alike -------------------------------------------------------------
+# --- the usual loops, written for arrays and tensors alike ------------------------------------------------------------
 
 
 def loop_gae(c: Columns) -> Any:
@@ -91,7 +93,7 @@ def _stack(rows: list[Any]) -> Any:
     return np.stack(rows) if isinstance(rows[0], np.ndarray) else torch.stack(rows)
 
 
-# --- ours --------------------------------------------------------------------------------------------------------------
+# --- ours -------------------------------------------------------------------------------------------------------------
 
 
 def _five(c: Columns) -> tuple[Any, ...]:

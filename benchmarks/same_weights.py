@@ -1,8 +1,10 @@
-"""python -m benchmarks.same_weights [CASE ...] [--against REV] [--steps 20000] [--seeds 0 1]: does this tree train the same weights, bit for bit?
+"""python -m benchmarks.same_weights [CASE ...] [--against REV] [--steps 20000] [--seeds 0 1]: does this tree train the
+same weights, bit for bit?
 
-Each case is trained by the command line of this tree (with what is not committed yet) and by the one of another commit, in turn on this machine.
-Compared are the tensors of the newest model file and the columns of result.jsonl that both have, without those that tell the time. Exit
-code 0: all equal; 1: something differs, or a training failed.
+Each case is trained by the command line of this tree (with what is not committed yet) and by the one of another commit,
+in turn on this machine.
+Compared are the tensors of the newest model file and the columns of result.jsonl that both have, without those that
+tell the time. Exit code 0: all equal; 1: something differs, or a training failed.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def newest_model(run: Path) -> Path:
 
 
 def fingerprint(file: Path) -> str:
-    """sha256 of the names, types, shapes and bytes of a file's tensors (its header may hold other things, like a version)."""
+    """sha256 of the names, types, shapes and bytes of a file's tensors (its header may hold other things, like a
+    version)."""
     sha = hashlib.sha256()
     for name, x in sorted(load_file(file).items()):
         sha.update(f"{name} {x.dtype} {x.shape} ".encode() + np.ascontiguousarray(x).tobytes())

@@ -1,14 +1,18 @@
-"""python -m benchmarks.scale_gpu [PART ...] [--seconds 20] [--set KEY=VALUE ...]: what a machine with a CUDA GPU and many cores reaches. Parts, each below 40 s but for `pong`, where each setting is:
+"""python -m benchmarks.scale_gpu [PART ...] [--seconds 20] [--set KEY=VALUE ...]: what a machine with a CUDA GPU and
+many cores reaches. Parts, each below 40 s but for `pong`, where each setting is:
 
 update    a PPO minibatch update of the Nature CNN: 256 and 16,384 rows, float32 (TF32) and bfloat16
 copy      1,024 pictures 4 x 84 x 84 from the host to the device: pageable, staged (`to_device`), pinned
-forward   the acting forward of 1,024 pictures in host memory, outputs back on the host: pageable and pinned, float32 (TF32) and bfloat16
+forward   the acting forward of 1,024 pictures in host memory, outputs back on the host: pageable and pinned, float32
+          (TF32) and bfloat16
 central   round trips of 16 blocks of 64 pictures through a CentralServer, asked from this process
-pong      ALE/Pong-v5, 256 environments: environment steps/s with learning, by algorithm, workers, inference and form (see PONG); names choose some of them
+pong      ALE/Pong-v5, 256 environments: environment steps/s with learning, by algorithm, workers, inference and form
+          (see PONG); names choose some of them
 cartpole  CartPole with 2,048 environments: environment steps/s with learning
 
-One JSON line per result. Times of update are by CUDA events, all others by the clock, the device's work included. Trainings (pong, cartpole) take the settings of --set, and tell how
-many cores each thread of the process that learns kept busy.
+One JSON line per result. Times of update are by CUDA events, all others by the clock, the device's work included.
+Trainings (pong, cartpole) take the settings of --set, and tell how many cores each thread of the process that learns
+kept busy.
 """
 
 from __future__ import annotations
@@ -206,7 +210,8 @@ def speed(part: str, name: str, run: str, env: str, config: dict[str, Any], seco
 
 
 def thread_seconds() -> dict[str, float]:
-    """CPU seconds of each thread of this process so far, by its name in Python or, for those of libraries, its number (Linux)."""
+    """CPU seconds of each thread of this process so far, by its name in Python or, for those of libraries, its number
+    (Linux)."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found = {}
     for folder in Path("/proc/self/task").iterdir():

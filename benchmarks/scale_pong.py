@@ -1,8 +1,12 @@
-"""python -m benchmarks.scale_pong [--env ALE/Pong-v5] [--seeds 0 1] [--minutes 5] [--target RETURN] [--out DIR] [--runs DIR] [KEY=VALUE ...]
+"""python -m benchmarks.scale_pong [--env ALE/Pong-v5] [--seeds 0 1] [--minutes 5] [--target RETURN] [--out DIR] [--runs
+DIR] [KEY=VALUE ...]
 
-How well APPO plays an Atari game after minutes on a machine with a GPU and 16 cores, with the settings of the preset for Pong: 256 environments in local processes, central
-inference, greedy evaluations of 10 episodes beside the training. A seed is trained for `--minutes`, counted from before the environments are made; then its last weights play 16 greedy episodes.
-One JSON line per evaluation and per seed; OUT/NAME.jsonl and OUT/NAME.png hold the curves over the steps, after each seed.
+How well APPO plays an Atari game after minutes on a machine with a GPU and 16 cores, with the settings of the preset
+for Pong: 256 environments in local processes, central inference, greedy evaluations of 10 episodes beside the training.
+A seed is trained for `--minutes`, counted from before the environments are made; then its last weights play 16 greedy
+episodes.
+One JSON line per evaluation and per seed; OUT/NAME.jsonl and OUT/NAME.png hold the curves over the steps, after each
+seed.
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ def settings() -> dict[str, Any]:
 def train(
     env: str, seed: int, seconds: float, target: float | None, config: dict[str, Any], path: Path
 ) -> dict[str, Any]:
-    """One seed. `reached_after_s` is when the first evaluation at or above the target came, the `steps_per_s` are those between the first
-    and the last evaluation, `final` is what the last weights reach."""
+    """One seed. `reached_after_s` is when the first evaluation at or above the target came, the `steps_per_s` are those
+    between the first and the last evaluation, `final` is what the last weights reach."""
     start = time.perf_counter()
     exp = Experiment("APPO", env, path=path, seed=seed, use_preset=False, eval_freq=8, checkpoint_freq=0, config=config)
     came: list[tuple[float, int]] = []

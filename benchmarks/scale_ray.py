@@ -1,4 +1,5 @@
-"""How far rollout workers on a Ray cluster would go: inputs measured on this machine, and formulas with them for 10, 100 and 1,000 nodes.
+"""How far rollout workers on a Ray cluster would go: inputs measured on this machine, and formulas with them for 10,
+100 and 1,000 nodes.
 
     python -m benchmarks.scale_ray [cartpole] [pong] [--cores 16] [--link 10] [--learner SAMPLES_S]
 
@@ -62,8 +63,8 @@ class Reach(NamedTuple):
 
 
 def reach(inputs: Inputs, nodes: int, cores: int, link: float) -> Reach:
-    """`nodes` machines with `cores` workers each, and a learner with a machine and a link of `link` bytes/s of its own. In the worst case that link
-    sends the weights to each node; Ray lets nodes pass them on."""
+    """`nodes` machines with `cores` workers each, and a learner with a machine and a link of `link` bytes/s of its own.
+    In the worst case that link sends the weights to each node; Ray lets nodes pass them on."""
     return Reach(
         nodes * cores * inputs.samples_s_core,
         link / inputs.bytes_per_sample,
@@ -191,7 +192,8 @@ def main() -> None:
             inputs = inputs._replace(learner_samples_s=options.learner)
         print(f"{case}: extrapolated to nodes of {options.cores} cores, a link of {options.link:g} Gbit/s")
         print(
-            "| nodes | rollout/s | network/s | store/s | learner/s | broadcast | bound by |\n|--:|--:|--:|--:|--:|--:|---|"
+            "| nodes | rollout/s | network/s | store/s | learner/s | broadcast | bound by "
+            "|\n|--:|--:|--:|--:|--:|--:|---|"
         )
         for nodes in NODES:
             r = reach(inputs, nodes, options.cores, options.link * GBIT)

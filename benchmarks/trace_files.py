@@ -1,12 +1,15 @@
-"""python -m benchmarks.trace_files tick|sample|ppo: how much of the package a reader passes who follows one thing through it.
+"""python -m benchmarks.trace_files tick|sample|ppo: how much of the package a reader passes who follows one thing
+through it.
 
 tick     files that a game's tick passes in `bray serve RUN_DIR`, from the socket to the action and back
-sample   files that a live game's sample passes, from the socket to the end of the learner's update: in the template's graph in one process,
-         and in `bray train --live` where there is one
+sample   files that a live game's sample passes, from the socket to the end of the learner's update: in the template's
+         graph in one process, and in `bray train --live` where there is one
 ppo      lines of the files that explain PPO
 
-What runs is traced, in every thread, after a warm-up: imports and set-up do not count, nor do functions that run while no game plays (timers).
-For a sample the games are halted until the learner has nothing to do; the trace then goes from their next tick to the end of the first update.
+What runs is traced, in every thread, after a warm-up: imports and set-up do not count, nor do functions that run while
+no game plays (timers).
+For a sample the games are halted until the learner has nothing to do; the trace then goes from their next tick to the
+end of the first update.
 A recorded update is replayed without Python, so what ran inside `Learner.update` while it was recorded is named apart.
 """
 
@@ -57,7 +60,8 @@ ROUNDS = 3
 QUIET = 2.0
 """Seconds without an update after which the learner is taken to wait."""
 IDLE = 12.0
-"""Seconds for which is looked at what runs while no game plays: longer than the slowest timer, the result rows of every 10 s."""
+"""Seconds for which is looked at what runs while no game plays: longer than the slowest timer, the result rows of every
+10 s."""
 PATIENCE = 180.0
 """Seconds until a trace that does not come to its end is given up."""
 
@@ -213,8 +217,8 @@ def trace_tick(ticks: int = 20, warm_up: int = 50, idle: float = 1.5, **settings
 
 
 def trace_command(words: list[str], games: list[str], label: str) -> list[str]:
-    """The files of samples in a command that trains on live games. It runs in this thread and is ended by Ctrl-C; the games play in another
-    process, so that their client is not counted."""
+    """The files of samples in a command that trains on live games. It runs in this thread and is ended by Ctrl-C; the
+    games play in another process, so that their client is not counted."""
     from bray.cli.main import main
 
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

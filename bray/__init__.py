@@ -1,7 +1,8 @@
 """Bray: train a game agent and serve it with the same code.
 
-The imports below are the public names. They are written once, for type checkers and editors (`as` tells them that a name is public), and read
-as text: a name is imported when it is first used, so that `import bray` loads neither torch, Ray nor an environment.
+The imports below are the public names. They are written once, for type checkers and editors (`as` tells them that a
+name is public), and read as text: a name is imported when it is first used, so that `import bray` loads neither torch,
+Ray nor an environment.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Code of the first Bray: module names, public names and keywords that are spelled otherwise here.
 
-What has a counterpart works, with one warning that names it; what has none is an error that says what to write instead. docs/moving.md has the
-whole table. New code uses nothing of this file.
+What has a counterpart works, with one warning that names it; what has none is an error that says what to write instead.
+docs/moving.md has the whole table. New code uses nothing of this file.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ _NO_LONGER = {
 
 
 def old_name(name: str, known: Iterable[str]) -> Any:
-    """`bray.NAME` for a name that is none of today's; AttributeError with the new spelling where it has no counterpart."""
+    """`bray.NAME` for a name that is none of today's; AttributeError with the new spelling where it has no
+    counterpart."""
     if name in _MADE:
         return _MADE[name]()
     if name in _NO_LONGER:
@@ -209,8 +210,8 @@ def as_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def let_ray_get_take_ours() -> None:
-    """`ray.get` of what `bray.set`, `push` and `add_source` return gives its result: the first Bray returned references of Ray. Where Ray is not
-    imported yet, this waits until it is."""
+    """`ray.get` of what `bray.set`, `push` and `add_source` return gives its result: the first Bray returned references
+    of Ray. Where Ray is not imported yet, this waits until it is."""
     ray: Any = sys.modules.get("ray")
     if ray is not None:
         _patch(ray)
@@ -279,12 +280,14 @@ HOROVOD = """horovod is not there, and not needed: `train` is called inside a pr
     import torch.distributed as dist                     for    import horovod.torch as hvd; hvd.init()
     dist.get_rank(), dist.get_world_size()               for    hvd.rank(), hvd.size()
     dist.all_reduce(x)                                   for    x = hvd.allreduce(x, op=hvd.Sum)
-    torch.nn.parallel.DistributedDataParallel(model)     for    hvd.DistributedOptimizer(optimizer), hvd.broadcast_parameters(...)
+    torch.nn.parallel.DistributedDataParallel(model)     for    hvd.DistributedOptimizer(optimizer), and for
+                                                                hvd.broadcast_parameters(...)
 A bray.Trainer needs none of it: gradients of its loss are averaged over all ranks (docs/moving.md)"""
 
 
 class _OldModules(MetaPathFinder, Loader):
-    """Asked by `import` when nobody else has found a module. Those of the first Bray hand out the public names of this one."""
+    """Asked by `import` when nobody else has found a module. Those of the first Bray hand out the public names of this
+    one."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == "horovod":

@@ -1,4 +1,5 @@
-"""Compiled loops: one decorator, so that each of them is cached where this user may write, and works where nothing can be written."""
+"""Compiled loops: one decorator, so that each of them is cached where this user may write, and works where nothing can
+be written."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ _told: list[str] = []
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
-    """`function` as machine code, made when it is first called and kept on disk: beside the package, else in the user's cache."""
+    """`function` as machine code, made when it is first called and kept on disk: beside the package, else in the user's
+    cache."""
     try:
         return numba.njit(cache=True, nogil=True, **options)(function)
     except RuntimeError as e:  # how numba says that it may write in neither
         if not _told:
             _told.append(str(e))
             logger.warning(
-                "compiled loops are not kept (set NUMBA_CACHE_DIR to a directory you may write to): every start compiles them anew, which takes seconds"
+                "compiled loops are not kept (set NUMBA_CACHE_DIR to a directory you may write to): every start "
+                "compiles them anew, which takes seconds"
             )
         return numba.njit(nogil=True, **options)(function)

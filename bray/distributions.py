@@ -1,8 +1,11 @@
-"""Action distributions over a `spec.ActionLayout`: draws in numpy (acting needs no torch), log probabilities and entropies of tensors (losses).
+"""Action distributions over a `spec.ActionLayout`: draws in numpy (acting needs no torch), log probabilities and
+entropies of tensors (losses).
 
-`dist` is the Model's head `[..., layout.num_params]`; `action` is int64 `[...]` for a single Discrete, else `[..., layout.size]` with choices
-as indices (floats in mixed spaces); `mask` is bool `[..., layout.num_logits]`, the choices of all categorical parts in order.
-A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its `spec.ActionPart`.
+`dist` is the Model's head `[..., layout.num_params]`; `action` is int64 `[...]` for a single Discrete, else
+`[..., layout.size]` with choices as indices (floats in mixed spaces); `mask` is bool `[..., layout.num_logits]`, the
+choices of all categorical parts in order.
+A distribution of your own is a class with `draw`, `log_prob` and `entropy` in `DISTRIBUTIONS`, under the `kind` of its
+`spec.ActionPart`.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import numpy as np
 from bray.spec import ActionLayout, ActionPart
 
 NEVER = -1e9
-"""The logit of a masked choice: not -inf, so that entropies stay finite. Its probability is exactly 0, and it has no gradient. A row with every
-choice masked (a dead row) counts as uniform."""
+"""The logit of a masked choice: not -inf, so that entropies stay finite. Its probability is exactly 0, and it has no
+gradient. A row with every choice masked (a dead row) counts as uniform."""
 _LOG_2PI = math.log(2.0 * math.pi)
 _LOG_SQRT_2PI = 0.5 * _LOG_2PI
 
@@ -31,10 +34,11 @@ _FEW = 16  # logits up to which plain Python takes the largest quicker than nump
 
 
 def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None) -> Drawn:
-    """One draw per row by inverting the cumulative distribution at u[b] (no u: the most likely) and its log probability.
+    """One draw per row by inverting the cumulative distribution at u[b] (no u: the most likely) and its log
+    probability.
 
-    Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same draws, bit for bit, for the few rows of a
-    service. numpy's own `exp` rounds otherwise.
+    Plain Python with the C library's `exp` and `log`, as the compiled form has them: the same draws, bit for bit, for
+    the few rows of a service. numpy's own `exp` rounds otherwise.
     """
     if u is None and logits.size > _FEW:
         return _most_likely(logits, mask)

@@ -76,7 +76,8 @@ class ExportError(BrayError):
 
 
 class StoppedBySignal(SystemExit):
-    """A signal that ends the program at once, with its exit code. A `SystemExit` that is no such one comes from code of the user."""
+    """A signal that ends the program at once, with its exit code. A `SystemExit` that is no such one comes from code of
+    the user."""
 
 
 class Overloaded(BrayError):
@@ -133,5 +134,9 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an extra of Bray. The package index has other software under the name bray, so that no hint may send anybody there."""
-    return f"pip install '.[{extra}]' in Bray's repository, or './bray_rl-{__version__}-py3-none-any.whl[{extra}]' with its wheel"
+    """The command that adds an extra of Bray. The package index has other software under the name bray, so that no hint
+    may send anybody there."""
+    return (
+        f"pip install '.[{extra}]' in Bray's repository, or './bray_rl-{__version__}-py3-none-any.whl[{extra}]' with "
+        "its wheel"
+    )

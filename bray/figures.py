@@ -64,7 +64,8 @@ def series(rows: Sequence[Mapping[str, Any]], key: str, x: str = ENV_STEPS) -> t
 
 
 def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Curves of several seeds on one x axis, over the steps that all of them have (perhaps none): x, mean, standard deviation."""
+    """Curves of several seeds on one x axis, over the steps that all of them have (perhaps none): x, mean, standard
+    deviation."""
     curves = [c for c in curves if len(c[0])]
     if len(curves) == 1:
         return curves[0][0], curves[0][1], np.zeros_like(curves[0][1])
@@ -75,8 +76,8 @@ def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.nd
 
 
 def _evaluations(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known). It stands at the steps of its weights: one beside the
-    training is known when that has gone on."""
+    """x, mean and half width of the 95 % confidence interval of every evaluation (0 where it is not known). It stands
+    at the steps of its weights: one beside the training is known when that has gone on."""
     points = [
         (r.get(EVAL_STEPS) or r[ENV_STEPS], r[EVAL], r.get(EVAL_CI) or 0.0)
         for r in rows
@@ -92,8 +93,9 @@ def learning_curve(
     title: str = "",
     threshold: float | None = None,
 ) -> Path:
-    """Return against environment steps: one run with its evaluations, or several seeds, each a thin line to its own end, and their mean
-    with a band of one standard deviation as far as all of them go. `threshold` draws a line at the return to reach."""
+    """Return against environment steps: one run with its evaluations, or several seeds, each a thin line to its own
+    end, and their mean with a band of one standard deviation as far as all of them go. `threshold` draws a line at the
+    return to reach."""
     with _figure(Path(out), title or "Learning curve", threshold) as axes:
         plot_learning_curve(axes, run_dirs)
     return Path(out)
@@ -133,7 +135,10 @@ def no_window() -> str | None:
         return None
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return "there is no display (neither DISPLAY nor WAYLAND_DISPLAY is set)"
-    return f"matplotlib draws with {matplotlib.get_backend()!r}, which has no windows: install tkinter or PyQt6, or set MPLBACKEND"
+    return (
+        f"matplotlib draws with {matplotlib.get_backend()!r}, which has no windows: install tkinter or PyQt6, or set "
+        "MPLBACKEND"
+    )
 
 
 def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> None:

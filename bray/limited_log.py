@@ -1,4 +1,5 @@
-"""One line a minute per cause: what happens at every request, session or save must not fill the disk that the log is on."""
+"""One line a minute per cause: what happens at every request, session or save must not fill the disk that the log is
+on."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ class LimitedLog:
         self._causes: dict[Hashable, OncePer] = {}
 
     def log(self, level: int, cause: Hashable, message: str, *args: Any, exc_info: Any = None) -> None:
-        """`cause` is what lines have in common that need not be said twice: not a session, but what went wrong with it."""
+        """`cause` is what lines have in common that need not be said twice: not a session, but what went wrong with
+        it."""
         once = self._causes.get(cause)
         if once is None:
             if len(self._causes) >= _MAX_CAUSES:

@@ -12,17 +12,20 @@ from bray.errors import ConfigError, UnknownName
 
 
 def in_script(name: str) -> bool:
-    """Whether `module:Name` is of the script that runs, or ran, as the main program. Another program has another one of that name."""
+    """Whether `module:Name` is of the script that runs, or ran, as the main program. Another program has another one of
+    that name."""
     return name.partition(":")[0] == "__main__"
 
 
 def script_hint(name: str) -> str:
-    """The end of an error message where `module:Name` is looked for in another program than the script that defines it; else nothing."""
+    """The end of an error message where `module:Name` is looked for in another program than the script that defines it;
+    else nothing."""
     if not in_script(name):
         return ""
     return (
-        " It was defined in the script that trained with it, and no other program finds it there: load the run in that script with "
-        f"bray.Experiment.load, or put it in a module and train with my_module:{name.partition(':')[2]}."
+        " It was defined in the script that trained with it, and no other program finds it there: load the run in "
+        "that script with bray.Experiment.load, or put it in a module and train with "
+        f"my_module:{name.partition(':')[2]}."
     )
 
 
@@ -37,7 +40,8 @@ def where_looked(module: str, error: BaseException) -> str:
 
 
 def load_named(name: str, kind: str, where: str, known: Mapping[str, Any]) -> Any:
-    """What a known short name means, or `module:Name` of the user's own. `kind` and `where` (the config key) are for messages."""
+    """What a known short name means, or `module:Name` of the user's own. `kind` and `where` (the config key) are for
+    messages."""
     if name in known:
         return known[name]
     module_name, colon, attribute = name.partition(":")

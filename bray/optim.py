@@ -1,7 +1,7 @@
 """The optimizer: gradients, clipping and the update on one flat array of all parameters.
 
-One array means one norm, one Adam step and (with several learners) one all-reduce, whatever the number of layers. The whole step is
-made of tensor operations that change tensors in place, so a Learner can record it (`bray.capture`).
+One array means one norm, one Adam step and (with several learners) one all-reduce, whatever the number of layers. The
+whole step is made of tensor operations that change tensors in place, so a Learner can record it (`bray.capture`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ from bray.errors import CheckpointError, ConfigError, UnknownName
 
 KINDS = ("adam", "rmsprop", "sgd")
 _PARTS = 36
-"""Arrays that one launch of CUDA's Adam takes. It gives up to 65,536 numbers of an array to a block of threads, of which a GPU runs hundreds at once."""
+"""Arrays that one launch of CUDA's Adam takes. It gives up to 65,536 numbers of an array to a block of threads, of
+which a GPU runs hundreds at once."""
 _LAUNCHES = 4
 """Launches for a large array. A recording runs them at the same time (`bray.capture.replay`)."""
 _SMALL_PART = 4096
-"""Numbers; parts are a multiple of it: Adam reads four numbers at a time where an array begins at a multiple of four."""
+"""Numbers; parts are a multiple of it: Adam reads four numbers at a time where an array begins at a multiple of
+four."""
 _LARGE = 1 << 18
-"""Numbers of a gradient that is copied to its place; `torch.cat` is slow for such among small ones: 20 us in place of 10 for 1.7 million on an H200."""
+"""Numbers of a gradient that is copied to its place; `torch.cat` is slow for such among small ones: 20 us in place of
+10 for 1.7 million on an H200."""
 
 
 class Optimizer:
@@ -63,7 +66,8 @@ class Optimizer:
         self.m = torch.zeros_like(self.flat) if kind == "adam" else torch.zeros(0)
         self.v = torch.zeros_like(self.flat) if kind != "sgd" else torch.zeros(0)
         self.average: Callable[[Tensor], Tensor | None] | None = None
-        """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so that there is none.
+        """Where several ranks train together: the mean of their gradients; None where a rank has ended its update, so
+        that there is none.
         It talks to other processes, so a step with it cannot be recorded."""
 
         self.extra: Callable[[], Tensor] | None = None
@@ -171,8 +175,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def without_conflicts(gradients: Tensor, order: Tensor | None = None) -> Tensor:
-    """PCGrad (Yu et al. 2020): the sum of the gradients of K tasks `[K, P]` -> `[P]`, each without its part against the others. Where two point
-    against each other (g . h < 0), g loses its projection on h. `order [K]`: in which the others are gone through; the paper draws it."""
+    """PCGrad (Yu et al. 2020): the sum of the gradients of K tasks `[K, P]` -> `[P]`, each without its part against the
+    others. Where two point against each other (g . h < 0), g loses its projection on h. `order [K]`: in which the
+    others are gone through; the paper draws it."""
     count = len(gradients)
     others = range(count) if order is None else order.tolist()
     out = []

@@ -1,6 +1,7 @@
 """Trained policies as a game service: `bray serve RUN_DIR ...`.
 
-A service holds one or more models, each a run directory (`serving/model.py`); a model has one or more versions that share its sessions by weight.
+A service holds one or more models, each a run directory (`serving/model.py`); a model has one or more versions that
+share its sessions by weight.
 Sessions are PolicyActors (`serving/policy_actor.py`).
 """
 
@@ -53,7 +54,8 @@ def _renamed(source: ConfigSource) -> ConfigSource:
 
 
 class Service:
-    """The models of one worker, the versions that the admin port asks for, and the task that follows new checkpoints."""
+    """The models of one worker, the versions that the admin port asks for, and the task that follows new
+    checkpoints."""
 
     def __init__(
         self,
@@ -158,7 +160,8 @@ class Service:
         return json.loads(self._file.read_bytes())
 
     async def admin(self, method: str, path: str, body: bytes) -> tuple[int, str, bytes]:
-        """GET /models; POST /models/NAME with {"pin": STEP | null}, {"rollback": true} or {"versions": {LABEL: SHARE}}."""
+        """GET /models; POST /models/NAME with {"pin": STEP | null}, {"rollback": true} or {"versions": {LABEL:
+        SHARE}}."""
         name = path.removeprefix("/models").strip("/")
         try:
             if method == "POST":
@@ -194,8 +197,8 @@ _LOCKS = "marks"  # not to be renamed: it frees what a service that was killed h
 
 
 def open_shared(shared: Path, models: Mapping[str, ServedModel]) -> None:
-    """Prepare the directory of the workers of one service. What is wrong is said once, before there are workers; and all begin with the same
-    versions, also one that is started later."""
+    """Prepare the directory of the workers of one service. What is wrong is said once, before there are workers; and
+    all begin with the same versions, also one that is started later."""
     desired = {name: model.desired_versions({"pin": None}) for name, model in models.items()}
     write_atomic(shared / _DESIRED, json.dumps(desired))
     locks = VersionLocks(shared / _LOCKS)

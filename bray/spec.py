@@ -4,15 +4,22 @@
 
 An **ActionLayout** flattens any action space into *parts*, in the order of the space:
 
-| space            | parts                              | distribution parameters                      | flat action          |
+| space            | parts                              | distribution parameters                      | flat action
+                   |
 |------------------|------------------------------------|----------------------------------------------|----------------------|
-| Discrete(n)      | one categorical                    | n logits                                     | one index (from 0)   |
-| MultiDiscrete    | one categorical per entry          | n_i logits each                              | one index each       |
-| MultiBinary(n)   | n categoricals of 2                | 2 logits each                                | n values 0/1         |
-| Box(shape)       | one Gaussian of prod(shape)        | mean, then log_std, prod(shape) each         | prod(shape) floats   |
-| Dict, Tuple      | the parts of its members, in order | one after another                            | one after another    |
+| Discrete(n)      | one categorical                    | n logits                                     | one index (from
+                   0)   |
+| MultiDiscrete    | one categorical per entry          | n_i logits each                              | one index each
+                   |
+| MultiBinary(n)   | n categoricals of 2                | 2 logits each                                | n values 0/1
+                   |
+| Box(shape)       | one Gaussian of prod(shape)        | mean, then log_std, prod(shape) each         | prod(shape)
+                   floats   |
+| Dict, Tuple      | the parts of its members, in order | one after another                            | one after
+another    |
 
-A flat action of a bounded box is in units of [-1, 1]; `to_env` scales it to the bounds, so that one exploration noise fits all games.
+A flat action of a bounded box is in units of [-1, 1]; `to_env` scales it to the bounds, so that one exploration noise
+fits all games.
 
 So a Model's distribution head is one array `[..., layout.num_params]`, an action inside the learner is one array
 (`[...]` for a single Discrete, else `[..., layout.size]`), and `to_env` makes what the environment expects.
@@ -156,7 +163,8 @@ class Space:
             return Space("tuple", parts=tuple(Space.from_gym(s) for s in space.spaces))
         raise ConfigError(
             f"spaces of kind {kind} are not supported: Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple are. "
-            "Convert it in a wrapper of your environment, or leave it out of a Dict observation with env.drop_obs=[...]."
+            "Convert it in a wrapper of your environment, or leave it out of a Dict observation with "
+            "env.drop_obs=[...]."
         )
 
     def sample(self, rng: np.random.Generator) -> Any:
@@ -197,8 +205,8 @@ _SPACE_EXAMPLES = (
 
 
 def parse_space(text: Any) -> Space:
-    """A space as people write it: `float32[6]`, `float32[2] -1..1`, `uint8[4,84,84]`; `3` is a choice of three, `3,2` two choices; a dict of
-    such (or JSON of one) is a dict of spaces."""
+    """A space as people write it: `float32[6]`, `float32[2] -1..1`, `uint8[4,84,84]`; `3` is a choice of three, `3,2`
+    two choices; a dict of such (or JSON of one) is a dict of spaces."""
     if isinstance(text, str) and text.lstrip().startswith("{"):
         try:
             text = json.loads(text)
@@ -343,16 +351,16 @@ class ActionLayout:
         return low, high
 
     def mask(self, obs: Any) -> np.ndarray | None:
-        """The flat action mask `[B, num_logits]` in a batch of observations (bool), or None. A composite action's mask may be
-        given flat or as a tree: by the names of a Dict, else in the order of the parts."""
+        """The flat action mask `[B, num_logits]` in a batch of observations (bool), or None. A composite action's mask
+        may be given flat or as a tree: by the names of a Dict, else in the order of the parts."""
         if not isinstance(obs, dict) or ACTION_MASK not in obs:
             return None
         leaves = [np.asarray(x).reshape(len(x), -1) for x in _mask_leaves(self.space, obs[ACTION_MASK])]
         return (leaves[0] if len(leaves) == 1 else np.concatenate(leaves, -1)) > 0.5
 
     def legal(self, obs: Any) -> np.ndarray | None:
-        """`mask` for those who learn. They also see observations in which nobody acts, such as those behind the end of an episode; where nothing is legal in
-        one, everything counts, so that no value is infinite."""
+        """`mask` for those who learn. They also see observations in which nobody acts, such as those behind the end of
+        an episode; where nothing is legal in one, everything counts, so that no value is infinite."""
         mask, at = self.mask(obs), 0
         if mask is None:
             return None
@@ -417,7 +425,8 @@ class EnvSpec:
     action: Space
     max_episode_steps: int | None = None
     preprocessing: dict[str, Any] = field(default_factory=dict)
-    """What the environment side did to the raw game before the agent sees it (frame stack, resize, ...), for the record."""
+    """What the environment side did to the raw game before the agent sees it (frame stack, resize, ...), for the
+    record."""
 
     @cached_property
     def layout(self) -> ActionLayout:

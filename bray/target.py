@@ -12,8 +12,8 @@ from bray.optim import Optimizer, flatten_parameters
 
 
 class Target:
-    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies. Both copy buffers, such as the statistics that
-    the weights of PopArt are measured in."""
+    """A slow copy of a module whose parameters an Optimizer holds: `follow` averages (Polyak), `copy` copies. Both copy
+    buffers, such as the statistics that the weights of PopArt are measured in."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, tau: float = 1.0):
         params = list(dict.fromkeys(module.parameters()))

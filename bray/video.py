@@ -18,10 +18,11 @@ _GIF_FPS = 50  # viewers slow a frame of less than 1/50 s down to 1/10 s
 
 
 def write_video(frames: np.ndarray | Sequence[np.ndarray], path: str | Path, fps: float = 30) -> Path:
-    """Write frames (uint8 `[T, H, W, 3]`, or a list of `[H, W, 3]`) as .mp4 or .gif. The file appears when it is complete.
+    """Write frames (uint8 `[T, H, W, 3]`, or a list of `[H, W, 3]`) as .mp4 or .gif. The file appears when it is
+    complete.
 
-    A GIF lasts as long as the frames do: pictures that do not change become one that is shown longer, and above 50 frames/s (more is not
-    played) every n-th frame is kept."""
+    A GIF lasts as long as the frames do: pictures that do not change become one that is shown longer, and above 50
+    frames/s (more is not played) every n-th frame is kept."""
     import imageio.v2 as imageio
 
     path = Path(path)
@@ -63,7 +64,7 @@ def write_video(frames: np.ndarray | Sequence[np.ndarray], path: str | Path, fps
 
 
 def _gif_times(frames: int, fps: float) -> list[int]:
-    """Milliseconds of each frame. A GIF counts hundredths of a second: rounding the moments instead of the differences keeps the whole
-    right, e.g. 30, 40, 30 at 30 frames/s."""
+    """Milliseconds of each frame. A GIF counts hundredths of a second: rounding the moments instead of the differences
+    keeps the whole right, e.g. 30, 40, 30 at 30 frames/s."""
     moments = [round(100 * i / fps) for i in range(frames + 1)]
     return [10 * (b - a) for a, b in itertools.pairwise(moments)]

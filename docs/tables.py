@@ -1,7 +1,8 @@
 """Writes the tables of keys, metrics and scores into the pages: `python docs/tables.py`.
 
-A table of keys stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. Metrics stand after `<!-- metrics -->`, what was
-measured of an algorithm (`bray/presets/scores.json`) after `<!-- scores: NAME -->`.
+A table of keys stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. Metrics
+stand after `<!-- metrics -->`, what was measured of an algorithm (`bray/presets/scores.json`) after
+`<!-- scores: NAME -->`.
 `tests/test_options.py` fails when a page is stale.
 """
 
@@ -46,7 +47,8 @@ def score_table(algo: str) -> str:
     return "\n".join([SCORES_TEXT, "", head, "|---|---|---|---|---|---|---|", *lines])
 
 
-SCORES_TEXT = """`python -m benchmarks.learning CASE` makes a row; the curves are in [benchmarks/learning](../../benchmarks/learning/README.md). Score: mean of 10 greedy evaluation episodes.
+SCORES_TEXT = """`python -m benchmarks.learning CASE` makes a row; the curves are in \
+[benchmarks/learning](../../benchmarks/learning/README.md). Score: mean of 10 greedy evaluation episodes.
 Steps and seconds to it: interquartile mean over the seeds [95 % bootstrap interval]."""
 
 

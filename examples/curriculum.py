@@ -1,8 +1,8 @@
 """A curriculum that adapts: python examples/curriculum.py [--plain]
 
-The game is a lock with 20 digits, each 0 or 1; a wrong digit ends the try. Somebody who tries at random opens it once in a million tries, so plain
-training sees no reward at all. The curriculum starts each try in front of the last digit, and moves the start back by one digit whenever most
-tries succeed; every environment is told in the same iteration.
+The game is a lock with 20 digits, each 0 or 1; a wrong digit ends the try. Somebody who tries at random opens it once
+in a million tries, so plain training sees no reward at all. The curriculum starts each try in front of the last digit,
+and moves the start back by one digit whenever most tries succeed; every environment is told in the same iteration.
 """
 
 import argparse

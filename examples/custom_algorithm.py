@@ -1,6 +1,7 @@
 """An algorithm of your own: REINFORCE with a value baseline (Williams 1992), without touching the package.
 
-`python examples/custom_algorithm.py`, or `bray train --run examples.custom_algorithm:Reinforce --env CartPole-v1 num_envs=8`
+`python examples/custom_algorithm.py`, or `bray train --run examples.custom_algorithm:Reinforce --env CartPole-v1
+num_envs=8`
 """
 
 import sys
@@ -56,7 +57,8 @@ class Learner(base.Learner):
         return {"optimizer": self.optimizer}
 
     def prepare(self, t: Piece) -> dict[str, Any]:
-        """Rows with the return that followed; where the rollout or a time limit cuts it off, the value stands for the rest."""
+        """Rows with the return that followed; where the rollout or a time limit cuts it off, the value stands for the
+        rest."""
         value, target = t.outputs["value"], np.empty_like(t.reward)
         future = value[-1]
         for k in reversed(range(t.length)):

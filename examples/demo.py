@@ -54,7 +54,8 @@ def main() -> int:
         return 2
     p50, p99 = np.quantile(seconds, (0.5, 0.99)) * 1e3
     print(
-        f"served over HTTP: {GAMES} games, mean return {np.mean(returns):.1f}; {len(seconds):,} ticks, p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+        f"served over HTTP: {GAMES} games, mean return {np.mean(returns):.1f}; {len(seconds):,} ticks, p50 {p50:.2f} "
+        f"ms, p99 {p99:.2f} ms"
     )
     print(f"next: bray serve {path}    bray export {path} --quantize    bray train --run DQN --env CartPole-v1")
     return 0

@@ -4,8 +4,8 @@
     python -m template.gamecore --port 8000 --games 8 --game atari      # Pong
     python -m template.gamecore --games 64 --processes 2 --seconds 60
 
-Each game has a thread of its own, which waits for its agent's answer most of the time. A game needs nothing of Bray but its client, which
-is the standard library alone.
+Each game has a thread of its own, which waits for its agent's answer most of the time. A game needs nothing of Bray but
+its client, which is the standard library alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Games:
                 self.over.wait(1.0)
 
     def episode(self, client: Client, env: Any, seed: int) -> None:
-        """The reward goes with the observation that came after it. The last tick has the final observation; its answer does nothing."""
+        """The reward goes with the observation that came after it. The last tick has the final observation; its answer
+        does nothing."""
         obs, _ = env.reset(seed=seed)
         reward, terminated, truncated, total = 0.0, False, False, 0.0
         while not self.over.is_set():

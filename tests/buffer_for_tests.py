@@ -1,4 +1,5 @@
-"""Buffers whose shards are reached through sockets, without a cluster: quick to start, and any process may take part."""
+"""Buffers whose shards are reached through sockets, without a cluster: quick to start, and any process may take
+part."""
 
 import contextlib
 import multiprocessing
@@ -50,7 +51,8 @@ class KnownCluster:
 
 @contextlib.contextmanager
 def session_of(kind, path):
-    """A session of this process alone, without a run directory or a master: "local", or one whose buffers use "sockets" and shared memory."""
+    """A session of this process alone, without a run directory or a master: "local", or one whose buffers use "sockets"
+    and shared memory."""
     info = SessionInfo("p", "t", str(path), str(path), os.urandom(16), True, ())
     try:
         yield enter(ClusterSession(info, SocketCluster() if kind == "sockets" else LocalCluster()))

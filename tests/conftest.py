@@ -1,4 +1,5 @@
-"""One width for all printed tables, one thread per test process (three processes share two cores: many tests wait for others), and a place of its own for what is trusted."""
+"""One width for all printed tables, one thread per test process (three processes share two cores: many tests wait for
+others), and a place of its own for what is trusted."""
 
 import atexit
 import functools
@@ -69,7 +70,8 @@ SLOW = [
     "test_template.py::test_a_copy_of_the_template_passes_its_own_test",
     "test_template.py::test_the_gamecore_plays_with_a_policy_agent[atari-shape1-6]",
 ]
-"""Long tests beside which a shorter one, or another case, checks the same in `make test`: they are for `make test-slow`."""
+"""Long tests beside which a shorter one, or another case, checks the same in `make test`: they are for
+`make test-slow`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _each_rollout_is_an_iteration() -> Iterator[None]:
-    """Most tests train a few small rollouts and look at each; one in `test_experience.py` asks what the default does. Processes say `iteration_steps=0`."""
+    """Most tests train a few small rollouts and look at each; one in `test_experience.py` asks what the default does.
+    Processes say `iteration_steps=0`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bray.data.rollouts.Rollouts.iteration_steps", 0)
         yield
@@ -106,6 +109,7 @@ def _graphs_are_waited_for() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _few_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture at the end of every small training was a twentieth of all tests; those that look at one are marked `draws`."""
+    """A picture at the end of every small training was a twentieth of all tests; those that look at one are marked
+    `draws`."""
     if request.node.get_closest_marker("draws") is None:
         monkeypatch.setattr("bray.figures.learning_curve", lambda run_dirs, out, *_: out)

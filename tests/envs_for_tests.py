@@ -1,4 +1,5 @@
-"""Tiny environments whose right answers are known. Tests of other parts may import them; workers find them by module name."""
+"""Tiny environments whose right answers are known. Tests of other parts may import them; workers find them by module
+name."""
 
 from __future__ import annotations
 
@@ -372,7 +373,8 @@ class Timestep(NamedTuple):
 
 
 class ConfiguredEnv:
-    """The interface of DI-engine and nerveX: made with one cfg, `reset` gives the observation, `step` a named tuple whose reward is an array."""
+    """The interface of DI-engine and nerveX: made with one cfg, `reset` gives the observation, `step` a named tuple
+    whose reward is an array."""
 
     def __init__(self, cfg: dict[str, Any]):
         self.length, self.t, self.seeds = cfg.get("length", 4), 0, []

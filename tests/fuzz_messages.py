@@ -23,8 +23,8 @@ class Case:
     expects: list[str] | None = None
     """ok or the error code of each reply, in order; None: whatever is documented."""
     end: str = "half"
-    """What the client does then. half: says that it has no more to send; drop: resets the connection without listening; none: waits until
-    it has all replies, or, where the last one ends the connection, until the server closes."""
+    """What the client does then. half: says that it has no more to send; drop: resets the connection without listening;
+    none: waits until it has all replies, or, where the last one ends the connection, until the server closes."""
     slow: bool = False
     kind: str = ""
 

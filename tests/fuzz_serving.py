@@ -2,9 +2,11 @@
 
     python -m tests.fuzz_serving --count 100000 --seed 0 [--tcp] [--workers 2]
 
-Well-behaved games tick all the while and must never see an error. After each batch: every reply was a documented one (and the expected
-one, where what was sent leaves no doubt), no session is left that cannot be ended, nothing is pending, and the connections are gone.
-The service runs on the fuzzer's own event loop, or with --workers in processes of its own. Prints what was sent and what came back.
+Well-behaved games tick all the while and must never see an error. After each batch: every reply was a documented one
+(and the expected one, where what was sent leaves no doubt), no session is left that cannot be ended, nothing is
+pending, and the connections are gone.
+The service runs on the fuzzer's own event loop, or with --workers in processes of its own. Prints what was sent and
+what came back.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class Written(Counted):
         Written.file.write(json.dumps([session, change]) + "\n")
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------------
+# --- what comes back --------------------------------------------------------------------------------------------------
 
 
 class Wrong(Exception):
@@ -211,7 +213,7 @@ class Client(asyncio.Protocol):
         await asyncio.wait_for(self.news.wait(), timeout)
 
 
-# --- the services ---------------------------------------------------------------------------------------------------------
+# --- the services -----------------------------------------------------------------------------------------------------
 
 
 class Here:
@@ -329,7 +331,7 @@ class Elsewhere:
         return {k: float(v) for k, v in (x.rsplit(" ", 1) for x in lines if not x.startswith("#"))}
 
 
-# --- the games that must not notice ---------------------------------------------------------------------------------------
+# --- the games that must not notice -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -373,11 +375,12 @@ class Game:
         return await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
 
 
-# --- the fuzzer -----------------------------------------------------------------------------------------------------------
+# --- the fuzzer -------------------------------------------------------------------------------------------------------
 
 
 class _Records(logging.Handler):
-    """Nothing that a client sends is worth a line in the log, let alone a traceback. (The audit log has a line a minute.)"""
+    """Nothing that a client sends is worth a line in the log, let alone a traceback. (The audit log has a line a
+    minute.)"""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

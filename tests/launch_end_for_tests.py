@@ -1,4 +1,5 @@
-"""A small project that trains on made up data, and `bray launch` of it in a process (and a process group) of its own."""
+"""A small project that trains on made up data, and `bray launch` of it in a process (and a process group) of its
+own."""
 
 import os
 import re

@@ -1,6 +1,7 @@
 """A small strict game server that speaks both protocols, one thread per connection, and misbehaves when told to.
 
-Its Actor answers a start with `started <session>`, a tick with the same bytes, and an end with `ended`; a stateless step with the same bytes.
+Its Actor answers a start with `started <session>`, a tick with the same bytes, and an end with `ended`; a stateless
+step with the same bytes.
 
 `server.tell("cut", ...)` lists what to do with the next requests, one word each; then it behaves again:
 

@@ -26,8 +26,8 @@ def make_piece(
     state_every: int | None = None,
     actions: int = 4,
 ) -> Piece:
-    """Rows of one game; observations are [stream, tick, noise]. At rows `ends` an episode ends (every other one by truncation) and the row after
-    is dead; in rows `waits` nothing has come yet. States are [stream, tick]."""
+    """Rows of one game; observations are [stream, tick, noise]. At rows `ends` an episode ends (every other one by
+    truncation) and the row after is dead; in rows `waits` nothing has come yet. States are [stream, tick]."""
 
     def column(x: Any, dtype: Any = np.float32) -> np.ndarray:
         return np.asarray(x, dtype)[:, None]
@@ -79,7 +79,8 @@ def count(piece: Piece) -> Counts:
 
 
 class Workers(Source):
-    """Games elsewhere: what they send comes late, in any order, made by old weights, or is lost on the way. Counts always arrive."""
+    """Games elsewhere: what they send comes late, in any order, made by old weights, or is lost on the way. Counts
+    always arrive."""
 
     def __init__(self, deliveries: Iterable[tuple[list[Piece], Counts]]):
         self.deliveries = list(deliveries)

@@ -1,4 +1,5 @@
-"""Who may reach what: tokens, session secrets, limits per client address, the admin port, and the audit log of it all."""
+"""Who may reach what: tokens, session secrets, limits per client address, the admin port, and the audit log of it
+all."""
 
 import asyncio
 import json
@@ -31,7 +32,7 @@ class Clock:
         return self.now
 
 
-# --- the admin port -------------------------------------------------------------------------------------------------------
+# --- the admin port ---------------------------------------------------------------------------------------------------
 
 
 class Pins:
@@ -140,7 +141,7 @@ def test_refusals_are_logged_once_a_minute_and_counted(caplog):
     assert audit.counts["bad_token"] == 1001
 
 
-# --- tokens ---------------------------------------------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def test_tokens_of_a_file_are_rotated_while_the_service_runs(tmp_path, caplog):
@@ -196,7 +197,7 @@ def test_a_wrong_token_is_in_the_audit_log_and_the_numbers(caplog):
     assert "refused bad_token from 127.0.0.1: a wrong token" in caplog.text
 
 
-# --- session secrets ------------------------------------------------------------------------------------------------------
+# --- session secrets --------------------------------------------------------------------------------------------------
 
 
 def start(wire, session):
@@ -278,7 +279,7 @@ def test_framed_tcp_and_secrets_do_not_start_together():
         ServiceConfig(session_secrets=True, use_tcp=True)
 
 
-# --- limits per client address --------------------------------------------------------------------------------------------
+# --- limits per client address ----------------------------------------------------------------------------------------
 
 
 def from_address(port, address):

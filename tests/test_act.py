@@ -24,7 +24,7 @@ OBS = np.arange(6, dtype=np.float32).reshape(2, 3)
 LOGITS = np.array([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 0.0, 0.0]], np.float32)
 
 
-# --- deciding ---------------------------------------------------------------------------------------------------------------
+# --- deciding ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_default_asks_the_model_once():
@@ -146,7 +146,7 @@ def test_a_policy_that_searches_trains_and_plays_everywhere(tmp_path):
     exp.close()
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------------
+# --- rules ------------------------------------------------------------------------------------------------------------
 
 
 def test_rules_are_made_by_name_with_their_settings():
@@ -239,7 +239,7 @@ def test_a_rule_of_ones_own_is_registered_and_served(run, tmp_path, monkeypatch)
     assert engine.forward(np.zeros((3, 4)), np.ones((3, 2), bool))["action"].tolist() == [1, 1, 1]
 
 
-# --- one way to act ---------------------------------------------------------------------------------------------------------
+# --- one way to act ---------------------------------------------------------------------------------------------------
 
 SMALL = {"num_envs": 2, "fcnet_hiddens": [16], "max_episode_steps": 20}
 ON, OFF = {**SMALL, "rollout_length": 16}, {**SMALL, "learning_starts": 50, "train_every": 50, "batch_size": 16}
@@ -256,7 +256,8 @@ CASES = {
 @pytest.mark.parametrize("mode", act.MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_actions_wherever_a_policy_acts(case, mode):
-    """Equal observations, weights and random state: a rollout, `exp.policy`, and a service that has only policy.json."""
+    """Equal observations, weights and random state: a rollout, `exp.policy`, and a service that has only
+    policy.json."""
     algo, env_id, config = CASES[case]
     exp = Experiment(algo, env_id, use_preset=False, config=config)
     exp.training.iterate()

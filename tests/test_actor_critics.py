@@ -1,4 +1,5 @@
-"""DDPG, TD3, SAC for discrete actions, CrossQ: losses against independent float64 loops, how they act, what they refuse."""
+"""DDPG, TD3, SAC for discrete actions, CrossQ: losses against independent float64 loops, how they act, what they
+refuse."""
 
 from contextlib import closing
 
@@ -153,7 +154,7 @@ def test_td3_targets_follow_when_the_actor_learns():
         np.testing.assert_allclose(numbers(c), 0.5 * a + 0.5 * b, atol=1e-6)
 
 
-# --- SAC for discrete actions -------------------------------------------------------------------------------------------------
+# --- SAC for discrete actions -----------------------------------------------------------------------------------------
 
 
 def probabilities(logits, legal):
@@ -239,11 +240,12 @@ def test_discrete_sac_learns_and_never_acts_illegally():
     exp.close()
 
 
-# --- CrossQ ---------------------------------------------------------------------------------------------------------------
+# --- CrossQ -----------------------------------------------------------------------------------------------------------
 
 
 def test_crossq_loss_equals_an_independent_loop():
-    """Both halves of the transitions go through the critics as one batch, normalised layer by layer by its own mean and variance."""
+    """Both halves of the transitions go through the critics as one batch, normalised layer by layer by its own mean and
+    variance."""
     learner, batch = make(crossq, critic_hiddens=(8,)), batch_of(CONTINUOUS)
     noise = np.random.default_rng([0, 1]).standard_normal((2, N, 2), np.float32)[1].astype(np.float64)
     dist = numbers(learner.model(torch.from_numpy(batch["next_obs"]))["dist"])
@@ -286,7 +288,7 @@ def test_batch_renorm_equals_its_formula():
     np.testing.assert_allclose(first, expected[:1], rtol=1e-4, atol=1e-5)
 
 
-# --- all ------------------------------------------------------------------------------------------------------------------
+# --- all --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algo", [ddpg, td3, crossq, sac_discrete])

@@ -102,7 +102,7 @@ def test_a_cancelled_wait_is_named_in_the_log(caplog):
     assert "waited for state.x in tick 0 of session 's' when it was cancelled" in caplog.text
 
 
-# --- agents that depend on each other -----------------------------------------------------------------------------------
+# --- agents that depend on each other ---------------------------------------------------------------------------------
 
 
 async def _gives(state):

@@ -14,7 +14,7 @@ from bray.serving import agent as agent_module
 from bray.serving.agent import Agent, AgentActor
 from tests.agent_for_tests import agent, generated_messages, play, run, tick  # noqa: F401  (fixtures)
 
-# --- episodes -----------------------------------------------------------------------------------------------------------
+# --- episodes ---------------------------------------------------------------------------------------------------------
 
 
 class Recorder(Agent):
@@ -244,11 +244,14 @@ def test_states_that_nobody_will_see_are_not_kept():
     run(main())
 
 
-# --- over a socket --------------------------------------------------------------------------------------------------------
+# --- over a socket ----------------------------------------------------------------------------------------------------
 
 
 async def post(reader, writer, kind, body, session="g-agent-red"):
-    head = f"POST /step HTTP/1.1\r\nHost: x\r\nsession: {session}\r\nstep_kind: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /step HTTP/1.1\r\nHost: x\r\nsession: {session}\r\nstep_kind: {kind}\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
     length = next(int(x.split(":")[1]) for x in lines if x.lower().startswith("content-length"))

@@ -14,7 +14,7 @@ from bray.serving.agent import Agent, AgentActor
 from bray.serving.messages import BadMessage, make_codec
 from tests.agent_for_tests import PROTOS, agent, generated_messages, play, protoc, run, tick  # noqa: F401  (fixtures)
 
-# --- messages -----------------------------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Losses against independent float64 loops, options that change what they say, and small problems that must be solved."""
+"""Losses against independent float64 loops, options that change what they say, and small problems that must be
+solved."""
 
 import gymnasium as gym
 import numpy as np
@@ -82,7 +83,8 @@ def test_ppo_losses_equal_an_independent_loop(options):
 
 
 def test_ppo_gradient_equals_finite_differences():
-    """The step goes down the loss that the independent loop computes: its directional derivative along the gradient is -|g|^2."""
+    """The step goes down the loss that the independent loop computes: its directional derivative along the gradient is
+    -|g|^2."""
     config, model, learner = make(ppo, DISCRETE, minibatches=1, max_grad_norm=None, entropy_coef=0.05)
     batch = rollout_batch()
     columns, index = to_torch(pack(batch), learner.device), torch.arange(32)
@@ -284,7 +286,8 @@ def test_every_sequence_is_learnt_in_an_epoch(record):
 
 @pytest.mark.parametrize(("rows", "pieces"), [(12, 4), (13, 4), (48, 32), (16, 32)])
 def test_a_loss_has_the_scale_of_its_rows_whatever_they_divide_into(rows, pieces):
-    """A weighted sum over a minibatch is a mean: where the pieces do not divide the rows, and where there are more pieces than rows."""
+    """A weighted sum over a minibatch is a mean: where the pieces do not divide the rows, and where there are more
+    pieces than rows."""
     columns = dict.fromkeys(("logp", "value", "advantage", "target", "weight"), np.ones(rows, np.float32))
     packed = to_torch(pack(columns, pieces), torch.device("cpu"))
     for index in minibatches(np.random.default_rng(0), rows, pieces):
@@ -347,11 +350,12 @@ def test_unknown_algorithm_names_the_nearest():
         get_algo("bray.algos.base:Update")
 
 
-# --- small problems -------------------------------------------------------------------------------------------------------
+# --- small problems ---------------------------------------------------------------------------------------------------
 
 
 class Masked(gym.Env):
-    """Ten rounds; a random half of the actions is legal, the largest legal number pays. An illegal one raises. At the end nothing is legal."""
+    """Ten rounds; a random half of the actions is legal, the largest legal number pays. An illegal one raises. At the
+    end nothing is legal."""
 
     observation_space = gym.spaces.Dict(x=gym.spaces.Box(0, 1, (2,)), action_mask=gym.spaces.MultiBinary(6))
     action_space = gym.spaces.Discrete(6)
@@ -396,7 +400,8 @@ class Bandit(gym.Env):
 
 
 class Recall(gym.Env):
-    """The first observation says left or right; three empty steps later the agent must say it back. Impossible without memory."""
+    """The first observation says left or right; three empty steps later the agent must say it back. Impossible without
+    memory."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,))
     action_space = gym.spaces.Discrete(2)
@@ -487,7 +492,8 @@ def test_a_rollout_without_a_step_teaches_nothing(algo):
     ("run", "metric", "expected"), [("PPO", "kl", 0.0), ("APPO", "kl", 0.0), ("IMPALA", "rho", 1.0)]
 )
 def test_ratios_begin_at_one_with_statistics_that_move(run, metric, expected):
-    """What acts and what learns see observations on the same scale, from the second rollout on: at first there is none."""
+    """What acts and what learns see observations on the same scale, from the second rollout on: at first there is
+    none."""
     config = {"num_envs": 4, "rollout_length": 32, "normalize_observations": True}
     config |= {} if run == "IMPALA" else {"epochs": 1, "minibatches": 1}
     exp = Experiment(run=run, env="Pendulum-v1", use_preset=False, seed=0, config=config)

@@ -1,5 +1,5 @@
-"""Models that are hard to record. Recorded, each must do what it does eagerly, for acting and for learning, results and side effects; one
-that cannot be recorded runs eagerly, and one warning says why."""
+"""Models that are hard to record. Recorded, each must do what it does eagerly, for acting and for learning, results and
+side effects; one that cannot be recorded runs eagerly, and one warning says why."""
 
 import logging
 
@@ -312,7 +312,8 @@ def test_acting_is_in_eval_mode_as_exported_and_learning_in_train_mode():
 
 
 class LooksUpThroughATable(Base):
-    """What it reads of its whole numbers by stealth (as an extension in C may) is wrong only for other whole numbers."""
+    """What it reads of its whole numbers by stealth (as an extension in C may) is wrong only for other whole
+    numbers."""
 
     def __init__(self):
         super().__init__()

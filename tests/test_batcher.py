@@ -1,4 +1,5 @@
-"""The rules of the batcher, each with an engine that shows whether it is kept. Both event loops; no test waits for a clock to be fast."""
+"""The rules of the batcher, each with an engine that shows whether it is kept. Both event loops; no test waits for a
+clock to be fast."""
 
 import asyncio
 import threading

@@ -232,7 +232,8 @@ def test_no_thread_to_be_had_is_an_error_for_the_callers(run, monkeypatch):
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def test_a_loop_that_goes_away_leaves_nobody_behind(new_loop):
-    """The loop ends while a forward runs and others wait: the thread ends quietly, and what is left can be closed elsewhere."""
+    """The loop ends while a forward runs and others wait: the thread ends quietly, and what is left can be closed
+    elsewhere."""
     fn = Doubler()
     b = Batcher(fn, inline_below=THREAD)
     loop = new_loop()

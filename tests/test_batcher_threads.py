@@ -27,7 +27,7 @@ from tests.batcher_for_tests import (  # noqa: F401  (fixtures)
     turns,
 )
 
-# --- without a loop, many threads ---------------------------------------------------------------------------------------
+# --- without a loop, many threads -------------------------------------------------------------------------------------
 
 
 def test_call_works_in_any_thread_beside_the_loop_and_never_two_at_once(run):
@@ -93,7 +93,7 @@ def test_statistics_count_what_happened(run):
     run(main)
 
 
-# --- anything in any order ----------------------------------------------------------------------------------------------
+# --- anything in any order --------------------------------------------------------------------------------------------
 
 
 class Whimsical:
@@ -197,7 +197,7 @@ def test_any_order_of_submit_cancel_and_close_leaves_nobody_waiting(run, seed):
     assert not fn.overlapped
 
 
-# --- stacking and splitting -----------------------------------------------------------------------------------------------
+# --- stacking and splitting -------------------------------------------------------------------------------------------
 
 Pair = collections.namedtuple("Pair", "a b")
 
@@ -232,7 +232,8 @@ def test_stacking_is_np_stack_and_splitting_its_inverse(seed):
 
 
 def test_odd_arrays_of_the_right_kind_fit(run):
-    """Other strides, byte order, key order, read-only memory, numpy scalars and tensors: the same numbers, the same sample."""
+    """Other strides, byte order, key order, read-only memory, numpy scalars and tensors: the same numbers, the same
+    sample."""
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
     read_only = np.frombuffer(np.ones(3, np.float32).tobytes(), np.float32)
 

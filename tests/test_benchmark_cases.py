@@ -1,4 +1,5 @@
-"""The training cases of `python -m benchmarks training`: every algorithm has one, and both sides of it have the same settings."""
+"""The training cases of `python -m benchmarks training`: every algorithm has one, and both sides of it have the same
+settings."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""benchmarks/remote measures what it says: the peer learns as we do, the relay relays, rows and CPU time are counted."""
+"""benchmarks/remote measures what it says: the peer learns as we do, the relay relays, rows and CPU time are
+counted."""
 
 import asyncio
 import json
@@ -237,7 +238,10 @@ def test_a_server_that_does_not_start_is_told_with_its_error():
 def test_nothing_is_left_behind_by_a_command_that_runs_too_long(tmp_path):
     pid = tmp_path / "pid"
     child = "import time; time.sleep(60)"
-    code = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}]); open({str(pid)!r}, 'w').write(str(p.pid)); time.sleep(60)"
+    code = (
+        f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}]); open({str(pid)!r}, "
+        "'w').write(str(p.pid)); time.sleep(60)"
+    )
     status, _, _ = processes.run([sys.executable, "-c", code], 3.0)
     assert status != 0
     stat = Path(f"/proc/{pid.read_text()}/stat")

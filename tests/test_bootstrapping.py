@@ -1,7 +1,8 @@
-"""Where values come from behind the last step: reward 1 for ever, cut after 10 steps, is worth 1 / (1 - gamma); ended after 10 steps it is not.
+"""Where values come from behind the last step: reward 1 for ever, cut after 10 steps, is worth 1 / (1 - gamma); ended
+after 10 steps it is not.
 
-The observation is always the same, so an algorithm has one value to learn, and its fixed point is known. An algorithm that bootstraps has a line in CASES; ES and ARS know
-returns of whole episodes only.
+The observation is always the same, so an algorithm has one value to learn, and its fixed point is known. An algorithm
+that bootstraps has a line in CASES; ES and ARS know returns of whole episodes only.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +63,8 @@ CASES = {
 
 
 def fixed_point(lambda_: float, terminates: bool) -> float:
-    """The V whose lambda-returns, averaged over the steps of an episode, are V itself: they are linear in V, so two values tell it."""
+    """The V whose lambda-returns, averaged over the steps of an episode, are V itself: they are linear in V, so two
+    values tell it."""
     ended = np.zeros((LENGTH, 1), bool)
     ended[-1] = True
     flags = (ended, ~ended & False, ~ended | True) if terminates else (~ended & False, ended, ~ended | True)

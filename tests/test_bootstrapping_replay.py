@@ -1,6 +1,7 @@
 """What lies behind the end of an episode, for algorithms that replay: reward 1 at every step, episodes of ten.
 
-Cut by a time limit that cannot be seen, the future goes on: Q = 1 + gamma Q. Ended for good, Q falls with every step, which is shown, to 1 at the last.
+Cut by a time limit that cannot be seen, the future goes on: Q = 1 + gamma Q. Ended for good, Q falls with every step,
+which is shown, to 1 at the last.
 """
 
 import gymnasium as gym

@@ -53,9 +53,9 @@ def keys(found):
 def test_a_learner_that_holds_a_run_up_is_told_with_its_number_and_bound():
     found = said(PPO, learn=0.83, env=0.1, forward=0.07, steps=1000)
     assert str(found) == (
-        "learner-bound: 83% of the time is the update (perf/learn); more workers will not help; a gradient step takes 0.83 ms. "
-        "Try minibatches=4 (at most 2.6 times as fast; learns differently, compare returns), "
-        "or epochs=5 (at most 1.7 times as fast; learns differently, compare returns)."
+        "learner-bound: 83% of the time is the update (perf/learn); more workers will not help; a gradient step takes "
+        "0.83 ms. Try minibatches=4 (at most 2.6 times as fast; learns differently, compare returns), or epochs=5 (at "
+        "most 1.7 times as fast; learns differently, compare returns)."
     )
     assert found.changes[0].gain == pytest.approx(1 / (1 - 0.83 + 0.83 / 4))
 
@@ -214,7 +214,8 @@ class Reach(bray.Callbacks):
 
 @pytest.fixture(scope="module", params=[0, 2])
 def trained(request, tmp_path_factory):
-    """A run without and with workers: how many, its directory, its rows, and what a function for all workers returned after the first."""
+    """A run without and with workers: how many, its directory, its rows, and what a function for all workers returned
+    after the first."""
     path, reach = tmp_path_factory.mktemp("bottleneck") / "run", Reach()
     config = {"vector": "inprocess", "num_envs": 2, "rollout_length": 16, "epochs": 1, "iteration_steps": 0}
     exp = bray.Experiment("PPO", Phased, use_preset=False, path=path, config={**config, "num_workers": request.param})

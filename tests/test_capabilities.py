@@ -1,4 +1,5 @@
-"""Keys and rows that no other test turns: each one is changed by the command line, a file or Python, and something must change.
+"""Keys and rows that no other test turns: each one is changed by the command line, a file or Python, and something must
+change.
 
 The first part holds `docs/capabilities.md`, `docs/algorithms.md` and the pages of the algorithms to the code.
 """
@@ -123,7 +124,7 @@ def test_every_capability_has_a_state_and_every_done_one_a_test():
     assert seen == expected
 
 
-# --- every key of every algorithm ---------------------------------------------------------------------------------------
+# --- every key of every algorithm -------------------------------------------------------------------------------------
 
 ON = {"num_envs": 4, "rollout_length": 16, "lr": 1e-2, "fcnet_hiddens": [8]}
 OFF = {"num_envs": 8, "learning_starts": 48, "train_every": 16, "batch_size": 16, "lr": 1e-2, "fcnet_hiddens": [8]}
@@ -184,7 +185,7 @@ def test_every_key_of_an_algorithm_changes_the_training(name, monkeypatch):
         assert other != (prioritized if "priority" in key else plain), key
 
 
-# --- environments -------------------------------------------------------------------------------------------------------
+# --- environments -----------------------------------------------------------------------------------------------------
 
 
 class OnlyTheMethods:
@@ -334,7 +335,7 @@ def test_modules_named_in_a_config_register_environments(tmp_path, monkeypatch, 
     assert read_results(tmp_path / "runs" / "t")[0]["episode_length_mean"] == 2
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------------
+# --- runs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -564,7 +565,7 @@ def test_a_window_is_opened(done, capsys, monkeypatch):
     assert not (done / "videos").exists()
 
 
-# --- acting and learning by hand ----------------------------------------------------------------------------------------
+# --- acting and learning by hand --------------------------------------------------------------------------------------
 
 
 def test_epsilon_follows_its_formula_and_is_acted_on():
@@ -684,7 +685,7 @@ def test_collected_episodes_teach_another_network(done, tmp_path):
     assert alike > max(0.9, action.float().mean().item(), 1 - action.float().mean().item())
 
 
-# --- networks -----------------------------------------------------------------------------------------------------------
+# --- networks ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("max_seq_len", "shape"), [(20, (16, 2)), (8, (8, 4)), (5, (4, 8)), (1, (1, 32))])
@@ -720,7 +721,7 @@ def test_keys_of_other_frameworks_are_refused():
             Experiment("PPO", "CartPole-v1", config={key: True})
 
 
-# --- learning -----------------------------------------------------------------------------------------------------------
+# --- learning ---------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
     import bray

@@ -63,7 +63,10 @@ def drawn(tmp_path_factory):
 
 
 def test_help_is_light_and_version_agrees():
-    code = "import sys; from bray.cli.main import main; main(['--help']); print('torch' in sys.modules, 'numpy' in sys.modules)"
+    code = (
+        "import sys; from bray.cli.main import main; main(['--help']); print('torch' in sys.modules, 'numpy' in "
+        "sys.modules)"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "False False"
     assert all(f" {name} " in out for name in ("train", "eval", "collect", "algos", "envs", "check-env", "doctor"))
@@ -89,7 +92,8 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["eval", "nowhere"], "nowhere: there is no such run directory"),
         (["train", "--run", "PPO"], "needs an algorithm (run=, --run) and an environment"),
         (["train", "--run", "PPX", "--env", "CartPole-v1"], "unknown algorithm 'PPX' (--run; your own is module:Name). Did you mean 'PPO'?"),
-        (["train", "--run", "nomodule:X", "--env", "CartPole-v1"], "cannot import 'nomodule' for --run nomodule:X: no such module. Modules are looked for in the current folder, in PYTHONPATH and among what is installed"),
+        (["train", "--run", "nomodule:X", "--env", "CartPole-v1"], "cannot import 'nomodule' for --run nomodule:X: no such module. Modules are looked for in the current "
+            "folder, in PYTHONPATH and among what is installed"),
         (["train", "--run", "PPO", "--env", "CartPol-v1"], "unknown environment 'CartPol-v1'. Did you mean 'CartPole-v1'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "lrr=1"], "unknown key 'lrr' (lrr=1 on the command line). Did you mean 'lr'?"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "clip=abc"], "algo.clip (clip=abc on the command line): expected a number > 0, got 'abc'"),
@@ -101,7 +105,8 @@ def test_planned_commands_say_that_they_are_not_there(name, capsys):
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--stop", '{"episodes_total": 2.5}'], "run.stop.episodes_total: expected a whole number > 0, or -1 for no limit, got 2.5"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--steps", "0"], "run.stop.env_steps_total: expected a whole number > 0, or -1 for no limit, got 0"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--steps", "9", "--stop", '{"timesteps_total": 9}'], "--steps 9 and --stop both say how many env steps"),
-        (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "-episode_retrun_max"], "unknown key of a result row 'episode_retrun_max' (run.checkpoint_score). Did you mean 'episode_return_max'"),
+        (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "-episode_retrun_max"], "unknown key of a result row 'episode_retrun_max' (run.checkpoint_score). Did you mean "
+            "'episode_return_max'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--checkpoint-score", "eval/return_min"], "nothing is evaluated: set eval_freq (--eval-freq N)"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "word"], "expected key=value on the command line, got 'word'"),
         (["train", "--run", "PPO", "--env", "CartPole-v1", "--seed", "1", "--seed", "1"], "expected different seeds, got [1, 1]"),

@@ -102,7 +102,8 @@ def test_a_preset_for_another_version_is_said(caplog):
     (said,) = [r.message for r in caplog.records]
     assert (
         said
-        == "DQN has no preset for CartPole-v0, only for CartPole-v1, which is another environment: training with the defaults"
+        == "DQN has no preset for CartPole-v0, only for CartPole-v1, which is another environment: training with the "
+        "defaults"
     )
     caplog.clear()
     Experiment("DQN", "CartPole-v1")

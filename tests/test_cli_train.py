@@ -153,7 +153,8 @@ def test_stop_on_the_command_line_replaces_and_a_dotted_one_changes(capsys):
 def test_files_of_rllib_run_unchanged(tmp_path, capsys):
     file = tmp_path / "tuned.yaml"
     file.write_text(
-        "cartpole-a2c:\n  env: CartPole-v0\n  run: A2C\n  stop:\n    episode_reward_mean: 150\n  config:\n    lr: 0.01\n"
+        "cartpole-a2c:\n  env: CartPole-v0\n  run: A2C\n  stop:\n    episode_reward_mean: 150\n  config:\n    lr: "
+        "0.01\n"
     )
     assert main(["train", "--yaml", str(file), "--print-config"]) == 0
     rows = table(capsys.readouterr().out)
@@ -432,7 +433,8 @@ def test_without_a_display_one_line_says_so(tmp_path, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == f"run directory: {tmp_path / 't'}"
     assert err == (
-        "warning: no window shows the learning curve: there is no display (neither DISPLAY nor WAYLAND_DISPLAY is set)\n"
+        "warning: no window shows the learning curve: there is no display (neither DISPLAY nor WAYLAND_DISPLAY is "
+        "set)\n"
     )
     assert (tmp_path / "t" / "figures" / "learning_curve.png").exists()
 
@@ -488,8 +490,8 @@ def test_a_run_is_not_written_over_another(tmp_path, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert (
-        f"already holds a run (config.yaml, result.jsonl, params.json, checkpoints, models). Go on with it by --resume {tmp_path / 't'}"
-        in error
+        "already holds a run (config.yaml, result.jsonl, params.json, checkpoints, models). Go on with it by --resume "
+        f"{tmp_path / 't'}" in error
     )
     assert "learned so far" not in error  # the checkpoints there are another run's
     assert main(["train", "--resume", str(tmp_path / "t")]) == 0  # reached before: nothing to do
@@ -575,8 +577,8 @@ def test_an_exception_of_the_users_environment_shows_its_traceback(tmp_path, cap
 
 def test_an_exception_of_the_users_algorithm_shows_its_traceback(tmp_path, capsys, monkeypatch):
     (tmp_path / "my_broken_algo.py").write_text(
-        "from bray.algos.ppo import *\nfrom bray.algos import ppo\n"
-        "class Learner(ppo.Learner):\n    def update(self, batch, clock):\n        raise RuntimeError('my own mistake')\n"
+        "from bray.algos.ppo import *\nfrom bray.algos import ppo\nclass Learner(ppo.Learner):\n    def update(self, "
+        "batch, clock):\n        raise RuntimeError('my own mistake')\n"
     )
     monkeypatch.chdir(tmp_path)  # found because it lies beside the user
     argv = ["train", "--run", "my_broken_algo:", "--env", "CartPole-v1", *TINY, "--project", "p", "--trial", "t"]

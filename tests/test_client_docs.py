@@ -1,6 +1,7 @@
 """docs/protocol.md: its examples are sent to a real server byte by byte, and the replies must be those of the page.
 
-`python -m tests.test_client_docs` writes the replies of the server into the page; look at the difference before you keep it.
+`python -m tests.test_client_docs` writes the replies of the server into the page; look at the difference before you
+keep it.
 """
 
 import json

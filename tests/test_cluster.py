@@ -254,7 +254,8 @@ def test_a_killed_member_comes_back_with_its_arguments(session):
 
 @on_ray
 def test_sigterm_spares_a_worker_of_our_ray_and_ends_the_programs_it_starts(session, counter):
-    """Whoever signals every process (systemd) wants the run to end in order; a worker's own programs end when it asks them to."""
+    """Whoever signals every process (systemd) wants the run to end in order; a worker's own programs end when it asks
+    them to."""
     for method in ("end_programs", "end_programs_on_the_loop"):
         assert counter.call(method).result() == (-signal.SIGTERM, -signal.SIGTERM)
     before = counter.call("about").result()["pid"]

@@ -100,7 +100,8 @@ def test_defaults_alone():
 def test_yaml_values_and_lines(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "# a run\nlr: 1e-3\nenv:\n  id: Acrobot-v1\n  env_config:\n    level: 3\nmodel:\n  fcnet_hiddens:\n    - 32\n    - 32\n"
+        "# a run\nlr: 1e-3\nenv:\n  id: Acrobot-v1\n  env_config:\n    level: 3\nmodel:\n  fcnet_hiddens:\n    - "
+        "32\n    - 32\n"
     )
     r = resolved(load_yaml(path))
     assert r["algo"].lr == 0.001  # PyYAML alone reads the text '1e-3'
@@ -514,5 +515,8 @@ def test_our_yaml_reads_what_pyyaml_writes():
 
 
 def test_import_is_light():
-    code = "import sys, bray.config, bray.metrics, bray.rundir, bray.figures, bray.video; print([m for m in ('torch', 'matplotlib', 'tensorboard', 'imageio') if m in sys.modules])"
+    code = (
+        "import sys, bray.config, bray.metrics, bray.rundir, bray.figures, bray.video; print([m for m in ('torch', "
+        "'matplotlib', 'tensorboard', 'imageio') if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

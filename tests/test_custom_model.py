@@ -1,4 +1,5 @@
-"""`custom_model`: networks of a user's own, as tutorials write them, are trained; those that do not fit get one message."""
+"""`custom_model`: networks of a user's own, as tutorials write them, are trained; those that do not fit get one
+message."""
 
 import re
 import sys

@@ -1,4 +1,5 @@
-"""`mode: deploy` from the files of a run: the agents of a launch file play with what `bray serve` serves with, over real sockets."""
+"""`mode: deploy` from the files of a run: the agents of a launch file play with what `bray serve` serves with, over
+real sockets."""
 
 import contextlib
 import json
@@ -603,7 +604,8 @@ def test_a_deployment_on_an_open_port_has_every_protection(project, tmp_path, mo
 
 @contextlib.contextmanager
 def launched(folder, *words):
-    """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch, numba and gymnasium."""
+    """`bray launch --mode deploy` of the template in an environment (its Ray workers too) without torch, numba and
+    gymnasium."""
     (folder / "sitecustomize.py").write_text(BLOCKED)
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "bray", "launch", "--config", str(RL), "--mode", "deploy", *words],
@@ -676,7 +678,10 @@ def test_the_template_is_deployed_without_torch_and_gymnasium(project, tmp_path,
 
 
 def test_a_deployment_runs_while_its_trial_is_trained_but_not_twice(project, tmp_path, capsys):
-    holds = f"import time; from bray.rundir import RunDir; RunDir.create({str(project / 't')!r}, resume=True); print(1, flush=True); time.sleep(300)"
+    holds = (
+        f"import time; from bray.rundir import RunDir; RunDir.create({str(project / 't')!r}, resume=True); print(1, "
+        "flush=True); time.sleep(300)"
+    )
     training = subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, cwd=ROOT)
     (tmp_path / "site").mkdir()
     words = ["--cluster", "local", "--project", str(project), "--trial", "t", "actor1.port=0"]

@@ -1,4 +1,5 @@
-"""Environments as people install them: shapes of MiniGrid, SlimeVolley, Flappy Bird and others in small, and (slow) the packages themselves."""
+"""Environments as people install them: shapes of MiniGrid, SlimeVolley, Flappy Bird and others in small, and (slow) the
+packages themselves."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_bounds_have_the_tolerance_of_float32():
         make_vec(EnvConfig(e.RoundedUp, env_config={"value": 1.00001}), seed=0).reset()
 
 
-# --- texts --------------------------------------------------------------------------------------------------------------
+# --- texts ------------------------------------------------------------------------------------------------------------
 
 
 def test_texts_become_character_codes():
@@ -154,7 +155,7 @@ def test_flatten_obs_takes_texts_and_refuses_what_has_no_fixed_size():
     assert make_vec(EnvConfig(Ragged, drop_obs=["many"], flatten_obs=True), seed=0).reset().tolist() == [[0, 1, 0]]
 
 
-# --- what is missing ----------------------------------------------------------------------------------------------------
+# --- what is missing --------------------------------------------------------------------------------------------------
 
 MISSING = {
     "module": r"the module 'no_such_module_at_all', which is not installed: pip install no_such_module_at_all$",
@@ -201,7 +202,7 @@ def test_a_known_family_that_is_not_installed_says_what_to_install(monkeypatch):
             make_env(EnvConfig(name))
 
 
-# --- the old gym package ------------------------------------------------------------------------------------------------
+# --- the old gym package ----------------------------------------------------------------------------------------------
 
 
 class OrderEnforcing:
@@ -263,7 +264,7 @@ def test_ids_of_the_old_gym_package_are_offered_and_gymnasiums_come_first(old_gy
     assert make_vec(EnvConfig("gym:CartPole-v1"), seed=0).reset().shape == (1, 4)
 
 
-# --- interfaces ---------------------------------------------------------------------------------------------------------
+# --- interfaces -------------------------------------------------------------------------------------------------------
 
 
 def test_an_environment_of_nervex_trains_as_it_is():
@@ -284,7 +285,7 @@ def test_shapes_of_installed_environments_train():
         exp.close()
 
 
-# --- the packages themselves --------------------------------------------------------------------------------------------
+# --- the packages themselves ------------------------------------------------------------------------------------------
 
 
 def rows_of_the_page() -> dict[str, tuple[str, str]]:

@@ -32,7 +32,7 @@ def first(config, **kw):
         return v.reset()
 
 
-# --- names --------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_names_are_answered_with_the_nearest():
@@ -88,7 +88,7 @@ def test_bad_numbers_are_refused(field):
         EnvConfig("CartPole-v1", **field)
 
 
-# --- custom environments ------------------------------------------------------------------------------------------------
+# --- custom environments ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_an_object_that_raises_is_used_on():
     assert not ready.closed
 
 
-# --- older interfaces ---------------------------------------------------------------------------------------------------
+# --- older interfaces -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("cut", "ends"), [(False, (True, False)), (True, (False, True))])
@@ -302,7 +302,7 @@ def test_what_is_no_environment_is_refused():
         make_env(EnvConfig(NoSpaces))
 
 
-# --- which form ---------------------------------------------------------------------------------------------------------
+# --- which form -------------------------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_fastest_form():
@@ -402,7 +402,7 @@ def test_envpool_missing_says_what_to_install():
             make_vec(EnvConfig("CartPole-v1", vector="envpool"), seed=0)
 
 
-# --- what is done to observations ---------------------------------------------------------------------------------------
+# --- what is done to observations -------------------------------------------------------------------------------------
 
 
 def test_frame_stack_and_flatten():

@@ -44,7 +44,7 @@ def actions(steps, n, choices=4, seed=0):
     return np.random.default_rng(seed).integers(0, choices, (steps, n))
 
 
-# --- autoreset ----------------------------------------------------------------------------------------------------------
+# --- autoreset --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["inprocess", "subprocess"])
@@ -189,7 +189,7 @@ def test_step_before_reset_and_wrong_actions_are_refused():
         v.step([0, 0, 0])
 
 
-# --- composite spaces ---------------------------------------------------------------------------------------------------
+# --- composite spaces -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["inprocess", "subprocess"])
@@ -224,7 +224,7 @@ def test_dict_and_tuple_spaces_with_a_mask_per_action_part(form):
         assert action["aim"].dtype == np.float32
 
 
-# --- forms agree --------------------------------------------------------------------------------------------------------
+# --- forms agree ------------------------------------------------------------------------------------------------------
 
 
 def test_subprocess_and_inprocess_give_identical_trajectories():
@@ -251,7 +251,7 @@ def test_a_part_of_the_environments_plays_as_it_does_among_all():
             assert same([mine[:4]], [tuple(x[2:] for x in theirs[:4])])
 
 
-# --- exact resume -------------------------------------------------------------------------------------------------------
+# --- exact resume -----------------------------------------------------------------------------------------------------
 
 
 def through_json(state):
@@ -359,7 +359,7 @@ def test_a_state_of_other_environments_is_refused():
         native.set_state(state)
 
 
-# --- restarts -----------------------------------------------------------------------------------------------------------
+# --- restarts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["inprocess", "subprocess"])
@@ -458,7 +458,7 @@ def test_an_environment_that_cannot_be_made_in_a_worker_says_why(tmp_path, monke
     assert list(tmp_path.glob("bray-env-*")) == []  # nothing is left behind
 
 
-# --- no orphans ---------------------------------------------------------------------------------------------------------
+# --- no orphans -------------------------------------------------------------------------------------------------------
 
 
 def gone(pid):

@@ -37,7 +37,7 @@ def until(v, happens, action=1, seconds=30.0):
     raise AssertionError("it did not happen in time")
 
 
-# --- the environments -----------------------------------------------------------------------------------------------------
+# --- the environments -------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_environment_does_not_hold_up_the_others():
@@ -167,7 +167,7 @@ def test_a_value_outside_its_space_is_told_when_it_comes():
             until(v, lambda _: False)
 
 
-# --- what is learned from -------------------------------------------------------------------------------------------------
+# --- what is learned from ---------------------------------------------------------------------------------------------
 
 
 def experiment(algo, path=None, **config):
@@ -333,7 +333,7 @@ def test_a_run_says_that_it_is_not_exact_and_resumes_with_new_episodes(tmp_path,
         resumed.close()
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["auto", "native", "inprocess", "envpool"])

@@ -1,4 +1,5 @@
-"""Wrappers and reward transforms against numbers worked out by hand on the scripted environment (reward 1, 2, 3, ...)."""
+"""Wrappers and reward transforms against numbers worked out by hand on the scripted environment (reward 1, 2, 3,
+...)."""
 
 from __future__ import annotations
 
@@ -197,9 +198,9 @@ def _normed(values):
 def test_all_named_wrappers_are_there():
     """Those of DI-engine's registry; their values are checked above."""
     names = (
-        "noop_reset max_and_skip warp_frame scaled_float_frame clip_reward action_repeat delay_reward eval_episode_return frame_stack "
-        "obs_transpose obs_norm static_obs_norm reward_norm ram episodic_life fire_reset gym_hybrid_dict_action "
-        "obs_plus_prev_action_reward reward_in_obs time_limit flatten"
+        "noop_reset max_and_skip warp_frame scaled_float_frame clip_reward action_repeat delay_reward "
+        "eval_episode_return frame_stack obs_transpose obs_norm static_obs_norm reward_norm ram episodic_life "
+        "fire_reset gym_hybrid_dict_action obs_plus_prev_action_reward reward_in_obs time_limit flatten"
     )
     assert set(names.split()) <= set(WRAPPERS)
 
@@ -244,7 +245,7 @@ def test_gymnasium_wrappers_and_users_own_by_name():
         apply({"name": "action_repeat", "repeat": 0}, e.Scripted())
 
 
-# --- rewards ------------------------------------------------------------------------------------------------------------
+# --- rewards ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_an_episode_that_is_too_large_is_not_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-# --- saved by an actor --------------------------------------------------------------------------------------------------
+# --- saved by an actor ------------------------------------------------------------------------------------------------
 
 
 class Learns(Agent):
@@ -300,7 +300,7 @@ def test_episodes_of_messages_are_saved(tmp_path, messages):
     assert (list(back.input.position), back.output.action) == ([1, 2], 2)
 
 
-# --- hostile bytes --------------------------------------------------------------------------------------------------------
+# --- hostile bytes ----------------------------------------------------------------------------------------------------
 
 
 def bomb() -> bytes:

@@ -53,7 +53,8 @@ def test_evaluations_beside_the_training_are_those_in_line(tmp_path, workers):
 
 
 def test_the_best_checkpoint_is_what_was_evaluated(tmp_path):
-    """The first evaluation is the best one. The second one ends the run: a stop condition sees what came from beside."""
+    """The first evaluation is the best one. The second one ends the run: a stop condition sees what came from
+    beside."""
     seen, stop = Seen(10.0, 5.0), {"eval/episodes": 2, "training_iteration": 100_000}
     more = {"eval_freq": 1, "eval_parallel": True, "keep_checkpoints": 1, "checkpoint_freq": 1, "lr": 1e-2}
     rows = trained(tmp_path / "run", stop, seen, **more)

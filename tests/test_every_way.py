@@ -1,4 +1,5 @@
-"""Every algorithm in every way to train: in the loop, from games that call over HTTP, as a launch file in one process and on Ray.
+"""Every algorithm in every way to train: in the loop, from games that call over HTTP, as a launch file in one process
+and on Ray.
 
 Games are tiny, runs are bounded by their steps, and each has to get clearly better than chance.
 """
@@ -267,7 +268,8 @@ def test_a_buffer_that_draws_single_rows_is_refused_before_there_is_a_component(
     try:
         with pytest.raises(
             ConfigError,
-            match=f"buffer 'buffer1' has store: {store}.*Leave out store: the algorithm keeps its own replay .*prioritized",
+            match=f"buffer 'buffer1' has store: {store}.*Leave out store: the algorithm keeps its own replay "
+            ".*prioritized",
         ):
             build(load(file), session, started.append)
         assert started == []

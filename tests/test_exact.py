@@ -1,4 +1,5 @@
-"""Same seed, same run; interrupted and resumed, the same run still: rows, weights, optimizer, replay, random states, environments."""
+"""Same seed, same run; interrupted and resumed, the same run still: rows, weights, optimizer, replay, random states,
+environments."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What is learnt from: ragged pieces of many games, files, late workers. References are plain loops over each piece alone."""
+"""What is learnt from: ragged pieces of many games, files, late workers. References are plain loops over each piece
+alone."""
 
 import json
 import math
@@ -46,11 +47,12 @@ def batches(experience, clock=Clock(1 << 40)):
         yield batch
 
 
-# --- rollouts ---------------------------------------------------------------------------------------------------------------
+# --- rollouts ---------------------------------------------------------------------------------------------------------
 
 
 def ragged(seed=0, number=40, streams=5):
-    """Pieces of several games as they come: each game's in order, of any length; some with episode ends, some that end with rows that wait."""
+    """Pieces of several games as they come: each game's in order, of any length; some with episode ends, some that end
+    with rows that wait."""
     rng = np.random.default_rng(seed)
     ticks, pieces = [0] * streams, []
     for i in range(number):
@@ -180,8 +182,9 @@ def test_pieces_of_this_process_pass_as_they_are():
 
 
 def test_recurrent_pieces_become_sequences_with_the_advantages_of_the_whole_piece():
-    """Sequences of four rows, each with the state before its first row; what is short is filled up with rows of weight zero. Advantages end where a
-    piece ends, not with a sequence; a piece that begins in one batch and ends in the next is cut there."""
+    """Sequences of four rows, each with the state before its first row; what is short is filled up with rows of weight
+    zero. Advantages end where a piece ends, not with a sequence; a piece that begins in one batch and ends in the next
+    is cut there."""
     rng = np.random.default_rng(0)
     lengths = (6, 3, 4, 9, 1, 7, 2)
     ends = {0: (1,), 3: (2,), 5: (3,)}
@@ -215,11 +218,12 @@ def test_recurrent_pieces_become_sequences_with_the_advantages_of_the_whole_piec
     assert len(got) == 8
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 def expected_transition(piece, t, n):
-    """Sum of at most n rewards within the piece, what the rest is discounted by, and the observation it is valued at."""
+    """Sum of at most n rewards within the piece, what the rest is discounted by, and the observation it is valued
+    at."""
     total, factor = 0.0, 1.0
     while True:
         total += factor * float(piece.reward[t, 0])
@@ -315,7 +319,7 @@ def test_a_replay_goes_on_exactly(tmp_path, prioritized):
     assert not fresh().set_state(original.get_state(None), None)  # without its rows that is not exact
 
 
-# --- sequences --------------------------------------------------------------------------------------------------------------
+# --- sequences --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -373,11 +377,12 @@ def test_priorities_of_sequences_go_to_the_row_where_learning_begins():
     assert experience.ring.late_updates == 5
 
 
-# --- workers ----------------------------------------------------------------------------------------------------------------
+# --- workers ----------------------------------------------------------------------------------------------------------
 
 
 def deliveries(pieces, seed=0, lost=4):
-    """What workers send of these pieces: some at once, some late, out of order; every `lost`-th piece is lost, its counts are not."""
+    """What workers send of these pieces: some at once, some late, out of order; every `lost`-th piece is lost, its
+    counts are not."""
     rng = np.random.default_rng(seed)
     out = []
     for i in rng.permutation(len(pieces)):
@@ -456,7 +461,7 @@ def test_a_stop_is_heard_while_nothing_comes():
     assert "no game has sent a row" in driver.experience.wait_reason()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 TASK = np.random.default_rng(5).normal(size=(3, 4))
 

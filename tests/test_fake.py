@@ -158,7 +158,7 @@ def test_observations_that_do_not_fit_are_answered_with_what_to_do(tcp, tmp_path
         assert "give --run" not in capsys.readouterr().out
 
 
-# --- the gateway ------------------------------------------------------------------------------------------------------------
+# --- the gateway ------------------------------------------------------------------------------------------------------
 
 
 def free_port():
@@ -168,7 +168,8 @@ def free_port():
 
 
 def test_games_without_a_game_know_what_a_launch_file_plays(capsys):
-    """What `bray launch` hints at where a project has no gamecore.py: ticks by the spaces of the file, for one that learns."""
+    """What `bray launch` hints at where a project has no gamecore.py: ticks by the spaces of the file, for one that
+    learns."""
     file = ROOT / "template" / "rl.yaml"
     ticks = [json.loads(body) for body in bodies(FakeGamecoreOptions(config=file))]
     assert {np.shape(tick["obs"]) for tick in ticks} == {(5, 7, 7)}
@@ -193,7 +194,8 @@ def test_a_project_without_a_game_is_pointed_to_games_without_a_game(tmp_path):
 
 
 def test_a_gateway_keeps_sessions_together(tmp_path, capsys):
-    """HAProxy with our configuration before two services: a session's requests reach one of them, whatever connection they take."""
+    """HAProxy with our configuration before two services: a session's requests reach one of them, whatever connection
+    they take."""
     if shutil.which("haproxy") is None:
         pytest.skip("haproxy is not installed (make system)")
     port, config = free_port(), tmp_path / "haproxy.cfg"
@@ -228,7 +230,10 @@ def test_a_gateway_keeps_sessions_together(tmp_path, capsys):
                 with Wire(port) as wire:
                     for _ in range(3):
                         assert wire.step("tick", f"s{i}") == (200, owner)
-                    request = f"POST /step HTTP/1.1\r\nHost: x\r\ngame_id: s{i}\r\nstep_kind: tick\r\nContent-Length: 0\r\n\r\n"
+                    request = (
+                        f"POST /step HTTP/1.1\r\nHost: x\r\ngame_id: s{i}\r\nstep_kind: tick\r\nContent-Length: "
+                        "0\r\n\r\n"
+                    )
                     assert wire.send(request.encode()).response()[2] == owner  # as older clients say it
             with Wire(port) as wire:
                 assert wire.step("auto", None)[1] in (b"one", b"two")

@@ -1,4 +1,5 @@
-"""A part of a running training is killed, and the training goes on: the cases of `python -m benchmarks.remote.faults`, on a real Ray with games over HTTP."""
+"""A part of a running training is killed, and the training goes on: the cases of `python -m benchmarks.remote.faults`,
+on a real Ray with games over HTTP."""
 
 import pytest
 

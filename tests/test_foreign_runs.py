@@ -1,4 +1,5 @@
-"""A run directory from elsewhere is data: what it names is imported only where the user allows it, and `serve` needs none of it."""
+"""A run directory from elsewhere is data: what it names is imported only where the user allows it, and `serve` needs
+none of it."""
 
 import io
 import json

@@ -55,8 +55,8 @@ def piece(state=None, every=1):
 
 
 def outputs(model, data, sequences=1):
-    """Log probabilities of all actions `[T + 1, B, 4]` and values, row by row; float64 behind the network. A piece is cut into `sequences` of equal
-    length, and each begins with its kept state."""
+    """Log probabilities of all actions `[T + 1, B, 4]` and values, row by row; float64 behind the network. A piece is
+    cut into `sequences` of equal length, and each begins with its kept state."""
     twin = copy.deepcopy(model)
     rows, state = [], None
     if data.state is not None:
@@ -76,7 +76,8 @@ def outputs(model, data, sequences=1):
 
 
 def slow_vtrace(data, value, ratio):
-    """Targets and r + gamma vs' - V, row by row as the paper has them; a row that is not valid passes on what follows."""
+    """Targets and r + gamma vs' - V, row by row as the paper has them; a row that is not valid passes on what
+    follows."""
     target, gain = np.zeros((T, B)), np.zeros((T, B))
     for b in range(B):
         excess = 0.0

@@ -261,6 +261,9 @@ def test_engines_without_torch(cartpole):
 
 
 def test_inference_itself_needs_neither_torch_nor_onnxruntime():
-    code = "import sys, bray.inference, bray.inference.engine, bray.inference.graph, bray.inference.verify; print([m for m in ('torch', 'onnxruntime', 'onnx', 'ray') if m in sys.modules])"
+    code = (
+        "import sys, bray.inference, bray.inference.engine, bray.inference.graph, bray.inference.verify; print([m for "
+        "m in ('torch', 'onnxruntime', 'onnx', 'ray') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE.parent)
     assert out.stdout.strip() == "[]"

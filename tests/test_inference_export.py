@@ -1,5 +1,5 @@
-"""Every kind of Model as an ONNX graph: the same answers as torch, any batch size, weights inside or as inputs; and what is said of
-Models that have no such graph."""
+"""Every kind of Model as an ONNX graph: the same answers as torch, any batch size, weights inside or as inputs; and
+what is said of Models that have no such graph."""
 
 from functools import cache
 from pathlib import Path
@@ -374,7 +374,7 @@ def test_graph_holds_neither_weights_nor_paths_of_this_machine():
         assert str(Path.cwd()).encode() not in graph
 
 
-# --- Models that have no graph --------------------------------------------------------------------------------------------
+# --- Models that have no graph ----------------------------------------------------------------------------------------
 
 
 class Mine(nn.Module):

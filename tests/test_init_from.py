@@ -47,7 +47,8 @@ def same(weights, other, prefix):
 
 
 def test_a_part_of_another_run_with_a_larger_head(source, tmp_path, caplog):
-    """Acrobot has 6 numbers and 3 actions: nothing of CartPole's fits but what does not see those. Here: the same game, another head."""
+    """Acrobot has 6 numbers and 3 actions: nothing of CartPole's fits but what does not see those. Here: the same game,
+    another head."""
     exp = experiment(tmp_path / "b", "DQN", init_from=str(source), init_map={"core": "core.encoders.0"})
     with caplog.at_level(logging.WARNING, "bray"):
         weights = begun(exp)

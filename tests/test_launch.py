@@ -185,8 +185,8 @@ def test_the_command_line_wins(tmp_path):
 
 def test_what_is_asked_of_the_cluster(tmp_path):
     text = (
-        SMALL
-        + "big: {kind: model, module: m, num_workers: 3, cpus_per_worker: 2, gpus_per_worker: 0.5, memory_per_worker: 100}\n"
+        SMALL + "big: {kind: model, module: m, num_workers: 3, cpus_per_worker: 2, gpus_per_worker: 0.5, "
+        "memory_per_worker: 100}\n"
     )
     text = text.replace("model1, buffers", "big, use_gpu: true, num_workers: 2, cpus_per_worker: 4, buffers")
     graph = loaded(tmp_path, text)
@@ -212,15 +212,18 @@ def test_yaml_anchors_share_settings(tmp_path):
     ("change", "said"),
     [
         (("trial: t", ""), "x.yaml: expected `trial: NAME` at the top (or --trial NAME)"),
-        (("project: p", "projct: p"), "projct (x.yaml:1): expected a component (projct: with `kind: ...` and its keys under it). Did you mean 'project'?"),
+        (("project: p", "projct: p"), "projct (x.yaml:1): expected a component (projct: with `kind: ...` and its keys under it). Did you mean "
+            "'project'?"),
         (("trial: t", "trial: t\nmode: trian"), "mode (x.yaml:3): expected 'train' or 'deploy', got 'trian'. Did you mean 'train'?"),
         (("kind: model", "kind: modle"), "unknown kind 'modle' (x.yaml:3, model1). Did you mean 'model'?"),
-        (("kind: model", "knd: model"), "model1 (x.yaml:3): expected `kind: ...` under it: model, source, buffer, agent, actor, render, trainer, config. Did you mean that by 'knd'?"),
+        (("kind: model", "knd: model"), "model1 (x.yaml:3): expected `kind: ...` under it: model, source, buffer, agent, actor, render, trainer, "
+            "config. Did you mean that by 'knd'?"),
         (("module: m}", "module: m, max_batchsize: 3}"), "unknown key 'model1.max_batchsize' (x.yaml:3). Did you mean 'max_batch_size'?"),
         (("module: m}", "module: m, hidden: 3}"), "unknown key 'model1.hidden' (x.yaml:3). Known: algo, checkpoint, "),
         (("module: m}", "module: m, hidden: 3}"), "Settings of your own belong in a `kind: config` component."),
         (("module: m}", "module: m, num_workers: many}"), "model1.num_workers (x.yaml:3): expected a whole number >= 0, got 'many'"),
-        (("module: m}", "module: m, use_onnx: trian}"), "model1.use_onnx (x.yaml:3): expected 'train', 'infer' or 'quantize' or null, got 'trian'. Did you mean 'train'?"),
+        (("module: m}", "module: m, use_onnx: trian}"), "model1.use_onnx (x.yaml:3): expected 'train', 'infer' or 'quantize' or null, got 'trian'. Did you mean "
+            "'train'?"),
         (("{kind: model, module: m}", "{kind: model}"), "model1 (x.yaml:3): expected `module: ...` under it (or `algo: ...`)"),
         (("class: A}", "clas: A}"), "agent1 (x.yaml:5): expected `class: ...` under it"),
         (("class: T", "class_: T"), "unknown key 'trainer1.class_' (x.yaml:7). Did you mean 'class'?"),
@@ -250,10 +253,13 @@ def test_yaml_anchors_share_settings(tmp_path):
         (("trainer1:", "actor2: {kind: actor, port: 8001, agents: [agent1]}\ntrainer1:"), "actor2.port (x.yaml:7): port 8001 is that of actor1's metrics (x.yaml:6)"),
         (("trainer1:", "actor2: {kind: actor, port: 7999, agents: [agent1]}\ntrainer1:"), "actor2.port (x.yaml:7): port 8000 (the one after its own, for metrics) is that of actor1 too"),
         (("agents: [agent1]", "agents: [agent1], serialize: proto"), "serialize is proto: expected tick_input_proto with module and message"),
-        (("agents: [agent1]", "agents: [agent1], tick_input_proto: {message: M}"), "actor1.tick_input_proto (x.yaml:6): expected either `module: ...` (made by protoc) or `file: ...` (a .proto file)"),
-        (("enable: train, module", "enable: trin, module"), "trainer1.enable (x.yaml:7): expected 'train' or 'deploy' or true or false or null, got 'trin'. Did you mean 'train'?"),
+        (("agents: [agent1]", "agents: [agent1], tick_input_proto: {message: M}"), "actor1.tick_input_proto (x.yaml:6): expected either `module: ...` (made by protoc) or `file: ...` (a "
+            ".proto file)"),
+        (("enable: train, module", "enable: trin, module"), "trainer1.enable (x.yaml:7): expected 'train' or 'deploy' or true or false or null, got 'trin'. Did you "
+            "mean 'train'?"),
         (("model1:", "model.1:"), "model.1 (x.yaml:3): expected a name of letters, digits, '_' and '-' that begins with a letter"),
-        (("kind: buffer, enable: train", "kind: buffer, enable: false"), "trainer1.buffers (x.yaml:7): 'buffer1' does not exist in this mode (enable: false). Enable it, or take it (and its weight) out of this list."),
+        (("kind: buffer, enable: train", "kind: buffer, enable: false"), "trainer1.buffers (x.yaml:7): 'buffer1' does not exist in this mode (enable: false). Enable it, or take "
+            "it (and its weight) out of this list."),
         (("class: A}", "class: A, enable: deploy}"), "actor1.agents (x.yaml:6): none of its agents exists in this mode: agent1 (enable: deploy)"),
         (("module: m}", "module: m, enable: deploy}"), "trainer1.model (x.yaml:7): 'model1' does not exist in this mode (enable: deploy)."),
     ],
@@ -271,7 +277,8 @@ def test_a_mistake_names_file_line_and_nearest_name(change, said, tmp_path):
         ("model1=3", "model1 (model1=3 on the command line): it is a component: write model1.KEY=VALUE"),
         ("model1.num_workrs=3", "unknown key 'model1.num_workrs' (model1.num_workrs=3 on the command line). Did you mean 'num_workers'"),
         ("model1.num_workers=x", "model1.num_workers (model1.num_workers=x on the command line): expected a whole number >= 0, got 'x'"),
-        ("trainer1.model=modle1", "trainer1.model (trainer1.model=modle1 on the command line): there is no model 'modle1'. Did you mean 'model1'?"),
+        ("trainer1.model=modle1", "trainer1.model (trainer1.model=modle1 on the command line): there is no model 'modle1'. Did you mean "
+            "'model1'?"),
         ("trial", "expected key=value on the command line, got 'trial'"),
     ],
 )  # fmt: skip
@@ -363,7 +370,10 @@ def test_not_a_launch_file(tmp_path):
 
 
 def test_reading_a_file_is_light():
-    code = f"import sys; from bray.launch.graph import load; load({str(SL_RL)!r}); print([m for m in ('torch', 'ray', 'gymnasium', 'typer') if m in sys.modules])"
+    code = (
+        f"import sys; from bray.launch.graph import load; load({str(SL_RL)!r}); print([m for m in ('torch', 'ray', "
+        "'gymnasium', 'typer') if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -402,17 +412,23 @@ def module_mistakes(graph):
 @pytest.mark.parametrize(
     ("component", "code", "said"),
     [
-        ("{kind: model, module: NAME.code}", "def build_modle(name, config): ...", "c.module ({x}:3): expected a function build_model(name, config) in {code}, there is none. Did you mean 'build_modle'?"),
+        ("{kind: model, module: NAME.code}", "def build_modle(name, config): ...", "c.module ({x}:3): expected a function build_model(name, config) in {code}, there is none. Did you mean "
+            "'build_modle'?"),
         ("{kind: model, module: NAME.code}", "build_model = 3", "c.module ({x}:3): expected a function build_model(name, config), NAME.code.build_model is 3"),
         ("{kind: model, module: NAME.cod}", "", "c.module ({x}:3): there is no module 'NAME.cod'. Did you mean 'code'?"),
         ("{kind: model, module: nowhere_at_all.code}", "", "c.module ({x}:3): there is no module 'nowhere_at_all.code'. It was looked for in "),
-        ("{kind: agent, module: NAME.code, class: Agnt}", "class Agent:\n    def on_tick(self, state): ...", "c.class ({x}:3): expected a class Agnt with a method on_tick(state) in {code}, there is none. Did you mean 'Agent'?"),
+        ("{kind: agent, module: NAME.code, class: Agnt}", "class Agent:\n    def on_tick(self, state): ...", "c.class ({x}:3): expected a class Agnt with a method on_tick(state) in {code}, there is none. Did you "
+            "mean 'Agent'?"),
         ("{kind: agent, module: NAME.code, class: Agent}", "class Agent: ...", "c.class ({x}:3): expected a class Agent with a method on_tick(state), NAME.code.Agent is <class"),
         ("{kind: render, module: NAME.code}", "", "c.func ({x}:3): expected a function render(episode, tick) in {code}, there is none."),
         ("{kind: trainer, module: NAME.code, class: T, model: m, buffers: [b]}", "class T: ...", "expected a class T with a method loss (a bray.Trainer) or update (a Learner)"),
         ("{kind: actor, module: NAME.code, class: A}", "class A: ...", "expected a class A with a method tick(data)"),
-        ("{kind: actor, agents: [g], serialize: proto, tick_input_proto: {module: NAME.code, message: M}, tick_output_proto: {module: NAME.code, message: M}}", "", "c.tick_input_proto"),
-        ("{kind: actor, agents: [g], serialize: proto, tick_input_proto: {file: no.proto, message: M}, tick_output_proto: {file: no.proto, message: M}}", "", "there is no file no.proto"),
+        (
+            "{kind: actor, agents: [g], serialize: proto, tick_input_proto: {module: NAME.code, message: M}, "
+            "tick_output_proto: {module: NAME.code, message: M}}", "", "c.tick_input_proto"),
+        (
+            "{kind: actor, agents: [g], serialize: proto, tick_input_proto: {file: no.proto, message: M}, "
+            "tick_output_proto: {file: no.proto, message: M}}", "", "there is no file no.proto"),
         ("{kind: model, algo: ppo}", "", "{x}:7: unknown key 'algo.lrr' (section ppo)"),
     ],
 )  # fmt: skip
@@ -420,8 +436,8 @@ def test_modules_are_looked_at_before_anything_starts(component, code, said, pro
     file = project.write("code.py", code)
     project.write("fine.py", "def build_model(name, config): ...\nclass G:\n    def on_tick(self, state): ...")
     graph = project.graph(
-        f"c: {component}\nm: {{kind: model, module: NAME.fine}}\nb: {{kind: buffer}}\ng: {{kind: agent, module: NAME.fine, class: G}}\n"
-        "ppo: {kind: config, algorithm: PPO, env: CartPole-v1, settings: {lrr: 3}}"
+        f"c: {component}\nm: {{kind: model, module: NAME.fine}}\nb: {{kind: buffer}}\ng: {{kind: agent, module: "
+        f"NAME.fine, class: G}}\nppo: {{kind: config, algorithm: PPO, env: CartPole-v1, settings: {{lrr: 3}}}}"
     )
     expected = said.replace("NAME", project.name).replace("{x}", str(graph.path)).replace("{code}", str(file))
     assert expected in module_mistakes(graph)
@@ -460,7 +476,8 @@ def test_a_module_that_raises_shows_its_own_traceback_first(project):
     assert said[0] == "Traceback (most recent call last):"
     assert said[1] == f'  File "{file}", line 4, in <module>'
     assert said[-1] == (
-        f"m.module ({graph.path}:3): module '{project.name}.code' cannot be imported: ZeroDivisionError: division by zero"
+        f"m.module ({graph.path}:3): module '{project.name}.code' cannot be imported: ZeroDivisionError: division by "
+        "zero"
     )
     both = module_mistakes(project.graph("m: {kind: model, module: NAME.code}\nr: {kind: render, module: NAME.no}"))
     assert both.startswith("Traceback")

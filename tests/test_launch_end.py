@@ -1,4 +1,5 @@
-"""`bray launch` is ended by a signal to its process, its process group or all its processes, and keeps what it has learnt. Nothing is a stand-in here."""
+"""`bray launch` is ended by a signal to its process, its process group or all its processes, and keeps what it has
+learnt. Nothing is a stand-in here."""
 
 import contextlib
 import os

@@ -53,7 +53,8 @@ def test_words_stay_and_names_change(here):
     (here / "mine").mkdir()
     (here / "mine" / "__init__.py").write_text("")
     (here / "mine" / "x.yaml").write_text(
-        "project: mine  # a gold mine\nm: {kind: model, module: mine.models.m, env: 'mine.games:Grid'}\nother: determine.x undermine/y\n"
+        "project: mine  # a gold mine\nm: {kind: model, module: mine.models.m, env: 'mine.games:Grid'}\nother: "
+        "determine.x undermine/y\n"
     )
     (here / "mine" / "a.py").write_text(
         "import mine\nfrom mine import b\nfrom mine.c import d  # this mine is mine. Yes\n"
@@ -70,7 +71,8 @@ def test_words_stay_and_names_change(here):
         "__init__.py", "x.yaml", "a.py", "README.md", "t.proto", "picture.png",
     }  # fmt: skip
     assert (here / "yours" / "x.yaml").read_text() == (
-        "project: yours  # a gold mine\nm: {kind: model, module: yours.models.m, env: 'yours.games:Grid'}\nother: determine.x undermine/y\n"
+        "project: yours  # a gold mine\nm: {kind: model, module: yours.models.m, env: 'yours.games:Grid'}\nother: "
+        "determine.x undermine/y\n"
     )
     assert (here / "yours" / "a.py").read_text() == (
         "import yours\nfrom yours import b\nfrom yours.c import d  # this mine is mine. Yes\n"
@@ -128,7 +130,10 @@ def test_an_installed_bray_has_the_template(here):
     (wheel,) = source.glob("*.whl")
     shutil.unpack_archive(wheel, here / "installed", "zip")
     assert not (here / "installed" / "template").exists()  # a package of that name is the user's
-    run = "import sys, bray; assert bray.__file__.startswith(sys.argv[1]); from bray.cli.main import main; sys.exit(main(['new', 'mine']))"
+    run = (
+        "import sys, bray; assert bray.__file__.startswith(sys.argv[1]); from bray.cli.main import main; "
+        "sys.exit(main(['new', 'mine']))"
+    )
     env = {**os.environ, "PYTHONPATH": str(here / "installed")}
     subprocess.run(
         [sys.executable, "-c", run, str(here / "installed")], cwd=here, env=env, check=True, capture_output=True

@@ -1,4 +1,5 @@
-"""Noisy layers in a launched graph: agents that explore draw noise, those that play greedily do not, and training changes its size."""
+"""Noisy layers in a launched graph: agents that explore draw noise, those that play greedily do not, and training
+changes its size."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""`bray launch`: what is built from a file, with what, and how a run ends. The remote components are stand-ins, nothing listens."""
+"""`bray launch`: what is built from a file, with what, and how a run ends. The remote components are stand-ins, nothing
+listens."""
 
 import itertools
 import os
@@ -288,7 +289,8 @@ def test_a_run_ends_when_its_trainers_are_done(file, tmp_path, capsys):
     assert "trainer1 step 0" in out
     assert any("port 4321; try: bray fake gamecore --port 4321" in line for line in out)
     assert out[-1] == (
-        f"the training is done · run directory {tmp_path / 'runs' / 't'} · serve it: bray launch --config {file} --mode deploy --cluster local"
+        f"the training is done · run directory {tmp_path / 'runs' / 't'} · serve it: bray launch --config {file} "
+        "--mode deploy --cluster local"
     )
     assert (tmp_path / "runs" / "t").is_dir()
 
@@ -303,7 +305,8 @@ def test_a_projects_own_games_are_named(file, capsys):
 def test_a_trainer_that_fails_shows_its_traceback_first_and_the_code_is_1(file, capsys):
     error = ValueError("the loss is nan")
     error.add_note(
-        "raised in trainer/trainer1 (pid 7 on host):\nTraceback (most recent call last):\n  File ...\nValueError: the loss is nan"
+        "raised in trainer/trainer1 (pid 7 on host):\nTraceback (most recent call last):\n  File ...\nValueError: the "
+        "loss is nan"
     )
     end_training(error)
     assert launch(file) == 1
@@ -384,7 +387,7 @@ def test_a_signal_stops_it_cleanly_with_code_0(sig, mode, file, tmp_path):
     assert last.startswith("stopped; the same command goes on" if mode == "train" else "stopped · ")
 
 
-# --- looking before -----------------------------------------------------------------------------------------------------
+# --- looking before ---------------------------------------------------------------------------------------------------
 
 
 def test_check_says_what_would_start(file, tmp_path, capsys, monkeypatch):
@@ -417,8 +420,8 @@ def test_check_of_deploy_mode(file, capsys):
     assert "local: all components in this process" in out
     assert "are here" not in out  # one process asks for nothing
     assert (
-        "not in this mode: metrics (enable: train), trainer1 (deploy mode trains nothing), buffer1 (only trainers read it)"
-        in out
+        "not in this mode: metrics (enable: train), trainer1 (deploy mode trains nothing), buffer1 (only trainers "
+        "read it)" in out
     )
 
 

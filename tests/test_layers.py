@@ -119,7 +119,10 @@ def test_no_two_files_import_each_other():
 
 
 def test_import_bray_stays_light():
-    code = "import sys, bray; print([m for m in ('torch', 'ray', 'onnxruntime', 'matplotlib', 'gymnasium', 'numba') if m in sys.modules])"
+    code = (
+        "import sys, bray; print([m for m in ('torch', 'ray', 'onnxruntime', 'matplotlib', 'gymnasium', 'numba') if m "
+        "in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -136,7 +139,8 @@ def test_public_names_exist():
 # --- tests ask the public surface -------------------------------------------------------------------------------------
 
 NOT_OURS = {"_exit", "_C", "_replace", "_log_destroy_pending", "_repr_png_"}
-"""Names of os, torch, namedtuple, asyncio and IPython that are public in spite of the underscore, or have no public twin."""
+"""Names of os, torch, namedtuple, asyncio and IPython that are public in spite of the underscore, or have no public
+twin."""
 FOR_OLDER_CODE = {"_tick"}
 """Client._tick, which programs written for an earlier client call."""
 PATCHES = {"setattr", "delattr", "getattr", "hasattr"}
@@ -149,7 +153,8 @@ def is_private(name: object) -> bool:
 
 
 def private_uses(source: str) -> list[int]:
-    """Lines that read or write a private name of another object. A test class's own (`self._x`, `super()._x`) are its own affair."""
+    """Lines that read or write a private name of another object. A test class's own (`self._x`, `super()._x`) are its
+    own affair."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -188,5 +193,6 @@ def test_other_names_are_not(line):
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.rglob("*.py")), ids=lambda p: p.name)
 def test_tests_ask_the_public_surface(path):
     assert private_uses(path.read_text()) == [], (
-        f"{path.name} touches private names in these lines: see what a user sees, or make the name public with a docstring"
+        f"{path.name} touches private names in these lines: see what a user sees, or make the name public with a "
+        "docstring"
     )

@@ -1,4 +1,5 @@
-"""`bray train --live`: games of any language call, one process answers and learns, and `bray serve` then answers the same games."""
+"""`bray train --live`: games of any language call, one process answers and learns, and `bray serve` then answers the
+same games."""
 
 import asyncio
 import contextlib
@@ -741,7 +742,8 @@ def test_why_nothing_is_learnt(tmp_path, monkeypatch, caplog):
         training.start()
         until(lambda: page(exp)["waiting"], "the page says nothing")
         assert page(exp)["waiting"] == (
-            f"no game is connected: they call POST http://127.0.0.1:{port}/step; no game has sent a row to learn from yet"
+            f"no game is connected: they call POST http://127.0.0.1:{port}/step; no game has sent a row to learn from "
+            "yet"
         )
         until(lambda: "no batch for" in caplog.text, "the log says nothing")
         assert f"127.0.0.1:{port}/step" in caplog.text
@@ -806,7 +808,8 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
 
 
 def test_advantages_of_a_memory_go_through_whole_pieces_of_a_game(tmp_path):
-    """As those of the loop go through a whole rollout: by the definition, in float64, until the piece or the batch ends."""
+    """As those of the loop go through a whole rollout: by the definition, in float64, until the piece or the batch
+    ends."""
     settings = {"use_lstm": True, "lstm_cell_size": 8, "max_seq_len": 4, "wait_s": 5, "normalize_advantage": False}
     pieces = []
     with experiment(tmp_path / "run", gamma=0.9, lambda_=0.8, **settings) as exp:

@@ -1,4 +1,5 @@
-"""What remembers: R2D2's loss and the cells against independent float64 loops, and what their options change and refuse."""
+"""What remembers: R2D2's loss and the cells against independent float64 loops, and what their options change and
+refuse."""
 
 import copy
 import dataclasses

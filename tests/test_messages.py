@@ -370,8 +370,8 @@ PROTO = {
 
 
 def ask(module):
-    """A message of a module in the current directory, in a process of its own: protobuf remembers what a module registered
-    before it failed."""
+    """A message of a module in the current directory, in a process of its own: protobuf remembers what a module
+    registered before it failed."""
     code = f"""
     import sys
     sys.path.insert(0, "")

@@ -371,7 +371,8 @@ def test_plain_line_shows_returns_losses_time_and_nan():
         }
     )
     assert console.file.getvalue() == (
-        "iter 3  steps 12,288  return 83.2  length 83.2  eval/return_mean 480  loss/policy -0.012  1:15  NOT A NUMBER: loss/value\n"
+        "iter 3  steps 12,288  return 83.2  length 83.2  eval/return_mean 480  loss/policy -0.012  1:15  NOT A "
+        "NUMBER: loss/value\n"
     )
 
 

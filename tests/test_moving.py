@@ -1,4 +1,5 @@
-"""Code written for the first Bray, as its pages and projects spell it: it runs, or is told the new spelling (docs/moving.md)."""
+"""Code written for the first Bray, as its pages and projects spell it: it runs, or is told the new spelling
+(docs/moving.md)."""
 
 import contextlib
 import json
@@ -153,7 +154,7 @@ def test_the_client_names_what_replaced_its_arguments():
         bray.Client("localhost", 8000, actor=object())
 
 
-# --- what is returned may be waited for with ray.get --------------------------------------------------------------------
+# --- what is returned may be waited for with ray.get ------------------------------------------------------------------
 
 
 def test_ray_get_takes_what_set_push_and_add_source_return(local_session):  # noqa: F811
@@ -364,7 +365,8 @@ def test_the_trainer_of_the_page_runs(tmp_path):
 
 
 def test_the_old_training_loop_is_translated(local_session):  # noqa: F811
-    """As launch scripts call it: `train=bray.train`, handles by the old keywords, None for what is left to its default."""
+    """As launch scripts call it: `train=bray.train`, handles by the old keywords, None for what is left to its
+    default."""
 
     class Old(bray.Trainer):
         def __init__(self, name, config, model):

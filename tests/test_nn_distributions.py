@@ -217,7 +217,7 @@ def test_squashed_log_prob_is_right_where_tanh_is_flat():
     assert grad[0].tolist() == pytest.approx([2.0, -1.0], abs=1e-5)
 
 
-# --- a service draws without compiled code ------------------------------------------------------------------------------
+# --- a service draws without compiled code ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 30.0, 300.0])

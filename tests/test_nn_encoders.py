@@ -1,4 +1,5 @@
-"""Encoders: every kind of observation, parameter counts by hand, and each key of the model config changes what it says."""
+"""Encoders: every kind of observation, parameter counts by hand, and each key of the model config changes what it
+says."""
 
 import math
 

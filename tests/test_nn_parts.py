@@ -1,4 +1,5 @@
-"""Parts of networks, each against a float64 loop: residual blocks, merges, attention over entities, scatter, GTrXL, embeddings."""
+"""Parts of networks, each against a float64 loop: residual blocks, merges, attention over entities, scatter, GTrXL,
+embeddings."""
 
 import math
 

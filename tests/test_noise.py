@@ -1,4 +1,5 @@
-"""Noise is an input of a Model: new draws give new outputs, recorded too; no draws give the mean weights, as exported."""
+"""Noise is an input of a Model: new draws give new outputs, recorded too; no draws give the mean weights, as
+exported."""
 
 import copy
 import math

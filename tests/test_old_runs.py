@@ -1,4 +1,5 @@
-"""Run directories that version 0.1 left on disk (tests/data/runs-0.1) still load, evaluate, export and serve, with the same actions."""
+"""Run directories that version 0.1 left on disk (tests/data/runs-0.1) still load, evaluate, export and serve, with the
+same actions."""
 
 import json
 import os

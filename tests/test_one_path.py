@@ -1,6 +1,8 @@
-"""One path: the same `ppo.Policy` and `ppo.Learner` train a game in the loop, as a graph in one process, and on Ray with games over HTTP.
+"""One path: the same `ppo.Policy` and `ppo.Learner` train a game in the loop, as a graph in one process, and on Ray
+with games over HTTP.
 
-All three reach the same return; then the checkpoint of the last one is served by the same file in `mode: deploy`, and plays as well.
+All three reach the same return; then the checkpoint of the last one is served by the same file in `mode: deploy`, and
+plays as well.
 """
 
 import contextlib
@@ -25,7 +27,8 @@ from tests.ray_for_tests import RAY
 ROOT = Path(__file__).parent.parent
 GAMES = 16
 NEARLY = 0.65
-"""The best return is 0.89 on average, of random moves -0.48; one greedy game in forty that runs in circles costs 0.04."""
+"""The best return is 0.89 on average, of random moves -0.48; one greedy game in forty that runs in circles costs
+0.04."""
 TRAINED = 0.86
 SETTINGS = {"lr": 1e-3, "gamma": 0.99, "entropy_coef": 0.01}
 

@@ -378,7 +378,8 @@ with Client(base_url=f"http://127.0.0.1:{admin_port}") as client:
 
 
 def test_a_generated_client_plays_a_game(service, tmp_path):
-    """openapi-python-client wants another Typer than ours: it is installed in an environment of its own, with its script on the PATH."""
+    """openapi-python-client wants another Typer than ours: it is installed in an environment of its own, with its
+    script on the PATH."""
     generate = tool("openapi-python-client")
     python = Path(os.path.realpath(generate)).parent / "python"
     words = ["generate", "--path", ROOT / "docs" / "openapi.yaml", "--meta", "none", "--output-path", "game_client"]

@@ -1,4 +1,5 @@
-"""An algorithm of a user's own: mistakes are answered with the contract; the example is right where environments have masks and Dicts."""
+"""An algorithm of a user's own: mistakes are answered with the contract; the example is right where environments have
+masks and Dicts."""
 
 import math
 import sys

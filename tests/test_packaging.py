@@ -1,4 +1,5 @@
-"""What is installed: its name, its parts, how messages say to install more, and an installation that nobody may write to."""
+"""What is installed: its name, its parts, how messages say to install more, and an installation that nobody may write
+to."""
 
 import email
 import os

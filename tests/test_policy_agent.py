@@ -1,4 +1,5 @@
-"""PolicyAgent: of what an algorithm's Policy does in live games the learner gets what it gets of the same games in the loop."""
+"""PolicyAgent: of what an algorithm's Policy does in live games the learner gets what it gets of the same games in the
+loop."""
 
 import asyncio
 import json
@@ -276,7 +277,8 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
             await play(actor, env, 27)
 
     run(main())
-    # Rows that do not fill a sequence wait for the next piece: 7 of 8 ticks -> 4; 3 + 8 -> 8; 3 + 8 -> 8; at the end 3 + 3 and padding.
+    # Rows that do not fill a sequence wait for the next piece: 7 of 8 ticks -> 4; 3 + 8 -> 8; 3 + 8 -> 8; at the end 3
+    # + 3 and padding.
     assert [len(p["reward"]) for p in buffer.pushes] == [1, 2, 2, 2]
     *full, last = buffer.pieces
     for rows, piece in zip((4, 8, 8), full, strict=True):
@@ -707,7 +709,10 @@ def test_what_cannot_be_learned_is_refused_before_a_session_starts():
 def test_a_buffer_that_draws_single_rows_is_refused(store):
     buffer = Buffer()
     buffer.settings = SimpleNamespace(store=store)
-    said = f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size.*prioritized"
+    said = (
+        f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay "
+        ".*replay_size.*prioritized"
+    )
     with pytest.raises(ConfigError, match=said):
         AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer))
     # in a launch file: before there is a model, a buffer or a game

@@ -1,4 +1,5 @@
-"""Options of PPO that are off by default: value normalisation, advantages computed anew, a KL penalty. Against plain float64 loops."""
+"""Options of PPO that are off by default: value normalisation, advantages computed anew, a KL penalty. Against plain
+float64 loops."""
 
 import copy
 
@@ -54,7 +55,7 @@ def recorded(learner):
     return seen
 
 
-# --- value normalisation ------------------------------------------------------------------------------------------------------
+# --- value normalisation ----------------------------------------------------------------------------------------------
 
 
 def test_values_are_put_back_into_units_of_reward():
@@ -101,7 +102,8 @@ def test_large_rewards_are_learnt_as_small_ones():
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_clipped_value_begins_where_the_network_is(recompute):
-    """Statistics that move are no step of the value function: nothing is clipped before the first one, whatever the scale of returns."""
+    """Statistics that move are no step of the value function: nothing is clipped before the first one, whatever the
+    scale of returns."""
     values = []
     for clip_value in (None, 1e-3):
         learner = make_learner(
@@ -115,7 +117,7 @@ def test_a_clipped_value_begins_where_the_network_is(recompute):
     np.testing.assert_allclose(values[1], values[0], rtol=1e-4)
 
 
-# --- advantages computed anew -------------------------------------------------------------------------------------------------
+# --- advantages computed anew -----------------------------------------------------------------------------------------
 
 
 def test_advantages_of_later_epochs_are_those_of_the_newer_weights():
@@ -149,7 +151,7 @@ def test_it_is_refused_with_memory():
         Experiment("PPO", "CartPole-v1", config={"recompute_advantages": True, "use_lstm": True}).training.iterate()
 
 
-# --- KL penalty ---------------------------------------------------------------------------------------------------------------
+# --- KL penalty -------------------------------------------------------------------------------------------------------
 
 
 def test_the_penalty_joins_the_gradient():

@@ -1,4 +1,5 @@
-"""RemoteActor on a real Ray: every key against a real client, failures, and a worker that is killed while games are played."""
+"""RemoteActor on a real Ray: every key against a real client, failures, and a worker that is killed while games are
+played."""
 
 import contextlib
 import os
@@ -55,7 +56,7 @@ def clients(actor, n, **kwargs):
     return [Client("127.0.0.1", actor.port, retries=0, **kwargs) for _ in range(n)]
 
 
-# --- the keys -----------------------------------------------------------------------------------------------------------
+# --- the keys ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_gateway", ["node", "head", None])
@@ -195,7 +196,7 @@ def test_a_proto_file(session, monkeypatch):
         client.end()
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------
+# --- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 def test_mistakes_are_errors_of_serve(session):
@@ -225,7 +226,7 @@ def test_mistakes_are_errors_of_serve(session):
     assert session.cluster.names("actor/games/") == []
 
 
-# --- faults -------------------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 class Games:

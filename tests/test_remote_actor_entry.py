@@ -192,7 +192,8 @@ def test_a_start_behind_an_end_keeps_its_place():
 
 
 def test_a_worker_with_less_room_than_it_seemed_does_not_refuse_for_all():
-    """A stateless request that ran out of time still has its slot: the entry hears so from the worker and asks another one."""
+    """A stateless request that ran out of time still has its slot: the entry hears so from the worker and asks another
+    one."""
     with Cluster(2, actors_per_worker=1, tick_timeout_s=0.3) as c, Wire(c.port) as wire:
         assert wire.step("auto", None, b"stubborn 2")[0] == 504
         assert wire.step("start", "a")[0] == 200
@@ -352,7 +353,8 @@ def test_an_entry_drains():
 
 
 def test_whatever_happens_entry_and_workers_agree():
-    """Games on many connections while workers come and go: every request gets one answer, and in the end all know the same sessions."""
+    """Games on many connections while workers come and go: every request gets one answer, and in the end all know the
+    same sessions."""
     rng = random.Random(0)
     with Cluster(3, actors_per_worker=4) as c:
         wires = [Wire(c.port) for _ in range(12)]

@@ -1,4 +1,5 @@
-"""RemoteBuffer, the same for shards of this process and for shards that are reached through sockets and shared memory."""
+"""RemoteBuffer, the same for shards of this process and for shards that are reached through sockets and shared
+memory."""
 
 import asyncio
 import gc

@@ -167,7 +167,7 @@ def test_a_ring_holds_dicts_without_the_keys_that_it_adds():
         Ring(4, False).check(LAYOUTS.read({"weight": 1.0})[0])
 
 
-# --- draws over shards are those of one store --------------------------------------------------------------------------
+# --- draws over shards are those of one store -------------------------------------------------------------------------
 
 
 def prepared(num_shards, n, priorities, alpha):
@@ -212,7 +212,8 @@ def test_draws_over_shards_follow_the_priorities_of_all(num_shards):
     critical = 76.0  # chi-square, 39 degrees of freedom: 0.9996
     assert ((counts - total * p) ** 2 / (total * p)).sum() < critical
     assert ((alone - total * p) ** 2 / (total * p)).sum() < critical
-    # as even as those of one tree: a draw falls into each part of the whole mass, so counts vary less than independent ones would
+    # as even as those of one tree: a draw falls into each part of the whole mass, so counts vary less than independent
+    # ones would
     assert abs(counts - total * p).max() <= 4 * math.sqrt(total * p.max())
 
 

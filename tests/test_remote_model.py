@@ -1,4 +1,5 @@
-"""RemoteModel in one process: what it takes and gives, versions, files, ONNX. The same handle on a real Ray is in test_remote_model_ray.py."""
+"""RemoteModel in one process: what it takes and gives, versions, files, ONNX. The same handle on a real Ray is in
+test_remote_model_ray.py."""
 
 import asyncio
 import pickle

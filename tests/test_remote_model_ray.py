@@ -64,7 +64,8 @@ def until(condition, seconds=LIMIT_S):
 
 
 def steps(name="m", n=2):
-    """The step that each worker answers with; None while one that was started again is not ready, which takes longer than a call on a busy machine."""
+    """The step that each worker answers with; None while one that was started again is not ready, which takes longer
+    than a call on a busy machine."""
     find = sessions.session().cluster.find
     try:
         return [find(f"model/{name}/{i}").call("numbers", retry=True).result()["step"] for i in range(n)]

@@ -1,4 +1,5 @@
-"""Workers of a model and those who ask them, over sockets of one process, without a cluster; and what lies on the wire."""
+"""Workers of a model and those who ask them, over sockets of one process, without a cluster; and what lies on the
+wire."""
 
 import asyncio
 import struct

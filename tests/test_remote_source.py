@@ -155,7 +155,8 @@ def test_sources_are_read_in_parallel(session, num_workers):
 
 
 class Loads:
-    """A data set whose items are loaded by their number. The first `in_work` have to be in work at once, or it takes for ever."""
+    """A data set whose items are loaded by their number. The first `in_work` have to be in work at once, or it takes
+    for ever."""
 
     count = 24
 

@@ -483,7 +483,8 @@ def test_checkpoints_at_the_start_by_steps_by_time_and_at_the_end(tmp_path, monk
 
 
 def test_after_a_crash_no_version_is_given_twice(tmp_path):
-    """The model is ahead of the checkpoint: the counter does not go back, and the weights are those of the checkpoint."""
+    """The model is ahead of the checkpoint: the counter does not go back, and the weights are those of the
+    checkpoint."""
     remote = MemoryModel(net())
 
     def crash(drive):
@@ -558,7 +559,8 @@ drive_of(path=Path(sys.argv[1]), checkpoint_interval=1, hooks=[Hook("after_step"
 
 
 def test_no_kill_point_leaves_a_broken_checkpoint(tmp_path):
-    """`kill -9` while every step is saved: what is there can be read, is not behind what was said, and training goes on from it."""
+    """`kill -9` while every step is saved: what is there can be read, is not behind what was said, and training goes on
+    from it."""
     before = 0
     for delay in (0.0, 0.013):
         child = subprocess.Popen(
@@ -671,7 +673,8 @@ def test_schedules_count_environment_steps():
     remote = MemoryModel(dqn.make_model())
     drive = parts.learner_drive(dqn, remote, [MemoryBuffer(parts.played)], num_steps=5)
     drive.train()
-    # 15 steps come at a time. Learning starts with 105 of them, when one visit is due; the next ones are with 150, 210, 255 and 300.
+    # 15 steps come at a time. Learning starts with 105 of them, when one visit is due; the next ones are with 150, 210,
+    # 255 and 300.
     assert float(drive.learner.optimizer.lr) == pytest.approx(1e-2 * (1 - 300 / 1000))
     assert drive.env_steps == remote.env_steps == 300
 
@@ -695,7 +698,8 @@ def test_steps_of_games_that_go_on_are_not_counted_twice_after_a_restart(tmp_pat
 
 
 def test_samples_of_agents_reach_the_learner_as_the_loops_would():
-    """What an update gets is GAE over the rows that agents pushed, standardised over the rollout; env steps and episodes are counted."""
+    """What an update gets is GAE over the rows that agents pushed, standardised over the rollout; env steps and
+    episodes are counted."""
     setup = parts.setup_of("PPO", "CartPole-v1", gamma=0.0, epochs=1, minibatches=1)
     remote = MemoryModel(setup.make_model())
     samples = next(parts.ToyRollouts(setup, remote))

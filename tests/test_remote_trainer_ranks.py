@@ -1,4 +1,5 @@
-"""Two ranks over gloo, in processes of their own, without a cluster: every test looks at what one run of all scenarios has left."""
+"""Two ranks over gloo, in processes of their own, without a cluster: every test looks at what one run of all scenarios
+has left."""
 
 import os
 import pickle
@@ -72,7 +73,7 @@ class OneHead(Part):
         return (self.model.heads[side](replay["x"])[:, 0] - replay["y"][:, side]).square().mean()
 
 
-# --- scenarios: each runs on both ranks and returns what is looked at ---------------------------------------------------
+# --- scenarios: each runs on both ranks and returns what is looked at -------------------------------------------------
 
 
 def equal_steps(ranks, path):
@@ -302,7 +303,7 @@ def outcome(tmp_path_factory):
     return read
 
 
-# --- what they have left ------------------------------------------------------------------------------------------------
+# --- what they have left ----------------------------------------------------------------------------------------------
 
 
 def test_parameters_are_equal_after_every_step_and_equal_one_rank_with_both_batches(outcome):

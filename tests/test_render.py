@@ -1,4 +1,5 @@
-"""`bray render` without a browser: episodes on disk, the user's render functions, pictures, the server and the command."""
+"""`bray render` without a browser: episodes on disk, the user's render functions, pictures, the server and the
+command."""
 
 import base64
 import contextlib

@@ -1,4 +1,5 @@
-"""ReplayRing: what is sampled, how often, and with which numbers. The reference is a plain loop over the whole history."""
+"""ReplayRing: what is sampled, how often, and with which numbers. The reference is a plain loop over the whole
+history."""
 
 import subprocess
 import sys
@@ -101,7 +102,8 @@ def plain(capacity: int, **options) -> ReplayRing:
 @pytest.mark.parametrize("n_step", [1, 3, 7])
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_samples_equal_a_loop_over_the_history(num_envs, n_step, prioritized):
-    """Before and after wrap-around, with dead rows, truncation inside windows, and windows that reach the newest row."""
+    """Before and after wrap-around, with dead rows, truncation inside windows, and windows that reach the newest
+    row."""
     stream = Stream(num_envs, seed=n_step * 10 + num_envs)
     replay = make(stream, 40, n_step=n_step, prioritized=prioritized)
     rng = np.random.default_rng(0)
@@ -135,8 +137,8 @@ def test_samples_equal_a_loop_over_the_history(num_envs, n_step, prioritized):
 
 
 def test_tail_of_a_truncated_episode_bootstraps_with_the_rewards_it_summed():
-    """Four transitions, n = 3, gamma 0.5, cut by a time limit: the second one sums three rewards (1 + 2/2 + 3/4), looks at the last
-    observation, and discounts it by 0.125. (DI-engine's adder says 0.25.)"""
+    """Four transitions, n = 3, gamma 0.5, cut by a time limit: the second one sums three rewards (1 + 2/2 + 3/4), looks
+    at the last observation, and discounts it by 0.125. (DI-engine's adder says 0.25.)"""
     replay = plain(10, gamma=0.5, n_step=3)
     for t in range(5):
         flags = (np.zeros(1, bool), np.array([t == 3]), np.array([t < 4]))
@@ -262,7 +264,8 @@ def test_rows_retire_after_max_use():
 
 @pytest.mark.parametrize("prioritized", [False, True])
 def test_rows_that_came_max_staleness_versions_ago_are_not_sampled(prioritized):
-    """A learner that publishes at its own pace: what can be drawn is what a loop over the history says, at every moment."""
+    """A learner that publishes at its own pace: what can be drawn is what a loop over the history says, at every
+    moment."""
     stream, rng = Stream(2, seed=4), np.random.default_rng(0)
     replay = make(stream, 60, max_staleness=5, prioritized=prioritized)
     came, version, few = [], 0, 0
@@ -476,7 +479,8 @@ def test_groups_are_whole_episodes(frames):
 
 
 def test_groups_by_an_extra_in_runs_of_a_length():
-    """Rows of four tasks, mixed: a run holds neighbours of one task only, from anywhere in it; short groups are filled up."""
+    """Rows of four tasks, mixed: a run holds neighbours of one task only, from anywhere in it; short groups are filled
+    up."""
     example = {"obs": np.zeros(1, np.float32), "action": np.int64(0), "task": np.int64(0), "name": np.zeros(2)}
     replay = ReplayRing(100, 1, example, max_use=200)
     no, yes = np.zeros(1, bool), np.ones(1, bool)
@@ -670,7 +674,8 @@ def test_sequences_whose_rows_can_begin_none_are_those_of_dead_rows():
 
 
 def test_behind_a_gap_a_sequence_has_the_state_that_is_stored_there():
-    """Pieces of five rows and their last observation, as of a game far away: the episode goes on from one to the next."""
+    """Pieces of five rows and their last observation, as of a game far away: the episode goes on from one to the
+    next."""
     example = {"obs": np.zeros(1, np.float32), "action": np.int64(0), "state": np.float32(0)}
     replay, no = ReplayRing(200, 1, example), np.zeros(1, bool)
     for t in range(60):
@@ -778,7 +783,8 @@ def test_wrong_rows_are_refused_and_leave_nothing_behind():
 
 
 def test_an_end_without_its_final_observation_is_refused():
-    """A vector environment that resets in the same step would put the next episode's start where the final observation belongs."""
+    """A vector environment that resets in the same step would put the next episode's start where the final observation
+    belongs."""
     row = {
         "obs": np.zeros((2, 1), np.float32),
         "action": np.zeros(2, np.int64),
@@ -875,7 +881,8 @@ def test_sum_tree_finds_the_slot_of_every_point(size):
 
 
 def test_a_lost_life_ends_the_return_but_not_the_episode():
-    """terminated with a valid row after it: discount 0, n-step sums stop there, and the next row is sampled like any other."""
+    """terminated with a valid row after it: discount 0, n-step sums stop there, and the next row is sampled like any
+    other."""
     replay = ReplayRing(100, 1, {"obs": np.zeros(1, np.float32), "action": np.int64(0)}, n_step=3, gamma=0.5)
     no, yes, one = np.zeros(1, bool), np.ones(1, bool), np.ones(1, np.float32)
     for t in range(8):

@@ -45,8 +45,8 @@ def same(a: list, b: list) -> bool:
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("way", ["save", "get_state"])
 def test_a_restored_replay_equals_one_never_interrupted(kind, way, tmp_path):
-    """Saves at many moments, before and after wrap-around; each state is loaded into a new replay much later (the process was
-    killed, and others had saved since) and must give the same samples as the uninterrupted twin."""
+    """Saves at many moments, before and after wrap-around; each state is loaded into a new replay much later (the
+    process was killed, and others had saved since) and must give the same samples as the uninterrupted twin."""
     stream, rng = stream_for(kind), np.random.default_rng(1)
     replay = make(stream, 40, **OPTIONS[kind])
     points = [0, 1, 2, 9, 15, 22, 60, 61, 100]  # steps at which a state is taken
@@ -276,7 +276,8 @@ def test_kept_frames_of_rows_outside_the_ring_are_not_loaded(tmp_path):
 
 
 def test_a_cut_after_a_save_is_part_of_the_next_state(tmp_path):
-    """Resume where the environments could not be restored: the newest saved row becomes a final observation, also in later states."""
+    """Resume where the environments could not be restored: the newest saved row becomes a final observation, also in
+    later states."""
     stream = Stream(2, 0, end=0.0)
     replay = make(stream, 40)
     for _ in range(5):

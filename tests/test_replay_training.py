@@ -27,7 +27,8 @@ def short_iterations(monkeypatch):
 
 
 def train(algo, iterations=2, **config):
-    """The rows of a short training, and of each batch of its learner: ids, and gradient steps since they were collected."""
+    """The rows of a short training, and of each batch of its learner: ids, and gradient steps since they were
+    collected."""
     exp = Experiment(algo, ENVS.get(algo, "CartPole-v1"), use_preset=False, config={**SMALL, **config})
     training, batches, came = exp.training, [], []
     update, add = training.learner.update, ReplayRing.add
@@ -80,7 +81,8 @@ def test_max_staleness_bounds_how_old_a_transition_may_be(algo):
 
 
 def test_use_and_staleness_in_a_row_are_those_of_the_draws():
-    """Against counts of our own over the batches that are looked at: the first one of the iteration and every 16th after it."""
+    """Against counts of our own over the batches that are looked at: the first one of the iteration and every 16th
+    after it."""
     rows, batches = train("DQN", iterations=1)
     uses, use, stale = np.zeros(500), [], []
     for i, (ids, staleness) in enumerate(batches):

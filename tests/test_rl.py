@@ -91,14 +91,16 @@ def test_gae_two_episodes_in_one_trace_equal_two_traces():
 
 
 def waiting_rows(rng, column, most=3):
-    """Where each row of one environment comes from when up to `most` waiting rows are put before each (and before the last value)."""
+    """Where each row of one environment comes from when up to `most` waiting rows are put before each (and before the
+    last value)."""
     return np.concatenate([np.full(1 + rng.integers(0, most + 1), t) for t in range(column)])
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gae_sees_through_rows_that_wait(seed):
-    """An environment that is waited for gives the advantages that it gives when nobody waits: also where its next episode is waited
-    for (several dead rows), where it ends while others wait, and where the last rows of the rollout wait."""
+    """An environment that is waited for gives the advantages that it gives when nobody waits: also where its next
+    episode is waited for (several dead rows), where it ends while others wait, and where the last rows of the rollout
+    wait."""
     rng = np.random.default_rng(seed)
     steps = 30
     value, reward = rng.normal(size=(steps + 1, 1)).astype(np.float32), rng.normal(size=(steps, 1)).astype(np.float32)

@@ -1,4 +1,5 @@
-"""Losses over distributions of returns, soft values, traces of ACER and the like: against independent float64 loops and by hand."""
+"""Losses over distributions of returns, soft values, traces of ACER and the like: against independent float64 loops and
+by hand."""
 
 import inspect
 import itertools
@@ -97,7 +98,8 @@ def test_quantile_regression_finds_the_quantiles():
 @sizes
 @few
 def test_gradient_of_fractions_is_that_of_the_wasserstein_distance(seed, batch, n):
-    """For a quantile function that grows (here F(t) = t^2) the gradient is 2 F(tau_i) - F(middle_i) - F(middle_{i-1})."""
+    """For a quantile function that grows (here F(t) = t^2) the gradient is 2 F(tau_i) - F(middle_i) -
+    F(middle_{i-1})."""
     inner = np.sort(np.random.default_rng(seed).random((batch, n - 1)), -1)
     edges = np.concatenate([np.zeros((batch, 1)), inner, np.ones((batch, 1))], 1)
     middle = (edges[:, 1:] + edges[:, :-1]) / 2

@@ -1,4 +1,5 @@
-"""Returns and traces over `[T, B]` against independent float64 loops, numbers worked by hand, and what must hold of them."""
+"""Returns and traces over `[T, B]` against independent float64 loops, numbers worked by hand, and what must hold of
+them."""
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def ratios(c, seed):
 
 
 def loop(c, step):
-    """G[t, b] for each valid row, from the back: step(t, b, v_next, following) where `following` is None behind the last step of an episode or
-    of the piece, else the index of the next row."""
+    """G[t, b] for each valid row, from the back: step(t, b, v_next, following) where `following` is None behind the
+    last step of an episode or of the piece, else the index of the next row."""
     steps, batch = c["reward"].shape
     out = np.full((steps, batch), np.nan)
     for b in range(batch):
@@ -203,7 +204,8 @@ def one_column(**given_columns):
 
 
 def test_returns_by_hand():
-    """gamma 0.5; rewards 1, 2, 4; values 8, 6, 10, 16. One step: 1+3, 2+5, 4+8. Two: 1+1+2.5, 2+2+4, 4+8. All: 1+0.5(2+0.5*12), 2+6, 12."""
+    """gamma 0.5; rewards 1, 2, 4; values 8, 6, 10, 16. One step: 1+3, 2+5, 4+8. Two: 1+1+2.5, 2+2+4, 4+8. All:
+    1+0.5(2+0.5*12), 2+6, 12."""
     c = one_column(value=[8, 6, 10, 16], reward=[1, 2, 4])
     assert returns.n_step_returns(*c.values(), 0.5, 1).ravel().tolist() == [4, 7, 12]
     assert returns.n_step_returns(*c.values(), 0.5, 2).ravel().tolist() == [4.5, 8, 12]
@@ -266,7 +268,8 @@ def test_two_episodes_in_one_trace_equal_two_traces(name, how):
 
 @pytest.mark.parametrize("name", ["lambda_returns", "vtrace", "upgo_returns"])
 def test_rows_that_wait_change_nothing(name):
-    """A row that repeats the observation of the next step, as of an environment that others wait for, is passed over."""
+    """A row that repeats the observation of the next step, as of an environment that others wait for, is passed
+    over."""
     function, rng = FUNCTIONS[name], np.random.default_rng(8)
     c = one_column(value=rng.normal(size=6), reward=rng.normal(size=5))
     ratio = np.exp(rng.normal(size=(5, 1)))

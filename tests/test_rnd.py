@@ -1,4 +1,5 @@
-"""Random network distillation: the reward for what is new, what it is added to, and that a resumed run goes on with it."""
+"""Random network distillation: the reward for what is new, what it is added to, and that a resumed run goes on with
+it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Pieces as samples of a buffer and back: nothing changes on the way, wherever batches are cut and whatever is dropped."""
+"""Pieces as samples of a buffer and back: nothing changes on the way, wherever batches are cut and whatever is
+dropped."""
 
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ COLUMNS = ("obs", "action", "reward", "terminated", "truncated", "valid", "first
 
 
 class Game:
-    """A game that is played at random by the autoreset rule, in pieces; each observation says whose it is and when it was."""
+    """A game that is played at random by the autoreset rule, in pieces; each observation says whose it is and when it
+    was."""
 
     def __init__(self, stream, rng, state_every=None, most=9):
         self.stream, self.rng, self.state_every, self.most = stream, rng, state_every, most
@@ -152,7 +154,8 @@ def test_batches_may_be_cut_anywhere(seed):
 
 @pytest.mark.parametrize("seed", range(25))
 def test_rows_that_are_dropped_leave_what_still_follows_each_other(seed):
-    """A full queue drops rows. Nothing is joined that does not follow, nothing else is lost, and all steps are counted."""
+    """A full queue drops rows. Nothing is joined that does not follow, nothing else is lost, and all steps are
+    counted."""
     rng = np.random.default_rng(100 + seed)
     made = pushed([Game(i, rng) for i in range(2)], 30, rng)
     samples = tree.concat([s for *_, s in made])
@@ -270,7 +273,8 @@ def test_a_sequence_that_is_not_full_is_padded_with_rows_that_do_not_count():
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("memory", [False, True])
 def test_advantages_of_a_rollout_are_those_of_the_pieces_it_is_made_of(seed, memory):
-    """Whatever lies side by side in a canvas: each row is there once, with the advantage of the stretch that it came in."""
+    """Whatever lies side by side in a canvas: each row is there once, with the advantage of the stretch that it came
+    in."""
     rng = np.random.default_rng(300 + seed)
     made = pushed([Game(i, rng, state_every=4 if memory else None) for i in range(3)], 40, rng)
     experience, decoder = Rollouts(16, columns=2, state_every=4 if memory else 1), Decoder()

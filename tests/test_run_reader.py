@@ -1,4 +1,5 @@
-"""What is read from a run directory is checked first: plain files inside of it, of a size that can be, as they were written, finite."""
+"""What is read from a run directory is checked first: plain files inside of it, of a size that can be, as they were
+written, finite."""
 
 import contextlib
 import hashlib
@@ -91,7 +92,7 @@ def train_on(run):
         exp.close()
 
 
-# --- checksums --------------------------------------------------------------------------------------------------------------
+# --- checksums --------------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_in_weights_is_never_served(run):
@@ -168,7 +169,7 @@ def test_weights_of_version_0_1_are_checked_by_their_checkpoint(tmp_path):
         run.load_weights(run.pointer("latest"))
 
 
-# --- plain files inside of the directory ------------------------------------------------------------------------------------
+# --- plain files inside of the directory ------------------------------------------------------------------------------
 
 FILES = {
     "config.yaml": (load, resume),
@@ -315,7 +316,7 @@ def test_videos_and_episodes_of_other_directories_are_not_shown(tmp_path):
         server.close()
 
 
-# --- weights that are numbers -----------------------------------------------------------------------------------------------
+# --- weights that are numbers -----------------------------------------------------------------------------------------
 
 
 def diverge(run, value=np.nan):
@@ -353,7 +354,7 @@ def test_what_rules_scores_out_may_be_infinite(tmp_path):
     run.close()
 
 
-# --- mutations --------------------------------------------------------------------------------------------------------------
+# --- mutations --------------------------------------------------------------------------------------------------------
 
 STRANGE = [None, True, -1, 0, 2**63, 10**30, 1e308, "", "x", [], {}, [[]], {"a": 1}, "\x00", [None] * 3]
 
@@ -407,7 +408,8 @@ def mutate_yaml(text, rng):
 
 
 def mutate(run, rng):
-    """Change one file of a run; returns which, and how. Behind checksums too: some files get the checksum of their new content."""
+    """Change one file of a run; returns which, and how. Behind checksums too: some files get the checksum of their new
+    content."""
     step = newest(run)
     names = [n.format(step=step) for n in FILES if "." in n and n != "bray.log"] + [
         "progress.csv",

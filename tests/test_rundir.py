@@ -463,7 +463,8 @@ class Killed(BaseException):
 
 
 class Faults:
-    """Counts what changes the file system; at the n-th such call something happens: an error once, or death for good."""
+    """Counts what changes the file system; at the n-th such call something happens: an error once, or death for
+    good."""
 
     def __init__(self, monkeypatch, at: int, error: type[BaseException]):
         self.calls, self.at, self.error, self.dead = 0, at, error, False

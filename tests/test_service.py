@@ -99,7 +99,7 @@ def some_obs(n, seed=0):
     return np.random.default_rng(seed).normal(scale=0.5, size=(n, 4)).astype(np.float32)
 
 
-# --- acting -----------------------------------------------------------------------------------------------------------------
+# --- acting -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_service_acts_as_the_experiment_does(cartpole):
@@ -282,7 +282,7 @@ def test_base64_is_checked_as_lists_are():
             read(value)
 
 
-# --- what a tick may cost, and hold -----------------------------------------------------------------------------------------
+# --- what a tick may cost, and hold -----------------------------------------------------------------------------------
 
 
 def test_text_in_place_of_a_mask_is_refused_at_once(cartpole):
@@ -343,7 +343,7 @@ def test_observations_outside_their_space_may_be_refused_or_let_through(cartpole
         assert outside_count(server) == 0
 
 
-# --- other policies ---------------------------------------------------------------------------------------------------------
+# --- other policies ---------------------------------------------------------------------------------------------------
 
 
 def test_a_memory_belongs_to_its_session(tmp_path):
@@ -501,7 +501,7 @@ def test_a_policy_of_ones_own_needs_torch(tmp_path, monkeypatch):
         assert {client.tick({"obs": x.tolist()})["action"] for x in some_obs(20)} == {1}
 
 
-# --- versions ---------------------------------------------------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------------------------------
 
 
 def steps_of(run):
@@ -684,7 +684,7 @@ def test_names_of_models(tmp_path):
         name_runs([tmp_path / "x", f"x={tmp_path}"])
 
 
-# --- deadlines, recordings --------------------------------------------------------------------------------------------------
+# --- deadlines, recordings --------------------------------------------------------------------------------------------
 
 
 class SlowEngine:
@@ -796,7 +796,7 @@ def test_a_recording_that_was_tampered_with_ends_in_one_message(cartpole, tmp_pa
     assert set(codes) == {0, 2}
 
 
-# --- files, errors ----------------------------------------------------------------------------------------------------------
+# --- files, errors ----------------------------------------------------------------------------------------------------
 
 
 def test_runs_that_cannot_be_served(run, tmp_path):
@@ -905,7 +905,8 @@ def workers_of(process):
 
 
 def test_a_worker_that_comes_back_serves_what_the_others_serve(run):
-    """Not followed: a newer checkpoint changes nothing, also for a worker that was killed. Marks go with the service."""
+    """Not followed: a newer checkpoint changes nothing, also for a worker that was killed. Marks go with the
+    service."""
     _, first, second, last = steps_of(run)
     point(run, second)
     with serve_process(run, "--port", "0", "admin_port=0", "--workers", "2", "follow_every_s=0.1") as process:

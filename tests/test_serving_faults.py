@@ -1,4 +1,5 @@
-"""What goes wrong at a game service, and who notices: bad bytes, bad Actors, too much load, killed workers, no more files."""
+"""What goes wrong at a game service, and who notices: bad bytes, bad Actors, too much load, killed workers, no more
+files."""
 
 import asyncio
 import contextlib
@@ -37,7 +38,7 @@ def code(reply):
     return json.loads(reply)["error"]
 
 
-# --- malformed messages ----------------------------------------------------------------------------------------------------
+# --- malformed messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_tcp", [False, True], ids=["http", "tcp"])
@@ -232,7 +233,7 @@ def test_a_service_whose_admin_port_is_taken_leaves_its_other_port_free():
             again.listen()
 
 
-# --- Actors ----------------------------------------------------------------------------------------------------------------
+# --- Actors -----------------------------------------------------------------------------------------------------------
 
 ERRORS = {
     "exit": lambda: sys.exit(3),
@@ -486,7 +487,7 @@ def received(sock, most):
     return total
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------------
+# --- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_token_learns_nothing(caplog):
@@ -515,7 +516,7 @@ def test_a_wrong_token_learns_nothing(caplog):
     assert "s3cret" not in caplog.text
 
 
-# --- too much load ---------------------------------------------------------------------------------------------------------
+# --- too much load ----------------------------------------------------------------------------------------------------
 
 TICK_S = 0.01
 
@@ -585,7 +586,7 @@ def test_three_times_what_can_be_answered(bounded_by):
         assert not on_loop(server, lambda: server.sessions.running)
 
 
-# --- no more files ---------------------------------------------------------------------------------------------------------
+# --- no more files ----------------------------------------------------------------------------------------------------
 
 FEW_FILES = """
 import logging, resource, sys
@@ -656,7 +657,7 @@ def test_without_files_a_worker_survives_and_serves_again(either, tmp_path):
         process.stdout.close()
 
 
-# --- several workers -------------------------------------------------------------------------------------------------------
+# --- several workers --------------------------------------------------------------------------------------------------
 
 SERVICE = """
 import asyncio, logging, os, sys, time
@@ -881,7 +882,7 @@ def test_large_bodies_pass_between_workers(tmp_path):
             assert wire.step("start", "g")[0] == 409
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

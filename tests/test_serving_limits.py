@@ -1,4 +1,5 @@
-"""What one connection and one request may cost the service: bytes kept, requests per turn of the loop, time in silence."""
+"""What one connection and one request may cost the service: bytes kept, requests per turn of the loop, time in
+silence."""
 
 import asyncio
 import contextlib
@@ -48,7 +49,7 @@ def held(server):
     return on_loop(server, lambda: server.front.held)
 
 
-# --- bodies -----------------------------------------------------------------------------------------------------------------
+# --- bodies -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrong_token_is_refused_before_its_body_is_there(tcp):
@@ -150,7 +151,8 @@ def test_the_bytes_of_bodies_are_on_the_metrics_page():
 
 @contextlib.contextmanager
 def growth(most):
-    """What is allocated meanwhile and still there at the end is less than this many bytes, without a garbage collector."""
+    """What is allocated meanwhile and still there at the end is less than this many bytes, without a garbage
+    collector."""
     gc.collect()
     gc.disable()
     tracemalloc.start()
@@ -217,7 +219,7 @@ def test_a_body_in_a_million_pieces_is_kept_as_bytes(tcp):
         assert answer(wire, tcp) == (True, body)
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------------
+# --- turns ------------------------------------------------------------------------------------------------------------
 
 
 class Turns(Plain):
@@ -278,7 +280,7 @@ def test_chunked_bodies_behind_each_other():
         assert [wire.response()[2] for _ in range(20)] == [piece * 3] * 20
 
 
-# --- silence ----------------------------------------------------------------------------------------------------------------
+# --- silence ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_tcp", [False, True])

@@ -1,4 +1,5 @@
-"""Workers that stand still: stopped by a signal, or busy in an Actor's code. The others answer, and the parent replaces them."""
+"""Workers that stand still: stopped by a signal, or busy in an Actor's code. The others answer, and the parent replaces
+them."""
 
 import contextlib
 import json
@@ -23,8 +24,8 @@ def healthy(admin):
 
 @contextlib.contextmanager
 def games(port, n=16):
-    """(connection, its session, the process that has both) of each: with enough room a session begins where its connection is. The kernel
-    deals out connections by chance: more are opened until both processes have four."""
+    """(connection, its session, the process that has both) of each: with enough room a session begins where its
+    connection is. The kernel deals out connections by chance: more are opened until both processes have four."""
     with contextlib.ExitStack() as stack:
         rows, count = [], Counter()
         while len(rows) < n or len(count) < 2 or min(count.values()) < 4:
@@ -143,7 +144,8 @@ def test_workers_that_were_stopped_together_with_their_parent_live_on():
 
 @pytest.mark.slow
 def test_sixty_stops_at_random_moments():
-    """While games begin and end all the time; each second stop lasts until the worker is replaced. Nobody else stands still."""
+    """While games begin and end all the time; each second stop lasts until the worker is replaced. Nobody else stands
+    still."""
     rng = random.Random(0)
     hung = unhealthy = stops = replaced = began = watched = 0
     with service(actors_per_worker=500, stopped_after_s=0.5, tick_timeout_s=1.0) as s:
@@ -175,7 +177,8 @@ def test_sixty_stops_at_random_moments():
             for i in range(12):
                 ask_again(s.port, "end", f"g{i}")
         print(
-            f"{stops} stops, {watched} watched, {replaced} replaced, {began * 40} sessions begun, {hung} hung, {unhealthy} unhealthy"
+            f"{stops} stops, {watched} watched, {replaced} replaced, {began * 40} sessions begun, {hung} hung, "
+            f"{unhealthy} unhealthy"
         )
     assert (hung, unhealthy) == (0, 0)
     assert watched == stops

@@ -242,7 +242,7 @@ def test_without_a_gateway_a_session_belongs_to_its_connection():
         assert wires[0].step("tick", f"s{others[0]}")[0] == 404
 
 
-# --- the table -------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 TABLE = """
@@ -343,7 +343,8 @@ def test_the_roomiest_worker_that_is_awake_gets_a_session(tmp_path):
 
 
 def test_a_worker_stopped_at_any_moment_holds_up_nobody_at_the_table(tmp_path):
-    """Another process claims and releases as fast as it can, and is stopped again and again; what this one does never waits for it."""
+    """Another process claims and releases as fast as it can, and is stopped again and again; what this one does never
+    waits for it."""
     loop = "[(table.claim(b'x%d'%i),table.release(b'x%d'%i))for(i)in(range(10**9))]"
     table = Table(tmp_path / "t", workers=3, slots=50, create=True)
     with table_of(tmp_path / "t", 0) as (other, _):

@@ -133,7 +133,10 @@ def test_wrong_use_of_buffers_is_refused():
 
 
 def test_the_plain_buffer_needs_no_compiler():
-    code = "import sys, bray; b = bray.ReplayBuffer(4); b.push(1, 2); b.sample(1); print([m for m in ('numba', 'torch') if m in sys.modules])"
+    code = (
+        "import sys, bray; b = bray.ReplayBuffer(4); b.push(1, 2); b.sample(1); print([m for m in ('numba', 'torch') "
+        "if m in sys.modules])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
 

@@ -1,4 +1,5 @@
-"""What a training survives: environments that die or hang, signals, kills, a full disk, numbers that are no longer finite. Nothing learnt is lost."""
+"""What a training survives: environments that die or hang, signals, kills, a full disk, numbers that are no longer
+finite. Nothing learnt is lost."""
 
 import errno
 import logging
@@ -50,7 +51,8 @@ def saved(path):
 
 
 def test_environments_that_die_or_hang_cost_no_more_than_their_episodes(tmp_path, caplog):
-    """One dies and is replaced (`max_restarts`); another hangs, which is one too many: the run ends, with all it had learnt."""
+    """One dies and is replaced (`max_restarts`); another hangs, which is one too many: the run ends, with all it had
+    learnt."""
     faults = [{"fault": "die", "fault_at": 6}, {"fault": "hang", "fault_at": 11}]
     config = {"num_envs": 2, "vector": "subprocess", "num_processes": 2, "step_timeout": 3.0, "max_restarts": 1}
     per_env = [{"terminate_at": None, **fault} for fault in faults]

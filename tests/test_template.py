@@ -131,16 +131,16 @@ def test_an_unknown_game_is_told():
 # --- the files --------------------------------------------------------------------------------------------------------
 
 SEED_KEYS = {  # of the original's launch file
-    "model": "checkpoint_interval checkpoint max_batch_size num_workers cpus_per_worker gpus_per_worker memory_per_worker use_onnx local_mode "
-    "override_model tensorboard_graph tensorboard_step module kind",
+    "model": "checkpoint_interval checkpoint max_batch_size num_workers cpus_per_worker gpus_per_worker memory_per_worker "
+    "use_onnx local_mode override_model tensorboard_graph tensorboard_step module kind",
     "source": "kind enable module func num_workers epoch",
     "buffer": "kind enable size batch_size num_workers density",
     "agent": "kind module class",
-    "actor": "kind port num_workers actors_per_worker cpus_per_worker memory_per_worker use_tcp use_gateway agents episode_length "
-    "episode_save_interval serialize tick_input_proto tick_output_proto",
+    "actor": "kind port num_workers actors_per_worker cpus_per_worker memory_per_worker use_tcp use_gateway agents "
+    "episode_length episode_save_interval serialize tick_input_proto tick_output_proto",
     "render": "kind module func",
-    "trainer": "kind enable module class model buffers buffer_weights eval use_gpu num_workers cpus_per_worker batch_size batch_kind prefetch_size "
-    "max_reuse learning_rate clip_grad_max_norm weights_publish_interval num_steps",
+    "trainer": "kind enable module class model buffers buffer_weights eval use_gpu num_workers cpus_per_worker batch_size "
+    "batch_kind prefetch_size max_reuse learning_rate clip_grad_max_norm weights_publish_interval num_steps",
     "config": "kind",
 }
 
@@ -455,7 +455,8 @@ def test_the_example_trains_on_two_ranks_of_ray(tmp_path):
 
 @contextlib.contextmanager
 def launched(tmp_path, name, *keys):
-    """`bray launch` of a template file in one process, with demonstrations and a free port; ended by force if need be."""
+    """`bray launch` of a template file in one process, with demonstrations and a free port; ended by force if need
+    be."""
     write_episodes(tmp_path / "demonstrations" / "episodes", [demonstration(seed) for seed in range(40)])
     words = [sys.executable, "-m", "bray", "launch", "--config", str(TEMPLATE / f"{name}.yaml"), "--cluster", "local"]
     words += ["--project", str(tmp_path), "actor1.port=0", "trainer1.num_steps=1000000", *keys]

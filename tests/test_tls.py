@@ -1,4 +1,5 @@
-"""TLS on the port of the games, with real clients over real sockets. The certificates of tests/data/tls are good until 2120."""
+"""TLS on the port of the games, with real clients over real sockets. The certificates of tests/data/tls are good until
+2120."""
 
 import asyncio
 import shutil

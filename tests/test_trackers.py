@@ -1,4 +1,5 @@
-"""Rows in Weights & Biases (offline) and MLflow; the packages are not among ours, so their tests run where they are installed."""
+"""Rows in Weights & Biases (offline) and MLflow; the packages are not among ours, so their tests run where they are
+installed."""
 
 import posixpath
 import re

@@ -99,7 +99,8 @@ class Noise(gym.Env):
 @pytest.mark.parametrize("run", ["PPO", "A2C", "APPO", "IMPALA", "PQN"])
 @pytest.mark.parametrize("shared", [True, False])
 def test_pictures_that_stay_on_the_device_are_learnt_as_those_that_do_not(run, shared, monkeypatch, tmp_path):
-    """With the CPU in the place of a GPU: what was sent for acting is what the Learner gets, and it learns the same from it."""
+    """With the CPU in the place of a GPU: what was sent for acting is what the Learner gets, and it learns the same
+    from it."""
     make = TorchEngine.__init__
 
     def on_a_device(engine, *args, **more):

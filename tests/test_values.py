@@ -1,4 +1,5 @@
-"""What a tick costs to read: values are read by their space, and what cannot be a member is refused before it is decoded."""
+"""What a tick costs to read: values are read by their space, and what cannot be a member is refused before it is
+decoded."""
 
 import base64
 import json
@@ -143,7 +144,7 @@ def test_an_agent_takes_a_mebibyte_of_json_unless_told_otherwise():
     assert asyncio.run(tick(max_json=2 * MAX_JSON)) == b'{"n":%d}' % MAX_JSON
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------------
+# --- bounds -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_bounds_of_a_space():

@@ -94,7 +94,8 @@ def test_a_cluster_without_workers_is_refused():
 
 
 def test_the_formulas_of_many_machines():
-    """1,000 samples/s per core and 1,250 bytes each, over a link of 1.25e9 bytes/s: a million per second is what the link carries."""
+    """1,000 samples/s per core and 1,250 bytes each, over a link of 1.25e9 bytes/s: a million per second is what the
+    link carries."""
     inputs = Inputs(1250, 1000, 2e6, 2.5e9, weight_bytes=5e6, broadcast_s=0.01)
     ten, hundred = (reach(inputs, nodes, cores=16, link=1.25e9) for nodes in (10, 100))
     assert ten == (160_000, 1e6, 2e6, 2e6, pytest.approx(0.05))
@@ -151,7 +152,8 @@ NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 << 20, "include
 
 @pytest.fixture
 def two_nodes(monkeypatch):
-    """(cluster, its second node), with logical GPUs; nobody else's Ray is touched, and nobody finds ours by accident."""
+    """(cluster, its second node), with logical GPUs; nobody else's Ray is touched, and nobody finds ours by
+    accident."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -166,7 +166,8 @@ EPISODE = 15
 
 
 def toy_piece(obs, extras, outputs, reward):
-    """Rows of one game as a piece: episodes of EPISODE decisions, each with its final observation behind it. `obs` has one row more."""
+    """Rows of one game as a piece: episodes of EPISODE decisions, each with its final observation behind it. `obs` has
+    one row more."""
     dead = np.arange(len(obs)) % (EPISODE + 1) == EPISODE
     ends = np.append(dead[1:], False)
     t = len(reward)
@@ -186,8 +187,8 @@ def toy_piece(obs, extras, outputs, reward):
 
 
 class ToyRollouts:
-    """On-policy samples of decisions that are rewarded at once (for gamma = 0), drawn with the newest published weights. Each batch is the
-    rollout of one update."""
+    """On-policy samples of decisions that are rewarded at once (for gamma = 0), drawn with the newest published
+    weights. Each batch is the rollout of one update."""
 
     name = "b"
 
@@ -261,7 +262,8 @@ class Given(Experience):
 
 
 def learner_drive(setup, remote, buffers, *, ranks=None, path=None, merge=lambda *a, **k: None, **settings):
-    """A driver of an algorithm's Learner over samples in memory, or over the batches of an experience of the test's own."""
+    """A driver of an algorithm's Learner over samples in memory, or over the batches of an experience of the test's
+    own."""
     ranks = ranks or Ranks()
     if isinstance(buffers, Experience):
         learner = setup.make_learner(remote.get_model(), seed=ranks.rank, record=ranks.size == 1)

@@ -9,7 +9,8 @@ from bray.client import Client
 
 
 class Signs(gym.Env):
-    """Four signs, three choices; each sign has one that is right and worth 1, seen at once. Eight signs make an episode."""
+    """Four signs, three choices; each sign has one that is right and worth 1, seen at once. Eight signs make an
+    episode."""
 
     observation_space = gym.spaces.Box(0, 1, (4,), np.float32)
     action_space = gym.spaces.Discrete(3)
@@ -31,8 +32,8 @@ class Signs(gym.Env):
 
 
 class Recall(Signs):
-    """A sign is shown in the first tick only; until the end of the episode the same choice is right. Who forgets gets 3.5 at best, and 3 by
-    chance."""
+    """A sign is shown in the first tick only; until the end of the episode the same choice is right. Who forgets gets
+    3.5 at best, and 3 by chance."""
 
     observation_space = gym.spaces.Box(0, 1, (2,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -46,7 +47,8 @@ class Recall(Signs):
 
 
 class Follow(gym.Env):
-    """A number is shown, and the action should be the same: reward -(action - number)^2. Eight numbers make an episode."""
+    """A number is shown, and the action should be the same: reward -(action - number)^2. Eight numbers make an
+    episode."""
 
     observation_space = gym.spaces.Box(-1, 1, (1,), np.float32)
     action_space = gym.spaces.Box(-1, 1, (1,), np.float32)

@@ -2,9 +2,10 @@
 python -m benchmarks.learning --quick [--jobs N]
 python -m benchmarks.learning CASE... --draw [--out DIR]
 
-For each seed: train with the preset that `bray train` uses, evaluate as we go (mean of 10 greedy episodes on fixed evaluation seeds) and
-stop when that mean reaches the reference score, N seeds side by side. Writes CASE.json, CASE.jsonl (the curves), CASE.png and the table in README.md, all beside
-this file, and what `bray algos` and the pages of docs/algorithms tell of it (bray/presets/scores.json). --draw makes CASE.png and the tables anew from what was
+For each seed: train with the preset that `bray train` uses, evaluate as we go (mean of 10 greedy episodes on fixed
+evaluation seeds) and stop when that mean reaches the reference score, N seeds side by side. Writes CASE.json,
+CASE.jsonl (the curves), CASE.png and the table in README.md, all beside this file, and what `bray algos` and the pages
+of docs/algorithms tell of it (bray/presets/scores.json). --draw makes CASE.png and the tables anew from what was
 recorded. --quick: the first case of each algorithm, two seeds each, within 55 minutes, written to build/learn-quick.
 """
 
@@ -49,8 +50,8 @@ class Case:
     seeds: int = 5
     config: dict[str, Any] = field(default_factory=dict)
     must: Literal["reach", "end above", "stay below"] = "reach"
-    """`end above`: it trains to the limit, and the last evaluation counts. `stay below`: a comparison that shows what an option is for; it passes where no
-    evaluation reaches the target."""
+    """`end above`: it trains to the limit, and the last evaluation counts. `stay below`: a comparison that shows what
+    an option is for; it passes where no evaluation reaches the target."""
     use_preset: bool = True
     """False: the shipped defaults."""
 
@@ -247,7 +248,8 @@ def read_records(out: Path) -> list[dict[str, Any]]:
 
 
 def score(record: dict[str, Any]) -> dict[str, Any]:
-    """What scores.json keeps of a record. Steps are those to the target; a seed that did not reach it counts with those that it took."""
+    """What scores.json keeps of a record. Steps are those to the target; a seed that did not reach it counts with those
+    that it took."""
     seeds = record["seeds"]
     kept = {k: record[k] for k in ("case", "run", "env", "preset", "target", "must", "within", "date", "commit")}
     kept["config"] = record.get("config", {})

@@ -1,8 +1,11 @@
-"""python -m benchmarks.learning.defaults [TASK ...] [--seeds 0 1 2] [--jobs 2] [--device cpu] [--only ours] [--minutes N] [--table]
+"""python -m benchmarks.learning.defaults [TASK ...] [--seeds 0 1 2] [--jobs 2] [--device cpu] [--only ours] [--minutes
+N] [--table]
 
-Shipped defaults beside those of Stable-Baselines3: the same environment, steps and seeds, no preset, no wrapper; then EPISODES greedy episodes with seeds that no
-training saw. SB3 runs in the environment of benchmarks/install_peers.sh (`PEERS` names another Python). One JSON line per run goes to defaults.jsonl, where it replaces
-the line of an earlier run; --table prints what is there: whether our mean is at least SB3's over the seeds that both have run, and how many seeds are above the random policy by 5 standard errors.
+Shipped defaults beside those of Stable-Baselines3: the same environment, steps and seeds, no preset, no wrapper; then
+EPISODES greedy episodes with seeds that no training saw. SB3 runs in the environment of benchmarks/install_peers.sh
+(`PEERS` names another Python). One JSON line per run goes to defaults.jsonl, where it replaces the line of an earlier
+run; --table prints what is there: whether our mean is at least SB3's over the seeds that both have run, and how many
+seeds are above the random policy by 5 standard errors.
 """
 
 from __future__ import annotations
@@ -212,7 +215,8 @@ def main() -> None:
         jobs = [j for j in jobs if j[0] != "random" or j[2] == given.seeds[0]]
         if any(side == "sb3" for side, *_ in jobs) and not Path(PEERS).exists():
             parser.error(
-                f"SB3 needs {PEERS}: run `bash benchmarks/install_peers.sh`, or name a Python that has it in PEERS, or --only ours"
+                f"SB3 needs {PEERS}: run `bash benchmarks/install_peers.sh`, or name a Python that has it in PEERS, "
+                "or --only ours"
             )
         with ThreadPoolExecutor(given.jobs) as pool:
             for run in as_completed([pool.submit(start_one, *job, given.device, until) for job in jobs]):

@@ -9,9 +9,11 @@ import numpy as np
 
 
 class Foes(gym.Env):  # type: ignore[type-arg]
-    """Step away from the nearest of up to `foes` foes, left or right, ten times: reward 1 for each right step, so 5 by chance and 10 at best.
+    """Step away from the nearest of up to `foes` foes, left or right, ten times: reward 1 for each right step, so 5 by
+    chance and 10 at best.
 
-    Observations: the places `[foes, 2]` of the foes, and which of them are there. Rows that are not there hold places too."""
+    Observations: the places `[foes, 2]` of the foes, and which of them are there. Rows that are not there hold places
+    too."""
 
     def __init__(self, foes: int = 8):
         self.count = foes

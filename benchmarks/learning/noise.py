@@ -1,6 +1,8 @@
-"""python -m benchmarks.learning.noise: what white and pink random actions reach before anything is learnt, by `random_hold`.
+"""python -m benchmarks.learning.noise: what white and pink random actions reach before anything is learnt, by
+`random_hold`.
 
-MountainCarContinuous: on how many of 20 seeds the goal is reached at least once in 5,000 steps. HalfCheetah: the share of 5,000 steps on its back, for 6 seeds.
+MountainCarContinuous: on how many of 20 seeds the goal is reached at least once in 5,000 steps. HalfCheetah: the share
+of 5,000 steps on its back, for 6 seeds.
 """
 
 from __future__ import annotations

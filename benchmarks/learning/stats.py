@@ -8,7 +8,8 @@ import numpy as np
 
 
 def iqm(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Mean of the middle half along the last axis. The two values that the quarters cut through count by the part that is inside."""
+    """Mean of the middle half along the last axis. The two values that the quarters cut through count by the part that
+    is inside."""
     x = np.sort(np.asarray(values, np.float64), -1)
     n = x.shape[-1]
     edges = np.arange(n + 1)

@@ -1,4 +1,5 @@
-"""Small tasks whose answer is known, each about one thing: memory, or exploration. `--env benchmarks.learning.tasks:Cue`."""
+"""Small tasks whose answer is known, each about one thing: memory, or exploration.
+`--env benchmarks.learning.tasks:Cue`."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ import numpy as np
 
 
 class Cue(gym.Env):
-    """Which of two cues was shown is asked for `delay` steps later: reward 1 for the right answer, -1 for the wrong one, 0 before.
+    """Which of two cues was shown is asked for `delay` steps later: reward 1 for the right answer, -1 for the wrong
+    one, 0 before.
 
-    Observations: the cue (-1 or 1 in the first, 0 in all others) and whether the answer counts now. Without memory the mean is 0."""
+    Observations: the cue (-1 or 1 in the first, 0 in all others) and whether the answer counts now. Without memory the
+    mean is 0."""
 
     def __init__(self, delay: int = 20):
         self.observation_space = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
@@ -43,9 +46,9 @@ class MaskedCartPole(gym.ObservationWrapper):
 
 
 class Chain(gym.Env):
-    """`length` states in a row; an episode begins in the second and lasts `length` + 9 steps (Osband et al. 2016). One action goes left, the other
-    right; which one differs from state to state, so that no constant policy gets far. Reward 0.001 in the first state, 1 in the last one: the
-    best return is 11, and a random walk never gets there."""
+    """`length` states in a row; an episode begins in the second and lasts `length` + 9 steps (Osband et al. 2016). One
+    action goes left, the other right; which one differs from state to state, so that no constant policy gets far.
+    Reward 0.001 in the first state, 1 in the last one: the best return is 11, and a random walk never gets there."""
 
     def __init__(self, length: int = 50):
         self.observation_space = gym.spaces.Discrete(length)

@@ -1,7 +1,7 @@
 """The curves of the template on Ray: python -m benchmarks.learning.template [RL.jsonl SL_RL.jsonl] [--out FILE]
 
-The two files are the `result.jsonl` of `bray launch --config mygame/rl.yaml` and `.../sl_rl.yaml` with 32 games over HTTP; by default the committed
-ones beside this file.
+The two files are the `result.jsonl` of `bray launch --config mygame/rl.yaml` and `.../sl_rl.yaml` with 32 games over
+HTTP; by default the committed ones beside this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The cases of training with two workers: one table for Bray (`benchmarks/scale/peers.py`) and for the scripts of its peers, which import nothing else of ours.
+"""The cases of training with two workers: one table for Bray (`benchmarks/scale/peers.py`) and for the scripts of its
+peers, which import nothing else of ours.
 
-Equal for all: the environments and how pictures are made, the network, rollouts and batches, learning rate, discount and the weights of the loss. A batch is the
-rollouts of one worker's environments. IMPALA makes one gradient step of it; APPO two passes in four pieces each.
+Equal for all: the environments and how pictures are made, the network, rollouts and batches, learning rate, discount
+and the weights of the loss. A batch is the rollouts of one worker's environments. IMPALA makes one gradient step of it;
+APPO two passes in four pieces each.
 Threads are each library's own affair.
 """
 
@@ -23,7 +25,8 @@ ENTROPY_COEF = 0.01
 VALUE_COEF = 0.5
 MAX_GRAD_NORM = 0.5
 HIDDEN = (64, 64)
-"""tanh, for the policy and for the value apart. Pictures: the network of Mnih 2015 (a dense layer of 512), which both share."""
+"""tanh, for the policy and for the value apart. Pictures: the network of Mnih 2015 (a dense layer of 512), which both
+share."""
 NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 FRAMES = 4
 """Stacked."""
@@ -70,7 +73,8 @@ def arguments(doc: str, names: list[str]) -> argparse.Namespace:
 
 
 class Watch:
-    """Counts steps and seconds: those of a window, which begins soon after the first results, or all of them from its making to a return."""
+    """Counts steps and seconds: those of a window, which begins soon after the first results, or all of them from its
+    making to a return."""
 
     def __init__(self, seconds: float, until: float | None = None):
         self.limit, self.until = seconds, until
@@ -81,7 +85,8 @@ class Watch:
         self.mean: float | None = None
 
     def tick(self, steps: int | None, learnt: int | None, mean: float | None) -> bool:
-        """Call with the steps so far, how many were learnt from (each pass counts) and the mean return; True when it is time to stop."""
+        """Call with the steps so far, how many were learnt from (each pass counts) and the mean return; True when it is
+        time to stop."""
         now = time.perf_counter()
         self.mean = self.mean if mean is None else float(mean)
         if steps:
@@ -115,7 +120,8 @@ def report(peer: str, version: str, case: str, watch: Watch) -> None:
 
 
 def make_pong(**more):
-    """ALE/Pong-v5 by Gymnasium's own wrappers: a decision every 4 frames, 84x84 grey, clipped rewards and no-op starts. Frames are stacked by who calls it."""
+    """ALE/Pong-v5 by Gymnasium's own wrappers: a decision every 4 frames, 84x84 grey, clipped rewards and no-op starts.
+    Frames are stacked by who calls it."""
     import gymnasium as gym
     import numpy as np
     from ale_py.registration import register_v5_envs

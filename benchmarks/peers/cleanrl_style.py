@@ -4,7 +4,8 @@ CleanRL is a set of scripts rather than a package, so this keeps what decides it
 stepped one by one, a separate forward pass without gradients per step, advantages in a loop of torch operations, a
 minibatch loop with eager Adam, the statistics it logs (Kullback-Leibler estimate, clipped share), and its value clip.
 It departs from CleanRL where the case says so: no annealed learning rate, SAC updates the policy at every step, PQN
-has Adam, C51 chooses the next action with the online network and projects all rows at once (CleanRL: row by row, slower).
+has Adam, C51 chooses the next action with the online network and projects all rows at once (CleanRL: row by row,
+slower).
 
 `--env` (Pong only): gym = gymnasium's SyncVectorEnv, ale = ale_py's AtariVectorEnv, envpool = EnvPool.
 """

@@ -1,8 +1,10 @@
 """RLlib's IMPALA and APPO with two env runners, through its own API: steps/s, or the seconds to a return.
 
-RLlib is inside Ray's wheel; it needs ray[rllib] (dm-tree, lz4, scipy, ormsgpack), for Pong ale-py and opencv-python-headless. Prints one JSON line. The clock of `--until` begins
-with the building of the algorithm, after ray.init. Pong's frames are stacked by RLlib's connectors in env runner and learner, as in its own examples.
-Its count of steps learnt from has one more for each piece of an episode, and the whole batch for each minibatch: it is divided by their number.
+RLlib is inside Ray's wheel; it needs ray[rllib] (dm-tree, lz4, scipy, ormsgpack), for Pong ale-py and
+opencv-python-headless. Prints one JSON line. The clock of `--until` begins with the building of the algorithm, after
+ray.init. Pong's frames are stacked by RLlib's connectors in env runner and learner, as in its own examples.
+Its count of steps learnt from has one more for each piece of an episode, and the whole batch for each minibatch: it is
+divided by their number.
 """
 
 import logging
@@ -31,7 +33,8 @@ def configure(case: cases.Case, seed: int):
         made = APPOConfig().training(
             lambda_=cases.LAMBDA,
             clip_param=cases.CLIP,
-            use_circular_buffer=False,  # it drops batches where the learner is the slower side, and passes are then fewer
+            # it drops batches where the learner is the slower side, and passes are then fewer
+            use_circular_buffer=False,
             num_epochs=cases.EPOCHS,
             minibatch_size=case.batch // cases.MINIBATCHES,
         )

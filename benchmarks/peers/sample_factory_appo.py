@@ -1,7 +1,9 @@
 """Sample Factory's APPO with two rollout workers, through its own API: steps/s, or the seconds to a return.
 
-It needs a Python of its own (`../install_sample_factory.sh`: numpy below 2, gymnasium below 1). Prints one JSON line. The clock of `--until` begins with the making of its runner.
-As it comes: advantages by GAE, environments of a worker in two groups by turns, inference for both workers in one more process, the learner in another.
+It needs a Python of its own (`../install_sample_factory.sh`: numpy below 2, gymnasium below 1). Prints one JSON line.
+The clock of `--until` begins with the making of its runner.
+As it comes: advantages by GAE, environments of a worker in two groups by turns, inference for both workers in one more
+process, the learner in another.
 """
 
 import tempfile

@@ -1,4 +1,5 @@
-"""sb3-contrib's RecurrentPPO, CrossQ, QR-DQN and ARS, through its own API. ARS with a dense network stands beside our ES."""
+"""sb3-contrib's RecurrentPPO, CrossQ, QR-DQN and ARS, through its own API. ARS with a dense network stands beside our
+ES."""
 
 import cases
 import common

@@ -1,8 +1,8 @@
 """Tianshou on the PPO, Reinforce, SAC and Q-learning cases, through its procedural API.
 
-Three of its ways decide what is compared: collecting runs in evaluation mode, so Rainbow's noisy layers act without noise
-(epsilon explores instead, on our side as well); its recurrent DQN starts every sequence with an empty memory and learns the last step alone;
-Reinforce continues episodes that a batch has cut.
+Three of its ways decide what is compared: collecting runs in evaluation mode, so Rainbow's noisy layers act without
+noise (epsilon explores instead, on our side as well); its recurrent DQN starts every sequence with an empty memory and
+learns the last step alone; Reinforce continues episodes that a batch has cut.
 """
 
 import math

@@ -1,14 +1,16 @@
-"""python -m benchmarks.remote forward|buffer|small|publish|training [--repeats 5] [--seconds 5] [--peers-only]: our remote components beside plain Ray.
+"""python -m benchmarks.remote forward|buffer|small|publish|training [--repeats 5] [--seconds 5] [--peers-only]: our
+remote components beside plain Ray.
 
-forward    RemoteModel: local mode beside the bare engine and batcher; a worker beside one awaited Ray actor call per forward
+forward    RemoteModel: local mode beside the bare engine and batcher; a worker beside one awaited Ray actor call per
+           forward
 buffer     RemoteBuffer beside the same trajectories through `ray.put` and `ray.get`
 small      RemoteBuffer beside one Ray call per sample of 100 B
 publish    how soon new weights are served by 8 workers
-training   32 grid games over HTTP: rows that reach the trainer per second of server CPU, beside the original Bray's architecture
-           (original.py; `bash benchmarks/remote/install_peers.sh` makes its environment first)
+training   32 grid games over HTTP: rows that reach the trainer per second of server CPU, beside the original Bray's
+           architecture (original.py; `bash benchmarks/remote/install_peers.sh` makes its environment first)
 
-Each side runs in processes (and a Ray) of its own, in turn, `--repeats` times, so that a busy minute hits all alike. One JSON line per measurement, then
-one with medians, spread and the ratio to the best peer, and a table.
+Each side runs in processes (and a Ray) of its own, in turn, `--repeats` times, so that a busy minute hits all alike.
+One JSON line per measurement, then one with medians, spread and the ratio to the best peer, and a table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""PPO as it is, but its Learner says in a file (BENCH_UPDATES) how many rows it has learned from: `algorithm: "benchmarks.remote.counted:"`."""
+"""PPO as it is, but its Learner says in a file (BENCH_UPDATES) how many rows it has learned from:
+`algorithm: "benchmarks.remote.counted:"`."""
 
 from __future__ import annotations
 

@@ -3,14 +3,14 @@
     python -m benchmarks.remote.faults                    # all cases; a table at the end
     python -m benchmarks.remote.faults --only node
 
-The training is the template's grid game: PPO on a real local Ray, a model worker and the keeper of its weights, two buffer shards, two service
-workers, one rank, and games that are played over HTTP by another process. For `node` the Ray has two nodes, one of which is taken away with all
-that runs there (`killed` of its row says what that was).
+The training is the template's grid game: PPO on a real local Ray, a model worker and the keeper of its weights, two
+buffer shards, two service workers, one rank, and games that are played over HTTP by another process. For `node` the Ray
+has two nodes, one of which is taken away with all that runs there (`killed` of its row says what that was).
 
 recovered  seconds from the kill until the killed part works in a new process and the trainer has made steps again
 stuck      games that have no tick within 15 s after that
-lost       samples that were in the killed process and reach no trainer (counted there just before the kill; an upper bound for sessions), and
-           those that a rank had learned from since its checkpoint
+lost       samples that were in the killed process and reach no trainer (counted there just before the kill; an upper
+           bound for sessions), and those that a rank had learned from since its checkpoint
 """
 
 from __future__ import annotations
@@ -353,13 +353,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bray-faults-") as directory:
         outcomes = run_cases(a.only or list(LIMITS), Path(directory))
     print(
-        f"{'killed':8} {'recovered':>10} {'limit':>6} {'lost':>6} {'steps':>24} {'failed requests':>16} {'stuck games':>12}"
+        f"{'killed':8} {'recovered':>10} {'limit':>6} {'lost':>6} {'steps':>24} {'failed requests':>16} "
+        f"{'stuck games':>12}"
     )
     for o in outcomes:
         steps = f"{o.step_before} > {o.lowest_step} > {o.step_after}"
         died = f"   killed: {', '.join(o.killed)}" if o.case == "node" else ""
         print(
-            f"{o.case:8} {o.recovered:9.1f}s {LIMITS[o.case]:5.0f}s {o.lost:6} {steps:>24} {o.errors:16} {o.stuck_games:12}{died}"
+            f"{o.case:8} {o.recovered:9.1f}s {LIMITS[o.case]:5.0f}s {o.lost:6} {steps:>24} {o.errors:16} "
+            f"{o.stuck_games:12}{died}"
         )
 
 

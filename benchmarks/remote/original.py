@@ -1,24 +1,30 @@
-"""The original Bray's architecture, as its public description has it, for `python -m benchmarks.remote training`. All code is our own.
+"""The original Bray's architecture, as its public description has it, for `python -m benchmarks.remote training`. All
+code is our own.
 
-    python -m benchmarks.remote.original UPDATES_FILE [--relay asyncio|uvloop] [--max-batch-size 32] [--workers 2]     (in .venv-remote-peers)
+    python -m benchmarks.remote.original UPDATES_FILE [--relay asyncio|uvloop] [--max-batch-size 32] [--workers 2]
+    (in .venv-remote-peers)
 
 What is modelled, and why it is not made worse than it is:
 
-- **Gateway**: one process that relays bytes between games and workers with asyncio streams; a connection stays with its worker. As described it
-  runs on asyncio's own loop and reads 4 KiB at a time (`relay.py`); `--relay uvloop` is the same code on uvloop with 64 KiB, which the
-  original did not do and which helps it.
-- **Actor workers**: two Ray actors, each a FastAPI app on uvicorn (httptools; on uvloop, which Ray's own asyncio actors use) and a pool of
-  Actor objects, one per session slot. Headers are FastAPI parameters, the body is raw. No access log.
-- **Model**: torch eager in the worker's process (`local_mode`), one thread, inference mode. All that wait in one turn of the loop make a batch
-  (up to `max_batch_size`); there is no timer, which would only cost it.
-- **Samples**: the Actor keeps a row (a dict) per tick, computes the advantages of 128 of them and pushes them with one Ray call to
-  the buffer's actor, pickled. The buffer stacks them into a batch of 128 (its `batch_size`), so that they travel on as columns.
-- **Trainer**: a Ray actor (the original used Ray Train, which costs more) that asks for the next batches before it needs them, and a
-  plain eager PPO update on `settings.ROWS` rows: same network, epochs, minibatches, losses, clipping and Adam as ours.
-- **Weights**: published after every update through the object store, as torch tensors; every worker is told the reference.
+- **Gateway**: one process that relays bytes between games and workers with asyncio streams; a connection stays with its
+  worker. As described it runs on asyncio's own loop and reads 4 KiB at a time (`relay.py`); `--relay uvloop` is the
+  same code on uvloop with 64 KiB, which the original did not do and which helps it.
+- **Actor workers**: two Ray actors, each a FastAPI app on uvicorn (httptools; on uvloop, which Ray's own asyncio actors
+  use) and a pool of Actor objects, one per session slot. Headers are FastAPI parameters, the body is raw. No access
+  log.
+- **Model**: torch eager in the worker's process (`local_mode`), one thread, inference mode. All that wait in one turn
+  of the loop make a batch (up to `max_batch_size`); there is no timer, which would only cost it.
+- **Samples**: the Actor keeps a row (a dict) per tick, computes the advantages of 128 of them and pushes them with one
+  Ray call to the buffer's actor, pickled. The buffer stacks them into a batch of 128 (its `batch_size`), so that they
+  travel on as columns.
+- **Trainer**: a Ray actor (the original used Ray Train, which costs more) that asks for the next batches before it
+  needs them, and a plain eager PPO update on `settings.ROWS` rows: same network, epochs, minibatches, losses, clipping
+  and Adam as ours.
+- **Weights**: published after every update through the object store, as torch tensors; every worker is told the
+  reference.
 
-Not modelled, in its favour: metrics, TensorBoard, checkpoints, logs, other Agents, health checks. The code is plain and straightforward;
-every process has its bytecode cached and one BLAS thread.
+Not modelled, in its favour: metrics, TensorBoard, checkpoints, logs, other Agents, health checks. The code is plain and
+straightforward; every process has its bytecode cached and one BLAS thread.
 
 Games: `{"obs", "reward", "terminated", "truncated"}` per tick as JSON, `{"action"}` back (see games.py).
 """

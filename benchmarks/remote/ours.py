@@ -1,15 +1,17 @@
 """Our side: python -m benchmarks.remote.ours CASE [--seconds 5]     one JSON line
 
-bare          the engine (ONNX Runtime) and the batcher alone, in one process, 32 callers: what local mode is measured against
+bare          the engine (ONNX Runtime) and the batcher alone, in one process, 32 callers: what local mode is measured
+              against
 local         RemoteModel in local mode, 32 callers
 remote        RemoteModel with one worker on this machine, 64 callers
 trajectories  RemoteBuffer: 4 producers push trajectories of 128 steps (3.6 MB), one consumer takes them
 pictures      RemoteBuffer: 4 producers push steps with a picture (28 KB) one by one, one consumer takes batches of 128
 small         RemoteBuffer: 4 producers push samples of 100 B one by one, one consumer takes batches of 128
-publish       a model of 5 MiB with 8 workers that are asked all the time: milliseconds from `publish_weights` to the last answer of the old weights, and
-              how much longer than usual an answer took meanwhile
+publish       a model of 5 MiB with 8 workers that are asked all the time: milliseconds from `publish_weights` to the
+              last answer of the old weights, and how much longer than usual an answer took meanwhile
 
-Every case but the first opens a session on a Ray of its own. Producers are members of the cluster, as agents are; the consumer is this process.
+Every case but the first opens a session on a Ray of its own. Producers are members of the cluster, as agents are; the
+consumer is this process.
 `cpu_us` is CPU time of all processes, Ray's own among them, per forward, trajectory or sample.
 """
 

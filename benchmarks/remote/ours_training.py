@@ -1,4 +1,5 @@
-"""Our side of the whole training: python -m benchmarks.remote.ours_training UPDATES_FILE [key=value ...]     (see training.py)
+"""Our side of the whole training: python -m benchmarks.remote.ours_training UPDATES_FILE [key=value ...]     (see
+training.py)
 
 The launch file training.yaml, built as `bray launch` builds it, in a Ray of its own.
 """

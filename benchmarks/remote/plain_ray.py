@@ -2,15 +2,18 @@
 
 Each case is written the way a careful user of Ray would, several variants of it, and the best one is the peer.
 
-forward-single, forward-batched   64 asyncio callers await one call of an actor per forward of the MLP in ONNX Runtime (one thread); the second
+forward-single, forward-batched   64 asyncio callers await one call of an actor per forward of the MLP in ONNX Runtime
+                                  (one thread); the second
                     one batches inside the actor, with our batcher
 forward-torch       the same unbatched with torch eager
-trajectories-put    4 producers `ray.put` trajectories of 128 steps (3.6 MB, in columns), 16 references per actor call; one consumer `ray.get`s them, two
-                    calls ahead of each producer
+trajectories-put    4 producers `ray.put` trajectories of 128 steps (3.6 MB, in columns), 16 references per actor call;
+                    one consumer `ray.get`s them, two calls ahead of each producer
 trajectories-put1   one reference per actor call
 trajectories-return the trajectories are what the call returns (16 each): Ray puts them itself
-small-1, small-4    samples of 100 B, one call of the sink's actor each, from one producer or four; no more than a thousand under way each
-small-pickled       the same from one producer, which pickles each sample itself: Ray is quicker with plain bytes than with arrays
+small-1, small-4    samples of 100 B, one call of the sink's actor each, from one producer or four; no more than a
+                    thousand under way each
+small-pickled       the same from one producer, which pickles each sample itself: Ray is quicker with plain bytes than
+                    with arrays
 
 `cpu_us` is CPU time of all processes, Ray's own among them, per forward, trajectory or sample.
 """

@@ -72,7 +72,8 @@ def run(command: list[str], timeout: float) -> tuple[int, str, str]:
 
 
 def by_role(pids: list[int], names: dict[str, str] | None = None) -> dict[str, float]:
-    """CPU seconds of processes by what they are: as `names` (by process id) has it, or as Ray does, which names them after an actor's class."""
+    """CPU seconds of processes by what they are: as `names` (by process id) has it, or as Ray does, which names them
+    after an actor's class."""
     seconds: dict[str, float] = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

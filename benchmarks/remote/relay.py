@@ -1,7 +1,8 @@
 """The gateway of the original's architecture: python relay.py PORT WORKER_PORT ... [--loop uvloop] [--read 65536]
 
-A relay of bytes in asyncio streams: a connection is given to the next worker and stays with it, so a session does as long as its game keeps
-the connection. Standard library only (and uvloop if asked for); port 0 takes a free one and the first line of output says which.
+A relay of bytes in asyncio streams: a connection is given to the next worker and stays with it, so a session does as
+long as its game keeps the connection. Standard library only (and uvloop if asked for); port 0 takes a free one and the
+first line of output says which.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""The numbers that both sides of a comparison share. Standard library and NumPy only: the peers' environment reads it too."""
+"""The numbers that both sides of a comparison share. Standard library and NumPy only: the peers' environment reads it
+too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""What a tick costs a PolicyAgent: python -m benchmarks.remote.ticks [--games 1 8 32] [--ticks 20000]     one JSON line each
+"""What a tick costs a PolicyAgent: python -m benchmarks.remote.ticks [--games 1 8 32] [--ticks 20000]     one JSON line
+each
 
-First the observation alone: the grid's 245 numbers in JSON, read straight from the text and by way of lists, as long ago. Then whole ticks, from
-the bytes of a request to the bytes of the reply (no sockets), for so many games that ask together: CPU time of the process per tick.
+First the observation alone: the grid's 245 numbers in JSON, read straight from the text and by way of lists, as long
+ago. Then whole ticks, from the bytes of a request to the bytes of the reply (no sockets), for so many games that ask
+together: CPU time of the process per tick.
 """
 
 from __future__ import annotations

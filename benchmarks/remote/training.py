@@ -1,10 +1,11 @@
 """One whole training, measured from outside: a server with its processes, and games that play against it.
 
-A server is a command that prints {"ready": PORT} (and, if it likes, "names" of its processes by id), appends a line {"time", "rows"} to a file for every update of its trainer, and ends when its standard
-input is closed. `rows` are samples that the trainer has learned from. Time and CPU time are taken between two updates, so that the
-figure does not depend on where in a rollout the clock was started. Rows must be about as many as the games' ticks meanwhile: more would be rows that are
-learned from twice, or that had waited since before. CPU time is that of the server and all its descendants (for Ray: its
-daemons and every actor); the games' does not count.
+A server is a command that prints {"ready": PORT} (and, if it likes, "names" of its processes by id), appends a line
+{"time", "rows"} to a file for every update of its trainer, and ends when its standard input is closed. `rows` are
+samples that the trainer has learned from. Time and CPU time are taken between two updates, so that the figure does not
+depend on where in a rollout the clock was started. Rows must be about as many as the games' ticks meanwhile: more would
+be rows that are learned from twice, or that had waited since before. CPU time is that of the server and all its
+descendants (for Ray: its daemons and every actor); the games' does not count.
 """
 
 from __future__ import annotations

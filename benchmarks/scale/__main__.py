@@ -1,11 +1,15 @@
 """python -m benchmarks.scale sleep | overhead | faults | rllib --peer PYTHON | sample-factory --peer PYTHON
 
-sleep      environment steps/s of an environment that sleeps 5 ms, with 1, 8 and 32 workers (IMPALA): at least 7 and 26 times those of one
+sleep      environment steps/s of an environment that sleeps 5 ms, with 1, 8 and 32 workers (IMPALA): at least 7 and 26
+           times those of one
 overhead   ALE/Pong-v5 with one worker against none, by turns (PPO in rounds, and IMPALA): at most 10 % slower
-faults     kills a random worker (SIGKILL) every 10 s for 2 minutes: the run continues, solves CartPole-v1 and counts the restarts
-rllib      IMPALA and APPO with two workers of eight environments, CartPole-v1 and ALE/Pong-v5 (`--cases`), by turns with RLlib's in the Python `--peer`: at least 3 times its
-           steps/s; with `--until 150` the seconds to that mean return, with `--repeat` seeds from `--seed` on: fewer than RLlib's
-sample-factory   the same for APPO beside Sample Factory's (`benchmarks/install_sample_factory.sh` makes its Python): at least its steps/s
+faults     kills a random worker (SIGKILL) every 10 s for 2 minutes: the run continues, solves CartPole-v1 and counts
+           the restarts
+rllib      IMPALA and APPO with two workers of eight environments, CartPole-v1 and ALE/Pong-v5 (`--cases`), by turns
+           with RLlib's in the Python `--peer`: at least 3 times its steps/s; with `--until 150` the seconds to that
+           mean return, with `--repeat` seeds from `--seed` on: fewer than RLlib's
+sample-factory   the same for APPO beside Sample Factory's (`benchmarks/install_sample_factory.sh` makes its Python): at
+                 least its steps/s
 
 Each figure is the median of `--repeat` windows of `--seconds`. Exit code 0: what is said above holds.
 """

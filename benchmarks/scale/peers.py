@@ -1,4 +1,5 @@
-"""Bray's IMPALA and APPO beside a peer's, by turns: the parts `rllib` and `sample-factory` of `python -m benchmarks.scale`.
+"""Bray's IMPALA and APPO beside a peer's, by turns: the parts `rllib` and `sample-factory` of
+`python -m benchmarks.scale`.
 
 Cases and settings: `benchmarks/peers/async_cases.py`, one table for both sides.
 """
@@ -78,7 +79,8 @@ def theirs(peer: str, python: str, name: str, seconds: float, until: float | Non
 
 
 def by_turns(args: argparse.Namespace, name: str) -> tuple[list[Line], list[Line]]:
-    """Repeats of a case, each with a seed of its own; which side goes first alternates, so that a change of the machine's load meets both."""
+    """Repeats of a case, each with a seed of its own; which side goes first alternates, so that a change of the
+    machine's load meets both."""
     mine: list[Line] = []
     other: list[Line] = []
     for i in range(args.repeat):
@@ -90,7 +92,8 @@ def by_turns(args: argparse.Namespace, name: str) -> tuple[list[Line], list[Line
 
 
 def show(name: str, lines: list[Line], until: float | None) -> float:
-    """One line of the table: the median, and all of them. Runs that did not get there count with the seconds that they had."""
+    """One line of the table: the median, and all of them. Runs that did not get there count with the seconds that they
+    had."""
     key, digits = ("steps_per_second", 0) if until is None else ("seconds", 1)
     middle = statistics.median(line[key] for line in lines)
     missed = "" if until is None or all(line["reached"] for line in lines) else ", not all reached"
@@ -102,7 +105,8 @@ def show(name: str, lines: list[Line], until: float | None) -> float:
 
 
 def compare(args: argparse.Namespace) -> bool:
-    """Measure both sides. True: ours has LEAST times the peer's steps/s or, with `--until`, reaches the return sooner."""
+    """Measure both sides. True: ours has LEAST times the peer's steps/s or, with `--until`, reaches the return
+    sooner."""
     peer, good = args.what, True
     for name in args.cases or [c for c in cases.CASES if peer == "rllib" or c.startswith("appo")]:
         mine, other = by_turns(args, name)

@@ -1,8 +1,10 @@
-"""python -m benchmarks.serving [echo|tcp|affinity|model|cnn|capacity ...] [--repeat 5] [--seconds 4]: the game service beside its peers, in one run.
+"""python -m benchmarks.serving [echo|tcp|affinity|model|cnn|capacity ...] [--repeat 5] [--seconds 4]: the game service
+beside its peers, in one run.
 
-`bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0 (BENCH_CORES) and the load generator (load.cpp,
-compiled with g++ when first needed) on core 1. One JSON line per measurement, one per case with medians and ratios. `cpu_us` is
-CPU time of all the server's processes per request: what counts where the two cores are shared with others.
+`bash benchmarks/serving/install_peers.sh` makes the peers' environment first. Everything of a server runs on core 0
+(BENCH_CORES) and the load generator (load.cpp, compiled with g++ when first needed) on core 1. One JSON line per
+measurement, one per case with medians and ratios. `cpu_us` is CPU time of all the server's processes per request: what
+counts where the two cores are shared with others.
 """
 
 from __future__ import annotations
@@ -256,7 +258,8 @@ backend b
 
 
 def affinity(repeat: int, seconds: float) -> None:
-    """Two workers, 1024 sessions over 64 connections, starts on other connections than ticks; everything of the server on core 0."""
+    """Two workers, 1024 sessions over 64 connections, starts on other connections than ticks; everything of the server
+    on core 0."""
     options = ("--connections", "64", "--sessions", "1024")
 
     def ours() -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""python -m benchmarks.serving capacity [--repeat 3] [--seconds 4]: what one core serves, and what a session takes of memory.
+"""python -m benchmarks.serving capacity [--repeat 3] [--seconds 4]: what one core serves, and what a session takes of
+memory.
 
-`bray serve` with one worker on core 0, games (load.cpp) on core 1, each model in turn: the MLP of `make demo`, PPO with an LSTM, PPO with a Nature CNN
-on pictures of 4x84x84 bytes in base64. Ticks per second of CPU time of the service, which other work on the machine does not change; the latency at 70 % of
-that rate; resident memory of 2,000 sessions that have played a tick. One JSON line per measurement, then the table of docs/operating.md with medians.
+`bray serve` with one worker on core 0, games (load.cpp) on core 1, each model in turn: the MLP of `make demo`, PPO with
+an LSTM, PPO with a Nature CNN on pictures of 4x84x84 bytes in base64. Ticks per second of CPU time of the service,
+which other work on the machine does not change; the latency at 70 % of that rate; resident memory of 2,000 sessions
+that have played a tick. One JSON line per measurement, then the table of docs/operating.md with medians.
 """
 
 from __future__ import annotations
@@ -135,12 +137,13 @@ def capacity(repeat: int, seconds: float) -> None:
 
 def print_table(medians: dict[str, dict[str, float]]) -> None:
     print(
-        "| model | ticks/s per core | sessions per core at 10 ticks/s | at 30 ticks/s | p50 | p99 | a worker | a session |"
+        "| model | ticks/s per core | sessions per core at 10 ticks/s | at 30 ticks/s | p50 | p99 | a worker | a "
+        "session |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for kind, row in medians.items():
         sessions = [int(LOAD * row["ticks_per_core"] / rate) for rate in (10, 30)]
         print(
-            f"| {kind} | {row['ticks_per_core']:,.0f} | {sessions[0]:,} | {sessions[1]:,} | {row['p50_ms']:.1f} ms | {row['p99_ms']:.1f} ms "
-            f"| {row['empty_mb']:.0f} MB | {row['session_kb']:.1f} kB |"
+            f"| {kind} | {row['ticks_per_core']:,.0f} | {sessions[0]:,} | {sessions[1]:,} | {row['p50_ms']:.1f} ms | "
+            f"{row['p99_ms']:.1f} ms | {row['empty_mb']:.0f} MB | {row['session_kb']:.1f} kB |"
         )

@@ -1,8 +1,10 @@
-"""python -m benchmarks.serving.head [--repeat 5] [--seconds 4]: what one entry in front of workers (`use_gateway: head`) costs per request.
+"""python -m benchmarks.serving.head [--repeat 5] [--seconds 4]: what one entry in front of workers
+(`use_gateway: head`) costs per request.
 
-An entry and two workers, joined by unix sockets (one machine) or TCP (several), beside one worker that games reach directly; HTTP and
-framed TCP. `entry_us` is the entry's CPU time per request, `cpu_us` that of all processes of the service. No Ray: the entry and the workers are those
-that Ray would place. Cores and load generator as in `python -m benchmarks.serving`.
+An entry and two workers, joined by unix sockets (one machine) or TCP (several), beside one worker that games reach
+directly; HTTP and framed TCP. `entry_us` is the entry's CPU time per request, `cpu_us` that of all processes of the
+service. No Ray: the entry and the workers are those that Ray would place. Cores and load generator as in
+`python -m benchmarks.serving`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""python -m benchmarks.serving.hostile [quiet|pipeline|bodies|tokens ...] [--seconds 5]: a well-behaved game beside a client that is not.
+"""python -m benchmarks.serving.hostile [quiet|pipeline|bodies|tokens ...] [--seconds 5]: a well-behaved game beside a
+client that is not.
 
-The game ticks 200 times a second on a connection of its own; one JSON line per case with its latency in milliseconds and the service's
-memory before, at most and after. quiet: nobody else. pipeline: another client sends 2 MB of small ticks at a time and reads the replies.
-bodies: 120 connections send 16 MiB bodies but for their last byte, then close, again and again. tokens: the same with a wrong token.
-`reads`: what reading one tick that is accepted holds the loop for, at the limits of its size. What is measured are milliseconds; the
-mechanisms are tested in tests/test_serving_limits.py and tests/test_values.py.
+The game ticks 200 times a second on a connection of its own; one JSON line per case with its latency in milliseconds
+and the service's memory before, at most and after. quiet: nobody else. pipeline: another client sends 2 MB of small
+ticks at a time and reads the replies.
+bodies: 120 connections send 16 MiB bodies but for their last byte, then close, again and again. tokens: the same with a
+wrong token.
+`reads`: what reading one tick that is accepted holds the loop for, at the limits of its size. What is measured are
+milliseconds; the mechanisms are tested in tests/test_serving_limits.py and tests/test_values.py.
 """
 
 from __future__ import annotations
@@ -69,7 +72,7 @@ def service() -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-# --- clients that are no games ----------------------------------------------------------------------------------------------
+# --- clients that are no games ----------------------------------------------------------------------------------------
 
 
 def pipeline(port: int) -> None:
@@ -155,7 +158,7 @@ def case(name: str, seconds: float) -> dict[str, Any]:
         }
 
 
-# --- one tick ---------------------------------------------------------------------------------------------------------------
+# --- one tick ---------------------------------------------------------------------------------------------------------
 
 
 def reads() -> dict[str, Any]:

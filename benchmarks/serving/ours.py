@@ -1,7 +1,7 @@
 """Our side of `python -m benchmarks.serving`: python -m benchmarks.serving.ours WHAT [key=value ...]
 
-WHAT: echo (async Actor), plain (the same without async), mlp, cnn (a model behind the batcher), mlp-none, cnn-none (the same Actors that
-do not ask their model). Sessions, limits, metrics and the watchdog are on, as always.
+WHAT: echo (async Actor), plain (the same without async), mlp, cnn (a model behind the batcher), mlp-none, cnn-none (the
+same Actors that do not ask their model). Sessions, limits, metrics and the watchdog are on, as always.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Plain:
 
 
 class Asks(Echo):
-    """Reads an observation from the body, asks the model, answers with the logits' bytes; without a host it answers zeros."""
+    """Reads an observation from the body, asks the model, answers with the logits' bytes; without a host it answers
+    zeros."""
 
     def __init__(self, host: Any, shape: tuple[int, ...], dtype: str):
         self.host, self.dtype, self.shape = host, dtype, shape
@@ -56,8 +57,8 @@ class Asks(Echo):
 
 
 def model(kind: str) -> tuple[bytes, tuple[int, ...], str]:
-    """An exported Model with fresh weights: a 64x64 MLP of 4 numbers, or a Nature CNN of 4x84x84 bytes. The file is kept in BENCH_MODELS,
-    where that is set: a machine without torch can use it."""
+    """An exported Model with fresh weights: a 64x64 MLP of 4 numbers, or a Nature CNN of 4x84x84 bytes. The file is
+    kept in BENCH_MODELS, where that is set: a machine without torch can use it."""
     shape, dtype = ((4,), "float32") if kind == "mlp" else ((4, 84, 84), "uint8")
     kept = Path(os.environ["BENCH_MODELS"], f"{kind}.onnx") if "BENCH_MODELS" in os.environ else None
     if kept is not None and kept.exists():

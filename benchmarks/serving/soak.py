@@ -1,9 +1,10 @@
-"""python -m benchmarks.serving.soak [idle|http|tcp|workers|churn ...] [--ticks 1000000]: what a game service's memory does in the long run.
+"""python -m benchmarks.serving.soak [idle|http|tcp|workers|churn ...] [--ticks 1000000]: what a game service's memory
+does in the long run.
 
-idle: resident memory of one worker with 10,000 sessions that do nothing, beyond the empty one: over 100 connections of framed TCP, then
-each with an HTTP connection of its own. http, tcp: a sample every 100,000 ticks of
-64 sessions. workers: the same for two workers that pass requests on to each other, their memory added up. churn: the same for sessions
-and connections that come and go. One JSON line per sample.
+idle: resident memory of one worker with 10,000 sessions that do nothing, beyond the empty one: over 100 connections of
+framed TCP, then each with an HTTP connection of its own. http, tcp: a sample every 100,000 ticks of
+64 sessions. workers: the same for two workers that pass requests on to each other, their memory added up. churn: the
+same for sessions and connections that come and go. One JSON line per sample.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""python -m benchmarks.serving.strangers [--messages 1000000 | --minutes 90] [--workers 2] [--disturb] [--seed 0]: strangers at a served policy.
+"""python -m benchmarks.serving.strangers [--messages 1000000 | --minutes 90] [--workers 2] [--disturb] [--seed 0]:
+strangers at a served policy.
 
-A policy with a Dict observation, a mask and two kinds of numbers is served by `bray serve` in processes of its own, over HTTP and framed TCP. Strangers know the
-protocol: each follows a state of its own (which of its sessions run) and says what the reply must be. A third of them are rude: pipelined requests, lengths that
-lie, bytes cut, flipped and doubled. Beside them a few games play properly. What must hold:
+A policy with a Dict observation, a mask and two kinds of numbers is served by `bray serve` in processes of its own,
+over HTTP and framed TCP. Strangers know the protocol: each follows a state of its own (which of its sessions run) and
+says what the reply must be. A third of them are rude: pipelined requests, lengths that lie, bytes cut, flipped and
+doubled. Beside them a few games play properly. What must hold:
 
 - every reply is a documented one, and the expected one where the message leaves no doubt; never 500
-- the games' actions are those of the policy asked alone: nobody gets another session's answer, and nobody else can tick or end their sessions
+- the games' actions are those of the policy asked alone: nobody gets another session's answer, and nobody else can tick
+  or end their sessions
 - the games see no error, and their slowest ticks stay within `--slowest`
 - memory stays within `--memory` MB above the start, and comes back; so do connections, sessions and file descriptors
 
-With --disturb, workers are killed and stopped in turn, and the disk of the recordings is full half of the time; games then start again after 404, 503 and 504.
+With --disturb, workers are killed and stopped in turn, and the disk of the recordings is full half of the time; games
+then start again after 404, 503 and 504.
 One JSON line a minute, one at the end. Exit code 1: something did not hold.
 """
 
@@ -79,7 +83,7 @@ class Rooms(gym.Env):
         return self._obs(), float(action == 0), self.t >= 20, False, {}
 
 
-# --- what is said ---------------------------------------------------------------------------------------------------------
+# --- what is said -----------------------------------------------------------------------------------------------------
 
 
 def observation(rng: random.Random) -> dict[str, Any]:
@@ -202,7 +206,7 @@ async def read_tcp(reader: asyncio.StreamReader) -> Reply:
     return Reply(_STATUS.get(json.loads(body)["error"], 500), body)
 
 
-# --- who says it ----------------------------------------------------------------------------------------------------------
+# --- who says it ------------------------------------------------------------------------------------------------------
 
 
 class Place:
@@ -424,7 +428,7 @@ class Game:
         await self._ask(reader, writer, "end")
 
 
-# --- the service ----------------------------------------------------------------------------------------------------------
+# --- the service ------------------------------------------------------------------------------------------------------
 
 
 def trained(folder: Path) -> Path:

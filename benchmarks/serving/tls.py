@@ -1,7 +1,9 @@
-"""python -m benchmarks.serving.tls [--repeat 3] [--seconds 4]: what TLS costs: CPU time per tick on kept connections, and per new connection.
+"""python -m benchmarks.serving.tls [--repeat 3] [--seconds 4]: what TLS costs: CPU time per tick on kept connections,
+and per new connection.
 
-An echo service beside itself with `tls_cert` and with `session_secrets`, asked by `bray.fake` over 32 connections, then by a client that connects anew for
-each request. `cpu_us` is the service's CPU time per request; the rates are those of one Python client and say little where that one is the limit.
+An echo service beside itself with `tls_cert` and with `session_secrets`, asked by `bray.fake` over 32 connections, then
+by a client that connects anew for each request. `cpu_us` is the service's CPU time per request; the rates are those of
+one Python client and say little where that one is the limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""One way to act, without torch: what a Policy is told (`Tick`, `Clock`, mode), what it decides, and the rules by which it chooses.
+"""One way to act, without torch: what a Policy is told (`Tick`, `Clock`, mode), what it decides, and the rules by which
+it chooses.
 
-A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator, `Policy.decide`.
+A rollout, a live game, `bray eval`, `bray serve`, a deployment and `exp.policy` all drive the same generator,
+`Policy.decide`.
 """
 
 from bray.act.clock import TRAINED, Clock

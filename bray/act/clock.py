@@ -13,8 +13,8 @@ class Clock(NamedTuple):
     version: int = 0
     """Gradient steps of the weights."""
     decisions: int | None = None
-    """About how often the environments that ask have acted, all at once: their own steps by their number. None where nobody counts, as for live games,
-    which come and go. It does not travel."""
+    """About how often the environments that ask have acted, all at once: their own steps by their number. None where
+    nobody counts, as for live games, which come and go. It does not travel."""
 
 
 TRAINED = Clock(sys.maxsize, sys.maxsize)

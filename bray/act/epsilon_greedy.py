@@ -15,8 +15,9 @@ from bray.spec import ActionLayout
 class EpsilonGreedy(Rule):
     """The best of the action values, or with probability epsilon a random legal action.
 
-    With a spread, environment i of N explores with epsilon ** (1 + spread i / (N - 1)) (Horgan et al. 2018): some much, most little. Who has no number among
-    others (a live game, a single environment, a served policy) has the exponent of the middle.
+    With a spread, environment i of N explores with epsilon ** (1 + spread i / (N - 1)) (Horgan et al. 2018): some much,
+    most little. Who has no number among others (a live game, a single environment, a served policy) has the exponent of
+    the middle.
     """
 
     name, reads, stochastic = "q", ("q",), False
@@ -58,7 +59,8 @@ RULES[EpsilonGreedy.name] = EpsilonGreedy
 
 
 def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: Mask = None) -> np.ndarray:
-    """The best action `[B]` by `q [B, N]`, or with probability epsilon (one, or `[B]`; drawn per row) a uniformly random legal one."""
+    """The best action `[B]` by `q [B, N]`, or with probability epsilon (one, or `[B]`; drawn per row) a uniformly
+    random legal one."""
     best = (q if mask is None else np.where(mask, q, -np.inf)).argmax(-1)
     if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
@@ -67,8 +69,8 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
     explore = np.less(drawn, epsilon)
     if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
         return best
-    # `drawn` below epsilon, divided by epsilon, is uniform in 0..1: the same draw also says which action. Workers share one stream of random numbers
-    # (`RowsOfAll`); a second draw by those that explore alone would put them out of step.
+    # `drawn` below epsilon, divided by epsilon, is uniform in 0..1: the same draw also says which action. Workers share
+    # one stream of random numbers (`RowsOfAll`); a second draw by those that explore alone would put them out of step.
     u = np.where(explore, drawn / np.where(explore, epsilon, 1.0), 0.0)
     if mask is None:
         other = np.minimum((u * n).astype(np.int64), n - 1)

@@ -1,8 +1,9 @@
 """Policy: beside the environment, model outputs in, actions out.
 
-`decide` is a generator: it yields the arguments of a forward and is sent the outputs, as often as it likes, and returns a Decision.
-Whoever drives it owns the Model: a rollout calls it in line, a game session awaits a batched or remote forward. A Policy that searches
-yields many times; the default yields once.
+`decide` is a generator: it yields the arguments of a forward and is sent the outputs, as often as it likes, and returns
+a Decision.
+Whoever drives it owns the Model: a rollout calls it in line, a game session awaits a batched or remote forward. A
+Policy that searches yields many times; the default yields once.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Policy:
     """What a service acts by where it does not have this class; None where `act` is a way of its own."""
     _as_chosen = False  # whether the environment takes the numbers that the rule chooses
     draws: Mapping[str, tuple[int, ...]] = {}
-    """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an exported graph."""
+    """Random inputs of the Model (`model.draws`): name -> shape. Greedily it gets none: the mean weights, as in an
+    exported graph."""
 
     def __init__(self, layout: ActionLayout, rule: Rule | None = None):
         self.layout, self.rule = layout, rule
@@ -91,13 +93,14 @@ class Policy:
         return Decision(action, extras, outputs.get("state"), outputs)
 
     def seat(self, first: int, rows: int, total: int) -> None:
-        """Its rows are environments `first`, `first` + 1, ... of `total` that train together, those of all workers: told before they act. Live games,
-        which come and go, and policies whose training is over are never told."""
+        """Its rows are environments `first`, `first` + 1, ... of `total` that train together, those of all workers:
+        told before they act. Live games, which come and go, and policies whose training is over are never told."""
         if self.rule is not None:
             self.rule.seat(first, rows, total)
 
     def label(self, piece: Any) -> Any:
-        """A piece that it played, with columns that are made of several rows, such as priorities; called where it was played. `keeps` is there."""
+        """A piece that it played, with columns that are made of several rows, such as priorities; called where it was
+        played. `keeps` is there."""
         return piece
 
     def numbers(self, clock: Clock) -> dict[str, float]:
@@ -131,12 +134,14 @@ def go_on(deciding: Deciding, outputs: dict[str, Any], forward: Callable[..., di
 
 
 class ActingEngine:
-    """An engine whose outputs are actions: the Policy decides for the whole batch, with as many forwards as it likes."""
+    """An engine whose outputs are actions: the Policy decides for the whole batch, with as many forwards as it
+    likes."""
 
     def __init__(
         self, engine: Any, policy: Policy, mode: str, masked: bool, recurrent: bool, with_outputs: bool = False
     ):
-        """with_outputs: beside actions give what they were chosen by, `outputs` (of the Model) and `extras` (of the Policy)."""
+        """with_outputs: beside actions give what they were chosen by, `outputs` (of the Model) and `extras` (of the
+        Policy)."""
         self.engine, self.policy, self.mode, self.masked, self.recurrent = engine, policy, mode, masked, recurrent
         self.with_outputs = with_outputs
         self.rng = np.random.default_rng()

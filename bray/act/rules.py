@@ -1,6 +1,7 @@
 """Rules: how outputs of a Model become actions, in numpy; masks are applied here.
 
-`rng=None` means the most likely action. A rule is known by its name in a run's `policy.json`, so that a service acts by it without torch.
+`rng=None` means the most likely action. A rule is known by its name in a run's `policy.json`, so that a service acts by
+it without torch.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Distribution(Rule):
 
 
 class Best(Distribution):
-    """The most likely action of the distribution head, always: for policies that explore by other weights, not by draws."""
+    """The most likely action of the distribution head, always: for policies that explore by other weights, not by
+    draws."""
 
     name, stochastic = "best", False
 

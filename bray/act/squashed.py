@@ -15,8 +15,8 @@ from bray.spec import ActionLayout
 
 
 class Continuous(Rule):
-    """Random actions before learning starts, in the second half pink noise up to `random_hold` steps; then `explore`, with noise that is
-    pink up to `noise_hold` steps."""
+    """Random actions before learning starts, in the second half pink noise up to `random_hold` steps; then `explore`,
+    with noise that is pink up to `noise_hold` steps."""
 
     def __init__(self, learning_starts: int = 0, random_hold: int = 1, noise_hold: int = 1):
         self.learning_starts, self.random_hold, self.noise_hold = learning_starts, random_hold, noise_hold
@@ -75,9 +75,11 @@ RULES[Deterministic.name] = Deterministic
 
 
 def normal(rng: np.random.Generator, decisions: int | None, hold: int, rows: int, size: int) -> np.ndarray:
-    """Normal noise `[rows, size]`: white for `hold` 1, new at every step. Else pink (Voss' algorithm: the sum of numbers that change every 1, 2, 4, ..., `hold`
-    steps): in a game with inertia white noise cancels itself out, and a car in a valley never leaves it.
-    The seed of `rng` and the number of decisions decide pink noise, so a resumed run continues it; where nobody counts them noise is white."""
+    """Normal noise `[rows, size]`: white for `hold` 1, new at every step. Else pink (Voss' algorithm: the sum of
+    numbers that change every 1, 2, 4, ..., `hold` steps): in a game with inertia white noise cancels itself out, and a
+    car in a valley never leaves it.
+    The seed of `rng` and the number of decisions decide pink noise, so a resumed run continues it; where nobody counts
+    them noise is white."""
     if hold == 1 or decisions is None:
         return rng.standard_normal((rows, size), np.float32)
     octaves = hold.bit_length()

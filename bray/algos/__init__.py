@@ -1,7 +1,8 @@
 """Algorithms by name. Each is one module with five names: Config, make_model, experience, Policy, Learner.
 
-`register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one without
-touching this package; anything with the attributes will do. `experience` may be left out: see `make_experience`.
+`register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one
+without touching this package; anything with the attributes will do. `experience` may be left out: see
+`make_experience`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ NAMES = ("Config", "make_model", "Policy", "Learner")
 
 
 def register_algo(name: str, algo: Any, replace: bool = False) -> None:
-    """Make `--run NAME` mean this module, class or import path. A name (case does not matter) that means another one already is refused
-    unless `replace`."""
+    """Make `--run NAME` mean this module, class or import path. A name (case does not matter) that means another one
+    already is refused unless `replace`."""
     known = algo_name(name)
     if known in ALGORITHMS and ALGORITHMS[known] != algo and algo_name(algo) != known and not replace:
         raise ConfigError(
@@ -68,10 +69,10 @@ def get_algo(name: Any) -> Any:
 
 
 CONTRACT = """
-    Config                                          a dataclass: @dataclass(frozen=True), a type and a default for each field
+    Config                               a dataclass: @dataclass(frozen=True), a type and a default for each field
     make_model(config, spec, model) -> nn.Module
-    experience(config, spec, model)                 Rollouts or Replay; by the Config's rollout_length or replay_size where it is left out
-    Policy(config, spec)                            a bray.act.Policy
+    experience(config, spec, model)      Rollouts or Replay; left out: by the Config's rollout_length or replay_size
+    Policy(config, spec)                 a bray.act.Policy
     Learner(config, spec, model, model_config, seed=0, record=True)    a bray.algos.base.Learner
     Learner.update(batch, clock) -> bray.algos.base.Update(names, values, priorities=None)
   examples/custom_algorithm.py is one, docs/algorithms.md tells more."""
@@ -107,7 +108,8 @@ def broken(name: str, why: str) -> ConfigError:
 
 
 def refusal(algo: Any, spec: Any) -> str:
-    """Why an algorithm does not take these spaces, in its own words; empty where it does. It is asked for its Policy."""
+    """Why an algorithm does not take these spaces, in its own words; empty where it does. It is asked for its
+    Policy."""
     try:
         algo.Policy(algo.Config(), spec)
     except Exception as e:  # one of the user's own may raise anything
@@ -132,8 +134,8 @@ def make_policy(algo: Any, config: Any, spec: Any) -> Any:
 
 
 def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:
-    """What an algorithm learns from: its own `experience`, else by the fields of its Config: `Rollouts` where it has a `rollout_length`, `Replay`
-    where it has a `replay_size`."""
+    """What an algorithm learns from: its own `experience`, else by the fields of its Config: `Rollouts` where it has a
+    `rollout_length`, `Replay` where it has a `replay_size`."""
     if hasattr(algo, "experience"):
         return algo.experience(config, spec, model)
     from bray.algos.rows import rollouts
@@ -144,8 +146,8 @@ def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:
     if hasattr(config, "replay_size"):
         return Replay.of(config, spec.frame_stack)
     raise ConfigError(
-        f"{algo_name(algo)} does not say what it learns from: give it experience(config, spec, model), or a Config with rollout_length or "
-        "replay_size"
+        f"{algo_name(algo)} does not say what it learns from: give it experience(config, spec, model), or a Config "
+        "with rollout_length or replay_size"
     )
 
 

@@ -1,4 +1,5 @@
-"""A2C: synchronous advantage actor-critic (Mnih et al. 2016), one gradient step per rollout.   T steps, B environments."""
+"""A2C: synchronous advantage actor-critic (Mnih et al. 2016), one gradient step per rollout.   T steps, B
+environments."""
 
 from __future__ import annotations
 

@@ -24,9 +24,11 @@ class Config(dqn.Config):
     prioritized: bool = True
     """Draw samples with probability ~ |TD error|**priority_alpha instead of uniformly."""
     initial_priority: Literal["max", "td_error"] = "td_error"
-    """Priority of a new transition: the largest so far; or its own |TD error|, by the values that it was played with, in pieces of 16 rows."""
+    """Priority of a new transition: the largest so far; or its own |TD error|, by the values that it was played with,
+    in pieces of 16 rows."""
     epsilon: ShareSchedule = 0.4
-    """Probability of a random action in the first environment, which explores most; a number or a schedule over env steps."""
+    """Probability of a random action in the first environment, which explores most; a number or a schedule over env
+    steps."""
     epsilon_spread: Amount = 7.0
-    """Environment i of N, those of all workers, explores with epsilon ** (1 + epsilon_spread * i / (N - 1)). A single one, and live games, which
-    have no number, have the exponent of the middle."""
+    """Environment i of N, those of all workers, explores with epsilon ** (1 + epsilon_spread * i / (N - 1)). A single
+    one, and live games, which have no number, have the exponent of the middle."""

@@ -1,7 +1,8 @@
-"""APPO: PPO on rollouts of older weights (Schulman et al. 2017), with the advantages and value targets of V-trace (Espeholt et al. 2018).
+"""APPO: PPO on rollouts of older weights (Schulman et al. 2017), with the advantages and value targets of V-trace
+(Espeholt et al. 2018).
 
-The clip holds the policy near the newest one, with which the update begins; the ratio of that one to the policy that acted, which may be much older, weighs
-the advantages (the decoupled objective, Hilton et al. 2021). All else is PPO's.
+The clip holds the policy near the newest one, with which the update begins; the ratio of that one to the policy that
+acted, which may be much older, weighs the advantages (the decoupled objective, Hilton et al. 2021). All else is PPO's.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Config(ppo.Config):
     lambda_: Share = 0.95
     """Decay of V-trace's correction beside gamma: 0 trusts the value function, 1 the observed return."""
     rho_clip: Positive = 1.0
-    """The ratio of the newest policy to the one that acted counts up to this in value targets and as the weight of an advantage."""
+    """The ratio of the newest policy to the one that acted counts up to this in value targets and as the weight of an
+    advantage."""
     c_clip: Positive = 1.0
     """The same for what later steps say about earlier ones."""
 

@@ -1,4 +1,5 @@
-"""ARS: augmented random search, V2-t (Mania et al. 2018): ES with a linear policy, plain steps and the best directions alone.   M directions."""
+"""ARS: augmented random search, V2-t (Mania et al. 2018): ES with a linear policy, plain steps and the best directions
+alone.   M directions."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Learner(es.Learner):
         return {"optimizer": self.optimizer}
 
     def weights(self, plus: np.ndarray, minus: np.ndarray) -> np.ndarray:
-        """(r+ - r-) / (b sigma_R) for the b best directions, sigma_R the standard deviation of their 2b returns; 0 for the others. `[M]`"""
+        """(r+ - r-) / (b sigma_R) for the b best directions, sigma_R the standard deviation of their 2b returns; 0 for
+        the others. `[M]`"""
         count = max(1, round(self.config.top * len(plus)))
         best = np.argsort(-np.maximum(plus, minus), kind="stable")[:count]
         scale = count * max(np.concatenate([plus[best], minus[best]]).std(), 1e-8)

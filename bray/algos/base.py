@@ -26,7 +26,8 @@ from bray.target import Target
 class Update:
     """What `Learner.update` returns: numbers for the log, and new priorities for a prioritized replay.
 
-    The numbers stay one tensor until somebody reads `metrics`: an update of a small network is shorter than reading them."""
+    The numbers stay one tensor until somebody reads `metrics`: an update of a small network is shorter than reading
+    them."""
 
     names: tuple[str, ...]
     values: Tensor
@@ -53,7 +54,8 @@ def to_torch(batch: Any, device: torch.device) -> Any:
 
 
 class Learner:
-    """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state, steps, saved state."""
+    """In the trainer: batches in, better weights out. What every Learner has: device, learning rate, random state,
+    steps, saved state."""
 
     def __init__(
         self, config: Any, spec: EnvSpec, model: nn.Module, model_config: Any, seed: int = 0, record: Record = True
@@ -83,11 +85,13 @@ class Learner:
                     step.fn = partial(self._with_terms, step.fn)
 
     def build(self) -> dict[str, Any]:
-        """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`, and parameters."""
+        """Make optimizers, targets, critics; returns those that checkpoints hold, by name: whatever has a `state_dict`,
+        and parameters."""
         raise NotImplementedError
 
     def prepare(self, data: Any) -> Any:
-        """What a batch goes through before `update`, maybe in another thread: advantages and the like. It reads no weights."""
+        """What a batch goes through before `update`, maybe in another thread: advantages and the like. It reads no
+        weights."""
         return data
 
     def update(self, batch: Any, clock: Clock) -> Update:
@@ -113,7 +117,8 @@ class Learner:
         return self._step.recordings > 0
 
     def scheduled(self, name: str, default: float = 0.0) -> Tensor:
-        """A number of the config that may be a schedule (null: `default`), as a tensor: recorded steps read what `follow_schedules` writes there."""
+        """A number of the config that may be a schedule (null: `default`), as a tensor: recorded steps read what
+        `follow_schedules` writes there."""
         said = getattr(self.config, name)
         schedule = make_schedule(default if said is None else said)
         number = torch.tensor(schedule(0), dtype=torch.float32, device=self.device)
@@ -182,6 +187,7 @@ def check_bounded(spec: EnvSpec) -> None:
     low, high = spec.layout.bounds()
     if not np.isfinite([low, high]).all():
         raise ConfigError(
-            f"this algorithm scales its actions to the bounds of the action space, and {spec.id} has low {low.tolist()} and high {high.tolist()}: "
-            "give them with env.action_bounds=[low, high], or use PPO or A2C, which need none"
+            f"this algorithm scales its actions to the bounds of the action space, and {spec.id} has low "
+            f"{low.tolist()} and high {high.tolist()}: give them with env.action_bounds=[low, high], or use PPO or "
+            "A2C, which need none"
         )

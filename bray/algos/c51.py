@@ -1,4 +1,5 @@
-"""C51: DQN that learns the distribution of returns on fixed atoms (Bellemare et al. 2017).   B batch, N actions, K atoms."""
+"""C51: DQN that learns the distribution of returns on fixed atoms (Bellemare et al. 2017).   B batch, N actions, K
+atoms."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Config(dqn.Config):
     v_min: float = -10.0
     """Return at the first atom; smaller ones count as this. Choose it below every discounted return."""
     v_max: float = 10.0
-    """Return at the last atom; larger ones count as this. Choose it above every discounted return: 100 for reward 1 a step at gamma 0.99."""
+    """Return at the last atom; larger ones count as this. Choose it above every discounted return: 100 for reward 1 a
+    step at gamma 0.99."""
 
     priorities_are_td_errors = False
 

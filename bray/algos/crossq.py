@@ -1,4 +1,5 @@
-"""CrossQ: SAC without target networks; batch norm in the critics takes their place (Bhatt et al. 2024).   B batch, D action dimensions."""
+"""CrossQ: SAC without target networks; batch norm in the critics takes their place (Bhatt et al. 2024).   B batch, D
+action dimensions."""
 
 from __future__ import annotations
 

@@ -68,10 +68,11 @@ class Noise:
     """How those with continuous actions explore."""
 
     random_hold: Count = 32
-    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in the second: sums of numbers that change
-    every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
+    """Random actions before `learning_starts` are white noise in the first half, a new one at every step, and pink in
+    the second: sums of numbers that change every 1, 2, 4, ... steps, up to this many; 1 = white all the time."""
     noise_hold: Count = 1
-    """The noise of actions afterwards is pink up to this many steps (Eberhard et al. 2023); 1 = white. Live games have white noise."""
+    """The noise of actions afterwards is pink up to this many steps (Eberhard et al. 2023); 1 = white. Live games have
+    white noise."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Config(Noise, OffPolicy):
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """The targets of actor and critics move this fraction of the way after every step of the actor."""
     noise: ShareSchedule = 0.1
-    """Standard deviation of the Gaussian noise on actions, in units of [-1, 1]; a number or a schedule over env steps."""
+    """Standard deviation of the Gaussian noise on actions, in units of [-1, 1]; a number or a schedule over env
+    steps."""
 
 
 METRICS = ("critic_loss", "actor_loss", "q", "grad_norm")
@@ -105,7 +107,8 @@ class Policy(act.Policy):
 class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights out. Critics and targets never leave it.
 
-    A step of the critics, and after every `policy_delay` of them one of the actor: two recordings. TD3 and SAC are this with other hooks:
+    A step of the critics, and after every `policy_delay` of them one of the actor: two recordings. TD3 and SAC are this
+    with other hooks:
     `values`, `actor_loss`."""
 
     config: Config

@@ -1,4 +1,5 @@
-"""DQN: double Q-learning on n-step returns (Mnih 2015; van Hasselt 2016; Wang 2016; Schaul 2016).   B batch, N actions."""
+"""DQN: double Q-learning on n-step returns (Mnih 2015; van Hasselt 2016; Wang 2016; Schaul 2016).   B batch, N
+actions."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ class Config:
     priority_beta: ShareSchedule = 0.4
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""
     initial_priority: Literal["max", "td_error"] = "max"
-    """Priority of a new transition: the largest so far, so that each is soon learnt from; or its own |TD error|, by the values that it was
-    played with, in pieces of 16 rows (Horgan et al. 2018)."""
+    """Priority of a new transition: the largest so far, so that each is soon learnt from; or its own |TD error|, by the
+    values that it was played with, in pieces of 16 rows (Horgan et al. 2018)."""
     replay_size: Count = 100_000
     """Transitions kept."""
     max_use: Count | None = None
@@ -79,22 +80,24 @@ class Config:
     epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
     epsilon_spread: Amount = 0.0
-    """Environment i of N, those of all workers, explores with epsilon ** (1 + epsilon_spread * i / (N - 1)); 0 = all alike. A single one, and live games,
-    which have no number, have the exponent of the middle."""
+    """Environment i of N, those of all workers, explores with epsilon ** (1 + epsilon_spread * i / (N - 1)); 0 = all
+    alike. A single one, and live games, which have no number, have the exponent of the middle."""
     huber: Positive | None = None
-    """TD errors beyond this count linearly (1 is usual for Atari's clipped rewards); null = squared errors. With large returns a small
-    value learns the median instead of the mean and overestimates states from which few transitions end the episode."""
+    """TD errors beyond this count linearly (1 is usual for Atari's clipped rewards); null = squared errors. With large
+    returns a small value learns the median instead of the mean and overestimates states from which few transitions end
+    the episode."""
     max_grad_norm: Positive | None = 10.0
     """Gradients are scaled down to this norm; null = off."""
     max_grad_value: Positive | None = None
-    """Each entry of a gradient is clamped to this value, up and down (1 in many tutorials, with `max_grad_norm: null`); null = off."""
+    """Each entry of a gradient is clamped to this value, up and down (1 in many tutorials, with `max_grad_norm: null`);
+    null = off."""
     priorities_are_td_errors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.initial_priority == "td_error" and not self.priorities_are_td_errors:
             raise ConfigError(
-                "initial_priority=td_error is for priorities that are TD errors of single transitions (DQN, Ape-X); this algorithm's are of another kind: "
-                "leave it at max"
+                "initial_priority=td_error is for priorities that are TD errors of single transitions (DQN, Ape-X); "
+                "this algorithm's are of another kind: leave it at max"
             )
 
 
@@ -124,7 +127,8 @@ class Policy(act.Policy):
             self.keeps = ("q",)
 
     def label(self, piece: Piece) -> Piece:
-        """With the TD error of each row by the values that acted, where priorities begin with it; the values themselves are not sent on."""
+        """With the TD error of each row by the values that acted, where priorities begin with it; the values themselves
+        are not sent on."""
         if not self.labels:
             return piece
         q, mask = piece.outputs["q"], self.layout.legal(tree.map(lambda x: x.reshape(-1, *x.shape[2:]), piece.obs))
@@ -188,8 +192,8 @@ class Learner(rnd.Learner):
         return torch.stack([loss.detach(), q.detach().mean(), error.mean(), grad_norm]), error
 
     def errors(self, batch: dict[str, Any], online: Any, target: Any, choose: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Per transition: its loss, the error that its priority comes from, and Q of the action taken. The last three are the draws of
-        noise for the three forwards."""
+        """Per transition: its loss, the error that its priority comes from, and Q of the action taken. The last three
+        are the draws of noise for the three forwards."""
         q = losses.select(self.model(batch["obs"], *online)["q"], batch["action"])
         with torch.no_grad():
             q_target = self.target(batch["next_obs"], *target)["q"]
@@ -198,7 +202,8 @@ class Learner(rnd.Learner):
         return losses.huber(td_error, self.config.huber), td_error, q
 
     def best_next(self, batch: dict[str, Any], q_target: Tensor, choose: Any) -> Tensor:
-        """The legal action of the next observation that is best by the online network, or by the target if not `double`."""
+        """The legal action of the next observation that is best by the online network, or by the target if not
+        `double`."""
         return self.best(batch, self.model(batch["next_obs"], *choose)["q"] if self.config.double else q_target)
 
     def best(self, batch: dict[str, Any], q: Tensor) -> Tensor:

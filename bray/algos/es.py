@@ -1,6 +1,8 @@
-"""ES: evolution strategies with antithetic noise and ranked returns (Salimans et al. 2017). No gradients: whole episodes of perturbed weights.
+"""ES: evolution strategies with antithetic noise and ranked returns (Salimans et al. 2017). No gradients: whole
+episodes of perturbed weights.
 
-B environments play B members of a generation, 2i and 2i + 1 with the weights moved by + and - sigma noise_i.   P weights, M = B / 2 directions.
+B environments play B members of a generation, 2i and 2i + 1 with the weights moved by + and - sigma noise_i.   P
+weights, M = B / 2 directions.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ class Learner(base.Learner):
         return Update((*METRICS, "return_mean", "return_max", "return_std"), torch.cat([values, fitness]))
 
     def weights(self, plus: np.ndarray, minus: np.ndarray) -> np.ndarray:
-        """How far each direction counts `[M]`: 1 / (B sigma) of the difference of the centred ranks of its two returns."""
+        """How far each direction counts `[M]`: 1 / (B sigma) of the difference of the centred ranks of its two
+        returns."""
         ranks = centred_ranks(np.concatenate([plus, minus]))
         return (ranks[: len(plus)] - ranks[len(plus) :]) / (2 * len(plus) * self.config.sigma)
 

@@ -1,4 +1,5 @@
-"""IMPALA: actor-critic from rollouts of older weights, corrected by V-trace (Espeholt et al. 2018). One gradient step per batch.
+"""IMPALA: actor-critic from rollouts of older weights, corrected by V-trace (Espeholt et al. 2018). One gradient step
+per batch.
 
 T steps per rollout, B environments. Workers play on while the learner learns (`num_workers`).
 """
@@ -46,7 +47,8 @@ class Config:
     lambda_: Share = 1.0
     """Decay of V-trace's correction beside gamma; 1 is the paper's."""
     rho_clip: Positive = 1.0
-    """The ratio of the newest policy to the one that acted counts up to this in value targets and in the policy's gradient."""
+    """The ratio of the newest policy to the one that acted counts up to this in value targets and in the policy's
+    gradient."""
     c_clip: Positive = 1.0
     """The same for what later steps say about earlier ones."""
     entropy_coef: AmountSchedule = 0.01
@@ -70,7 +72,8 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
 
 
 class Policy(act.Policy):
-    """Beside the environment: actions drawn from the distribution head. Values are the Learner's affair: those of its newest weights count."""
+    """Beside the environment: actions drawn from the distribution head. Values are the Learner's affair: those of its
+    newest weights count."""
 
     def __init__(self, config: Any, spec: EnvSpec):
         super().__init__(spec.layout, act.make_rule("dist"))

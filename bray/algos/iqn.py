@@ -35,7 +35,8 @@ class Config(dqn.Config):
     risk: Literal["neutral", "cpw", "cvar", "pow", "wang"] = "neutral"
     """Which outcomes count when it acts: all alike, or as `bray.rl.transforms.distort` says."""
     eta: float = 0.71
-    """How strongly: above 0 for cpw; for cvar the part of the outcomes, the worst ones, that counts (above 0, at most 1)."""
+    """How strongly: above 0 for cpw; for cvar the part of the outcomes, the worst ones, that counts (above 0, at most
+    1)."""
 
     priorities_are_td_errors = False
 

@@ -1,4 +1,5 @@
-"""Rollouts packed for the hot path: a minibatch takes all columns of single floats in one operation. It changes no numbers."""
+"""Rollouts packed for the hot path: a minibatch takes all columns of single floats in one operation. It changes no
+numbers."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ FLOATS = ("logp", "value", "advantage", "target", "weight")
 
 
 def piece_size(rows: int, pieces: int) -> int:
-    """Rows of each minibatch, where one pass is cut into `pieces`; some have one more where these do not divide the rows."""
+    """Rows of each minibatch, where one pass is cut into `pieces`; some have one more where these do not divide the
+    rows."""
     return max(1, rows // pieces)
 
 
 def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
-    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` of `piece_size` sum to one: a weighted mean is then a dot product."""
+    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` of `piece_size` sum to
+    one: a weighted mean is then a dot product."""
     rows = batch["weight"].shape[-1]
     scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
     floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
@@ -33,8 +36,8 @@ def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
 
 
 def unpack(batch: dict[str, Any], size: int | None = None) -> dict[str, Tensor]:
-    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one. `size`: the `piece_size` for which the weights
-    were scaled; those of a minibatch with one more sum to one as well."""
+    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one. `size`: the
+    `piece_size` for which the weights were scaled; those of a minibatch with one more sum to one as well."""
     columns: dict[str, Tensor] = {k: batch[k] for k in ("action", "mask") if k in batch}
     floats = batch["floats"]
     if "first" in batch:

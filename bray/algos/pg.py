@@ -1,4 +1,5 @@
-"""PG: REINFORCE on whole episodes with the reward to come (Williams 1992), one gradient step per batch of episodes.   N rows."""
+"""PG: REINFORCE on whole episodes with the reward to come (Williams 1992), one gradient step per batch of episodes.   N
+rows."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class Config:
     gamma: Share = 0.99
     """Discount per step."""
     baseline: bool = True
-    """Take a learned value off the returns; where an episode is truncated, the value of its last observation counts as its future. false = plain
-    REINFORCE: the rewards that came, and no more."""
+    """Take a learned value off the returns; where an episode is truncated, the value of its last observation counts as
+    its future. false = plain REINFORCE: the rewards that came, and no more."""
     normalize_advantage: bool = True
     """Standardise the returns of each batch (without a baseline their mean is one)."""
     entropy_coef: AmountSchedule = 0.0
@@ -63,7 +64,8 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Episodes:
 
 
 class Learner(a2c.Learner):
-    """In the trainer: episodes in, better weights out. With lambda 1 GAE's advantage is the discounted reward to come less the value."""
+    """In the trainer: episodes in, better weights out. With lambda 1 GAE's advantage is the discounted reward to come
+    less the value."""
 
     config: Config  # type: ignore[assignment]
 

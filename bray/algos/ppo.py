@@ -55,8 +55,8 @@ class Config:
     clip_value: Positive | None = None
     """Bound of the value function's change per update; null = off."""
     entropy_coef: AmountSchedule | None = None
-    """Weight of the entropy bonus; a number or a schedule over env steps. null = 0.01, or 0 where all actions are continuous: it would keep their
-    noise large."""
+    """Weight of the entropy bonus; a number or a schedule over env steps. null = 0.01, or 0 where all actions are
+    continuous: it would keep their noise large."""
     value_coef: Amount = 0.5
     """Weight of the value loss."""
     max_grad_norm: Positive | None = 0.5
@@ -70,12 +70,13 @@ class Config:
     target_kl: Positive | None = None
     """Stop the epochs of an update once the policy has moved this far; null = never."""
     kl_coef: Amount = 0.0
-    """First weight of a penalty on KL(old, new), beside the clip; it is doubled or halved after an update that ends beyond 1.5 times or below
-    2/3 of `kl_aim`. 0 = no penalty."""
+    """First weight of a penalty on KL(old, new), beside the clip; it is doubled or halved after an update that ends
+    beyond 1.5 times or below 2/3 of `kl_aim`. 0 = no penalty."""
     kl_aim: Positive = 0.01
     """Where that penalty holds the KL of an update."""
     normalize_value: bool = False
-    """The value network learns returns less their running mean, by their running standard deviation (MAPPO, Yu et al. 2022)."""
+    """The value network learns returns less their running mean, by their running standard deviation (MAPPO, Yu et al.
+    2022)."""
     recompute_advantages: bool = False
     """Compute values and advantages anew before every epoch after the first."""
     adam_eps: Positive = 1e-5
@@ -113,7 +114,8 @@ class Learner(rnd.Learner):
         c = self.config
         if c.recompute_advantages and is_recurrent(self.model):
             raise ConfigError(
-                "recompute_advantages=true does not go with a memory (use_lstm=true, or a custom_model that returns a state): leave one of them out"
+                "recompute_advantages=true does not go with a memory (use_lstm=true, or a custom_model that returns a "
+                "state): leave one of them out"
             )
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
         self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
@@ -149,7 +151,8 @@ class Learner(rnd.Learner):
         self.follow_schedules(clock)
         extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
         if c.normalize_value:
-            # the old values move with the statistics, as the network's own do: `clip_value` bounds what learning changes
+            # the old values move with the statistics, as the network's own do: `clip_value` bounds what learning
+            # changes
             said = self.returns.standardize(batch["value"])
             self.returns.update(batch["target"], batch["weight"])
             batch = batch | {"value": self.returns.restore(said)}
@@ -202,7 +205,7 @@ class Learner(rnd.Learner):
             means = torch.mv(torch.stack([policy_loss, value_loss, entropy, kl, clipped]), old["weight"])
         return torch.cat([means, grad_norm.unsqueeze(0)])
 
-    # --- options --------------------------------------------------------------------------------------------------------------
+    # --- options ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def with_new_values(self, piece: Piece) -> Piece:

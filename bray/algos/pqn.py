@@ -1,4 +1,5 @@
-"""PQN: Q(lambda) on many environments, without replay and without a target network (Gallici et al. 2024).   T steps, B environments, N = T * B rows."""
+"""PQN: Q(lambda) on many environments, without replay and without a target network (Gallici et al. 2024).   T steps, B
+environments, N = T * B rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""R2D2: DQN with a memory, on replayed sequences (Kapturowski et al. 2019).   L rows that are learnt, B sequences, N actions.
+"""R2D2: DQN with a memory, on replayed sequences (Kapturowski et al. 2019).   L rows that are learnt, B sequences, N
+actions.
 
-A sequence is `burn_in` rows that only bring the memory up to date, from the state stored when it was played, then L rows that are learnt.
+A sequence is `burn_in` rows that only bring the memory up to date, from the state stored when it was played, then L
+rows that are learnt.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Config(dqn.Config):
     burn_in: Whole = 8
     """Rows before them that bring the stored memory up to date. (The paper: 40.)"""
     rescale: bool = True
-    """Learn h(Q) = sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000 in place of Q, so that large returns need no clipped rewards."""
+    """Learn h(Q) = sign(Q) (sqrt(|Q| + 1) - 1) + Q / 1000 in place of Q, so that large returns need no clipped
+    rewards."""
     eta: Share = 0.9
     """Priority of a sequence: eta times its largest |TD error| + (1 - eta) times the mean."""
     n_step: Count = 5
@@ -85,7 +88,8 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Sequences:
 
 
 class Learner(dqn.Learner):
-    """DQN's, with sequences in place of transitions: `[T, B]` columns, and one loss, weight and priority for each of B."""
+    """DQN's, with sequences in place of transitions: `[T, B]` columns, and one loss, weight and priority for each of
+    B."""
 
     config: Config
 
@@ -93,7 +97,8 @@ class Learner(dqn.Learner):
         return data if self.novelty else self.windows(data)
 
     def windows(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The rows that are learnt, with sums of up to n rewards and the row to bootstrap from; windows end with the episode or the sequence."""
+        """The rows that are learnt, with sums of up to n rewards and the row to bootstrap from; windows end with the
+        episode or the sequence."""
         c = self.config
         names = ("action", "reward", "terminated", "truncated", "valid")
         action, reward, terminated, truncated, valid = (tree.index(data[k], slice(c.burn_in, None)) for k in names)

@@ -1,4 +1,5 @@
-"""Rainbow: C51 with six improvements of DQN at once (Hessel et al. 2018): double, prioritized, dueling, n-step, distributional, noisy."""
+"""Rainbow: C51 with six improvements of DQN at once (Hessel et al. 2018): double, prioritized, dueling, n-step,
+distributional, noisy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Random network distillation: a reward for what is new (Burda et al. 2018). An option of algorithms, no algorithm itself.
+"""Random network distillation: a reward for what is new (Burda et al. 2018). An option of algorithms, no algorithm
+itself.
 
-A predictor learns what a fixed random network makes of observations. Where few like it were seen, its error is large; that error, divided
-by its running root mean square and times `rnd`, is added to the reward of the step that led there.
+A predictor learns what a fixed random network makes of observations. Where few like it were seen, its error is large;
+that error, divided by its running root mean square and times `rnd`, is added to the reward of the step that led there.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Novelty(nn.Module):
         return (self.predictor(obs) - self.target(obs)).square().mean(1)
 
     def reward(self, obs: Any, weight: np.ndarray) -> np.ndarray:
-        """The reward for arriving at each of the observations `[N, ...]`; then they are learnt. Rows of weight 0 get and count nothing."""
+        """The reward for arriving at each of the observations `[N, ...]`; then they are learnt. Rows of weight 0 get
+        and count nothing."""
         for module in (self.target, self.predictor):
             update_normalizers(module, obs, weight)
         columns = to_torch({"obs": obs, "weight": weight.astype(np.float32)}, self.errors.mean.device)

@@ -1,4 +1,5 @@
-"""Rollouts as rows: advantages, minibatches, and one forward over rows or sequences. For algorithms that learn from `Rollouts`.
+"""Rollouts as rows: advantages, minibatches, and one forward over rows or sequences. For algorithms that learn from
+`Rollouts`.
 
 T steps, B games, N = T * B rows; L rows per sequence and S sequences where the Model has a memory.
 """
@@ -26,13 +27,15 @@ logger = logging.getLogger("bray")
 
 
 def rollouts(config: Any, model: Any, **more: Any) -> Rollouts:
-    """`rollout_length` rows of each game, cut into sequences where the Model has a memory. `more` arguments of `Rollouts`."""
+    """`rollout_length` rows of each game, cut into sequences where the Model has a memory. `more` arguments of
+    `Rollouts`."""
     steps, most = config.rollout_length, getattr(model, "max_seq_len", None)
     length = sequence_length(steps, most)
     memory = getattr(model, "use_lstm", False) or getattr(model, "custom_model", None) is not None
     if memory and most is not None and length < min(most, steps):
         logger.warning(
-            "max_seq_len=%d does not divide rollout_length=%d: a network with memory is trained on sequences of %d steps",
+            "max_seq_len=%d does not divide rollout_length=%d: a network with memory is trained on sequences of %d "
+            "steps",
             most,
             steps,
             length,
@@ -48,7 +51,8 @@ def sequence_length(steps: int, max_seq_len: int | None) -> int:
 def advantage_rows(
     piece: Piece, layout: ActionLayout, gamma: float, lambda_: float, standardize: bool
 ) -> dict[str, Any]:
-    """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where the Model has a memory."""
+    """Rows `[N, ...]` with GAE's advantage and its value target; sequences `[L, S, ...]` with their first state where
+    the Model has a memory."""
     value = piece.outputs["value"]
     advantage = advantages(piece, gamma, lambda_)
     target = advantage + value[:-1]
@@ -93,7 +97,8 @@ def masks(piece: Piece, layout: ActionLayout) -> dict[str, np.ndarray]:
 
 
 def memory(piece: Piece) -> dict[str, Any]:
-    """What a Model with memory needs to go through a whole piece: `first [T + 1, B]` and the `state` that it begins with; empty without one."""
+    """What a Model with memory needs to go through a whole piece: `first [T + 1, B]` and the `state` that it begins
+    with; empty without one."""
     return {} if piece.state is None else {"first": piece.first, "state": tree.map(lambda x: x[0], piece.state)}
 
 
@@ -139,7 +144,8 @@ def actor_critic(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, .
 
 
 def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor]:
-    """`dist [T + 1, B, P]` and `value [T + 1, B]` for all observations `[T + 1, B, ...]` of rollouts, the last ones too."""
+    """`dist [T + 1, B, P]` and `value [T + 1, B]` for all observations `[T + 1, B, ...]` of rollouts, the last ones
+    too."""
     shape = tree.leaves(batch["obs"])[0].shape[:2]
     if "first" not in batch:
         batch = {"obs": tree.map(lambda x: x.flatten(0, 1), batch["obs"])}
@@ -148,7 +154,8 @@ def evaluate(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] 
 
 
 def evaluate_sequences(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """As `evaluate`, for a Model with memory whose sequences each begin with the state that was kept for them, as in `learning_rows`: `state [T / L, B, ...]`."""
+    """As `evaluate`, for a Model with memory whose sequences each begin with the state that was kept for them, as in
+    `learning_rows`: `state [T / L, B, ...]`."""
     (steps, games), count = batch["first"].shape, len(tree.leaves(batch["state"])[0])
     length = (steps - 1) // count
 
@@ -166,14 +173,15 @@ def evaluate_sequences(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor,
 
 
 def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np.ndarray]:
-    """A random order of the rows, cut into pieces of which some have one more than the others: two shapes at most, so at most two recordings."""
+    """A random order of the rows, cut into pieces of which some have one more than the others: two shapes at most, so
+    at most two recordings."""
     yield from np.array_split(rng.permutation(rows), min(pieces, rows))
 
 
 @contextmanager
 def statistics_of_what_acted(model: nn.Module, obs: Any, weight: np.ndarray, first: bool) -> Iterator[None]:
-    """Learn inside it: the statistics of observations move afterwards, so that ratios and gradients are those of what acted. At the first update of
-    all they move before: what acted knew none."""
+    """Learn inside it: the statistics of observations move afterwards, so that ratios and gradients are those of what
+    acted. At the first update of all they move before: what acted knew none."""
     if first:
         update_normalizers(model, obs, weight)
     yield

@@ -119,8 +119,9 @@ class Learner(ddpg.Learner):
 def squashed_sample(dist: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """A sample of tanh(N(mean, std)) and its log probability, differentiable (SAC).
 
-    `dist [..., 2D]`: mean, then log_std; `noise [..., D]`: standard normal. Returns the action in [-1, 1] `[..., D]` and its
-    log density `[...]`. log(1 - tanh(u)^2) is taken as 2 (log 2 - u - softplus(-2u)), which is exact for large u as well.
+    `dist [..., 2D]`: mean, then log_std; `noise [..., D]`: standard normal. Returns the action in [-1, 1] `[..., D]`
+    and its log density `[...]`. log(1 - tanh(u)^2) is taken as 2 (log 2 - u - softplus(-2u)), which is exact for large
+    u as well.
     """
     mean, log_std = dist.chunk(2, -1)
     u = torch.addcmul(mean, log_std.exp(), noise)

@@ -1,4 +1,5 @@
-"""SAC for discrete actions: expectations over all actions in place of samples (Christodoulou 2019).   B batch, N actions."""
+"""SAC for discrete actions: expectations over all actions in place of samples (Christodoulou 2019).   B batch, N
+actions."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ class Learner(sac.Learner):
 
 
 def policy(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Probabilities and their logarithms `[B, N]`; an illegal action has probability 0 and log 0, so that it drops out of sums."""
+    """Probabilities and their logarithms `[B, N]`; an illegal action has probability 0 and log 0, so that it drops out
+    of sums."""
     if mask is None:
         logp = logits.log_softmax(-1)
         return logp.exp(), logp

@@ -1,4 +1,5 @@
-"""TD3: DDPG with two critics, smoothed targets and an actor that learns less often (Fujimoto et al. 2018).   B batch, D action dimensions."""
+"""TD3: DDPG with two critics, smoothed targets and an actor that learns less often (Fujimoto et al. 2018).   B batch, D
+action dimensions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Terms of a user's own in the loss of the Model (`model.loss_terms`), for every algorithm: none of them knows of it.
 
-The optimizer of the Model's weights adds them to whatever loss it is given, from a forward of their own over the rows of the gradient step.
+The optimizer of the Model's weights adds them to whatever loss it is given, from a forward of their own over the rows
+of the gradient step.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ class Terms:
         )
         if not isinstance(value, Tensor) or value.numel() != 1 or wrong:
             raise ConfigError(
-                f"loss_terms: {name} should return a tensor of one number, or of one per row {list(weight.shape)}, and may return a dict of "
-                f"tensors of one number beside it; got {_show(made)}"
+                f"loss_terms: {name} should return a tensor of one number, or of one per row {list(weight.shape)}, "
+                f"and may return a dict of tensors of one number beside it; got {_show(made)}"
             )
         return value.reshape(()), more
 
@@ -92,7 +93,8 @@ class Terms:
         """A number of a row is of one term."""
         if (other := self._reported_by.setdefault(number, name)) != name:
             raise ConfigError(
-                f"loss_terms: {other} and {name} both report loss/{number}: give one of them another name, or another name to its number"
+                f"loss_terms: {other} and {name} both report loss/{number}: give one of them another name, or another "
+                "name to its number"
             )
 
     def require_free(self, names: Collection[str]) -> None:
@@ -100,7 +102,8 @@ class Terms:
         for number, name in self._reported_by.items():
             if number in names:
                 raise ConfigError(
-                    f"loss_terms: {name} reports loss/{number}, which the algorithm reports too: give the term, or its number, another name"
+                    f"loss_terms: {name} reports loss/{number}, which the algorithm reports too: give the term, or "
+                    "its number, another name"
                 )
 
     def _note(self, numbers: dict[str, Tensor]) -> None:

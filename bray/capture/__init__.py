@@ -1,24 +1,26 @@
 """Record a tensor function once, replay it without Python.
 
-Small networks spend most of an update in Python and in autograd's bookkeeping, not in arithmetic. `capture(fn)` runs `fn` once and
-notes every tensor operation below autograd, *through* `torch.autograd.grad` and in-place updates. That flat list is replayed by
-TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the overhead. The forward of a small network, asked with
-numpy arrays, is played on those (`arrays.py`).
+Small networks spend most of an update in Python and in autograd's bookkeeping, not in arithmetic. `capture(fn)` runs
+`fn` once and notes every tensor operation below autograd, *through* `torch.autograd.grad` and in-place updates. That
+flat list is replayed by TorchScript's interpreter (CPU) or as a CUDA graph (GPU): the same kernels without the
+overhead. The forward of a small network, asked with numpy arrays, is played on those (`arrays.py`).
 
     step = capture(self._step)      # forward, loss, gradients, clipping, optimizer: one function of tensors
     metrics = step(batch)           # a tree of tensors in, a tree of tensors out
 
-Rules for `fn`: a function of a tree of tensors that returns a tree of tensors; tensors it closes over (parameters, optimizer moments,
-buffers) are read and may be changed in place; shapes are fixed (one recording per shape of the inputs); nothing in Python may depend on
-a tensor's value, and no Python state may change from call to call (a set-up at the first call may). A function that breaks the last two
-rules runs eagerly, and the log says so once.
+Rules for `fn`: a function of a tree of tensors that returns a tree of tensors; tensors it closes over (parameters,
+optimizer moments, buffers) are read and may be changed in place; shapes are fixed (one recording per shape of the
+inputs); nothing in Python may depend on a tensor's value, and no Python state may change from call to call (a set-up at
+the first call may). A function that breaks the last two rules runs eagerly, and the log says so once.
 
-A recording is tried before it is used: on inputs other than those it was made from, twice in a row, results and side effects. An input
-for which no other value can be made up (an index may be used to look something up) is tried at the first call that brings one. All of
-that leaves tensors, Python state and random generators as one call of the function does.
+A recording is tried before it is used: on inputs other than those it was made from, twice in a row, results and side
+effects. An input for which no other value can be made up (an index may be used to look something up) is tried at the
+first call that brings one. All of that leaves tensors, Python state and random generators as one call of the function
+does.
 
-A recording takes 0.1 s. `enabled="compiled"` gives the flat list to `torch.compile`, which fuses operations: 10-60 s before the first call, and a C++
-compiler on the machine. It is tried like any recording, and where it cannot be made the list is replayed as it is.
+A recording takes 0.1 s. `enabled="compiled"` gives the flat list to `torch.compile`, which fuses operations: 10-60 s
+before the first call, and a C++ compiler on the machine. It is tried like any recording, and where it cannot be made
+the list is replayed as it is.
 """
 
 from __future__ import annotations
@@ -48,12 +50,14 @@ MAX_PROGRAMS = 8
 
 
 class capture:
-    """A callable that records `fn` at its first call for each shape of the inputs and replays the recording from then on."""
+    """A callable that records `fn` at its first call for each shape of the inputs and replays the recording from then
+    on."""
 
     holds_recordings = True  # so that the search for the Python state of a function does not go through recordings
 
     def __init__(self, fn: Callable[..., Any], enabled: Record = True, name: str | None = None, arrays: bool = False):
-        """arrays: whether callers have numpy arrays and ask `Program.on_arrays`: small functions then need no tensors."""
+        """arrays: whether callers have numpy arrays and ask `Program.on_arrays`: small functions then need no
+        tensors."""
         self.fn, self._arrays = fn, arrays
         self.enabled = enabled
         self.name = name or getattr(fn, "__qualname__", type(fn).__name__)
@@ -77,7 +81,8 @@ class capture:
         return pytree.tree_unflatten(program.run(flat), program.out_structure)
 
     def bind(self, *fixed: Any) -> Callable[..., Any]:
-        """A callable of the remaining arguments (tensors), for calling many times with the same first ones: those are flattened once."""
+        """A callable of the remaining arguments (tensors), for calling many times with the same first ones: those are
+        flattened once."""
         first, _ = pytree.tree_flatten(fixed)
         programs: dict[Any, Program | None] = {}
 
@@ -132,7 +137,8 @@ class capture:
 
 
 def _names(x: Any, leaves: list[Tensor]) -> Any:
-    """The structure of nested dicts, lists and tuples as something to look up by; the tensors in them are added to `leaves`."""
+    """The structure of nested dicts, lists and tuples as something to look up by; the tensors in them are added to
+    `leaves`."""
     if isinstance(x, Tensor):
         leaves.append(x)
         return None
@@ -146,7 +152,8 @@ def _first_line(e: BaseException) -> str:
 
 
 class Program:
-    """A recording: `run(flat inputs) -> flat outputs`. If a later call shows that it is wrong, it becomes the function itself."""
+    """A recording: `run(flat inputs) -> flat outputs`. If a later call shows that it is wrong, it becomes the function
+    itself."""
 
     def __init__(self, subject: Subject, replay: Replay, tape: Tape, reject: Callable[[Exception], None]):
         self.tape = tape
@@ -207,8 +214,9 @@ def record(
     reject: Callable[[Exception], None] = lambda e: None,
     make: Maker = lambda tape, flat, subject: replayed(tape, flat),
 ) -> Program:
-    """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only what it sets up
-    in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong; `make` makes of a tape what is run."""
+    """Run `fn` on these inputs and return what it did as a Program, tried on others. What it changed is put back; only
+    what it sets up in Python at its first call stays. `reject` is told if a later call shows that the Program is wrong;
+    `make` makes of a tape what is run."""
     if not flat:
         raise NotRecordable("a recorded function takes at least one tensor")
     subject = Subject(fn, structure)

@@ -1,9 +1,11 @@
 """Playing the tape of a small network on numpy arrays.
 
-A forward of a few rows spends most of its time before the first multiplication: TorchScript's interpreter takes 44 us for one row of an MLP of 120 and
-84 units, this 15 us (one thread of a Neoverse N1). It leaves the caches to others, too: a step of CartPole takes 38 us after it, 70 us after the interpreter.
+A forward of a few rows spends most of its time before the first multiplication: TorchScript's interpreter takes 44 us
+for one row of an MLP of 120 and 84 units, this 15 us (one thread of a Neoverse N1). It leaves the caches to others,
+too: a step of CartPole takes 38 us after it, 70 us after the interpreter.
 
-Matrix products are a compiled loop: BLAS would start threads for them. A row's results do not depend on the other rows of its batch.
+Matrix products are a compiled loop: BLAS would start threads for them. A row's results do not depend on the other rows
+of its batch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from bray.capture.replay import source
 from bray.capture.tape import NotRecordable, Op, Tape
 
 MAX_PRODUCTS = 600_000
-"""Multiplications of a forward: 8 rows of 256 x 256 units take 98 us, TorchScript's interpreter 114 us; above that torch is faster."""
+"""Multiplications of a forward: 8 rows of 256 x 256 units take 98 us, TorchScript's interpreter 114 us; above that
+torch is faster."""
 MAX_ELEMENTS = 1 << 15
 """Of all results together."""
 _DTYPES = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
@@ -96,7 +99,8 @@ def _name(op: Op) -> str:
 
 
 class OnArrays:
-    """A tape played on arrays: `on_arrays` takes and returns them, a call takes and returns tensors as any `Replay` does."""
+    """A tape played on arrays: `on_arrays` takes and returns them, a call takes and returns tensors as any `Replay`
+    does."""
 
     def __init__(self, tape: Tape):
         """NotRecordable where the tape is large or has an operation that is not known here."""

@@ -27,7 +27,8 @@ class Subject:
         return self.fn(*pytree.tree_unflatten(flat, self.structure))
 
     def compare(self, replay: Replay, calls: list[list[Tensor]]) -> None:
-        """The recording against the function: results and side effects of calls in a row. NotRecordable where they differ."""
+        """The recording against the function: results and side effects of calls in a row. NotRecordable where they
+        differ."""
         calls = [[x.clone() for x in flat] for flat in calls]  # others may write to memory that the inputs share
         expected = self._outcome(lambda flat: pytree.tree_leaves(self.call(flat)), calls)
         got = self._outcome(replay, calls)
@@ -41,8 +42,9 @@ class Subject:
                 raise NotRecordable(f"the recording's results differ from the function's by up to {worst:.3g}")
 
     def _outcome(self, run: Replay, calls: list[list[Tensor]]) -> list[Tensor]:
-        """What calls return and leave behind: in the tensors from outside, in their inputs and in the generators. Random numbers are
-        others than in the recording run, so that one that was frozen there shows. Afterwards all is as before."""
+        """What calls return and leave behind: in the tensors from outside, in their inputs and in the generators.
+        Random numbers are others than in the recording run, so that one that was frozen there shows. Afterwards all is
+        as before."""
         generators = generators_of(calls[0])
         before = Snapshot(self.outside, generators)
         for g in generators:
@@ -59,7 +61,8 @@ class Subject:
 
 
 def _tolerance(x: Tensor) -> dict[str, float]:
-    """Two calls of one function on a GPU may differ by the rounding of TF32: cuDNN chooses among algorithms that add in another order."""
+    """Two calls of one function on a GPU may differ by the rounding of TF32: cuDNN chooses among algorithms that add in
+    another order."""
     if x.is_cuda and torch.backends.cudnn.allow_tf32 and x.is_floating_point():
         largest = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
         return {"rtol": 1e-2, "atol": 1e-3 * max(1.0, largest)}
@@ -67,8 +70,9 @@ def _tolerance(x: Tensor) -> dict[str, float]:
 
 
 def other_values(x: Tensor) -> Tensor:
-    """An input like this one, with other values: rows reversed, real numbers a bit smaller. Where rows are all alike real numbers are
-    scaled and shifted, truth values changed in every other place. Whole numbers may be indices, so they stay within their column."""
+    """An input like this one, with other values: rows reversed, real numbers a bit smaller. Where rows are all alike
+    real numbers are scaled and shifted, truth values changed in every other place. Whole numbers may be indices, so
+    they stay within their column."""
     flipped = x.flip(0) if x.dim() else x
     varied = not equal(flipped, x)
     if x.is_floating_point():

@@ -1,4 +1,5 @@
-"""Results written over an input that nobody reads afterwards: no memory is fetched for them, and what was just computed is still in the cache."""
+"""Results written over an input that nobody reads afterwards: no memory is fetched for them, and what was just computed
+is still in the cache."""
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ def in_place(tape: Tape) -> Tape:
 
 
 def _memory(tape: Tape, ops: list[Op]) -> dict[int, int]:
-    """Which slots may lie in the same memory: those with one number. By what operations say of themselves, since rewrites have changed who is a view of
-    whom, and by the memory of the recording run."""
+    """Which slots may lie in the same memory: those with one number. By what operations say of themselves, since
+    rewrites have changed who is a view of whom, and by the memory of the recording run."""
     group: dict[int, int] = {}
     members: dict[int, list[int]] = {}
 
@@ -76,8 +77,8 @@ def _memory(tape: Tape, ops: list[Op]) -> dict[int, int]:
 
 
 def _may_overwrite(tape: Tape, op: Op, at: int, memory: dict[int, int], last_read: dict[int, float]) -> bool:
-    """Whether the first argument is a tensor of the program itself, shaped like the result and alone in its memory, that is read here for the last time,
-    by any name."""
+    """Whether the first argument is a tensor of the program itself, shaped like the result and alone in its memory,
+    that is read here for the last time, by any name."""
     first = op.args[0]
     if not is_ref(first) or first.slot not in tape.examples or op.outs[0] not in tape.examples:
         return False
@@ -89,7 +90,8 @@ def _may_overwrite(tape: Tape, op: Op, at: int, memory: dict[int, int], last_rea
 
 
 def _with_bias_apart(tape: Tape) -> list[Op]:
-    """addmm(b, x, w) as a product to which b is added in place; TorchScript takes it apart too, but into a sum of its own."""
+    """addmm(b, x, w) as a product to which b is added in place; TorchScript takes it apart too, but into a sum of its
+    own."""
     taken = [*tape.examples, *tape.held, *tape.outputs, *(s for op in tape.ops for s in [*op.inputs(), *op.outs])]
     slots, ops = itertools.count(1 + max(taken, default=0)), []
     for op in tape.ops:

@@ -1,7 +1,9 @@
-"""What a function may change besides tensors: attributes of modules, variables it closes over, generators of random numbers.
+"""What a function may change besides tensors: attributes of modules, variables it closes over, generators of random
+numbers.
 
-A recording (`bray.capture`) replays tensor operations only. So whoever makes one must know whether the function changes anything else,
-and put it back, because making a recording calls the function several times where its caller asked for one call.
+A recording (`bray.capture`) replays tensor operations only. So whoever makes one must know whether the function changes
+anything else, and put it back, because making a recording calls the function several times where its caller asked for
+one call.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ class _Place:
 class PythonState:
     """The Python state that `fn` can reach, as it is now.
 
-    Looked at are: all attributes of the modules it uses (and their containers and generators), plain values of an object that it is
-    a method of, variables of its closure and what they hold, globals that it names, and the generators of `random` and `numpy.random`. Not what
-    it reaches by other ways (files, C extensions)."""
+    Looked at are: all attributes of the modules it uses (and their containers and generators), plain values of an
+    object that it is a method of, variables of its closure and what they hold, globals that it names, and the
+    generators of `random` and `numpy.random`. Not what it reaches by other ways (files, C extensions)."""
 
     def __init__(self, fn: Callable[..., Any]):
         self._places = list(_Search().places(fn))
@@ -165,8 +167,8 @@ class _Search:
                 yield from self._visit("", type(m).forward, _MOST_DEPTH)
 
     def _object(self, name: str, x: Any, depth: int) -> Iterator[_Place]:
-        """The plain values of an object that the function itself holds. Further away, and in its containers, only modules are looked
-        for: those objects may belong to other threads."""
+        """The plain values of an object that the function itself holds. Further away, and in its containers, only
+        modules are looked for: those objects may belong to other threads."""
         attributes = vars(x)
         for key, value in list(attributes.items()):
             label = f"{name}.{key}"

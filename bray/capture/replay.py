@@ -29,7 +29,8 @@ def replayed(tape: Tape, flat: list[Tensor]) -> Replay:
 
 
 def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
-    """By `torch.compile`: operations are fused. The tape is flat and has its gradients, so there is nothing that the compiler could not follow."""
+    """By `torch.compile`: operations are fused. The tape is flat and has its gradients, so there is nothing that the
+    compiler could not follow."""
     held = _held(tape)
     names: dict[str, Any] = {"torch": torch, "List": list, "Tensor": Tensor}
     exec(source(tape, _torch_name), names)  # what we have written ourselves, from a list of operations
@@ -43,15 +44,16 @@ def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
 
 
 def interpreter(tape: Tape) -> Replay:
-    """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would not do, it
-    turns numbers into tensors and fails on the backward of convolutions."""
+    """TorchScript's interpreter: runs the list in C++. The tape is written out as a script; PyTorch's own tracer would
+    not do, it turns numbers into tensors and fails on the backward of convolutions."""
     held = _held(tape)
     run = torch.jit.CompilationUnit(source(in_place(tape), _torch_name)).program
     if not _prefers_openblas(tape):
         return lambda flat: run(*flat, *held)
 
     def replay(flat: list[Tensor]) -> list[Tensor]:
-        # PyTorch chooses the library for the whole process: a forward of another thread may get the slower one meanwhile.
+        # PyTorch chooses the library for the whole process: a forward of another thread may get the slower one
+        # meanwhile.
         enabled = torch._C._get_mkldnn_enabled()
         torch._C._set_mkldnn_enabled(False)
         try:
@@ -67,7 +69,8 @@ _PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1, aten.bmm.default: 0, ate
 
 
 def _prefers_openblas(tape: Tape) -> bool:
-    """On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions faster."""
+    """On ARM oneDNN's small matrix products are up to 3x slower than OpenBLAS', its large ones and its convolutions
+    faster."""
     if not ARM or any("conv" in op.func.name() for op in tape.ops):
         return False
     largest = 0
@@ -83,7 +86,8 @@ def _torch_name(op: Op) -> str:
 
 
 def source(tape: Tape, name: Callable[[Op], str]) -> str:
-    """A tape as the text of a function `program` of its inputs and of what it holds. `name`: how an operation is called there."""
+    """A tape as the text of a function `program` of its inputs and of what it holds. `name`: how an operation is called
+    there."""
     lists = {_literal([Ref(s) for s in slots]): f"l{i}" for i, slots in enumerate(_held_lists(tape))}
     tensors = [f"t{s}" for s in [*range(tape.num_inputs), *tape.held]]
     lines = [f"def program({', '.join([*tensors, *(f'{x}: List[Tensor]' for x in lists.values())])}):"]
@@ -111,8 +115,8 @@ def _held(tape: Tape) -> list[Any]:
 
 
 def _held_lists(tape: Tape) -> list[tuple[int, ...]]:
-    """Lists of held tensors, as operations that only change such lists are given (Adam's): TorchScript leaves an operation out if it changes nothing but a
-    list that was made for it."""
+    """Lists of held tensors, as operations that only change such lists are given (Adam's): TorchScript leaves an
+    operation out if it changes nothing but a list that was made for it."""
     lists = [
         tuple(x.slot for x in a)
         for op in tape.ops
@@ -138,8 +142,9 @@ def _literal(x: Any) -> str:
 
 
 class Copies:
-    """Copies the arguments of a call to the static inputs of a recording. It leaves out what it copied at the last call and nobody has changed since: all
-    minibatches of a rollout read the same columns. (What a device cannot see changing, memory of the host, is copied always.)"""
+    """Copies the arguments of a call to the static inputs of a recording. It leaves out what it copied at the last call
+    and nobody has changed since: all minibatches of a rollout read the same columns. (What a device cannot see
+    changing, memory of the host, is copied always.)"""
 
     def __init__(self, static: list[Tensor]):
         self._static = static
@@ -155,7 +160,8 @@ class Copies:
 
 
 class Results:
-    """The outputs of a recording as copies that the next call leaves alone; the single numbers among them, which are many and small, in one copy."""
+    """The outputs of a recording as copies that the next call leaves alone; the single numbers among them, which are
+    many and small, in one copy."""
 
     def __init__(self, out: list[Tensor]):
         """In the recording, behind what makes the outputs."""
@@ -171,8 +177,8 @@ class Results:
 
 
 def _abreast(tape: Tape) -> Replay:
-    """`tape.play`, with calls of Adam that follow each other at the same time, on streams of their own: each is for other weights (`Optimizer`), and one
-    keeps a quarter of a large GPU busy."""
+    """`tape.play`, with calls of Adam that follow each other at the same time, on streams of their own: each is for
+    other weights (`Optimizer`), and one keeps a quarter of a large GPU busy."""
     runs = [(is_adam, list(ops)) for is_adam, ops in groupby(tape.ops, lambda op: op.func in _ADAM)]
     streams = [torch.cuda.Stream() for _ in range(max((len(ops) - 1 for is_adam, ops in runs if is_adam), default=0))]
 
@@ -196,7 +202,8 @@ def _abreast(tape: Tape) -> Replay:
 
 
 def cuda_graph(play: Replay, tape: Tape, flat: list[Tensor]) -> Replay:
-    """A CUDA graph of `play` (the operations of the tape) over static copies of the inputs: one launch for the whole function."""
+    """A CUDA graph of `play` (the operations of the tape) over static copies of the inputs: one launch for the whole
+    function."""
     static = [x.clone() for x in flat]
     before = Snapshot(list(tape.held.values()) + static, generators_of(flat))
     side = torch.cuda.Stream()

@@ -92,7 +92,8 @@ def _drop_same_value(tape: Tape) -> None:
 
 
 def _fold_views(tape: Tape) -> None:
-    """A view of a held tensor (a transposed weight) is held itself: it shares the tensor's memory, so it sees in-place updates."""
+    """A view of a held tensor (a transposed weight) is held itself: it shares the tensor's memory, so it sees in-place
+    updates."""
     kept = []
     for op in tape.ops:
         if op.func in _ALIASES and all(s in tape.held for s in op.inputs()):
@@ -104,7 +105,8 @@ def _fold_views(tape: Tape) -> None:
 
 
 def _fold_constants(tape: Tape) -> None:
-    """Results that depend on nothing but shapes (ones, zeros and what is computed from them alone) are kept, not recomputed."""
+    """Results that depend on nothing but shapes (ones, zeros and what is computed from them alone) are kept, not
+    recomputed."""
     changed = {storage_of(x) for op in tape.ops for x in _changes(op.func, *op.arguments(tape.examples.__getitem__))}
     constant: set[int] = set()
     kept = []
@@ -143,7 +145,8 @@ def _tanh_by_sigmoid(tape: Tape) -> None:
 
 
 def _weight_gradients_by_products(tape: Tape) -> None:
-    """The gradient of a convolution's weights as one matrix product with the patches of its input: half of oneDNN's time on ARM."""
+    """The gradient of a convolution's weights as one matrix product with the patches of its input: half of oneDNN's
+    time on ARM."""
     slots, ops = itertools.count(max(tape.examples, default=0) + 1), []
     for op in tape.ops:
         pays = op.func is aten.convolution_backward.default and _product_pays(tape, op)
@@ -161,7 +164,8 @@ def _product_pays(tape: Tape, op: Op) -> bool:
 
 
 def _weight_gradient(tape: Tape, op: Op, slots: Iterator[int]) -> list[Op]:
-    """convolution_backward for the input alone; then weights and bias, from patches [N, kh kw C] and what came back for them [N, O]."""
+    """convolution_backward for the input alone; then weights and bias, from patches [N, kh kw C] and what came back for
+    them [N, O]."""
     given, x, weight, _, (down, across), *_, mask = op.args
     (outs, _, kh, kw), channels = tape.examples[weight.slot].shape, tape.examples[x.slot].shape[1]
     ends = dict(zip((i for i, there in enumerate(mask) if there), op.outs, strict=True))

@@ -52,7 +52,8 @@ def is_ref(x: Any) -> bool:
 
 @dataclass
 class Tape:
-    """Operations in order. Slots: the inputs first, then tensors that the function closed over (`held`), then results."""
+    """Operations in order. Slots: the inputs first, then tensors that the function closed over (`held`), then
+    results."""
 
     num_inputs: int
     ops: list[Op] = field(default_factory=list)
@@ -168,7 +169,8 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put back what was changed: the last one first, because it may share memory with one that was added before a change."""
+        """Put back what was changed: the last one first, because it may share memory with one that was added before a
+        change."""
         for x, before in zip(reversed(self.tensors), reversed(self._before), strict=True):
             if not equal(x, before):  # most are not changed, and expanded views cannot be written to
                 x.copy_(before)

@@ -16,7 +16,8 @@ logger = logging.getLogger("bray")
 STAGED = 1 << 20
 """Bytes from which an array goes through pinned memory: below, the driver's own copy is as fast."""
 PARTS = 4
-"""So many copies, each to pinned memory by all threads and from there by the device itself: the device copies one part while the next is staged."""
+"""So many copies, each to pinned memory by all threads and from there by the device itself: the device copies one part
+while the next is staged."""
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:

@@ -47,7 +47,8 @@ def _list() -> None:
         table.add_row(Text(name, "bold"), kind, spaces, what_it_is(algo), "; ".join(_presets(name)))
     put(table)
     say(
-        "\n`bray algos NAME` explains one, `bray algos --for ENV` says which fit an environment; --run also takes module:Name of your own.",
+        "\n`bray algos NAME` explains one, `bray algos --for ENV` says which fit an environment; --run also takes "
+        "module:Name of your own.",
         "dim",
     )
 

@@ -1,4 +1,5 @@
-"""`bray doctor`: can this machine and this installation do the work, and how fast? Fit to be pasted into a bug report."""
+"""`bray doctor`: can this machine and this installation do the work, and how fast? Fit to be pasted into a bug
+report."""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ def _has(package: str) -> bool:
 
 
 def _packages() -> list[Check]:
-    """Every dependency against what Bray asks for; in a checkout, the versions it was tested with are named beside others."""
+    """Every dependency against what Bray asks for; in a checkout, the versions it was tested with are named beside
+    others."""
     tested = _tested_versions()
     out: dict[str, Check] = {}
     extras = ["", *[half for half, package in HALVES.items() if _has(package)]]

@@ -1,4 +1,5 @@
-"""`bray doctor RUN_DIR`: where the time of a run goes, and what to change. The directory is data: nothing that it names is imported."""
+"""`bray doctor RUN_DIR`: where the time of a run goes, and what to change. The directory is data: nothing that it names
+is imported."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def examine(path: Path, as_json: bool) -> int:
     times = Times.of(rows)
     if times is None:
         raise ConfigError(
-            f"{path}: its rows do not say where the time goes. They do after the second iteration of `bray train`, not for `bray launch`"
+            f"{path}: its rows do not say where the time goes. They do after the second iteration of `bray train`, "
+            "not for `bray launch`"
         )
     options, machine = _options(directory), Machine.here()
     found = find_bottleneck(times, options, machine)

@@ -54,7 +54,8 @@ def judge(
     quiet: bool = False,
     note: str = "",
 ) -> list[Path]:
-    """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked; returns the videos."""
+    """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked;
+    returns the videos."""
     folder = RunDir(out).folder("videos") if render == "video" else out
     cut = (0.0, 0)
     if steps is None:
@@ -94,7 +95,8 @@ def say_if_greedy_is_worse(exp: Experiment, greedy: list[tuple[float, int]], see
     worse = much_worse(greedy, sampled)
     if worse is not None:
         say(
-            f"greedy plays much worse than sampled here: {short(worse[0])} against {short(worse[1])}; --act sample plays as in training",
+            f"greedy plays much worse than sampled here: {short(worse[0])} against {short(worse[1])}; --act sample "
+            "plays as in training",
             "yellow",
         )
 

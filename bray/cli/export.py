@@ -63,8 +63,9 @@ def export(options: Export) -> int:
         say(f"int8 is slower here: serve fp32 ({MODEL})", "yellow")
     if refused:
         raise ExportError(
-            f"{INT8} is not written: in int8 {reports['int8'].agreement:.1%} of {exporter.rows:,} greedy actions are the Model's own, "
-            f"at least {min_agreement:.1%} are asked for (--min-agreement). {MODEL} is there: serve that."
+            f"{INT8} is not written: in int8 {reports['int8'].agreement:.1%} of {exporter.rows:,} greedy actions are "
+            f"the Model's own, at least {min_agreement:.1%} are asked for (--min-agreement). {MODEL} is there: serve "
+            "that."
         )
     names = [GRAPH, MODEL, *([INT8] if int8 is not None else []), SAMPLES]
     facts([(name.rpartition(".")[0], folder / name) for name in names])
@@ -85,8 +86,8 @@ class _Exporter:
         if obs is None:
             if needs_recorded:
                 raise ConfigError(
-                    f"--quantize needs observations to calibrate on, and checkpoint {saved.step} has recorded none: it was saved "
-                    "before the first iteration. Train on, or name another --checkpoint."
+                    f"--quantize needs observations to calibrate on, and checkpoint {saved.step} has recorded none: "
+                    "it was saved before the first iteration. Train on, or name another --checkpoint."
                 )
             rng = np.random.default_rng(0)
             samples = [self.spec.observation.sample(rng) for _ in range(_RANDOM_ROWS)]

@@ -94,7 +94,8 @@ def _short(x: Any) -> str:
 
 
 def bodies(options: GamecoreOptions) -> tuple[bytes, ...]:
-    """The body of a tick: a file's bytes, a random observation of a run or launch file as JSON, or filler of a given size."""
+    """The body of a tick: a file's bytes, a random observation of a run or launch file as JSON, or filler of a given
+    size."""
     file, run, config = options.body, options.run, options.config
     if sum(x is not None for x in (file, run, config)) > 1:
         raise ConfigError("give one of --body FILE, --run RUN_DIR and --config FILE")

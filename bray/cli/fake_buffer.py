@@ -55,7 +55,8 @@ def buffer(options: Options) -> int:
 
 
 def _trainers_only(options: Options) -> Graph:
-    """The launch file without its games and sources, in a trial of its own: what is learnt from made-up samples stays out of the real one."""
+    """The launch file without its games and sources, in a trial of its own: what is learnt from made-up samples stays
+    out of the real one."""
     keys = options.keys or []
     graph = load(options.config, keys)
     off = [f"{name}.enable=false" for name, c in graph.components.items() if c.kind in ("actor", "source")]
@@ -66,7 +67,8 @@ def _trainers_only(options: Options) -> Graph:
 
 
 def _fake_buffers(graph: Graph, template: Any, rate: float | None) -> dict[str, FakeBuffer]:
-    """One for every buffer that a trainer reads, filled with the template, or with what the trainer's algorithm takes."""
+    """One for every buffer that a trainer reads, filled with the template, or with what the trainer's algorithm
+    takes."""
     modules, fakes = Modules(graph), {}
     for trainer in graph.of_kind("trainer").values():
         s, made = trainer.settings, template

@@ -25,7 +25,8 @@ def load(path: str) -> Any:
 
 
 def make_function(name: str, cls: type[Options], function: str) -> Callable[..., int]:
-    """A function with a parameter for each flag. It calls `function` with the options, and a ConfigSource of the config keys that were set."""
+    """A function with a parameter for each flag. It calls `function` with the options, and a ConfigSource of the config
+    keys that were set."""
     own, settings = list(_own(cls)), list(_settings(name))
 
     def call(**given: Any) -> int:

@@ -9,7 +9,7 @@ from bray.errors import ConfigError
 HAPROXY = """\
 # Written by `bray gateway`: one address for the game services of several machines.
 # A session's requests go to the same machine: the `session` header is hashed, consistently, so that a machine that is
-# added or lost moves only its own share of the sessions. Inside a machine Bray's workers forward to the owner themselves.
+# added or lost moves only its own share of the sessions. Inside a machine Bray's workers forward to the owner.
 global
     maxconn {maxconn}
 defaults
@@ -25,7 +25,8 @@ defaults
 frontend games
     bind {bind}
     # older clients say game_id
-    http-request set-header session %[req.hdr(game_id)] if !{{ req.hdr(session) -m found }} {{ req.hdr(game_id) -m found }}
+    acl old_client req.hdr(game_id) -m found
+    http-request set-header session %[req.hdr(game_id)] if !{{ req.hdr(session) -m found }} old_client
     use_backend stateless if !{{ req.hdr(session) -m found }}
     default_backend sessions
 backend sessions

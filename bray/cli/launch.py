@@ -240,8 +240,8 @@ def _say_next(graph: Graph, options: Launch, done: bool) -> None:
 
 
 class _term_as_interrupt:
-    """Within: SIGTERM and SIGHUP are Ctrl-C, so that what was started is stopped. Only the first of them: `timeout` sends two, and the
-    second would interrupt the stopping."""
+    """Within: SIGTERM and SIGHUP are Ctrl-C, so that what was started is stopped. Only the first of them: `timeout`
+    sends two, and the second would interrupt the stopping."""
 
     def __enter__(self) -> None:
         came = False

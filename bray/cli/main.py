@@ -1,7 +1,9 @@
 """The command line: the options of `bray.cli.options` as Typer commands, and errors as messages.
 
-Nothing heavy is imported before a command runs: `bray --help` answers at once. `main` turns errors into one message and an exit code:
-0 done, 1 not done (or the user's own code raised), 2 a mistake of the user, 130 and 143 ended by a signal before the end was reached.
+Nothing heavy is imported before a command runs: `bray --help` answers at once. `main` turns errors into one message and
+an exit code:
+0 done, 1 not done (or the user's own code raised), 2 a mistake of the user, 130 and 143 ended by a signal before the
+end was reached.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _KNOWN = sorted({name.split()[0] for name in COMMANDS})
 
 
 def make_app(words: list[str]) -> typer.Typer:
-    """The commands. Only the one that `words` begin with gets its flags, because those of a config have to be imported."""
+    """The commands. Only the one that `words` begin with gets its flags, because those of a config have to be
+    imported."""
     app = typer.Typer(
         name="bray",
         help="Train a game agent, look at it, and serve it to live games.",
@@ -117,7 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as e:
         if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) and not debug:
             return _complain(
-                f"could not write {e.filename or 'the output'} ({e.strerror}): free some space, or choose another place",
+                f"could not write {e.filename or 'the output'} ({e.strerror}): free some space, or choose another "
+                "place",
                 1,
             )
         if hasattr(e, "format_message"):  # how Typer says that an option is wrong

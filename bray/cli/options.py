@@ -1,4 +1,5 @@
-"""What can be typed: one dataclass per command. Its docstring is the command's help, a field is a flag, the text under it the flag's help.
+"""What can be typed: one dataclass per command. Its docstring is the command's help, a field is a flag, the text under
+it the flag's help.
 
 Nothing heavy is imported here: `bray --help` answers at once. `SECTIONS` adds the flags that set keys of a config.
 """
@@ -43,7 +44,8 @@ class Reading(Options):
     """What reads a run directory that may come from elsewhere."""
 
     trust: bool = False
-    """Import what the run directory names: an environment, a model or an algorithm that is not part of Bray. See docs/security.md."""
+    """Import what the run directory names: an environment, a model or an algorithm that is not part of Bray. See
+    docs/security.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,8 @@ class Acting(Reading):
 class Train(Reading):
     """Train an agent in this process. Without stop conditions it runs until Ctrl-C.
 
-    Later ones win: preset, file, --config, flags and key=value. `bray schema run` (env, model, live, PPO, ...) lists the keys.
+    Later ones win: preset, file, --config, flags and key=value. `bray schema run` (env, model, live, PPO, ...) lists
+    the keys.
     """
 
     keys: Keys = None
@@ -195,8 +198,8 @@ class Gateway(Options):
 class Export(Reading):
     """Write a checkpoint's Model as ONNX files, check them against torch and time them.
 
-    RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint), model.int8.onnx and
-    samples.tree (inputs and outputs to check a port against).
+    RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint),
+    model.int8.onnx and samples.tree (inputs and outputs to check a port against).
     """
 
     path: RunDirectory
@@ -206,8 +209,8 @@ class Export(Reading):
     checkpoint: Checkpoint = "latest"
     """Which checkpoint."""
     min_agreement: Annotated[Share, Flag(metavar="PART")] = 0.99
-    """int8 is refused when fewer greedy actions than this are those of the Model; continuous actions agree within 1 % of their range on
-    average."""
+    """int8 is refused when fewer greedy actions than this are those of the Model; continuous actions agree within 1 %
+    of their range on average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +250,8 @@ class Schema(Options):
     """
 
     name: Annotated[str | None, Flag(metavar="[NAME]", argument=True)] = None
-    """run, env, model, live, serve, launch, PPO or another algorithm, or a kind of component: buffer, agent, actor, trainer, ..."""
+    """run, env, model, live, serve, launch, PPO or another algorithm, or a kind of component: buffer, agent, actor,
+    trainer, ..."""
     json: bool = False
     """As JSON Schema."""
 
@@ -284,12 +288,14 @@ class Render(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Plot(Options):
-    """Draw the learning curves of runs on one picture: one curve for each algorithm, environment and setting, its seeds as mean and band."""
+    """Draw the learning curves of runs on one picture: one curve for each algorithm, environment and setting, its seeds
+    as mean and band."""
 
     runs: Annotated[list[Path], Flag(metavar="RUN...", argument=True)]
     """Run directories, or directories with runs in them."""
     out: Annotated[Path | None, Flag(metavar="FILE")] = None
-    """The picture: .png, .svg or .pdf; without it, learning_curves.png, or figures/learning_curve.png of the one run."""
+    """The picture: .png, .svg or .pdf; without it, learning_curves.png, or figures/learning_curve.png of the one
+    run."""
     threshold: float | None = None
     """Draw a line at this return."""
     quiet: bool = False
@@ -337,7 +343,8 @@ class CheckEnv(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Options):
-    """Look at this machine and this installation; names no user and no path, so it can be shared. With a run: where its time goes, and what to change."""
+    """Look at this machine and this installation; names no user and no path, so it can be shared. With a run: where its
+    time goes, and what to change."""
 
     path: Annotated[Path | None, Flag(metavar="[RUN_DIR]", argument=True)] = None
     """A run, finished or not: say where its time goes instead."""
@@ -376,7 +383,8 @@ class FakeBuffer(Options):
     config: LaunchFile
     """The launch file whose trainers are to run."""
     sample: Annotated[str | None, Flag(metavar="MODULE:NAME")] = None
-    """A sample to imitate, or a function of a random generator that makes one; without it, what the algorithm, else the model takes."""
+    """A sample to imitate, or a function of a random generator that makes one; without it, what the algorithm, else the
+    model takes."""
     rate: Annotated[Amount | None, Flag(metavar="HZ")] = None
     """Samples per second; without it, as many as are taken."""
     seconds: Seconds | None = None
@@ -459,5 +467,5 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "model": ("bray.serving.config:ServedModelConfig", "What answers"),
     },
 }
-"""Command -> section -> (dataclass, title in the help): its fields with a `Flag` are flags of the command, and come as a ConfigSource after the
-options."""
+"""Command -> section -> (dataclass, title in the help): its fields with a `Flag` are flags of the command, and come as
+a ConfigSource after the options."""

@@ -43,7 +43,8 @@ def _expand(root: Path) -> list[Path]:
 
 
 def group(paths: Sequence[Path]) -> tuple[str, dict[str, list[Path]]]:
-    """A title, and label -> the runs that differ in nothing but their seed (and in how long they went and what they wrote)."""
+    """A title, and label -> the runs that differ in nothing but their seed (and in how long they went and what they
+    wrote)."""
     configs = {path: _settings(path) for path in paths}
     same: dict[tuple[Any, ...], list[Path]] = {}
     for path, settings in configs.items():

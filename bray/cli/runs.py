@@ -56,7 +56,8 @@ def runs(options: Runs) -> int:
         table.add_row(Text(str(run.path), "bold"), *shown, when, *(Text(run.health, "yellow") for _ in wrong))
     put(table)
     say(
-        f"\n{len(found)} run{'s' if len(found) > 1 else ''}. `bray plot RUN ...` draws them, `bray eval RUN` plays one.",
+        f"\n{len(found)} run{'s' if len(found) > 1 else ''}. `bray plot RUN ...` draws them, `bray eval RUN` plays "
+        "one.",
         "dim",
     )
     return 0

@@ -48,7 +48,8 @@ def schema(options: Schema) -> int:
 
 
 def find_sections(name: str) -> dict[str, Any]:
-    """name -> dataclass: `run`, `PPO`, `launch.buffer`; a part of a name finds all that have it (`serve`, `buffer`, `model`)."""
+    """name -> dataclass: `run`, `PPO`, `launch.buffer`; a part of a name finds all that have it (`serve`, `buffer`,
+    `model`)."""
     found = {known: path for known, path in SECTIONS.items() if name == known or name in known.split(".")}
     if found:
         return {known: load(path) if isinstance(path, str) else path for known, path in found.items()}

@@ -45,7 +45,8 @@ def _serve(options: Serve, flags: ConfigSource) -> int:
     runs, service, model = settings(options.words, flags)
     if "tokens" in flags.values.get("service", {}) or any(word.startswith("tokens=") for word in options.words):
         print(
-            "warning: --token can be seen by every user of this machine (ps) and goes with the next release: use --token-file FILE or BRAY_TOKEN",
+            "warning: --token can be seen by every user of this machine (ps) and goes with the next release: use "
+            "--token-file FILE or BRAY_TOKEN",
             file=sys.stderr,
         )
     logging.captureWarnings(True)
@@ -88,7 +89,7 @@ def _is_key(word: str) -> bool:
     return section in SECTIONS or bool(difflib.get_close_matches(key, _KEYS, 1, 0.75))
 
 
-# --- replay ---------------------------------------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 @log_shown()

@@ -105,7 +105,8 @@ def _one_experiment(source: ConfigSource) -> ConfigSource:
 
 
 class Signals(Callbacks):
-    """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at once."""
+    """SIGINT and SIGTERM: the first one ends the training after the iteration under way, the second one everything at
+    once."""
 
     def __init__(self) -> None:
         self.experiment: Experiment | None = None

@@ -119,7 +119,8 @@ class _Route:
         except TimeoutError as failure:
             raise lost(True, failure, where()) from None
         finally:
-            # Given up (timed out or cancelled): over TCP a late reply finds nobody, over HTTP it would be taken for the next.
+            # Given up (timed out or cancelled): over TCP a late reply finds nobody, over HTTP it would be taken for the
+            # next.
             if link.waiting.pop(ticket, None) is not None and not self.tcp:
                 link.transport.abort()
 

@@ -23,18 +23,18 @@ class Client(GameSession):
         client.end()
     ```
 
-    `data` may be bytes (sent as they are, the reply is bytes), a str (sent as UTF-8, the reply is bytes), a protobuf message
-    (`tick(message, output)` fills the message `output`), or a dict or list (sent as JSON, and the reply is parsed as JSON; an
-    empty reply is None).
+    `data` may be bytes (sent as they are, the reply is bytes), a str (sent as UTF-8, the reply is bytes), a protobuf
+    message (`tick(message, output)` fills the message `output`), or a dict or list (sent as JSON, and the reply is
+    parsed as JSON; an empty reply is None).
 
     `timeout` bounds each call in seconds, waiting and retries included. At most `retries` further attempts are made,
     with growing pauses, when nothing was executed: no connection, 503, and 429 at `start` or `step`. A request that was
     sent but not answered is repeated only where the call says `idempotent=True`; else it raises ConnectionLost.
 
     `session` fixes the session's name; without it every `start` makes a new one. `token` is checked by services that
-    have one; `key` reaches the Actor unread. `tcp=True` speaks the framed protocol instead of HTTP. `tls=True` connects with
-    TLS and checks the certificate against those that the system trusts; `tls="ca.pem"` trusts that file instead, and an
-    `ssl.SSLContext` is used as it is. A session secret, of services that give one at `start`, is sent by itself.
+    have one; `key` reaches the Actor unread. `tcp=True` speaks the framed protocol instead of HTTP. `tls=True` connects
+    with TLS and checks the certificate against those that the system trusts; `tls="ca.pem"` trusts that file instead,
+    and an `ssl.SSLContext` is used as it is. A session secret, of services that give one at `start`, is sent by itself.
 
     A client belongs to one thread at a time. It connects when first used, and again when the connection is gone.
     """

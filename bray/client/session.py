@@ -85,7 +85,8 @@ class GameSession:
         return self._run(self._start(game, agent, data))
 
     def tick(self, data: Any, output: Any = None, *, idempotent: bool = False) -> Any:
-        """One decision: send the state of the game, get the Actor's answer. `output`: a protobuf message that is filled with it."""
+        """One decision: send the state of the game, get the Actor's answer. `output`: a protobuf message that is filled
+        with it."""
         return self._run(self._in_session(TICK, data, idempotent, output))
 
     _tick = tick
@@ -177,7 +178,7 @@ class GameSession:
 
 
 _OLD = {
-    "actor": ", which played without a service: call the methods of your Actor yourself, or serve it with bray.RemoteActor",
+    "actor": ", which played without a service: call the methods of your Actor, or serve it with bray.RemoteActor",
     "secret": ": `token=` is what a service checks",
 }
 """Arguments of the first Bray's client."""
@@ -229,8 +230,8 @@ class _Attempts:
 
 
 def tls_context(tls: Any) -> Any:
-    """What connections are wrapped in, or None: `tls` is False, True (certificates that the system trusts), the path of a certificate to trust
-    instead, or an ssl.SSLContext."""
+    """What connections are wrapped in, or None: `tls` is False, True (certificates that the system trusts), the path of
+    a certificate to trust instead, or an ssl.SSLContext."""
     if not tls:
         return None
     import ssl

@@ -1,4 +1,5 @@
-"""This machine, for what is asked of a Ray of our own: that one takes more than there is, because games wait more than they compute."""
+"""This machine, for what is asked of a Ray of our own: that one takes more than there is, because games wait more than
+they compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a cluster offers: named workers, and calls to them that look the same whether they run in this process or under Ray."""
+"""What a cluster offers: named workers, and calls to them that look the same whether they run in this process or under
+Ray."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Member(Protocol):
     ) -> Promise:
         """Call a method of the worker; await the Promise, or take its `.result()` in a thread.
 
-        A worker that is dead or restarting raises Unreachable; with `retry` (for idempotent methods) the call is retried until `timeout`."""
+        A worker that is dead or restarting raises Unreachable; with `retry` (for idempotent methods) the call is
+        retried until `timeout`."""
         ...
 
     def tell(self, method: str, *args: Any, **kwargs: Any) -> None:
@@ -65,8 +67,8 @@ class Cluster(Protocol):
         node: str | None = None,
         **kwargs: Any,
     ) -> Member:
-        """Run `cls(*args, **kwargs)` as a member of this name, and wait until it answers. `memory` is in MB. It lives as long as the process
-        that started it; after a crash it is created again with the same arguments."""
+        """Run `cls(*args, **kwargs)` as a member of this name, and wait until it answers. `memory` is in MB. It lives
+        as long as the process that started it; after a crash it is created again with the same arguments."""
         ...
 
     def find(self, name: str) -> Member:
@@ -132,7 +134,8 @@ class Failure(NamedTuple):
         return cls(error, trace, where)
 
     def for_caller(self) -> Exception:
-        """The error to raise, with a note where it ran and the worker's own traceback. A worker that calls `sys.exit` does not end its callers."""
+        """The error to raise, with a note where it ran and the worker's own traceback. A worker that calls `sys.exit`
+        does not end its callers."""
         error = self.error if isinstance(self.error, Exception) else RemoteError(repr(self.error))
         ours = isinstance(error, BrayError) and not isinstance(error, RemoteError)
         error.add_note(f"raised in {self.where}" + ("" if ours else f":\n{self.trace}"))

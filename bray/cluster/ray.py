@@ -73,9 +73,9 @@ def enter_worker(info: SessionInfo, member: str) -> None:
 def _survive_sigterm() -> None:
     """Let SIGTERM do nothing to this process, but end the programs that this thread starts from now on.
 
-    A Ray of our own blocks SIGTERM in all its processes (see ray_start). A blocked or ignored signal stays so in a program that is started
-    here, and `Popen.terminate` would do nothing; a handler does not. It has to be one in C, because Python's run in the main thread, which
-    is Ray's: abs() takes an int, as handlers do, and changes nothing.
+    A Ray of our own blocks SIGTERM in all its processes (see ray_start). A blocked or ignored signal stays so in a
+    program that is started here, and `Popen.terminate` would do nothing; a handler does not. It has to be one in C,
+    because Python's run in the main thread, which is Ray's: abs() takes an int, as handlers do, and changes nothing.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         libc = ctypes.CDLL(None)
@@ -313,8 +313,9 @@ class RayCluster:
             if node in (None, n.id) and n.cpus >= cpus and n.gpus >= gpus and n.memory >= memory:
                 return
         raise ResourceError(
-            f"{name} asks for {_amount(cpus, gpus, memory)} on one node, and no node has that: there are {_list(nodes)}. "
-            "Ask for less (cpus_per_worker, gpus_per_worker, memory_per_worker), or add a larger node."
+            f"{name} asks for {_amount(cpus, gpus, memory)} on one node, and no node has that: there are "
+            f"{_list(nodes)}. Ask for less (cpus_per_worker, gpus_per_worker, memory_per_worker), or add a larger "
+            "node."
         )
 
     def busy(self, name: str, asks: str) -> ResourceError:
@@ -322,8 +323,8 @@ class RayCluster:
         free = ray.available_resources()
         return ResourceError(
             f"{name} asks for {asks}, and others hold what there is: free are "
-            f"{_amount(free.get('CPU', 0.0), free.get('GPU', 0.0), free.get('memory', 0.0) / 2**20)} of {_list(self.nodes())}. "
-            "Ask for less, stop something, or add a node."
+            f"{_amount(free.get('CPU', 0.0), free.get('GPU', 0.0), free.get('memory', 0.0) / 2**20)} of "
+            f"{_list(self.nodes())}. Ask for less, stop something, or add a node."
         )
 
     def check_group(self, name: str, count: int, cpus: float, gpus: float) -> None:
@@ -331,8 +332,8 @@ class RayCluster:
         room = self.room(count, cpus, gpus)
         if room < count:
             raise ResourceError(
-                f"{name} asks for {count} x {_amount(cpus, gpus)}, and there is room for {room}: there are {_list(self.nodes())}. "
-                "Ask for less (num_workers, CPUs or GPUs per worker), or add a node."
+                f"{name} asks for {count} x {_amount(cpus, gpus)}, and there is room for {room}: there are "
+                f"{_list(self.nodes())}. Ask for less (num_workers, CPUs or GPUs per worker), or add a node."
             )
 
     def room(self, count: int, cpus: float, gpus: float) -> int:

@@ -50,7 +50,8 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
                 kwargs = {k: v for k, v in kwargs.items() if k not in _OWN_ONLY}
             elif not _answers(address):
                 raise ConfigError(
-                    f"address={address}: nothing answers there; start Ray there (`ray start --head`), or leave it out to start one here"
+                    f"address={address}: nothing answers there; start Ray there (`ray start --head`), or leave it out "
+                    "to start one here"
                 )
             ray.init(**kwargs)
             return True, False
@@ -63,8 +64,8 @@ def start_ray(namespace: str, kwargs: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _start_here(ray: Any, kwargs: dict[str, Any], started: list[Any]) -> None:
-    """A Ray of our own. Its processes have half a minute by Ray's own rule, which a busy machine may take: they are started again. Ray forgets those
-    that it had `started`, so we end them."""
+    """A Ray of our own. Its processes have half a minute by Ray's own rule, which a busy machine may take: they are
+    started again. Ray forgets those that it had `started`, so we end them."""
     for left in reversed(range(STARTS)):
         try:
             ray.init(**kwargs)
@@ -81,12 +82,14 @@ def _start_here(ray: Any, kwargs: dict[str, Any], started: list[Any]) -> None:
 
 
 def _running_address() -> str | None:
-    """Where the Ray is that `RAY_ADDRESS` or Ray's own notes on this machine name; None where one is to be started. Asked by a plain
-    connection first, because `ray.init` tries an address where nothing listens for minutes without a word."""
+    """Where the Ray is that `RAY_ADDRESS` or Ray's own notes on this machine name; None where one is to be started.
+    Asked by a plain connection first, because `ray.init` tries an address where nothing listens for minutes without a
+    word."""
     if named := os.environ.get("RAY_ADDRESS"):
         if named != "local" and not _answers(named):
             raise ConfigError(
-                f"RAY_ADDRESS={named}: nothing answers there; start Ray there (`ray start --head`), or unset RAY_ADDRESS to start one here"
+                f"RAY_ADDRESS={named}: nothing answers there; start Ray there (`ray start --head`), or unset "
+                "RAY_ADDRESS to start one here"
             )
         return named
     services: Any = import_module("ray._private.services")
@@ -107,7 +110,8 @@ def _refuse_another(address: str | None, connected: str) -> None:
     if address is None or not _is_host_and_port(address) or _resolved(address) == _resolved(connected):
         return
     raise ConfigError(
-        f"address={address}: this process is connected to the Ray at {connected} already; leave the address out, or call ray.shutdown() first"
+        f"address={address}: this process is connected to the Ray at {connected} already; leave the address out, or "
+        "call ray.shutdown() first"
     )
 
 
@@ -137,8 +141,8 @@ def _answers(address: str) -> bool:
 
 @contextlib.contextmanager
 def _hold_sigterm() -> Iterator[None]:
-    """Within: `ray.init`, which sets handlers of SIGTERM, in Python and in C++, that end this process without saving anything. A SIGTERM
-    that arrives meanwhile waits until the previous handler is back."""
+    """Within: `ray.init`, which sets handlers of SIGTERM, in Python and in C++, that end this process without saving
+    anything. A SIGTERM that arrives meanwhile waits until the previous handler is back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -153,8 +157,9 @@ def _hold_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _on_loopback(wanted: bool) -> Iterator[None]:
-    """Within: the Ray that is started belongs to this machine alone, and all its processes listen on 127.0.0.1. Ray has this for systems on
-    which it does not support clusters; `_node_ip_address="127.0.0.1"` it takes for the machine's address in the network."""
+    """Within: the Ray that is started belongs to this machine alone, and all its processes listen on 127.0.0.1. Ray has
+    this for systems on which it does not support clusters; `_node_ip_address="127.0.0.1"` it takes for the machine's
+    address in the network."""
     constants: Any = import_module("ray._private.ray_constants")
     name, before = constants.ENABLE_RAY_CLUSTERS_ENV_VAR, constants.ENABLE_RAY_CLUSTER
     if not wanted or name in os.environ:
@@ -171,12 +176,12 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_process_groups() -> Iterator[list[Any]]:
-    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and so do the workers
-    that they start. Yields a list of them.
+    """Within: each process that Ray starts (raylet, GCS, ...) gets a process group of its own and blocks SIGTERM, and
+    so do the workers that they start. Yields a list of them.
 
-    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process, systemd every process of
-    the service. Ray's processes would end before trainers and models could save; they are to end when this process says so
-    (`ray.shutdown`) or dies.
+    `timeout 30 bray launch ...`, `kill -TERM -PGID` and a closed terminal signal the whole group of this process,
+    systemd every process of the service. Ray's processes would end before trainers and models could save; they are to
+    end when this process says so (`ray.shutdown`) or dies.
     """
     services: Any = import_module("ray._private.services")  # Ray has no public way to say it
     popen: Any = getattr(services, "ConsolePopen", None)
@@ -199,7 +204,8 @@ def _own_process_groups() -> Iterator[list[Any]]:
             started.append(self)
 
         def terminate(self) -> None:
-            """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its group."""
+            """By `ray.shutdown`, when all members have ended: this process and those that it started, which are of its
+            group."""
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -1,7 +1,9 @@
 """Worker processes of this one that Ray places on any node: started, asked, killed. They end with this process.
 
-Each holds one object and answers questions (its methods) in their order. Ray restarts none of them: whoever asks decides what a lost one is worth.
-Arguments and answers go through the object store, arrays without a copy of their own; what `put` returns is sent to each machine once.
+Each holds one object and answers questions (its methods) in their order. Ray restarts none of them: whoever asks
+decides what a lost one is worth.
+Arguments and answers go through the object store, arrays without a copy of their own; what `put` returns is sent to
+each machine once.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class RayWorkers:
 
     name, count    what they are in messages, and how many there will be
     cpus, gpus     what Ray reserves for each; parts of one too
-    moves_before   the question before which a worker without reserved CPUs (see `start`) is given up as soon as there is room for them
+    moves_before   the question before which a worker without reserved CPUs (see `start`) is given up as soon as there
+                   is room for them
     ray_kwargs     go to `ray.init` where no Ray is connected yet
     """
 
@@ -71,7 +74,8 @@ class RayWorkers:
     def start(self, make: Callable[[], Any], replaces: bool = False) -> RayWorker:
         """Begin to start a worker that holds what `make` makes; `started` waits for it.
 
-        replaces  it is started for one that was lost: where the cluster has become too small, it runs without reserved CPUs
+        replaces  it is started for one that was lost: where the cluster has become too small, it runs without reserved
+                  CPUs
         """
         try:
             made = ray.cloudpickle.dumps(make)
@@ -84,7 +88,8 @@ class RayWorkers:
         return ray.put(value)
 
     def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
-        """Those whose oldest question is answered, who have started or are lost; waits so many seconds for the first of them."""
+        """Those whose oldest question is answered, who have started or are lost; waits so many seconds for the first of
+        them."""
         asked = {worker.oldest: worker for worker in workers if worker.oldest is not None}
         if not asked:
             return []
@@ -189,8 +194,8 @@ class RayWorker:
         self._place = self._get(self._where, None)
 
     def tend(self) -> None:
-        """One that replaces another and is not placed yet: begin again where Ray has put it on a node that has just gone, and without CPUs where there
-        is no room for them any more."""
+        """One that replaces another and is not placed yet: begin again where Ray has put it on a node that has just
+        gone, and without CPUs where there is no room for them any more."""
         if not self._replaces or self._place is not None:
             return
         if ray.wait([self._where], timeout=0)[0]:

@@ -1,4 +1,5 @@
-"""The session of this process: a project's trial, its run directory and its cluster. `bray.init` opens it, `shutdown` ends it."""
+"""The session of this process: a project's trial, its run directory and its cluster. `bray.init` opens it, `shutdown`
+ends it."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class ClusterSession:
     member: str = ""
     """The member that this process runs; '' in the process that called `init`."""
     run: RunDir | None = None
-    """What the process that called `init` has locked: the run directory, or `numbers` where that is all it writes to."""
+    """What the process that called `init` has locked: the run directory, or `numbers` where that is all it writes
+    to."""
     log: logging.Handler | None = None
     watched: list[tuple[str, Promise]] = field(default_factory=list)
     """(name, its end): components whose failure ends `run_until_asked_to_stop`."""
@@ -149,14 +151,16 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_until_asked_to_stop(poll: Callable[[], bool] | None = None, every: float = 0.2) -> None:
-    """Wait for Ctrl-C, SIGTERM or a closed terminal, then end the session. A trainer that fails ends it too, and its error is raised.
+    """Wait for Ctrl-C, SIGTERM or a closed terminal, then end the session. A trainer that fails ends it too, and its
+    error is raised.
 
     poll  called about every `every` seconds; True ends the session
     """
     asked, ending = threading.Event(), False
 
     def ask(signum: int, _: Any) -> None:
-        # A second Ctrl-C interrupts the ending. A second SIGTERM does not: `timeout` sends two, to the process and to its group.
+        # A second Ctrl-C interrupts the ending. A second SIGTERM does not: `timeout` sends two, to the process and to
+        # its group.
         if ending and asked.is_set() and signum == signal.SIGINT:
             raise KeyboardInterrupt
         asked.set()

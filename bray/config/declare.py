@@ -61,7 +61,8 @@ ShareSchedule = Share | Annotated[dict[str, Any], annotated_types.Predicate(Sche
 
 @dataclass(frozen=True)
 class Flag:
-    """In a field's `Annotated`: the option is a command-line flag too. Its help is the first sentence of the field's docstring."""
+    """In a field's `Annotated`: the option is a command-line flag too. Its help is the first sentence of the field's
+    docstring."""
 
     names: str = ""
     """Spellings, like "-f,--yaml"; empty = the field's name with dashes."""
@@ -177,8 +178,8 @@ def values_of(made: Any, cls: type) -> dict[str, Any]:
 
 
 def about(cls: type) -> str:
-    """The docstring of a dataclass, in one line. Where it has none (`dataclass` puts the signature there) its file's first line tells, as for
-    an algorithm's Config."""
+    """The docstring of a dataclass, in one line. Where it has none (`dataclass` puts the signature there) its file's
+    first line tells, as for an algorithm's Config."""
     text = cls.__doc__ or ""
     if text.startswith(f"{cls.__name__}("):
         text = (sys.modules[cls.__module__].__doc__ or "").partition("\n")[0].partition("   ")[0]

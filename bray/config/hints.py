@@ -1,4 +1,5 @@
-"""What other libraries call things, and how to say them here. Messages about unknown keys, flags and commands look here first."""
+"""What other libraries call things, and how to say them here. Messages about unknown keys, flags and commands look here
+first."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ _SIZE = "rollout_length x num_envs is the size of a batch of PPO and A2C; batch_
 ELSEWHERE: dict[str, str] = {
     # algorithms
     "learning_rate": "lr",
-    "n_steps": "rollout_length (PPO, A2C: steps of each environment per update) or n_step (DQN, SAC: rewards summed per return)",
+    "n_steps": "rollout_length (PPO, A2C: steps of each environment per update) or n_step (DQN, SAC: rewards summed "
+    "per return)",
     "rollout_fragment_length": "rollout_length",
     "train_batch_size": _SIZE,
     "sgd_minibatch_size": "minibatches: the number of pieces a rollout is cut into",
@@ -72,7 +74,7 @@ ELSEWHERE: dict[str, str] = {
     "attention_num_heads": "model.attention_heads",
     "attention_dim": "model.lstm_cell_size",
     "attention_memory_inference": "model.attention_window",
-    "features_extractor_class": "model.custom_preprocessor for the first layer, model.custom_model for the whole network",
+    "features_extractor_class": "model.custom_preprocessor for the first layer, model.custom_model for all of them",
     "custom_loss": "model.loss_terms={module:function: weight}",
     "load_path": "init_from: `--init-from RUN_OR_CHECKPOINT`",
     # the run

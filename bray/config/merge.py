@@ -22,8 +22,8 @@ def resolve(
 ) -> Resolved:
     """Merge sources (later ones win), check every value, and build the section dataclasses.
 
-    Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place. `elsewhere`: the end of the message about a key that
-    is known, but not here; empty for others.
+    Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place. `elsewhere`: the
+    end of the message about a key that is known, but not here; empty for others.
     """
     merger = _Merger(sections, elsewhere)
     for source in sources:
@@ -150,7 +150,8 @@ class _Merger:
         self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at), told))
 
     def near_keys(self, path: Key) -> list[str]:
-        """Keys to look for the nearest one in: dotted ones for a dotted name, else bare ones, or nested ones of that name."""
+        """Keys to look for the nearest one in: dotted ones for a dotted name, else bare ones, or nested ones of that
+        name."""
         found = [p for section, cls in self.sections.items() for p, _ in all_keys(cls, (section,))]
         name, bare = path[-1], [*self.owners, *self.sections]
         if len(path) > 1:

@@ -21,12 +21,13 @@ _JOYRL: dict[str, Key] = {
     "value_layers": ("model", "layers"),
     "model_save_fre": ("run", "checkpoint_updates"),
 }
-"""Keys of JoyRL's `general_cfg` and `algo_cfg` that only have another name here; `bray.config.hints` answers for the others."""
+"""Keys of JoyRL's `general_cfg` and `algo_cfg` that only have another name here; `bray.config.hints` answers for the
+others."""
 
 
 def load_run_file(path: str | Path) -> ConfigSource:
-    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work too. The groups of JoyRL's
-    files (`general_cfg`, `algo_cfg`, `env_cfg`) are read."""
+    """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work
+    too. The groups of JoyRL's files (`general_cfg`, `algo_cfg`, `env_cfg`) are read."""
     return spread_sections(load_config(path))
 
 
@@ -80,7 +81,8 @@ def preset(algo: str, env: str) -> ConfigSource | None:
 
 
 def other_versions(algo: str, env: str) -> list[str]:
-    """Environments with a preset of this algorithm that are another version of this one: CartPole-v1 for CartPole-v0."""
+    """Environments with a preset of this algorithm that are another version of this one: CartPole-v1 for
+    CartPole-v0."""
     return [e for a, e, _ in presets() if a == algo and e != env and _without_version(e) == _without_version(env)]
 
 
@@ -89,8 +91,8 @@ def _without_version(env: str) -> str:
 
 
 def scores() -> list[dict[str, Any]]:
-    """What the algorithms were measured to reach, case by case: written by `python -m benchmarks.learning`. Numbers `[a, low, high]` are interquartile means over
-    the seeds with their 95 % intervals."""
+    """What the algorithms were measured to reach, case by case: written by `python -m benchmarks.learning`. Numbers
+    `[a, low, high]` are interquartile means over the seeds with their 95 % intervals."""
     return list(json.loads(resources.files("bray").joinpath("presets", "scores.json").read_text()))
 
 

@@ -23,7 +23,8 @@ _MAX_DEPTH = 64
 
 @dataclass
 class ConfigSource:
-    """Values from one place. `values` is nested by section and/or holds bare keys; `lines` and `texts` locate single keys."""
+    """Values from one place. `values` is nested by section and/or holds bare keys; `lines` and `texts` locate single
+    keys."""
 
     name: str
     """"default", "preset cartpole_ppo", "--config", "command line", "python" or a file's path."""
@@ -196,7 +197,8 @@ def parse_json(text: str, name: str = "--config") -> ConfigSource:
         pair = re.fullmatch(r"([\w/]+)=([\d.e+-]+)", text.strip())
         example = f'{{"{pair[1]}": {pair[2]}}}' if pair else '{"KEY": VALUE}'
         raise ConfigError(
-            f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}. Write it as {name} '{example}'"
+            f"{name}: not JSON: {e.msg} at line {e.lineno}, column {e.colno}: {text[:60]!r}. Write it as {name} "
+            f"'{example}'"
         ) from None
     except RecursionError:
         raise ConfigError(f"{name}: not JSON a config can hold: nested too deep") from None
@@ -230,7 +232,8 @@ def parse_assignments(items: Sequence[str], name: str = "command line") -> Confi
 
 
 def load_config(path: str | Path) -> ConfigSource:
-    """A config file by its suffix: .yaml/.yml, .json, or .py with a dict named `config` (or `main_config`), which is run."""
+    """A config file by its suffix: .yaml/.yml, .json, or .py with a dict named `config` (or `main_config`), which is
+    run."""
     suffix = Path(path).suffix.lower()
     if suffix in (".yaml", ".yml"):
         return load_yaml(path)

@@ -17,10 +17,12 @@ _BEHIND = ("obs", "outputs")  # those with a row for the final observation
 
 
 class Episodes(Experience):
-    """A batch is one column `[T, 1]`: episodes that have ended, at least `rows` of their rows, one behind the other, each followed by its final
-    observation as a dead row. It is filled up with dead rows to a multiple of half of `rows`, so that few shapes come.
+    """A batch is one column `[T, 1]`: episodes that have ended, at least `rows` of their rows, one behind the other,
+    each followed by its final observation as a dead row. It is filled up with dead rows to a multiple of half of
+    `rows`, so that few shapes come.
 
-    Games are kept apart by stream. Rows before the first start of an episode that is seen, or behind a gap, are not learnt from."""
+    Games are kept apart by stream. Rows before the first start of an episode that is seen, or behind a gap, are not
+    learnt from."""
 
     iteration_steps = ITERATION_STEPS
 

@@ -7,8 +7,8 @@
     Episodes    whole episodes, once (PG; `episodes.py`)
     Generation  the return of an episode of each environment (ES; `generation.py`)
 
-The ratio of updates to gathered rows is kept here, so it is the same for every source. An experience of your own has the
-methods of `Experience`.
+The ratio of updates to gathered rows is kept here, so it is the same for every source. An experience of your own has
+the methods of `Experience`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from bray.tree import NestedArray
 ITERATION_STEPS = 1000
 """Environment steps of an iteration, unless `run.iteration_steps` says otherwise."""
 LABEL_ROWS = 16
-"""Rows of a piece whose priorities are computed where it is played: n-step sums end with the piece, and its last observation costs a forward."""
+"""Rows of a piece whose priorities are computed where it is played: n-step sums end with the piece, and its last
+observation costs a forward."""
 
 
 class EndOfData(Exception):
@@ -38,7 +39,8 @@ class EndOfData(Exception):
 
 
 class Counts(NamedTuple):
-    """Steps and episodes of the games. They are sent beside the pieces, so that they stay right when a piece is dropped."""
+    """Steps and episodes of the games. They are sent beside the pieces, so that they stay right when a piece is
+    dropped."""
 
     env_steps: int = 0
     episodes: tuple[tuple[float, int], ...] = ()
@@ -71,7 +73,8 @@ class Experience:
     ends_with_batch: bool = True
     """Whether an iteration ends with a batch; else with the step, be a batch due or not."""
     asynchronous: bool = False
-    """Whether rollout workers play on while it learns, each at its own pace and with weights that are some versions old."""
+    """Whether rollout workers play on while it learns, each at its own pace and with weights that are some versions
+    old."""
     lanes: bool = False
     """Whether a row is one step of all environments: pieces of such workers then come side by side."""
 
@@ -94,7 +97,8 @@ class Experience:
         raise NotImplementedError
 
     def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
-        """Called after the update with this batch, with its priorities. Ids of rows that have been overwritten are counted and ignored."""
+        """Called after the update with this batch, with its priorities. Ids of rows that have been overwritten are
+        counted and ignored."""
 
     def complete(self) -> None:
         """No more pieces will come."""
@@ -120,8 +124,8 @@ class Experience:
         return 0
 
     def get_state(self, directory: Path | None) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}; large parts go to files in the directory, or nowhere without one. `"exact": False` beside these where
-        something is left out."""
+        """{"arrays": tree, "json": plain data}; large parts go to files in the directory, or nowhere without one.
+        `"exact": False` beside these where something is left out."""
         return {"arrays": {}, "json": {}}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
@@ -132,17 +136,18 @@ class Experience:
         """Delete files that none of these states (the `arrays` of kept checkpoints) needs."""
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------------
+# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 class Replay(Experience):
     """Transitions of `size` rows at most, drawn in batches again and again.
 
-    After `learning_starts` environment steps, `updates` batches are due for every `train_every` steps. Environments of this process step together
-    and share rows of the ring; pieces of live games lie one after the other, each with its last observation behind it.
+    After `learning_starts` environment steps, `updates` batches are due for every `train_every` steps. Environments of
+    this process step together and share rows of the ring; pieces of live games lie one after the other, each with its
+    last observation behind it.
 
-    A new row has the largest priority so far. With `initial_priority="td_error"` it has that of its piece's column `priority`, where there is one
-    (`Policy.label` makes it): pieces then have 16 rows.
+    A new row has the largest priority so far. With `initial_priority="td_error"` it has that of its piece's column
+    `priority`, where there is one (`Policy.label` makes it): pieces then have 16 rows.
     """
 
     piece_length: int | None = 1
@@ -213,13 +218,14 @@ class Replay(Experience):
         self.rng = np.random.default_rng([seed, 2])
 
     def check_rows(self, num_envs: int, ready: int) -> None:
-        """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may be a dead one."""
+        """Refuse a size that could never hold a batch: `ready` of `num_envs` rows come at a time, and every other may
+        be a dead one."""
         self._lanes = num_envs
         size = -(-2 * self.batch_size * num_envs // ready)
         if self.size < size:
             raise ConfigError(
-                f"a gradient step waits until batch_size={self.batch_size} transitions can be drawn, so replay_size is at least {size}; "
-                f"got {self.size}"
+                f"a gradient step waits until batch_size={self.batch_size} transitions can be drawn, so replay_size "
+                f"is at least {size}; got {self.size}"
             )
 
     def _make_ring(self, example: dict[str, NestedArray], lanes: int) -> ReplayRing:
@@ -263,7 +269,8 @@ class Replay(Experience):
         return piece.extras
 
     def _add_ragged(self, piece: Piece, b: int) -> None:
-        """The rows of one game, then its last observation as a dead row: the row before it has a successor, and nothing follows."""
+        """The rows of one game, then its last observation as a dead row: the row before it has a successor, and nothing
+        follows."""
         assert self.ring is not None
         kept, t = self._kept(piece), piece.length
         for i in range(t + 1):
@@ -329,8 +336,8 @@ class Replay(Experience):
         if self.ring is None:
             return "no game has sent a row to learn from yet"
         return (
-            f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps and with a batch of "
-            f"{self.least:,} transitions"
+            f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps "
+            f"and with a batch of {self.least:,} transitions"
         )
 
     def numbers(self) -> dict[str, float]:
@@ -363,8 +370,9 @@ class Replay(Experience):
         self._ragged, lanes = bool(json["ragged"]), int(arrays["ring"]["layout"][0])
         if self._lanes not in (None, lanes) and not self._ragged:
             raise CheckpointError(
-                f"the replay is of {lanes} environments in step, this run has {self._lanes} (num_envs, times num_workers where there are any): resume with "
-                "as many, or start a new run from its weights with --init-from"
+                f"the replay is of {lanes} environments in step, this run has {self._lanes} (num_envs, times "
+                "num_workers where there are any): resume with as many, or start a new run from its weights with "
+                "--init-from"
             )
         self.ring = self._make_ring(arrays["example"], lanes)
         self.ring.load(directory, arrays["ring"])
@@ -376,8 +384,9 @@ class Replay(Experience):
 
 
 class Sequences(Replay):
-    """Replay of sequences: `burn_in + length` consecutive rows of one game, `[T, B, ...]`. A sequence may begin at any row, so sequences overlap. The
-    recurrent state of a Model is stored for every row; a batch has that of its first row."""
+    """Replay of sequences: `burn_in + length` consecutive rows of one game, `[T, B, ...]`. A sequence may begin at any
+    row, so sequences overlap. The recurrent state of a Model is stored for every row; a batch has that of its first
+    row."""
 
     def __init__(self, size: int, batch_size: int, length: int, burn_in: int = 0, **options: Any):
         super().__init__(size, batch_size, **options)
@@ -388,8 +397,8 @@ class Sequences(Replay):
         rows = self.burn_in + self.length
         if self.size < rows * num_envs:
             raise ConfigError(
-                f"a sequence is {rows} rows of one environment, so replay_size is at least {rows} * {num_envs} environments = {rows * num_envs}; "
-                f"got {self.size}"
+                f"a sequence is {rows} rows of one environment, so replay_size is at least {rows} * {num_envs} "
+                f"environments = {rows * num_envs}; got {self.size}"
             )
 
     def _ready(self) -> bool:
@@ -407,11 +416,12 @@ class Sequences(Replay):
         return {**data, "id": data.pop("anchor")}  # its priority goes to the row that was drawn
 
 
-# --- files ------------------------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 class Dataset(Experience):
-    """All transitions of a source that ends, in a new random order each epoch; batches as those of `Replay`, without priorities."""
+    """All transitions of a source that ends, in a new random order each epoch; batches as those of `Replay`, without
+    priorities."""
 
     def __init__(self, batch_size: int, epochs: int = 1, gamma: float = 0.99, n_step: int = 1):
         if batch_size < 1 or epochs < 1:

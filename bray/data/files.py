@@ -2,9 +2,9 @@
 
     BRAYEPIS  version  | zstd(packed tree) per episode ... | packed index | index offset, index size, BRAYEPIX
 
-An episode is a dict of columns: obs `[T + 1, ...]`, action, reward, terminated, truncated `[T, ...]`, and any further columns of
-T or T + 1 rows. The index at the end lets episode i be read without the others. Stacked frames (each stack the one
-before it shifted by one) are stored once per frame and stacked again when read, before compression sees them.
+An episode is a dict of columns: obs `[T + 1, ...]`, action, reward, terminated, truncated `[T, ...]`, and any further
+columns of T or T + 1 rows. The index at the end lets episode i be read without the others. Stacked frames (each stack
+the one before it shifted by one) are stored once per frame and stacked again when read, before compression sees them.
 
 Reading trusts nothing: every offset and size is checked, nothing is unpickled.
 """
@@ -41,9 +41,9 @@ Episode = dict[str, NestedArray]
 
 
 class EpisodeWriter:
-    """Writes `<prefix>-00000.episodes`, `-00001`, ... with at most `per_file` episodes each. Numbering goes on after the files
-    that are there. A file has its name only when it is whole; leaving the `with` block finishes the last one, also after an
-    error, since the episodes written so far are complete."""
+    """Writes `<prefix>-00000.episodes`, `-00001`, ... with at most `per_file` episodes each. Numbering goes on after
+    the files that are there. A file has its name only when it is whole; leaving the `with` block finishes the last one,
+    also after an error, since the episodes written so far are complete."""
 
     def __init__(self, prefix: Path | str, per_file: int = PER_FILE):
         if per_file < 1:
@@ -111,8 +111,8 @@ def write_episodes(prefix: Path | str, episodes: Iterable[Episode], per_file: in
 
 
 class EpisodeReader(Sequence):
-    """The episodes of a file, of several files, or of all trajectory files of a directory, in order of name. Only the indexes
-    are read at first; `reader[i]` reads one episode."""
+    """The episodes of a file, of several files, or of all trajectory files of a directory, in order of name. Only the
+    indexes are read at first; `reader[i]` reads one episode."""
 
     def __init__(self, source: Path | str | Iterable[Path | str]):
         if isinstance(source, (str, Path)):
@@ -150,8 +150,8 @@ class EpisodeReader(Sequence):
         return (self[i] for i in range(len(self)))
 
     def transitions(self) -> dict[str, NestedArray]:
-        """All episodes as one tree of arrays, a row per transition: the columns, and next_obs. Columns of T + 1 rows give
-        their first T."""
+        """All episodes as one tree of arrays, a row per transition: the columns, and next_obs. Columns of T + 1 rows
+        give their first T."""
         parts = []
         for episode in self:
             n = len(episode["reward"])
@@ -168,8 +168,8 @@ class EpisodeReader(Sequence):
 
 
 def to_pickle(path: Path | str, episodes: Iterable[Episode]) -> None:
-    """Write episodes as one pickled dict of lists (state, action, reward, next_state, terminated, info; an entry per episode, each
-    a list per step), for tools that read that. We write pickles on request and never read them."""
+    """Write episodes as one pickled dict of lists (state, action, reward, next_state, terminated, info; an entry per
+    episode, each a list per step), for tools that read that. We write pickles on request and never read them."""
     out: dict[str, list[Any]] = {k: [] for k in ("state", "action", "reward", "next_state", "terminated", "info")}
     for episode in episodes:
         n = _check(episode)

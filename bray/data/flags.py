@@ -1,4 +1,5 @@
-"""The flag byte of a replay row. Compiled kernels hold these numbers as constants: after a change, delete their cache files."""
+"""The flag byte of a replay row. Compiled kernels hold these numbers as constants: after a change, delete their cache
+files."""
 
 TERMINATED = 1
 TRUNCATED = 2
@@ -9,7 +10,8 @@ FIRST = 8
 RETIRED = 16
 """Sampled `max_use` times."""
 JOINT = 32
-"""A FIRST row in the middle of an episode: what was played before it is not here, but the memory that it was played with is."""
+"""A FIRST row in the middle of an episode: what was played before it is not here, but the memory that it was played
+with is."""
 ENDED = TERMINATED | TRUNCATED
 ELIGIBLE_MASK = VALID | RETIRED
 ELIGIBLE = VALID

@@ -1,8 +1,9 @@
 """Stacked frames stored once: one frame per row, stacks rebuilt when sampled.
 
-An observation `[k, ...]` is k consecutive frames, newest last, so inside an episode a stack is the one before it shifted by one.
-Only an episode's first stack holds frames that no row has: these k - 1 are kept as "zeros" or "copies of the first frame"
-(what almost every environment does, at no cost), else as they are.
+An observation `[k, ...]` is k consecutive frames, newest last, so inside an episode a stack is the one before it
+shifted by one.
+Only an episode's first stack holds frames that no row has: these k - 1 are kept as "zeros" or "copies of the first
+frame" (what almost every environment does, at no cost), else as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class FrameStore:
     def __init__(self, example: np.ndarray, stack: int, rows: int, num_envs: int, make: Any):
         if example.ndim < 2 or example.shape[0] != stack:
             raise ConfigError(
-                f"frame_stack={stack} needs observations of shape [{stack}, ...], newest frame last; got {example.shape}"
+                f"frame_stack={stack} needs observations of shape [{stack}, ...], newest frame last; got "
+                f"{example.shape}"
             )
         self.stack, self.num_envs = stack, num_envs
         self.shape, self.dtype = example.shape, example.dtype
@@ -88,10 +90,11 @@ class FrameStore:
         return at
 
     def gather(self, flags: np.ndarray, slots: np.ndarray, length: int) -> np.ndarray:
-        """`length` frames ending with the rows `slots`: `[..., length, *frame shape]`. With length = stack + 1 the window
-        holds a row's stack and its predecessor's; then no slot may be an episode's first row.
+        """`length` frames ending with the rows `slots`: `[..., length, *frame shape]`. With length = stack + 1 the
+        window holds a row's stack and its predecessor's; then no slot may be an episode's first row.
 
-        One `take` over a matrix of frame numbers: numpy copies whole frames forwards, 1.7 times as fast here as a compiled loop.
+        One `take` over a matrix of frame numbers: numpy copies whole frames forwards, 1.7 times as fast here as a
+        compiled loop.
         """
         numbers = slots.reshape(-1, 1) + np.arange(1 - length, 1) * self.num_envs
         numbers[numbers < 0] += self.size

@@ -14,13 +14,14 @@ from bray.data.piece import Piece
 from bray.errors import ConfigError
 
 MOST_BYTES = 64 << 20
-"""Of the observations that are kept of a generation, for the statistics of the Model: pictures of whole episodes would fill the memory."""
+"""Of the observations that are kept of a generation, for the statistics of the Model: pictures of whole episodes would
+fill the memory."""
 
 
 class Generation(Experience):
-    """A batch: `return [B]` of the first episode that each environment began with the newest weights, the extras of the row that ended it `[B, ...]`,
-    and observations `obs [N, ...]` since the last batch: all, or where these are many every second, fourth, ... step. Episodes that began before, and second
-    ones while others still play, do not count.
+    """A batch: `return [B]` of the first episode that each environment began with the newest weights, the extras of the
+    row that ended it `[B, ...]`, and observations `obs [N, ...]` since the last batch: all, or where these are many
+    every second, fourth, ... step. Episodes that began before, and second ones while others still play, do not count.
     """
 
     piece_length = 1  # the weights change as soon as the last episode ends, so that all begin the next one together
@@ -47,8 +48,8 @@ class Generation(Experience):
 
     def check_live(self) -> None:
         raise ConfigError(
-            "this algorithm tries other weights in every environment of one process (--env, num_envs); live games are learnt from by PPO, A2C, "
-            "PG and DQN"
+            "this algorithm tries other weights in every environment of one process (--env, num_envs); live games are "
+            "learnt from by PPO, A2C, PG and DQN"
         )
 
     def add(self, piece: Piece) -> None:

@@ -1,4 +1,5 @@
-"""Pieces of workers that play at their own pace, put in step for a replay whose rows are one step of all environments."""
+"""Pieces of workers that play at their own pace, put in step for a replay whose rows are one step of all
+environments."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ AHEAD = 4
 class Lanes:
     """`add` pieces of worker w, `take` them side by side, each worker in columns of its own.
 
-    Where a worker is too far behind, or was replaced, its columns have a gap: rows that are not valid and show its last observation. The row before
-    the gap so has its successor, and sums of rewards end there.
+    Where a worker is too far behind, or was replaced, its columns have a gap: rows that are not valid and show its last
+    observation. The row before the gap so has its successor, and sums of rewards end there.
     """
 
     def __init__(self, workers: int):

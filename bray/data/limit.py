@@ -12,10 +12,12 @@ from bray.errors import ConfigError
 class RateLimit:
     """Keeps rows pushed per row sampled between `least` and `most`, over about the last `window` seconds.
 
-    Both counts are multiplied by 0.01 ** (1 / window) per second, so what happened `window` seconds ago weighs a hundredth.
-    `may_push` is False while too much is pushed (actors wait for the learner), `may_sample` while too little is (the learner
-    waits for new rows). A side is asked before it acts and may overshoot by one call; since `least <= most`, one of the two may always
-    go on. Nothing sampled within the window (less than one row is left of it): nothing to compare with, pushing is free.
+    Both counts are multiplied by 0.01 ** (1 / window) per second, so what happened `window` seconds ago weighs a
+    hundredth.
+    `may_push` is False while too much is pushed (actors wait for the learner), `may_sample` while too little is (the
+    learner waits for new rows). A side is asked before it acts and may overshoot by one call; since `least <= most`,
+    one of the two may always go on. Nothing sampled within the window (less than one row is left of it): nothing to
+    compare with, pushing is free.
 
         limit = RateLimit(least=0.25)                  # each row is drawn four times at most, on average
         if limit.may_push():
@@ -25,8 +27,8 @@ class RateLimit:
             batch = replay.sample(256, rng)
             limit.sampled(256)
 
-    A training in one process needs none: `train_every`, `updates` and `batch_size` fix the ratio exactly there. It is for actors and learners
-    that run at their own pace. `clock` gives seconds.
+    A training in one process needs none: `train_every`, `updates` and `batch_size` fix the ratio exactly there. It is
+    for actors and learners that run at their own pace. `clock` gives seconds.
     """
 
     def __init__(

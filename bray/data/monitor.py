@@ -22,8 +22,8 @@ class Monitor:
         return self._batches % EVERY == 1
 
     def see(self, use: np.ndarray, staleness: np.ndarray, priority: np.ndarray | None) -> None:
-        """A batch: how often each of its rows was drawn (this draw included), by how many versions of the weights it is older
-        than the newest ones, and its priority."""
+        """A batch: how often each of its rows was drawn (this draw included), by how many versions of the weights it is
+        older than the newest ones, and its priority."""
         for name, values in (("use", use), ("staleness", staleness), ("priority", priority)):
             if values is not None:
                 self._sums[name] = self._sums.get(name, 0.0) + float(values.sum())

@@ -1,5 +1,5 @@
-"""Piece: the columns of a stretch of trajectory, the same whether an environment in this process, a worker, a live game or a file
-brought it."""
+"""Piece: the columns of a stretch of trajectory, the same whether an environment in this process, a worker, a live game
+or a file brought it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Piece:
     extras: dict[str, NestedArray] = field(default_factory=dict)
     """`[T, B, ...]`: what the Policy decided beside the action, such as `logp`."""
     state: NestedArray | None = None
-    """`[ceil(T / state_every), B, ...]`: what a Model with memory knew before rows 0, state_every, 2 state_every, ..."""
+    """`[ceil(T / state_every), B, ...]`: what a Model with memory knew before rows 0, state_every, 2 state_every,
+    ..."""
     state_every: int = 1
     version: int | np.ndarray = 0
     """Of the weights that acted: one number, or `[T, B]` where they changed on the way."""
@@ -50,13 +51,15 @@ class Piece:
     start: int | np.ndarray = 0
     """The tick (`[B]`, or one for all) of row 0. Pieces of a stream that follow each other have no gap."""
     in_line: bool = False
-    """Whether column b + 1 goes on where column b ends, unless the last valid row of column b ends an episode or is truncated."""
+    """Whether column b + 1 goes on where column b ends, unless the last valid row of column b ends an episode or is
+    truncated."""
     side: str = "default"
     """Whose policy acted."""
     lent: bool = False
     """Whether its source may overwrite its arrays at the next `gather`. Whoever keeps such a piece copies it."""
     on_device: tuple[NestedArray, Any] | None = None
-    """`obs`, and the same as a tensor on the GPU, where the Model that acted has been given them there: a Learner need not copy them again."""
+    """`obs`, and the same as a tensor on the GPU, where the Model that acted has been given them there: a Learner need
+    not copy them again."""
 
     @property
     def seen(self) -> NestedArray:
@@ -93,13 +96,15 @@ class Piece:
         """Rows [start, end) as views."""
         if not 0 <= start < end <= self.length:
             raise DataError(
-                f"a piece of a trajectory of {self.length} rows is 0 <= start < end <= {self.length}, got {start}, {end}"
+                f"a piece of a trajectory of {self.length} rows is 0 <= start < end <= {self.length}, got {start}, "
+                f"{end}"
             )
         state = self.state
         if state is not None:
             if start % self.state_every:
                 raise ConfigError(
-                    f"a piece of a Model with memory is cut where its state is known, every {self.state_every} rows; got row {start}"
+                    f"a piece of a Model with memory is cut where its state is known, every {self.state_every} rows; "
+                    f"got row {start}"
                 )
             state = tree.index(state, slice(start // self.state_every, -(-end // self.state_every)))
         cut = {name: tree.index(getattr(self, name), slice(start, end + rows)) for name, rows in _ROWS.items()}
@@ -162,8 +167,9 @@ COLUMNS = (*_ROWS, "state")
 
 
 def unroll(piece: Piece, length: int, last: str = "drop") -> list[Piece]:
-    """Cut into pieces of `length` rows. What remains at the end is left out (`drop`), covered by a piece of the last `length`
-    rows that overlaps the one before (`last`), or filled up with null rows: zeros, and `valid` False (`null_padding`).
+    """Cut into pieces of `length` rows. What remains at the end is left out (`drop`), covered by a piece of the last
+    `length` rows that overlaps the one before (`last`), or filled up with null rows: zeros, and `valid` False
+    (`null_padding`).
     A trajectory shorter than `length` has no last `length` rows, so `last` pads it. 10 rows of 4: 2, 3 and 3 pieces."""
     if last not in _LAST:
         raise UnknownName("way to treat the last piece", last, _LAST)
@@ -181,9 +187,9 @@ def unroll(piece: Piece, length: int, last: str = "drop") -> list[Piece]:
 
 
 def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each row, `[T, B]`: the discounted sum of m <= n rewards, gamma**m (0 where the last one terminated), and the row to
-    bootstrap from. Windows end with the episode or with the trajectory, as those of a `ReplayRing` end with the newest row. Dead
-    rows have sum 0, discount 1 and themselves as bootstrap; `valid` weighs them out."""
+    """For each row, `[T, B]`: the discounted sum of m <= n rewards, gamma**m (0 where the last one terminated), and the
+    row to bootstrap from. Windows end with the episode or with the trajectory, as those of a `ReplayRing` end with the
+    newest row. Dead rows have sum 0, discount 1 and themselves as bootstrap; `valid` weighs them out."""
     from bray.data.windows import nstep_windows
 
     if n < 1:
@@ -199,8 +205,8 @@ def nstep(piece: Piece, n: int, gamma: float) -> tuple[np.ndarray, np.ndarray, n
 
 
 def nstep_td_errors(piece: Piece, chosen: np.ndarray, value: np.ndarray, n: int, gamma: float) -> np.ndarray:
-    """The n-step TD error of each row, `[T, B]` float32: with the value of the action that was chosen `[T, B]` and of each observation `[T + 1, B]`, as
-    they were when it was played. 0 for dead rows; windows as in `nstep`."""
+    """The n-step TD error of each row, `[T, B]` float32: with the value of the action that was chosen `[T, B]` and of
+    each observation `[T + 1, B]`, as they were when it was played. 0 for dead rows; windows as in `nstep`."""
     total, discount, after = nstep(piece, n, gamma)
     future = np.where(discount > 0.0, discount * np.take_along_axis(value, after, 0), np.float32(0.0))
     return np.where(piece.valid, total + future - chosen, np.float32(0.0)).astype(np.float32)

@@ -1,8 +1,8 @@
 """The sum tree of prioritized replay (Schaul 2016): draw slot i with probability p_i / sum(p), change p_i, in O(log n).
 
-Each node holds the sum of eight children, one cache line, so a tree over a million slots is seven levels deep and takes 8/7
-of its leaves. A parent is always recomputed as the sum of its children in one order, never adjusted by a difference: the
-tree is a pure function of its leaves (no drift, and a checkpoint needs the leaves only).
+Each node holds the sum of eight children, one cache line, so a tree over a million slots is seven levels deep and takes
+8/7 of its leaves. A parent is always recomputed as the sum of its children in one order, never adjusted by a
+difference: the tree is a pure function of its leaves (no drift, and a checkpoint needs the leaves only).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ FAN = 8
 
 
 class SumTree:
-    """Priorities of `size` slots; `tree[:size]` are the leaves, one level after the other up to the total at the end."""
+    """Priorities of `size` slots; `tree[:size]` are the leaves, one level after the other up to the total at the
+    end."""
 
     def __init__(self, size: int):
         self.size = size
@@ -61,7 +62,8 @@ class SumTree:
         _lift(self.tree, self.offsets, slots.copy())
 
     def turn(self, flags: np.ndarray, enter: int, leave: int, count: int, priority: np.ndarray) -> None:
-        """`count` slots from `enter` on get their `priority` where they are eligible; `count` slots from `leave` on get 0.
+        """`count` slots from `enter` on get their `priority` where they are eligible; `count` slots from `leave` on get
+        0.
         A negative start means none."""
         _turn(self.tree, self.offsets, flags, enter, leave, count, priority)
 
@@ -104,8 +106,8 @@ def _sum(tree, i):
 
 @compiled
 def _lift(tree, offsets, nodes):
-    """Recompute the ancestors of some leaves, level by level; `nodes` is overwritten. Neighbours that share a parent cost
-    one sum, so sorted slots (as stratified draws are) are cheapest."""
+    """Recompute the ancestors of some leaves, level by level; `nodes` is overwritten. Neighbours that share a parent
+    cost one sum, so sorted slots (as stratified draws are) are cheapest."""
     for level in range(1, offsets.shape[0]):
         below, here = offsets[level - 1], offsets[level]
         last = -1
@@ -151,8 +153,8 @@ def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
         x[i] = (i + u[i]) / n * total
         slots[i] = 0
     one, two, four = np.uint64(1), np.uint64(2), np.uint64(4)  # unsigned: no test for negative indices
-    # All draws go down one level before any goes further, so that their cache misses overlap; and each of the three halvings
-    # of a group is a select, not a branch, which would be mispredicted half of the time.
+    # All draws go down one level before any goes further, so that their cache misses overlap; and each of the three
+    # halvings of a group is a select, not a branch, which would be mispredicted half of the time.
     for level in range(offsets.shape[0] - 2, -1, -1):
         nodes = tree[offsets[level] :]
         most = (offsets[level] - offsets[level - 1]) // 8 - 1 if level else np.int64(size - 1)  # the rest is padding

@@ -28,8 +28,8 @@ _VERSION = 1
 class ReplayRing(SampledRing):
     """Uniform or prioritized replay.
 
-    `capacity` counts transitions of all environments. `example` gives shapes and dtypes by ONE environment's row: `obs`, `action`
-    and any extras (a recurrent `state`, `logp`, ...). `options` are the other fields of `RingConfig`.
+    `capacity` counts transitions of all environments. `example` gives shapes and dtypes by ONE environment's row:
+    `obs`, `action` and any extras (a recurrent `state`, `logp`, ...). `options` are the other fields of `RingConfig`.
     """
 
     def __init__(self, capacity: int, num_envs: int, example: dict[str, NestedArray], **options: Any):
@@ -38,8 +38,9 @@ class ReplayRing(SampledRing):
         self._saved = 0
 
     def view(self, rows: slice) -> View:
-        """A part of the history to sample from: rows are counted from the oldest one that can be sampled, as in a list, so
-        `slice(-1000, None)` is the newest 1000 (of every environment). It shares the storage and moves along with it."""
+        """A part of the history to sample from: rows are counted from the oldest one that can be sampled, as in a list,
+        so `slice(-1000, None)` is the newest 1000 (of every environment). It shares the storage and moves along with
+        it."""
         return View(self, rows)
 
     def get_state(self) -> NestedArray:
@@ -60,8 +61,8 @@ class ReplayRing(SampledRing):
             raise
 
     def save(self, directory: Path | str) -> NestedArray:
-        """Append the rows added since the last save to `directory`; returns the small tree that, with these files, is the
-        whole replay. A kill at any moment leaves earlier states loadable."""
+        """Append the rows added since the last save to `directory`; returns the small tree that, with these files, is
+        the whole replay. A kill at any moment leaves earlier states loadable."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         low = max(0, self.steps - self.rows)
@@ -76,8 +77,8 @@ class ReplayRing(SampledRing):
         return {**self._cursor(), "segments": np.array(kept, np.int64).reshape(-1, 4)}
 
     def load(self, directory: Path | str, state: NestedArray) -> None:
-        """Become the replay that `save` returned `state` for: the next samples are the same ones. After an error the replay
-        is empty."""
+        """Become the replay that `save` returned `state` for: the next samples are the same ones. After an error the
+        replay is empty."""
         directory = Path(directory)
         self._check_state(state)
         entries = sorted(segments.entries(state))
@@ -102,7 +103,8 @@ class ReplayRing(SampledRing):
         self._segments, self._saved = entries, self.steps
 
     def prune(self, directory: Path | str, states: Iterable[NestedArray]) -> list[str]:
-        """Delete the segments that neither these states (those of all checkpoints kept) nor this replay's next save need."""
+        """Delete the segments that neither these states (those of all checkpoints kept) nor this replay's next save
+        need."""
         low = self.steps - self.rows
         keep = [e for state in states for e in segments.entries(state)] + [e for e in self._segments if e[1] > low]
         return segments.prune(Path(directory), keep)

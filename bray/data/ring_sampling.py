@@ -33,11 +33,11 @@ class SampledRing(RingStorage):
         beta: float | None = None,
         within: tuple[int, int] | None = None,
     ) -> dict[str, NestedArray]:
-        """`batch_size` transitions: obs, action, reward (n-step sum), discount (gamma**m, 0 where terminated), next_obs,
-        weight, id, and the extras of the first row. The arrays are the caller's.
+        """`batch_size` transitions: obs, action, reward (n-step sum), discount (gamma**m, 0 where terminated),
+        next_obs, weight, id, and the extras of the first row. The arrays are the caller's.
 
-        A window sums m <= n_step rewards: to the end of the episode, or to the newest row if that comes first. Weights are 1
-        when uniform, else (N P_i)^-beta divided by the largest one of this batch.
+        A window sums m <= n_step rewards: to the end of the episode, or to the newest row if that comes first. Weights
+        are 1 when uniform, else (N P_i)^-beta divided by the largest one of this batch.
         """
         ids, slots, weight = self._draw(batch_size, rng, beta, within)
         batch = self._batch(ids, slots, weight)
@@ -54,16 +54,16 @@ class SampledRing(RingStorage):
         beta: float | None = None,
         within: tuple[int, int] | None = None,
     ) -> dict[str, NestedArray]:
-        """`batch_size` runs of T = burn_in + length rows of one environment each, `[T, B, ...]`: obs and first (T + 1 rows),
-        action, reward, terminated, truncated, valid, id, extras, and weight `[B]`. An extra called `state` comes as it was at
-        the first row, `[B, ...]`.
+        """`batch_size` runs of T = burn_in + length rows of one environment each, `[T, B, ...]`: obs and first (T + 1
+        rows), action, reward, terminated, truncated, valid, id, extras, and weight `[B]`. An extra called `state` comes
+        as it was at the first row, `[B, ...]`.
 
-        Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are equally
-        likely. Prioritized: a row is drawn by priority, of those at which the learning part of a sequence can start;
-        `weight` and `anchor` (its id) are that row's.
+        Sequences cross episode ends (`first` and `valid` say where) but never the newest row. Uniform: all starts are
+        equally likely. Prioritized: a row is drawn by priority, of those at which the learning part of a sequence can
+        start; `weight` and `anchor` (its id) are that row's.
 
-        With states: a gap inside an episode (a joint) hides what the memory saw. A sequence with a joint in its burn-in begins
-        at the joint, with the state stored there. Rows behind a later joint are not `valid`.
+        With states: a gap inside an episode (a joint) hides what the memory saw. A sequence with a joint in its burn-in
+        begins at the joint, with the state stored there. Rows behind a later joint are not `valid`.
         """
         if length < 1 or burn_in < 0:
             raise ConfigError(f"sequences have length >= 1 and burn_in >= 0, got {length} and {burn_in}")
@@ -72,8 +72,8 @@ class SampledRing(RingStorage):
         high = stop - total  # the last start
         if high < low:
             raise DataError(
-                f"sequences of {total} rows need {total + 1} rows, the replay has {stop - low + 1 if self.steps else 0}. "
-                "Add more, or sample shorter ones."
+                f"sequences of {total} rows need {total + 1} rows, the replay has "
+                f"{stop - low + 1 if self.steps else 0}. Add more, or sample shorter ones."
             )
         if self._tree is None:
             start, env = np.divmod(rng.integers(low * n, (high + 1) * n, batch_size), n)
@@ -126,13 +126,13 @@ class SampledRing(RingStorage):
         length: int | None = None,
         within: tuple[int, int] | None = None,
     ) -> dict[str, NestedArray]:
-        """`batch_size` different groups, all equally likely, `[T, B, ...]`: the columns of `sample`, and `valid`. A group is the
-        transitions that can be sampled of one episode, or with one value of the integer extra `by`, oldest first; of an
-        episode that is still running, or partly overwritten, those that are there.
+        """`batch_size` different groups, all equally likely, `[T, B, ...]`: the columns of `sample`, and `valid`. A
+        group is the transitions that can be sampled of one episode, or with one value of the integer extra `by`, oldest
+        first; of an episode that is still running, or partly overwritten, those that are there.
 
-        T is the longest group's length; with `length` it is that, and a longer group gives a run of so many from a random
-        start. What a group lacks are zeros with `valid` False and id -1. Priorities are not looked at; weights are 1. A
-        call looks at all stored rows.
+        T is the longest group's length; with `length` it is that, and a longer group gives a run of so many from a
+        random start. What a group lacks are zeros with `valid` False and id -1. Priorities are not looked at; weights
+        are 1. A call looks at all stored rows.
         """
         ids = np.arange(*(within or self.id_range()))
         slots = ids % self._size
@@ -159,8 +159,8 @@ class SampledRing(RingStorage):
         return {**batch, "valid": valid}
 
     def take(self, id: np.ndarray) -> dict[str, NestedArray]:
-        """The transitions with these ids, in this order, as `sample` gives them, with weight 1. Not a draw: it is not counted
-        for `max_use`."""
+        """The transitions with these ids, in this order, as `sample` gives them, with weight 1. Not a draw: it is not
+        counted for `max_use`."""
         ids = np.asarray(id, np.int64).reshape(-1)
         slots = ids % self._size
         newest = max(0, self.steps - 1)
@@ -168,21 +168,23 @@ class SampledRing(RingStorage):
         wrong = np.flatnonzero((ids < low) | (ids >= high) | ((self._flags.take(slots) & VALID) == 0))
         if len(wrong):
             raise DataError(
-                f"transition {ids[wrong[0]]} is not in the replay: it was overwritten, has no successor yet, or is a dead row. "
-                f"Ids here are {low} to {high - 1}."
+                f"transition {ids[wrong[0]]} is not in the replay: it was overwritten, has no successor yet, or is a "
+                f"dead row. Ids here are {low} to {high - 1}."
             )
         return self._batch(ids, slots, np.ones(len(ids), np.float32))
 
     def newest(self, count: int) -> dict[str, NestedArray]:
-        """The newest `count` transitions (or as many as there are), oldest first, used up and stale ones too; as `take`."""
+        """The newest `count` transitions (or as many as there are), oldest first, used up and stale ones too; as
+        `take`."""
         newest = max(0, self.steps - 1)
         low = max(0, newest - min(self.window, 2 * count))  # at most every other row is a dead one
         ids = np.arange(low * self.num_envs, newest * self.num_envs)
         return self.take(ids[(self._flags.take(ids % self._size) & VALID) != 0][-count:])
 
     def stats(self) -> dict[str, float]:
-        """Mean and maximum of use, staleness and (when prioritized) priority of the rows drawn since the last call, measured in
-        one batch of 16; empty when nothing was drawn. Sequences are left out. For `ReplayRing(monitor=True)`."""
+        """Mean and maximum of use, staleness and (when prioritized) priority of the rows drawn since the last call,
+        measured in one batch of 16; empty when nothing was drawn. Sequences are left out. For
+        `ReplayRing(monitor=True)`."""
         if self._monitor is None:
             raise ConfigError("this replay keeps no numbers about its draws: stats needs ReplayRing(monitor=True)")
         return self._monitor.row()
@@ -226,12 +228,13 @@ class SampledRing(RingStorage):
     def _draw(
         self, n: int, rng: np.random.Generator, beta: float | None, within: tuple[int, int] | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids, slots and weights of n draws, of the ids from `within[0]` to `within[1]` (excluded) where it is given."""
+        """Ids, slots and weights of n draws, of the ids from `within[0]` to `within[1]` (excluded) where it is
+        given."""
         if self._count == 0:
             limits = " and ".join(name for name in ("max_use", "max_staleness") if getattr(self, name))
             raise DataError(
-                f"the replay has no transition to sample: {self.steps} rows were added (a row is sampled when its successor is "
-                f"there){f', and {limits} leave none of them' if limits and self.steps > 1 else ''}"
+                f"the replay has no transition to sample: {self.steps} rows were added (a row is sampled when its "
+                f"successor is there){f', and {limits} leave none of them' if limits and self.steps > 1 else ''}"
             )
         low, high = self.id_range()
         if within is not None and within != (low, high):
@@ -333,9 +336,9 @@ def take_rows(column: NestedArray, slots: np.ndarray) -> NestedArray:
 def _choose_groups(
     keys: np.ndarray, batch_size: int, length: int | None, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`batch_size` different values of `keys` `[N]`, all equally likely, and the positions that have each, in order: `[T, B]`
-    positions and valid. With `length`, T is that, and a longer group gives a run from a random start. Where a group
-    has fewer than T, valid is False and the position is that of its last row."""
+    """`batch_size` different values of `keys` `[N]`, all equally likely, and the positions that have each, in order:
+    `[T, B]` positions and valid. With `length`, T is that, and a longer group gives a run from a random start. Where a
+    group has fewer than T, valid is False and the position is that of its last row."""
     if length is not None and length < 1:
         raise ConfigError(f"groups have length >= 1, got {length}")
     order = np.argsort(keys, kind="stable")  # group after group, each in order

@@ -1,11 +1,11 @@
 """What a ReplayRing stores: a ring of rows of B environments, and which of them may be sampled.
 
-Row t of environment b holds obs_t, action_t, reward_t, terminated_t, truncated_t, valid_t and whatever else the algorithm
-keeps. The successor of a valid row is the next row of the same environment (docs/architecture.md, the autoreset rule), so each
-observation is stored once; the newest row has no successor yet and is not sampled.
+Row t of environment b holds obs_t, action_t, reward_t, terminated_t, truncated_t, valid_t and whatever else the
+algorithm keeps. The successor of a valid row is the next row of the same environment (docs/architecture.md, the
+autoreset rule), so each observation is stored once; the newest row has no successor yet and is not sampled.
 
-Slots are laid out row by row: slot = (t mod rows) * B + b. The id of a transition is t * B + b, so slot = id mod (rows * B), and
-an id whose row was overwritten is known by its age.
+Slots are laid out row by row: slot = (t mod rows) * B + b. The id of a transition is t * B + b, so slot = id mod (rows
+* B), and an id whose row was overwritten is known by its age.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class RingConfig:
     max_use: int | None = None
     """A row retires after this many draws (checked after each batch; sequences do not count)."""
     max_staleness: int | None = None
-    """Rows that came this many versions of the weights ago, or more, are not sampled. Whoever trains calls `advance`."""
+    """Rows that came this many versions of the weights ago, or more, are not sampled. Whoever trains calls
+    `advance`."""
     monitor: bool = False
     """Count the draws of each row and keep numbers for `stats`."""
     frame_stack: int | None = None
-    """Observations are one array `[frame_stack, ...]` of consecutive frames, newest last, and each frame is stored once."""
+    """Observations are one array `[frame_stack, ...]` of consecutive frames, newest last, and each frame is stored
+    once."""
     directory: Path | str | None = None
     """Observations live in memory-mapped files there instead of in memory."""
 
@@ -112,8 +114,9 @@ class RingStorage:
         self._stage = np.zeros((5, config.num_envs), bool)  # the flags of the row being added
         self._first = self._stage[3]  # environments whose next row starts an episode, or follows a gap
         self._first[:] = True
-        # Environments whose newest row was truncated: their final observation must follow. After `terminated` a valid row may follow,
-        # because a lost life ends the return but not the game; the next row is then not used as a bootstrap.
+        # Environments whose newest row was truncated: their final observation must follow. After `terminated` a valid
+        # row may follow, because a lost life ends the return but not the game; the next row is then not used as a
+        # bootstrap.
         self._ended = np.zeros(config.num_envs, bool)
         self._any_ended = False
         self._cuts: list[int] = []
@@ -159,9 +162,10 @@ class RingStorage:
         version: int | None = None,
         **extras: NestedArray,
     ) -> None:
-        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written. `first [B]`: where an episode begins, if that may not be
-        everywhere behind a row that is not valid; `priority`: its errors `[B]`, if they are known already (a uniform replay does not look at them);
-        `version`: of the weights that acted, if it is not the newest."""
+        """One row of all environments, leaves `[B, ...]`. All is checked before anything is written. `first [B]`: where
+        an episode begins, if that may not be everywhere behind a row that is not valid; `priority`: its errors `[B]`,
+        if they are known already (a uniform replay does not look at them); `version`: of the weights that acted, if it
+        is not the newest."""
         n = self.num_envs
         writes: list[tuple[np.ndarray, np.ndarray]] = []
         words = None
@@ -194,8 +198,9 @@ class RingStorage:
         if self._any_ended and (self._ended & self._stage[2]).any():
             env = int(np.flatnonzero(self._ended & self._stage[2])[0])
             raise DataError(
-                f"environment {env}: its episode ended with the previous row, so this row (the final observation) has valid=False and "
-                "the next one starts an episode. Vector environments of Gymnasium do so with AutoresetMode.NEXT_STEP."
+                f"environment {env}: its episode ended with the previous row, so this row (the final observation) has "
+                "valid=False and the next one starts an episode. Vector environments of Gymnasium do so with "
+                "AutoresetMode.NEXT_STEP."
             )
         if priority is not None and (np.shape(priority) != (n,) or not np.isfinite(priority).all()):
             raise DataError(
@@ -241,8 +246,9 @@ class RingStorage:
             self._expire()
 
     def advance(self, version: int) -> None:
-        """The weights that act are now of this version (gradient steps, or whatever grows with each publication). Rows added from
-        here on carry it, and rows that came `max_staleness` versions before it or earlier are no longer sampled."""
+        """The weights that act are now of this version (gradient steps, or whatever grows with each publication). Rows
+        added from here on carry it, and rows that came `max_staleness` versions before it or earlier are no longer
+        sampled."""
         if version < self.version:
             raise DataError(f"versions of the weights only grow: the replay is at {self.version}, got {version}")
         self.version = version
@@ -250,8 +256,8 @@ class RingStorage:
             self._expire()
 
     def cut(self) -> None:
-        """The rows that come next do not follow the newest ones: environments were reset or replaced, as by a resume that
-        could not restore them. The newest rows become dead rows: final observations, never sampled themselves."""
+        """The rows that come next do not follow the newest ones: environments were reset or replaced, as by a resume
+        that could not restore them. The newest rows become dead rows: final observations, never sampled themselves."""
         if self.steps == 0:
             return
         slot = ((self.steps - 1) % self.rows) * self.num_envs
@@ -262,7 +268,8 @@ class RingStorage:
         self._cuts = [t for t in self._cuts if t >= self.steps - self.rows] + [self.steps - 1]
 
     def update_priorities(self, id: np.ndarray, priority: np.ndarray) -> None:
-        """New priorities for sampled transitions. Rows overwritten since are left alone and counted in `late_updates`."""
+        """New priorities for sampled transitions. Rows overwritten since are left alone and counted in
+        `late_updates`."""
         if self._tree is None:
             raise ConfigError("this replay is uniform: update_priorities needs ReplayRing(prioritized=True)")
         ids = np.ascontiguousarray(id, np.int64).reshape(-1)
@@ -290,7 +297,8 @@ class RingStorage:
         return ids[(self._flags.take(ids % self._size) & ELIGIBLE_MASK) == ELIGIBLE]
 
     def _expire(self) -> None:
-        """Rows that are too stale leave. Versions only grow (but for rows of several workers, by a few), so these are the oldest ones."""
+        """Rows that are too stale leave. Versions only grow (but for rows of several workers, by a few), so these are
+        the oldest ones."""
         assert self._versions is not None
         assert self.max_staleness is not None
         n, newest, least = self.num_envs, self.steps - 1, self.version - self.max_staleness

@@ -17,13 +17,15 @@ from bray.tree import NestedArray
 class Rollouts(Experience):
     """Each row once, while it is fresh: batches are canvases of `length` rows by `columns` games.
 
-    A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live games are ragged and are laid one
-    after the other: behind each goes its last observation as a dead row and its last row counts as truncated, so nothing leaks from one to the
-    next. What does not fit goes to the next canvas. Rows of a Model with memory are cut into sequences of `state_every` rows, one per column, the
-    last of a piece padded; the columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
+    A piece that fills a canvas passes through as it is: environments in this process step together. Pieces of live
+    games are ragged and are laid one after the other: behind each goes its last observation as a dead row and its last
+    row counts as truncated, so nothing leaks from one to the next. What does not fit goes to the next canvas. Rows of a
+    Model with memory are cut into sequences of `state_every` rows, one per column, the last of a piece padded; the
+    columns of a piece stay in line (`Piece.in_line`), so that advantages go through the whole piece.
 
-    `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played; so many as have `least` columns
-    together make a batch, side by side. A batch of lent pieces holds until the next one is taken.
+    `asynchronous`: for algorithms that learn from what older weights did. Pieces of workers come as they are played; so
+    many as have `least` columns together make a batch, side by side. A batch of lent pieces holds until the next one is
+    taken.
     """
 
     iteration_steps = ITERATION_STEPS

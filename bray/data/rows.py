@@ -1,10 +1,12 @@
 """Pieces as samples of a Buffer, and back.
 
-A piece of one game with T rows becomes T + 1 samples: its rows, then its last observation as a dead row with `joint` set. Rows of many games lie
-one after the other, batches may cut them anywhere, and the oldest may be dropped: where stream or tick jump, a new piece begins. For a Model with
-memory a sample is a whole sequence of `state_every` rows, padded, with the state that it begins with; `joint` marks a piece's last sequence.
+A piece of one game with T rows becomes T + 1 samples: its rows, then its last observation as a dead row with `joint`
+set. Rows of many games lie one after the other, batches may cut them anywhere, and the oldest may be dropped: where
+stream or tick jump, a new piece begins. For a Model with memory a sample is a whole sequence of `state_every` rows,
+padded, with the state that it begins with; `joint` marks a piece's last sequence.
 
-Counts travel in the samples: `origin` names the process that counted and `steps` is its total so far, so that what is dropped is still counted.
+Counts travel in the samples: `origin` names the process that counted and `steps` is its total so far, so that what is
+dropped is still counted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ _ROWS = ("action", "reward", "terminated", "truncated", "valid", "extras", "vers
 
 
 def to_samples(piece: Piece, origin: int, steps: int, episodes: tuple[tuple[float, int], ...]) -> dict[str, Any]:
-    """A piece of one game as a tree `[N, ...]` of samples. `steps` and `episodes`: see `Counts`; `steps` is a running total."""
+    """A piece of one game as a tree `[N, ...]` of samples. `steps` and `episodes`: see `Counts`; `steps` is a running
+    total."""
     assert piece.num_envs == 1
     assert piece.stream is not None
     samples = _sequences(piece) if piece.state is not None else _row_by_row(piece)

@@ -1,8 +1,8 @@
 """Append-only segment files: how a large replay is checkpointed without writing it again each time.
 
-A segment holds the rows [first, end) of a replay as one packed tree. Its name carries its content's digest, so a file is
-never changed after it got its name, and runs that went on from the same checkpoint in different ways do not collide. A segment
-counts only where a checkpoint's state names it: `[first row, end row, bytes, digest]` per segment, as int64.
+A segment holds the rows [first, end) of a replay as one packed tree. Its name carries its content's digest, so a file
+is never changed after it got its name, and runs that went on from the same checkpoint in different ways do not collide.
+A segment counts only where a checkpoint's state names it: `[first row, end row, bytes, digest]` per segment, as int64.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def write(directory: Path, first: int, end: int, rows: NestedArray) -> list[int]
 
 
 def read(directory: Path, entry: list[int]) -> NestedArray:
-    """The rows of one segment, as views of the mapped file. Raises CheckpointError if it is not what the state names."""
+    """The rows of one segment, as views of the mapped file. Raises CheckpointError if it is not what the state
+    names."""
     path = directory / _name(entry)
     try:
         file = open_plain(path.name, directory)
@@ -53,8 +54,8 @@ def read(directory: Path, entry: list[int]) -> NestedArray:
         size = os.fstat(f.fileno()).st_size
         if size != entry[2] or not size:
             raise CheckpointError(
-                f"replay segment {path} has {size} bytes, the checkpoint says {entry[2]}: it was truncated or replaced. "
-                "Resume from another checkpoint, or start without the replay."
+                f"replay segment {path} has {size} bytes, the checkpoint says {entry[2]}: it was truncated or "
+                "replaced. Resume from another checkpoint, or start without the replay."
             )
         data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
     if _digest(data) != entry[3]:

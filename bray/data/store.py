@@ -1,4 +1,5 @@
-"""Buffers of plain Python objects, for small programs and for data that has no fixed shape. `ReplayRing` is the one for training at speed:
+"""Buffers of plain Python objects, for small programs and for data that has no fixed shape. `ReplayRing` is the one for
+training at speed:
 columns instead of objects, n-step returns, checkpoints."""
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ReplayBuffer:
         return len(self._ring.items)
 
     def push(self, *parts: Any) -> None:
-        """One transition; when the buffer is full the oldest one makes room. Every transition has as many parts as the first one."""
+        """One transition; when the buffer is full the oldest one makes room. Every transition has as many parts as the
+        first one."""
         items = self._ring.items
         if not parts or (items and len(items[0]) != len(parts)):
             expected = f"{len(items[0])} parts, as the first one" if items else "at least one part"
@@ -40,7 +42,8 @@ class ReplayBuffer:
         """`batch_size` different transitions, part by part: all first parts, all second parts, and so on."""
         if not 1 <= batch_size <= len(self):
             raise DataError(
-                f"a batch is 1 or more different transitions, and {len(self)} are there: got batch_size {batch_size}. Push more first."
+                f"a batch is 1 or more different transitions, and {len(self)} are there: got batch_size {batch_size}. "
+                "Push more first."
             )
         drawn = self._rng.choice(len(self), batch_size, replace=False).tolist()
         return tuple(zip(*(self._ring.items[i] for i in drawn), strict=True))
@@ -49,8 +52,8 @@ class ReplayBuffer:
 class PrioritizedBuffer:
     """The newest `maxlen` items of any kind, drawn by priority (Schaul 2016); without priorities, uniformly.
 
-    An item is drawn with probability ~ (|priority| + eps) ** alpha. New items get the largest of these so far. Draws are
-    stratified and with replacement, as those of `ReplayRing`.
+    An item is drawn with probability ~ (|priority| + eps) ** alpha. New items get the largest of these so far. Draws
+    are stratified and with replacement, as those of `ReplayRing`.
 
         buffer = PrioritizedBuffer(maxlen=10_000)
         buffer.append({"obs": obs, "action": action})
@@ -92,7 +95,8 @@ class PrioritizedBuffer:
         return self.sample_weighted(batch_size)[0]
 
     def sample_weighted(self, batch_size: int, beta: float | None = None) -> tuple[list[Any], np.ndarray, np.ndarray]:
-        """Items, their ids for `update_priorities`, and importance weights (N P_i) ** -beta divided by the largest of the batch."""
+        """Items, their ids for `update_priorities`, and importance weights (N P_i) ** -beta divided by the largest of
+        the batch."""
         if batch_size < 1:
             raise DataError(f"a batch has at least 1 item, got {batch_size}")
         if not len(self):

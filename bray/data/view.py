@@ -10,8 +10,8 @@ from bray.tree import NestedArray
 
 
 class View:
-    """Some rows of a replay (`ReplayRing.view`). It stores nothing: rows added to the replay show up here, draws count there, and
-    new priorities go there. A draw looks at all rows of the part."""
+    """Some rows of a replay (`ReplayRing.view`). It stores nothing: rows added to the replay show up here, draws count
+    there, and new priorities go there. A draw looks at all rows of the part."""
 
     def __init__(self, replay: SampledRing, rows: slice):
         if rows.step not in (None, 1):

@@ -1,7 +1,9 @@
-"""Preprocessing of single Atari games (Arcade Learning Environment): frame skip, maximum of two frames, gray, resize, frame stack.
+"""Preprocessing of single Atari games (Arcade Learning Environment): frame skip, maximum of two frames, gray, resize,
+frame stack.
 
-The pictures equal those of ALE's C++ vector environment (native.py), so that a model trained there can be evaluated, filmed and served with
-single games. Resizing averages areas, first of rows, then of columns, and needs no image library.
+The pictures equal those of ALE's C++ vector environment (native.py), so that a model trained there can be evaluated,
+filmed and served with single games. Resizing averages areas, first of rows, then of columns, and needs no image
+library.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from bray.envs.vector import LIFE_LOST
 Taps = list[tuple[np.ndarray, np.ndarray]]
 """How one axis of a picture is resized; see `area_taps`."""
 SERVES = 2
-"""Actions in place of which FIRE is pressed, at the start and after a lost life: with sticky actions a game overlooks one frame of it in four, and the
-frames of one action once in 256 times."""
+"""Actions in place of which FIRE is pressed, at the start and after a lost life: with sticky actions a game overlooks
+one frame of it in four, and the frames of one action once in 256 times."""
 
 
 def is_atari(spec: Any) -> bool:
@@ -42,7 +44,8 @@ def game_arguments(config: AtariConfig) -> dict[str, Any]:
 
 
 def area_weights(old: int, new: int) -> np.ndarray:
-    """Resizing `old` pixels to `new` as a matrix [new, old]: each row averages the old pixels that a new pixel covers."""
+    """Resizing `old` pixels to `new` as a matrix [new, old]: each row averages the old pixels that a new pixel
+    covers."""
     edges = np.linspace(0.0, old, new + 1)
     cells = np.arange(old)
     cover = np.minimum(edges[1:, None], cells + 1) - np.maximum(edges[:-1, None], cells)
@@ -51,7 +54,8 @@ def area_weights(old: int, new: int) -> np.ndarray:
 
 
 def area_taps(old: int, new: int) -> Taps:
-    """`area_weights` without its zeros: a few pairs (index of an old pixel for each new one, its weight), whose products are summed."""
+    """`area_weights` without its zeros: a few pairs (index of an old pixel for each new one, its weight), whose
+    products are summed."""
     weights = area_weights(old, new)
     order = np.argsort(-weights, axis=1, kind="stable")
     count = int((weights > 0).sum(1).max())

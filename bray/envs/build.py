@@ -130,7 +130,8 @@ _LAYERS = ("TimeLimit", "OrderEnforcing", "PassiveEnvChecker", "EnvCompatibility
 
 
 def _strip(env: Any, keep_limit: bool) -> tuple[Any, int | None]:
-    """Without the layers that `make` of Gymnasium and old gym adds and that we do faster ourselves, or that expect one age of the interface:
+    """Without the layers that `make` of Gymnasium and old gym adds and that we do faster ourselves, or that expect one
+    age of the interface:
     order enforcing, checking, and the limit unless a wrapper needs it."""
     limit = None
     while type(env).__name__ in _LAYERS and type(env).__module__.split(".")[0] in ("gym", "gymnasium"):

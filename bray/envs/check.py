@@ -162,8 +162,8 @@ class _Checker:
         if ms > 1.0 and not self.step_ms and not self.single:
             self.say(
                 "info",
-                f"a step takes about {ms:.1f} ms. To step several environments on several cores set env.vector=subprocess, or let auto choose "
-                f'that: metadata = {{"step_ms": {ms:.0f}}} in its class',
+                f"a step takes about {ms:.1f} ms. To step several environments on several cores set "
+                f'env.vector=subprocess, or let auto choose that: metadata = {{"step_ms": {ms:.0f}}} in its class',
             )
 
     def _interface(self, env: gym.Env) -> None:
@@ -175,7 +175,8 @@ class _Checker:
             if key not in self.config.drop_obs:
                 self.say(
                     "info",
-                    f"{name} is a text: it is given to the agent as uint8[{length}], the codes of its characters; env.drop_obs=[{key}] leaves it out",
+                    f"{name} is a text: it is given to the agent as uint8[{length}], the codes of its characters; "
+                    f"env.drop_obs=[{key}] leaves it out",
                 )
         if not isinstance(inner, AnyApi):
             return
@@ -234,14 +235,15 @@ class _Checker:
             if not tree.equal(a[0], b[0]) or a[1:] != b[1:]:
                 self.say(
                     "warning",
-                    f"two runs with the same seed and actions differ at step {t}: draw all randomness from reset's seed "
-                    "(self.np_random); until then resumed runs start new episodes (exact: false)",
+                    f"two runs with the same seed and actions differ at step {t}: draw all randomness from reset's "
+                    "seed (self.np_random); until then resumed runs start new episodes (exact: false)",
                 )
                 return
 
 
 def check_env(config: EnvConfig, steps: int = 200, seed: int = 0) -> list[Finding]:
-    """Play `steps` random steps twice and report: spaces, signatures, types, bounds, aliasing, determinism, action masks.
+    """Play `steps` random steps twice and report: spaces, signatures, types, bounds, aliasing, determinism, action
+    masks.
 
     An empty list is a clean bill; an error means that training would stop or learn something wrong.
     """

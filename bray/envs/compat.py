@@ -37,8 +37,8 @@ def convert_space(space: Any) -> Any:
 class AnyApi(gym.Env):
     """A user's environment of any age as a Gymnasium one.
 
-    What `step` and `reset` return is looked at once; after that a modern environment's own methods stand in this object's
-    place, so that it costs nothing.
+    What `step` and `reset` return is looked at once; after that a modern environment's own methods stand in this
+    object's place, so that it costs nothing.
     """
 
     def __init__(self, env: Any):

@@ -1,4 +1,5 @@
-"""Packages of environments that people install: what to install, how their ids begin, what a step costs (docs/environments.md)."""
+"""Packages of environments that people install: what to install, how their ids begin, what a step costs
+(docs/environments.md)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def clip_one_hot(v: Any, num: int) -> np.ndarray:
 
 
 def sqrt_one_hot(v: Any, max_val: float) -> np.ndarray:
-    """One-hot of floor(sqrt(value)), for values 0..max_val: fine bins for small values, coarse ones for large values."""
+    """One-hot of floor(sqrt(value)), for values 0..max_val: fine bins for small values, coarse ones for large
+    values."""
     return one_hot(np.floor(np.sqrt(np.asarray(v, np.float64))), int(np.sqrt(max_val)) + 1)
 
 

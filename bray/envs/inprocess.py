@@ -1,4 +1,5 @@
-"""Environments stepped one after another in this process. The subprocess form runs the same code in each of its workers."""
+"""Environments stepped one after another in this process. The subprocess form runs the same code in each of its
+workers."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ class InProcessVecEnv(VecEnv):
             return ob, info
 
     def take_over(self, episodes: list[int], begin: list[bool]) -> NestedArray:
-        """Stand in for environments that are gone: episodes ended where `begin` is False and start now where it is True.
+        """Stand in for environments that are gone: episodes ended where `begin` is False and start now where it is
+        True.
 
         Returns the observations; those of ended episodes are zero."""
         self.episodes = list(episodes)

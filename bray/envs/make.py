@@ -19,7 +19,8 @@ from bray.errors import ConfigError
 log = logging.getLogger("bray.envs")
 
 _SUBPROCESS_GAIN = 0.5
-"""Milliseconds that a step must become shorter before `auto` starts processes; two messages per process cost about a third of this."""
+"""Milliseconds that a step must become shorter before `auto` starts processes; two messages per process cost about a
+third of this."""
 
 
 def make_env(config: EnvConfig, index: int = 0, render_mode: str | None = None, worker_index: int = 0) -> gym.Env:
@@ -37,8 +38,9 @@ def make_vec(
     numbers: range | None = None,
     threads: int = 0,
 ) -> VecEnv:
-    """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses by what is declared, so that it
-    chooses the same whatever else the machine does. `threads`: of a form that has threads; 0 = one per core."""
+    """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses
+    by what is declared, so that it chooses the same whatever else the machine does. `threads`: of a form that has
+    threads; 0 = one per core."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
     together = (
@@ -73,8 +75,8 @@ def _native_pays(build: Builder) -> bool:
 
 
 def _processes_pay(build: Builder, worker_index: int) -> bool:
-    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step (`EnvSource.step_ms`). Rollout workers have
-    the cores already.
+    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step
+    (`EnvSource.step_ms`). Rollout workers have the cores already.
 
     Both forms give the same trajectories, so that the choice changes nothing but the speed.
     """

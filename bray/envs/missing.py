@@ -24,7 +24,8 @@ def warn_once(log: logging.Logger, message: str) -> None:
 
 
 def what_is_missing(error: BaseException) -> str | None:
-    """The package, display, variable or program for lack of which `error` was raised, as in "it needs ..."; None for other errors."""
+    """The package, display, variable or program for lack of which `error` was raised, as in "it needs ..."; None for
+    other errors."""
     for e in _chain(error):
         if (found := _missing(e)) is not None:
             return found

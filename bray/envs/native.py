@@ -33,8 +33,8 @@ log = logging.getLogger("bray.envs")
 class NativeVecEnv(VecEnv):
     """A Gymnasium vector environment that resets on the next step, as CartPole's own.
 
-    Its state is its attributes: arrays, numbers and its random generator. Where it holds anything else (a C++ object), it cannot
-    be saved, and a resume starts new episodes with `exact` False.
+    Its state is its attributes: arrays, numbers and its random generator. Where it holds anything else (a C++ object),
+    it cannot be saved, and a resume starts new episodes with `exact` False.
     """
 
     form = "native"
@@ -138,8 +138,8 @@ class NativeVecEnv(VecEnv):
 
 
 class AleVecEnv(NativeVecEnv):
-    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state. At the start of an episode it presses FIRE
-    for one frame; the rest is done here, as in `AtariFrames`."""
+    """ALE's AtariVectorEnv: preprocessing and threads in C++. It cannot save its state. At the start of an episode it
+    presses FIRE for one frame; the rest is done here, as in `AtariFrames`."""
 
     def __init__(self, env: Any, spec: EnvSpec, config: AtariConfig, *, seed: int = 0, check: bool = True):
         super().__init__(env, spec, seed=seed, check=check)
@@ -252,7 +252,8 @@ def make_native(
     render_mode: str | None,
     threads: int = 0,
 ) -> VecEnv:
-    """The vector form that the registry (or ALE) has; ask `why_not_native` first. `threads`: of ALE's; 0 = one per core."""
+    """The vector form that the registry (or ALE) has; ask `why_not_native` first. `threads`: of ALE's; 0 = one per
+    core."""
     gym_spec = source.gym_spec
     limit = gym_spec.max_episode_steps
     if config.max_episode_steps is not None:
@@ -268,8 +269,8 @@ def make_native(
 
 
 class _AnyAction(gym.Space):
-    """In place of a batch of action spaces: Gymnasium's vector environments ask `contains` at every step, a third of the time of a
-    step of CartPole. Actions come from a Policy that was made for the space."""
+    """In place of a batch of action spaces: Gymnasium's vector environments ask `contains` at every step, a third of
+    the time of a step of CartPole. Actions come from a Policy that was made for the space."""
 
     def contains(self, x: Any) -> bool:
         return True

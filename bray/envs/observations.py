@@ -35,7 +35,8 @@ def drop(env: gym.Env, names: list[str]) -> gym.Env:
 
 
 def encode_texts(env: gym.Env) -> gym.Env:
-    """Each text of the observation as uint8[its greatest length]: its UTF-8 bytes, zeros after the end. Without texts: `env` itself."""
+    """Each text of the observation as uint8[its greatest length]: its UTF-8 bytes, zeros after the end. Without texts:
+    `env` itself."""
     space = env.observation_space
     if not text_entries(space):
         return env

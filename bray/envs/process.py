@@ -1,6 +1,7 @@
 """Worker processes of this one, on this machine: started, asked, killed by their id.
 
-They end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can (Linux).
+They end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can
+(Linux).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ import cloudpickle
 from bray.errors import CheckpointError, ConfigError, EnvError
 
 ENDING = {signal.SIGINT, signal.SIGTERM}
-"""Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its workers."""
+"""Signals that end a run. Only the parent acts on them: it finishes its iteration and saves, for which it needs its
+workers."""
 STOP = b"q"
-"""The message that ends a worker. Questions are pickled, (method, *arguments); so are answers, ("ok", result, failures) or ("error", kind, text)."""
+"""The message that ends a worker. Questions are pickled, (method, *arguments); so are answers, ("ok", result, failures)
+or ("error", kind, text)."""
 
 _KINDS = {"config": ConfigError, "checkpoint": CheckpointError, "env": EnvError}
 
@@ -45,7 +48,8 @@ class LostAtStart(EnvError, Lost):
 
 
 class Child:
-    """A worker process, seen from its parent. It runs `serve(conn, *arguments)`, which answers questions at its end of a pipe."""
+    """A worker process, seen from its parent. It runs `serve(conn, *arguments)`, which answers questions at its end of
+    a pipe."""
 
     def __init__(self, serve: Callable[..., None], arguments: tuple[Any, ...], name: str, needs_main: bool = False):
         context = multiprocessing.get_context("spawn")
@@ -94,7 +98,10 @@ class Child:
             self.kill()
             hint = ""
             if not self.killed and (self.process.exitcode or 0) > 0:
-                hint = ". If your environment is defined in the script you run, put the training under `if __name__ == '__main__':`"
+                hint = (
+                    ". If your environment is defined in the script you run, put the training under `if __name__ == "
+                    "'__main__':`"
+                )
             raise LostAtStart(f"a worker process {e} while starting ({self.end}){hint}") from None
         except (ConfigError, EnvError):
             self.kill()
@@ -157,8 +164,9 @@ def read_answer(answer: tuple[str, Any, Any]) -> tuple[Any, list[str]]:
 def portable(share: Any) -> tuple[bytes, bool]:
     """What a worker is told as bytes, and whether it has to run the user's script to understand them.
 
-    What a module defines is sent by its name. Lambdas, and what the script or notebook itself defines, are sent as code; the script is run again
-    only where that does not work. These bytes go from this process to its own child, and nowhere else."""
+    What a module defines is sent by its name. Lambdas, and what the script or notebook itself defines, are sent as
+    code; the script is run again only where that does not work. These bytes go from this process to its own child, and
+    nowhere else."""
     by_name = None
     with suppress(pickle.PicklingError, AttributeError, TypeError):
         by_name = pickle.dumps(share)
@@ -174,7 +182,8 @@ def portable(share: Any) -> tuple[bytes, bool]:
 
 @contextmanager
 def _main_only_if(needed: bool) -> Iterator[None]:
-    """A spawned process runs the user's script again to find what is defined there. Where nothing of ours is, it need not."""
+    """A spawned process runs the user's script again to find what is defined there. Where nothing of ours is, it need
+    not."""
     main = sys.modules.get("__main__")
     if needed or main is None:
         yield
@@ -190,7 +199,8 @@ def _main_only_if(needed: bool) -> Iterator[None]:
 
 @contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A process started inside begins deaf to the signals that end a run: a whole process group gets them, and the workers are needed for saving."""
+    """A process started inside begins deaf to the signals that end a run: a whole process group gets them, and the
+    workers are needed for saving."""
     resource_tracker.ensure_running()  # it is started with its own mask, and leaves ours cleared
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -212,7 +222,8 @@ def run_child(
 ) -> None:
     """In the child: serve until told to stop or the parent is gone."""
     _die_with_parent(parent, by_main)
-    # A daemon, so that no exit of the parent waits for it; but a rollout worker has children of its own, which end with it as it does with its parent.
+    # A daemon, so that no exit of the parent waits for it; but a rollout worker has children of its own, which end with
+    # it as it does with its parent.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN: a game that an environment starts would inherit that
@@ -226,7 +237,8 @@ def run_child(
 
 
 def _die_with_parent(parent: int, by_main_thread: bool) -> None:
-    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the parent."""
+    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the
+    parent."""
     if sys.platform == "linux" and by_main_thread:  # the kernel's signal comes when the starting *thread* ends
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     process = multiprocessing.parent_process()

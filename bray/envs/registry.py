@@ -43,7 +43,8 @@ class EnvContext(dict):
 
 
 def register_env(name: str, creator: Callable[..., Any], replace: bool = False) -> None:
-    """Make `name` an environment: `creator(env_config)` returns one. It is a class or a function, also a lambda; worker processes get it too.
+    """Make `name` an environment: `creator(env_config)` returns one. It is a class or a function, also a lambda; worker
+    processes get it too.
     A name that has another creator already is refused unless `replace`."""
     if not callable(creator):
         raise ConfigError(
@@ -59,7 +60,8 @@ def register_env(name: str, creator: Callable[..., Any], replace: bool = False) 
 
 
 def list_envs() -> list[str]:
-    """All names that `make_env` takes now: registered ones first, then Gymnasium's, then those of the old gym package where it is loaded."""
+    """All names that `make_env` takes now: registered ones first, then Gymnasium's, then those of the old gym package
+    where it is loaded."""
     _import_if_there("ale_py")
     theirs = sorted(set(gym.registry) - set(_CREATORS))
     return sorted(_CREATORS) + theirs + sorted(set(_old_ids()) - set(gym.registry) - set(_CREATORS))
@@ -120,13 +122,15 @@ class EnvSource:
 
     @property
     def keeps_bounds(self) -> bool:
-        """Whether numbers outside the declared bounds are a fault. Some of Gymnasium's own environments fly beyond theirs (LunarLander, BipedalWalker)."""
+        """Whether numbers outside the declared bounds are a fault. Some of Gymnasium's own environments fly beyond
+        theirs (LunarLander, BipedalWalker)."""
         entry = self.gym_spec.entry_point if self.gym_id else None
         return not (isinstance(entry, str) and entry.startswith("gymnasium.envs."))
 
     @property
     def step_ms(self) -> float:
-        """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package, else 0."""
+        """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package, else
+        0."""
         made = self.gym_spec.entry_point if self.gym_id else self.creator
         module = made if isinstance(made, str) else getattr(made, "module", None) or getattr(made, "__module__", None)
         if isinstance(made, str):
@@ -205,7 +209,8 @@ class _Sent:
 
 
 def sent(config: EnvConfig) -> EnvConfig:
-    """For another process, which has not run the user's script: what is registered there, and what `__main__` defines, goes with it."""
+    """For another process, which has not run the user's script: what is registered there, and what `__main__` defines,
+    goes with it."""
     source = resolve(config)
     return config if source.single else replace(config, id=_Sent(source, source.gym_spec))
 
@@ -297,7 +302,8 @@ def _import(name: str, module: str) -> Any:
 
 
 def env_name(env: Any) -> str:
-    """What to call `EnvConfig.id` in files and messages: the name itself, or `module:Class` of a class, factory or object."""
+    """What to call `EnvConfig.id` in files and messages: the name itself, or `module:Class` of a class, factory or
+    object."""
     if isinstance(env, str):
         return env
     if isinstance(env, _Sent):

@@ -21,7 +21,8 @@ _LARGEST = 1e100  # its square is a number, too
 
 @dataclass
 class Moments:
-    """Count, mean and sum of squared deviations of numbers; two of them add up to those of all their numbers (Chan et al. 1979)."""
+    """Count, mean and sum of squared deviations of numbers; two of them add up to those of all their numbers (Chan et
+    al. 1979)."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -128,7 +129,8 @@ class RewardTransform:
             raise CheckpointError(f"not the state of a reward transform: {type(e).__name__}: {e}") from None
         if returns.shape != (self.num_envs,) or ended.shape != returns.shape:
             raise CheckpointError(
-                f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}: resume with the same num_envs"
+                f"the reward transform's state is of {returns.size} environments, there are {self.num_envs}: resume "
+                "with the same num_envs"
             )
         if not np.isfinite(returns).all():
             raise CheckpointError("the reward transform's state holds returns that are no finite numbers")

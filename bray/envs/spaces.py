@@ -81,9 +81,9 @@ def _computable(space: Space) -> Space:
 
 
 def gatherer(space: Space, cast: bool = False) -> Callable[[list[Any]], NestedArray | None]:
-    """A function that joins a list of observations into a batch in one call per array, or gives None where one of them may
-    not fit its space (then `writer` says which, or casts it). A wrong type shows in the type of the joined array. With `cast`
-    other types of numbers are cast here, for environments that are known to return them."""
+    """A function that joins a list of observations into a batch in one call per array, or gives None where one of them
+    may not fit its space (then `writer` says which, or casts it). A wrong type shows in the type of the joined array.
+    With `cast` other types of numbers are cast here, for environments that are known to return them."""
     if space.composite:
         return _composite_gatherer(space, cast)
     shape, dtype, array = space.shape, np.dtype(space.dtype), np.array
@@ -102,7 +102,8 @@ def gatherer(space: Space, cast: bool = False) -> Callable[[list[Any]], NestedAr
 
 
 def cast_numbers(value: np.ndarray, dtype: np.dtype) -> np.ndarray | None:
-    """Numbers as the declared type, where that only rounds them: any number as a float, integers as integers that hold them. Else None."""
+    """Numbers as the declared type, where that only rounds them: any number as a float, integers as integers that hold
+    them. Else None."""
     kind = value.dtype.kind
     if dtype.kind == "f":
         return value.astype(dtype) if kind in "biuf" else None
@@ -134,8 +135,9 @@ OnCast = Callable[[str], None]
 
 
 def writer(space: Space, strict: bool, on_cast: OnCast | None = None, name: str = "observation") -> Writer:
-    """A function `write(batch, i, value)`. `strict` refuses other shapes than the space's, and other dtypes unless their numbers fit the
-    declared one; then they are cast and `on_cast` is told. Not strict: everything is cast that numpy casts."""
+    """A function `write(batch, i, value)`. `strict` refuses other shapes than the space's, and other dtypes unless
+    their numbers fit the declared one; then they are cast and `on_cast` is told. Not strict: everything is cast that
+    numpy casts."""
     if space.composite:
         return _composite_writer(space, strict, on_cast, name)
     if space.kind != "discrete":
@@ -241,8 +243,8 @@ _ROUNDING = float(np.finfo(np.float32).eps)
 
 
 class BatchCheck:
-    """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array. With the `layout` of the actions also
-    masks that forbid every choice."""
+    """Finds what is not finite or outside its space in a batch of observations: one compiled pass per array. With the
+    `layout` of the actions also masks that forbid every choice."""
 
     def __init__(self, space: Space, layout: ActionLayout | None = None, bounds: bool = True):
         self._layout = layout if ACTION_MASK in space.names else None
@@ -298,9 +300,9 @@ def _declared(space: Space, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarr
 
 
 def _bounds(space: Space, declared: bool) -> tuple[np.ndarray, np.ndarray] | None:
-    """Lowest and highest allowed value of every element, in the space's dtype; None where every value of the dtype is a member. Floats may
-    lie outside by the rounding error of float32: an environment that computes in [0, 1] also returns 1.0000000000000002. Those whose bounds are
-    not to be taken as `declared` should be finite."""
+    """Lowest and highest allowed value of every element, in the space's dtype; None where every value of the dtype is a
+    member. Floats may lie outside by the rounding error of float32: an environment that computes in [0, 1] also returns
+    1.0000000000000002. Those whose bounds are not to be taken as `declared` should be finite."""
     dtype, size = np.dtype(space.dtype), math.prod(space.shape)
     if space.kind == "multi_binary":
         return np.zeros(size, dtype), np.ones(size, dtype)

@@ -1,10 +1,12 @@
 """Environments in worker processes, several in each; observations, rewards, flags and actions go through shared memory.
 
 A step is one byte to each worker and one short message back. A worker runs `InProcessVecEnv` on its share, so that both
-forms give the same trajectories. A worker that dies or hangs is killed and replaced; its environments' episodes end as truncated.
-With `wait_num` a step returns when enough workers have answered. The others keep their actions and the shared memory of their
-rows; what they answer is returned by a later step.
-Workers end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can (Linux).
+forms give the same trajectories. A worker that dies or hangs is killed and replaced; its environments' episodes end as
+truncated.
+With `wait_num` a step returns when enough workers have answered. The others keep their actions and the shared memory of
+their rows; what they answer is returned by a later step.
+Workers end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can
+(Linux).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from bray.tree import NestedArray
 
 
 class SubprocessVecEnv(VecEnv):
-    """All environments of a config, or those with the given `numbers`; of these it then waits for the same part (`wait_num`). See the module."""
+    """All environments of a config, or those with the given `numbers`; of these it then waits for the same part
+    (`wait_num`). See the module."""
 
     form = FORM
 
@@ -91,8 +94,8 @@ class SubprocessVecEnv(VecEnv):
             return Child(serve_share, (self._memory, told), "bray-env", needs_main)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise ConfigError(
-                f"{self.name} cannot be made in another process ({e}): its creator uses something that cannot be sent there. Make that inside "
-                "the creator, or set env.vector=inprocess"
+                f"{self.name} cannot be made in another process ({e}): its creator uses something that cannot be sent "
+                "there. Make that inside the creator, or set env.vector=inprocess"
             ) from e
 
     # --- stepping -----------------------------------------------------------------------------------------------------
@@ -112,7 +115,8 @@ class SubprocessVecEnv(VecEnv):
         return obs
 
     def step(self, actions: NestedArray) -> StepResult:
-        """Where `waits`, nothing is read or written in the rows of a worker that has not answered: it is at work there."""
+        """Where `waits`, nothing is read or written in the rows of a worker that has not answered: it is at work
+        there."""
         if self._last is None:
             raise EnvError(f"{self.name}: reset comes before the first step")
         self._send(actions)
@@ -155,8 +159,8 @@ class SubprocessVecEnv(VecEnv):
                     self._answers[w] = e
 
     def _collect(self, least: int, further: float = 0.0) -> None:
-        """Receive answers to the steps under way until `least` environments are ready, and those that come `further` seconds
-        later. A worker that is slower than `step_timeout`, counted from its own action, is lost."""
+        """Receive answers to the steps under way until `least` environments are ready, and those that come `further`
+        seconds later. A worker that is slower than `step_timeout`, counted from its own action, is lost."""
         if least == self.num_envs:  # one after the other, which is much faster than asking who is ready
             for w in self._sent:
                 if w not in self._answers:
@@ -220,8 +224,8 @@ class SubprocessVecEnv(VecEnv):
         worker.kill()
         numbers = self._share.beside[rows]
         report = (
-            f"{where}\n{self.name}, environments {numbers[0]} to {numbers[-1]}: their process {worker.process.pid} {why} "
-            f"({worker.end})"
+            f"{where}\n{self.name}, environments {numbers[0]} to {numbers[-1]}: their process {worker.process.pid} "
+            f"{why} ({worker.end})"
         ).lstrip()
         self._count_restart(report)
         alive = ~self.dead[rows]  # the others had ended before; their next episodes start now, as this step was to do
@@ -247,7 +251,8 @@ class SubprocessVecEnv(VecEnv):
         return self._result(self._workers[w].receive(None))
 
     def _ask_all(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """The same question to every worker; every answer is read before one of them is an error, so that none is taken for that to the next question.
+        """The same question to every worker; every answer is read before one of them is an error, so that none is taken
+        for that to the next question.
         Replays may be long; saving has a limit, and a reset has one where steps have."""
         limit = max(self._timeout or 0.0, START_TIMEOUT)
         timeout = limit if method == "get_state" or (method == "reset" and self._timeout is not None) else None
@@ -278,7 +283,8 @@ class SubprocessVecEnv(VecEnv):
         return episodes_state(envs, rows, self._share.seed, self.restarts)
 
     def _ended_state(self) -> dict[str, Any]:
-        """A state from which all environments go on with their next episodes: steps that are under way cannot be saved."""
+        """A state from which all environments go on with their next episodes: steps that are under way cannot be
+        saved."""
         self.exact = False
         envs = [{"obs": tree.map(np.array, tree.index(self._last, i))} for i in range(self.num_envs)]
         rows = [{"episode": k, "steps": 0, "dead": True, "lost": False} for k in self._view["episode"].tolist()]

@@ -1,4 +1,5 @@
-"""Functions of the user that were called with each environment: one that takes the place of another is told them too."""
+"""Functions of the user that were called with each environment: one that takes the place of another is told them
+too."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any
 
 
 class Told:
-    """The functions, in the order of their last calls. A call from the same place in the user's code replaces the earlier one, so the list stays
-    short; a call from another place leaves it there."""
+    """The functions, in the order of their last calls. A call from the same place in the user's code replaces the
+    earlier one, so the list stays short; a call from another place leaves it there."""
 
     def __init__(self) -> None:
         self._told: dict[Any, Any] = {}

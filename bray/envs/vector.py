@@ -40,13 +40,14 @@ def episode_seed(seed: int, env: int, episode: int) -> int:
 class VecEnv(ABC):
     """`num_envs` environments, one step at a time.
 
-    After a step with terminated or truncated (a lost life aside) `dead` is True: the observation just returned is the episode's
-    last, the next action of that environment is ignored, and that next step returns the first observation of a new
-    episode with reward 0.
+    After a step with terminated or truncated (a lost life aside) `dead` is True: the observation just returned is the
+    episode's last, the next action of that environment is ignored, and that next step returns the first observation of
+    a new episode with reward 0.
 
-    Where `waits`, a step may return before every environment is ready. The result of one that is `waiting` has not come: its row
-    repeats its last observation with reward 0 and no flags, and its next action is ignored, for the last one is still under
-    way. The step in which the result comes returns it. An environment whose next episode has not begun yet stays `dead`.
+    Where `waits`, a step may return before every environment is ready. The result of one that is `waiting` has not
+    come: its row repeats its last observation with reward 0 and no flags, and its next action is ignored, for the last
+    one is still under way. The step in which the result comes returns it. An environment whose next episode has not
+    begun yet stays `dead`.
     """
 
     num_envs: int
@@ -75,7 +76,8 @@ class VecEnv(ABC):
 
     @abstractmethod
     def step(self, actions: NestedArray) -> StepResult:
-        """obs, reward float32[B], terminated bool[B], truncated bool[B], infos (a list of dicts, or None when all are empty)."""
+        """obs, reward float32[B], terminated bool[B], truncated bool[B], infos (a list of dicts, or None when all are
+        empty)."""
 
     @abstractmethod
     def get_state(self) -> dict[str, Any]:
@@ -90,15 +92,18 @@ class VecEnv(ABC):
         return None
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """`fn(env)` for every environment, and what it returned. One that is rebuilt later is given to the last such `fn` too."""
+        """`fn(env)` for every environment, and what it returned. One that is rebuilt later is given to the last such
+        `fn` too."""
         raise ConfigError(
-            f"{self.spec.id}: its environments are one piece of compiled code here; set env.vector=inprocess (or subprocess) to reach each of them"
+            f"{self.spec.id}: its environments are one piece of compiled code here; set env.vector=inprocess (or "
+            "subprocess) to reach each of them"
         )
 
     def users_env(self, i: int) -> Any:
         """Environment i, without our wrappers."""
         raise ConfigError(
-            f"{self.spec.id}: its environments are not objects of this process; set env.vector=inprocess, or use foreach_env"
+            f"{self.spec.id}: its environments are not objects of this process; set env.vector=inprocess, or use "
+            "foreach_env"
         )
 
     def close(self) -> None:  # noqa: B027  native forms may hold nothing
@@ -122,7 +127,8 @@ class VecEnv(ABC):
         )
 
     def _check_values(self, obs: NestedArray, reward: np.ndarray | None = None, dead: Any = None) -> None:
-        """Refuse observations and rewards that are not finite or outside their space, and masks without a legal choice but at an episode's end."""
+        """Refuse observations and rewards that are not finite or outside their space, and masks without a legal choice
+        but at an episode's end."""
         if self._check is None:
             return
         found = self._check.first_bad(obs) or self._check.first_blocked(obs, dead)
@@ -134,11 +140,13 @@ class VecEnv(ABC):
             raise self._bad(*found)
 
     def _count_restart(self, report: str) -> None:
-        """An environment (or its process) failed and is rebuilt; too many failures end the run, the user's traceback first."""
+        """An environment (or its process) failed and is rebuilt; too many failures end the run, the user's traceback
+        first."""
         self.restarts += 1
         if self.restarts > self._max_restarts:
             raise EnvError(
-                f"{report}. env.max_restarts={self._max_restarts} rebuilds are used up: correct the environment, or allow more."
+                f"{report}. env.max_restarts={self._max_restarts} rebuilds are used up: correct the environment, or "
+                "allow more."
             )
         log.warning("%s. Rebuilt (%d of at most %d).", report, self.restarts, self._max_restarts)
 

@@ -1,4 +1,5 @@
-"""A worker process of `SubprocessVecEnv`: steps its share of the environments and writes what they return to shared memory."""
+"""A worker process of `SubprocessVecEnv`: steps its share of the environments and writes what they return to shared
+memory."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ class Share:
     gym_spec: Any
     """The user may have registered it in the parent only."""
     episodes: list[int] | None = None
-    """Where this worker replaces a dead one: the episodes its environments were in, and which of them begin the next one."""
+    """Where this worker replaces a dead one: the episodes its environments were in, and which of them begin the next
+    one."""
     begin: list[bool] | None = None
     each: tuple[bytes, ...] = ()
     """The functions that were called with each environment, as `cloudpickle` has them."""

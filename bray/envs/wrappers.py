@@ -51,12 +51,14 @@ class BoundedActions(gym.Wrapper):
             low, high = (np.broadcast_to(np.asarray(x, np.float64), space.shape) for x in (low, high))
         except ValueError:
             raise ConfigError(
-                f"env.action_bounds: expected a number, or {space.shape} numbers, for low and for high; got {low} and {high}"
+                f"env.action_bounds: expected a number, or {space.shape} numbers, for low and for high; got {low} and "
+                f"{high}"
             ) from None
         fits = np.isfinite(low) & np.isfinite(high) & (low < high) & (low >= space.low) & (high <= space.high)
         if not fits.all():
             raise ConfigError(
-                f"env.action_bounds: expected finite numbers, low below high and within {space}; got {low.tolist()} and {high.tolist()}"
+                f"env.action_bounds: expected finite numbers, low below high and within {space}; got {low.tolist()} "
+                f"and {high.tolist()}"
             )
         self.action_space = gym.spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)
 
@@ -94,7 +96,8 @@ class FireReset(gym.Wrapper):
 
 
 class EpisodicLife(gym.Wrapper):
-    """The learner sees a lost life as `terminated`, while the game continues. Needs `info["lives"]`, which Atari games set."""
+    """The learner sees a lost life as `terminated`, while the game continues. Needs `info["lives"]`, which Atari games
+    set."""
 
     def __init__(self, env: gym.Env):
         super().__init__(env)
@@ -109,8 +112,8 @@ class EpisodicLife(gym.Wrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         if not info or "lives" not in info:
             raise ConfigError(
-                'the wrapper episodic_life needs info["lives"], the number of lives that are left, at every step; this environment '
-                f"returned info={info!r:.80}: return it, or leave the wrapper out"
+                'the wrapper episodic_life needs info["lives"], the number of lives that are left, at every step; '
+                f"this environment returned info={info!r:.80}: return it, or leave the wrapper out"
             )
         lives = info["lives"]
         lost, self._lives = 0 < lives < self._lives, lives
@@ -301,7 +304,8 @@ def flatten(env: gym.Env) -> gym.Env:
     if not space.is_np_flattenable:
         kinds = sorted({type(s).__name__ for s in _leaves(space) if not s.is_np_flattenable})
         raise ConfigError(
-            f"flatten_obs: a space of kind {', '.join(kinds)} has no fixed size: leave it out with env.drop_obs=[...], or convert it in a wrapper"
+            f"flatten_obs: a space of kind {', '.join(kinds)} has no fixed size: leave it out with "
+            "env.drop_obs=[...], or convert it in a wrapper"
         )
     if not isinstance(space, gym.spaces.Dict) or ACTION_MASK not in space.spaces:
         return gym.wrappers.FlattenObservation(env)

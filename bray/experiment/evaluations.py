@@ -20,8 +20,8 @@ _LISTEN_S = 0.5
 
 
 class Evaluations:
-    """Looks at the weights of an experiment every `eval_freq` and `video_freq` iterations. Beside the training there is one evaluation at a time: what falls due
-    meanwhile begins when that one has ended, with the weights of then."""
+    """Looks at the weights of an experiment every `eval_freq` and `video_freq` iterations. Beside the training there is
+    one evaluation at a time: what falls due meanwhile begins when that one has ended, with the weights of then."""
 
     def __init__(self, experiment: Any, directory: RunDir, score: Score):
         self._experiment, self._directory, self._score = experiment, directory, score
@@ -58,8 +58,8 @@ class Evaluations:
                 self._tell(row, looked, callbacks)
 
     def begin_when_due(self) -> None:
-        """After the row of an iteration was written: look at its weights beside the training. They are saved first, so that there is a checkpoint to
-        call the best."""
+        """After the row of an iteration was written: look at its weights beside the training. They are saved first, so
+        that there is a checkpoint to call the best."""
         if self._beside is None or self._beside.task is not None or not (self._evaluate or self._film):
             return
         try:

@@ -75,15 +75,16 @@ def look_at(served: ServedPolicy, env: EnvConfig, task: Task, record: Record, th
 
 
 class Evaluator:
-    """See the module. `begin` returns at once; `finished` says whether the answer of `take` is there. A process that died is started again by the next
-    `begin`."""
+    """See the module. `begin` returns at once; `finished` says whether the answer of `take` is there. A process that
+    died is started again by the next `begin`."""
 
     def __init__(self, plan: Plan):
         try:
             self._told, self._needs_main = portable(plan)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise ConfigError(
-                f"eval_parallel: this environment or model cannot be sent to another process ({e}): name it as module:Class, or set eval_parallel=false"
+                f"eval_parallel: this environment or model cannot be sent to another process ({e}): name it as "
+                "module:Class, or set eval_parallel=false"
             ) from e
         self._child: Child | None = None
         self._waiting: bytes | None = None  # a task for a process that is not ready yet
@@ -99,7 +100,8 @@ class Evaluator:
             self._child.send(message)
 
     def finished(self, timeout: float) -> bool:
-        """Whether the task is done, waiting at most so long. `Lost` or the error of the process is raised, and the process is gone then."""
+        """Whether the task is done, waiting at most so long. `Lost` or the error of the process is raised, and the
+        process is gone then."""
         assert self._child is not None
         try:
             if not self._child.conn.poll(timeout):

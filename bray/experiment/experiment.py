@@ -74,11 +74,12 @@ class Experiment:
     """One run: configure, train, evaluate, save, load.
 
         exp = bray.Experiment(run="PPO", env="CartPole-v1", lr=2.5e-4, num_envs=8)
-        exp.fit({"env_steps_total": 20_000})          # or, row by row: for row in exp.train(): print(row["episode_return_mean"])
+        exp.fit({"env_steps_total": 20_000})          # or, row by row: for row in exp.train():
+                                                      print(row["episode_return_mean"])
         exp.plot()
 
-    Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`, `evaluate`, more
-    training); `Experiment.resume(path)` goes on exactly where a run stopped.
+    Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`,
+    `evaluate`, more training); `Experiment.resume(path)` goes on exactly where a run stopped.
     """
 
     def __init__(
@@ -97,8 +98,9 @@ class Experiment:
         _check: Check | None = None,
         **overrides: Any,
     ):
-        """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`, `actions`, `port` and the other keys
-        of `LiveConfig` say where and what. `data`: trajectory files to learn from instead, a directory or a pattern."""
+        """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`,
+        `actions`, `port` and the other keys of `LiveConfig` say where and what. `data`: trajectory files to learn from
+        instead, a directory or a pattern."""
         files = {"data": {"files": str(data)}} if data is not None else None
         given = [*sources, *(ConfigSource("python", dict(values)) for values in (config, overrides, files) if values)]
         setup = set_up(run, env, given, use_preset, live, _check)
@@ -180,8 +182,8 @@ class Experiment:
         """Of names that only this script knows."""
         if own := named_in_script(self.config):
             logger.warning(
-                "%s: defined in this script, where `bray eval` and other commands will not find it. Put it in a module and name it my_module:%s, "
-                "or load the run in this script with bray.Experiment.load",
+                "%s: defined in this script, where `bray eval` and other commands will not find it. Put it in a "
+                "module and name it my_module:%s, or load the run in this script with bray.Experiment.load",
                 ", ".join(f"{key}={name}" for key, name in own.items()),
                 next(iter(own.values())).partition(":")[2],
             )
@@ -195,9 +197,9 @@ class Experiment:
         callbacks: Any = None,
         show: bool = True,
     ) -> Rows:
-        """Train until a stop condition holds (or forever): an iterator that gives one result row per iteration, and trains only while it is asked
-        for them. Saves as configured and at the end. `callbacks`: `bray.Callbacks`, one or several, beside those of the config. `show=False`
-        leaves out the window that `run.show_figure` asks for."""
+        """Train until a stop condition holds (or forever): an iterator that gives one result row per iteration, and
+        trains only while it is asked for them. Saves as configured and at the end. `callbacks`: `bray.Callbacks`, one
+        or several, beside those of the config. `show=False` leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
         self._callbacks = make_callbacks(self.config["run"].callbacks, callbacks)
         saved, self._callbacks_go_on = self._callbacks_go_on, {}
@@ -280,7 +282,8 @@ class Experiment:
             graph.close(0.0 if self._stop_requested else GRAPH_WAIT_S, lambda: self.hurries)
 
     def _graph_export(self) -> GraphExport:
-        """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports could not make the model."""
+        """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports
+        could not make the model."""
         there = (self._run_dir().models / "default" / "graph.onnx").exists()
         no_module = any(key.startswith(("run.", "model.")) for key in named_in_script(self.config))
         return GraphExport(self.path, None if there or no_module else self.config["run"].export_graph_after_s)
@@ -291,7 +294,8 @@ class Experiment:
         if why := self.training.depends_on_timing:
             self.exact = False
             logger.warning(
-                "%s: what is learned depends on timing, another run of this seed will differ (exact: false in meta.json)",
+                "%s: what is learned depends on timing, another run of this seed will differ (exact: false in "
+                "meta.json)",
                 why,
             )
 
@@ -317,7 +321,8 @@ class Experiment:
         return self._lapped - last
 
     def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
-        """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations beside the training."""
+        """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations
+        beside the training."""
         evaluations, ends = self._evaluations, bool(reached(stop, row))
         assert evaluations is not None
         try:
@@ -348,19 +353,21 @@ class Experiment:
         return self._training is not None and self._saved_at == self._training.iteration
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order. It takes effect before
-        their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
+        """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order.
+        It takes effect before their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
         self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
-        """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policies`; what it returned, in their order."""
+        """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policies`; what it
+        returned, in their order."""
         self._told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
     def request_stop(self, hurry: bool = False) -> None:
-        """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the training (`eval_parallel`) is
-        waited for where a callback asks; with `hurry`, which is for signal handlers, it is dropped."""
+        """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the
+        training (`eval_parallel`) is waited for where a callback asks; with `hurry`, which is for signal handlers, it
+        is dropped."""
         self._stop_requested, self.hurries = True, self.hurries or hurry
         if self._training is not None:
             self._training.stop()
@@ -373,7 +380,8 @@ class Experiment:
         due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
         if every := run.checkpoint_updates:
             due = due or row["learner_steps_total"] // every > self._saved_step // every
-        # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed checkpoint_every_s.
+        # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed
+        # checkpoint_every_s.
         until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
         late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
         better = score.key.startswith("eval/") and score.is_better(score.of(current(row)))
@@ -381,7 +389,8 @@ class Experiment:
             self._unless_full(self.save)
 
     def _unless_full(self, write: Callable[[], Any]) -> None:
-        """Write something; on a full disk, warn and go on, and try again after a minute. Rows are kept in memory and the last checkpoint stays valid.
+        """Write something; on a full disk, warn and go on, and try again after a minute. Rows are kept in memory and
+        the last checkpoint stays valid.
         At the end of the run a disk that is still full is an error."""
         try:
             write()
@@ -418,7 +427,8 @@ class Experiment:
         if how == "auto" and not keeps_replay and not self._told_replay:
             self._told_replay = True
             logger.warning(
-                "the replay (%.1f GiB when full) is not saved with checkpoints: a resumed run fills it anew. checkpoint_replay=always saves it, =never is silent",
+                "the replay (%.1f GiB when full) is not saved with checkpoints: a resumed run fills it anew. "
+                "checkpoint_replay=always saves it, =never is silent",
                 size / 2**30,
             )
         with rundir.writing(replay_dir, "the previous checkpoint is kept"):
@@ -468,7 +478,8 @@ class Experiment:
         return f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
 
     def plot(self, out: str | Path | None = None) -> Picture:
-        """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show what this returns."""
+        """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show
+        what this returns."""
         run = self.loaded[0].parents[1] if self.loaded is not None and self._dir is None else self.path
         if not (run / "result.jsonl").exists():
             raise ConfigError("there is no learning curve to draw yet: train first, or load a run")
@@ -498,9 +509,10 @@ class Experiment:
         trust: Answer = False,
         plays: bool = True,
     ) -> Experiment:
-        """A trained experiment: its policy, its evaluation, or further training in a new run directory. A directory that was not made here by
-        this user may name code of its own (environment, model, algorithm): that is imported with `trust=True` only. `plays=False`: its
-        policy alone is wanted, and so what makes its environment needs no trust."""
+        """A trained experiment: its policy, its evaluation, or further training in a new run directory. A directory
+        that was not made here by this user may name code of its own (environment, model, algorithm): that is imported
+        with `trust=True` only. `plays=False`: its policy alone is wanted, and so what makes its environment needs no
+        trust."""
         directory = RunDir.open(path)
         directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
@@ -523,8 +535,8 @@ class Experiment:
         trust: Answer = False,
         **overrides: Any,
     ) -> Experiment:
-        """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`. `overrides`: keys that are other
-        than before, such as `num_workers=4`."""
+        """Go on with a run in its own directory, exactly where its latest checkpoint is. `trust`: as in `load`.
+        `overrides`: keys that are other than before, such as `num_workers=4`."""
         if "run" in overrides:
             raise ConfigError(f"a run keeps its algorithm when it is resumed: leave out run={overrides['run']!r}")
         sources = [*sources, ConfigSource("python", overrides)] if overrides else sources
@@ -534,8 +546,8 @@ class Experiment:
         saved = read_config(directory)
         if "live" not in saved.values and any("live" in source.values for source in sources):
             raise ConfigError(
-                f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can start with its weights "
-                f"(bray train --live ... --init-from {path})"
+                f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can "
+                f"start with its weights (bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
         sources, check = changed_by(saved, sources, env, import_check(directory, trust, env))
@@ -567,7 +579,8 @@ class Experiment:
         with fits_state(path):
             if "experience" not in state["json"]:
                 raise CheckpointError(
-                    f"{path} was trained by an older Bray, whose training state has another form: start from its weights with --init-from {path}"
+                    f"{path} was trained by an older Bray, whose training state has another form: start from its "
+                    f"weights with --init-from {path}"
                 )
             saved = state["json"]
             why = why_inexact(saved, training.set_state(state, checkpoint.weights, path / "replay"))
@@ -590,8 +603,9 @@ class Experiment:
         names: Mapping[str, str] | None = None,
         partial: bool = False,
     ) -> WeightReport:
-        """Start with weights of another run (or of one of its checkpoints), and nothing else of it. `names`: take a part, by beginnings of names,
-        ours to theirs: {"core": "core"}. `partial`: leave out what does not fit; else that is an error. Returns what was loaded and left."""
+        """Start with weights of another run (or of one of its checkpoints), and nothing else of it. `names`: take a
+        part, by beginnings of names, ours to theirs: {"core": "core"}. `partial`: leave out what does not fit; else
+        that is an error. Returns what was loaded and left."""
         return start_with(self.training, path, which, names or {}, partial)
 
     # --- using --------------------------------------------------------------------------------------------------------
@@ -620,8 +634,8 @@ class Experiment:
         return model
 
     def policy(self, obs: Any, state: Any = None, act: str = GREEDY) -> Any:
-        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model. `act="sample"` draws it as in
-        training."""
+        """The action for one observation (as the environment gives it); `(action, state)` for a recurrent Model.
+        `act="sample"` draws it as in training."""
         return self.served(obs, state, check_mode(act))
 
     def evaluate(self, episodes: int = 10, seed: int | None = None, act: str = GREEDY) -> dict[str, Any]:
@@ -637,15 +651,16 @@ class Experiment:
         on_step: Any = None,
         most_steps: int | None = None,
     ) -> list[tuple[float, int]]:
-        """Whole episodes with this policy: (return, length) of each. With `most_steps` it stops after that many environment steps."""
+        """Whole episodes with this policy: (return, length) of each. With `most_steps` it stops after that many
+        environment steps."""
         with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
             return play(episodes=episodes, on_step=on_step, most_steps=most_steps, **stage)
 
     def play_steps(
         self, steps: int, seed: int | None = None, act: str = GREEDY
     ) -> tuple[list[tuple[float, int]], tuple[float, int]]:
-        """Exactly `steps` steps with this policy in one environment: (return, length) of each whole episode, and of the one that was cut
-        (length 0: none was)."""
+        """Exactly `steps` steps with this policy in one environment: (return, length) of each whole episode, and of the
+        one that was cut (length 0: none was)."""
         with self._stage(1, seed, act) as stage:
             return play_steps(steps=steps, **stage)
 
@@ -664,7 +679,8 @@ class Experiment:
 
     @contextlib.contextmanager
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
-        """The arguments that `bray.train.evaluate` needs to play with this policy; the environments are closed at the end."""
+        """The arguments that `bray.train.evaluate` needs to play with this policy; the environments are closed at the
+        end."""
         served = self.served
         seed = EVAL_SEED if seed is None else seed
         self._check_plays()
@@ -682,8 +698,9 @@ class Experiment:
             }
 
     def serve(self, port: int = 8000, block: bool = True, **settings: Any) -> Any:
-        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`). Blocks until a
-        signal comes and returns the exit code; with `block=False` a server in a thread (`.port`, `.close()`, a `with`)."""
+        """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`).
+        Blocks until a signal comes and returns the exit code; with `block=False` a server in a thread (`.port`,
+        `.close()`, a `with`)."""
         if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
             self.save()
         if self._dir is not None:

@@ -21,8 +21,8 @@ from bray.train.evaluate import EVAL_SEED, eval_config
 def film(
     served: ServedPolicy, env_config: EnvConfig, mode: str = "rgb_array", act: str = GREEDY, seed: int | None = None
 ) -> tuple[list[np.ndarray], float, int, float]:
-    """One episode in one environment that draws: frames (the first picture, then one per step), return, steps, frames/s. In mode `human` it
-    draws to a window itself, and there are no frames."""
+    """One episode in one environment that draws: frames (the first picture, then one per step), return, steps,
+    frames/s. In mode `human` it draws to a window itself, and there are no frames."""
     name = env_name(env_config.id)
     config = dataclasses.replace(eval_config(env_config, 1), vector="inprocess")
     if mode == "rgb_array" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):

@@ -38,7 +38,8 @@ VOLATILE = ("time_", "perf/", "date", "pid", "hostname")
 
 
 def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
-    """A stop condition with its aliases resolved, without counts of -1 (no limit); unknown names get the nearest one."""
+    """A stop condition with its aliases resolved, without counts of -1 (no limit); unknown names get the nearest
+    one."""
     out: dict[str, float] = {}
     for key, value in stop.items():
         name = STOP_ALIASES.get(key, key)
@@ -61,7 +62,8 @@ def reached(stop: Mapping[str, float], row: Mapping[str, Any] | None) -> dict[st
 
 
 def awaited_of(stop: Mapping[str, float]) -> list[Awaited]:
-    """Its keys that a row has to have one day. A preset's goal for evaluations does no harm beside another condition where nothing is evaluated."""
+    """Its keys that a row has to have one day. A preset's goal for evaluations does no harm beside another condition
+    where nothing is evaluated."""
     alone = all(key.startswith("eval/") for key in stop)
     return [Awaited(key, "run.stop") for key in stop if alone or not key.startswith("eval/")]
 

@@ -1,4 +1,5 @@
-"""What a run says of its own health and speed: symptoms in its rows, dead units counted now and then, what holds it up."""
+"""What a run says of its own health and speed: symptoms in its rows, dead units counted now and then, what holds it
+up."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Watch:
         self.symptoms.resume(row or {}, [cause for cause in said.split(", ") if cause])
 
     def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
-        """What belongs into the row: the share of dead units where they were counted, and the causes that were said so far."""
+        """What belongs into the row: the share of dead units where they were counted, and the causes that were said so
+        far."""
         self.advisor.look(row)
         seen: dict[str, Any] = {}
         if self._has_units and row[ITERATION] % COUNT_UNITS == 0:

@@ -70,7 +70,8 @@ def launched_model(launched: Mapping[str, Any]) -> torch.nn.Module:
         made = importlib.import_module(module).build_model(name, config)
     except ModuleNotFoundError as e:
         raise ConfigError(
-            f"the network of model {name} is made by {module}, which cannot be imported here ({e}): run this where the project is"
+            f"the network of model {name} is made by {module}, which cannot be imported here ({e}): run this where "
+            "the project is"
         ) from None
     return made[0]
 

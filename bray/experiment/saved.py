@@ -32,7 +32,8 @@ def read_config(directory: RunDir) -> ConfigSource:
 
 
 def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
-    """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before on any machine."""
+    """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before
+    on any machine."""
     if config["run"].threads is not None:
         return config
     run = replace(config["run"], threads=threads_for(spec, resolve_device(config["run"].device)))
@@ -61,8 +62,9 @@ def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) 
 def changed_by(
     saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, check: Check
 ) -> tuple[list[ConfigSource], Check]:
-    """A saved config with what the caller changes, and the check that is left. What the caller names is the caller's own; what is saved is checked
-    by itself, so that a change of an argument, as of `env_config`, makes no stranger of it."""
+    """A saved config with what the caller changes, and the check that is left. What the caller names is the caller's
+    own; what is saved is checked by itself, so that a change of an argument, as of `env_config`, makes no stranger of
+    it."""
     given = [] if env is None else [ConfigSource("python", {"env": {"id": env}})]
     if given or sources:
         set_up(None, env, [saved], False, False, check)
@@ -75,8 +77,8 @@ def _nothing_left(config: Mapping[str, Any]) -> None:
 
 
 def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
-    """A check that raises where a run's config names code that may not be imported. An `env` given as an object is the caller's own; with
-    `plays=False` no environment is made, so its name is not checked."""
+    """A check that raises where a run's config names code that may not be imported. An `env` given as an object is the
+    caller's own; with `plays=False` no environment is made, so its name is not checked."""
     own_env = env is not None and not isinstance(env, str)
 
     def is_imported(key: str) -> bool:
@@ -94,7 +96,8 @@ def named_in_script(config: Resolved) -> dict[str, str]:
 
 
 def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
-    """`launch.json` of a run whose network is made by the project's own code, if that may be imported; None where there is none."""
+    """`launch.json` of a run whose network is made by the project's own code, if that may be imported; None where there
+    is none."""
     if not (directory.path / "launch.json").exists():
         return None
     launch = directory.read_json("launch.json")
@@ -103,7 +106,8 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
 
 
 def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
-    """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`: whether all that was saved is back."""
+    """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`:
+    whether all that was saved is back."""
     why, experience = [], state["experience"]
     lost = experience.get("came") and experience.get("rows") is False
     if lost:
@@ -112,25 +116,29 @@ def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
         why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")
     elif not restored and not lost:
         why.append(
-            "the environments cannot go on where they were (their state cannot be restored exactly, or other workers play them): new episodes start"
+            "the environments cannot go on where they were (their state cannot be restored exactly, or other workers "
+            "play them): new episodes start"
         )
     if state.get("told_envs"):
         why.append(
-            "what foreach_env or foreach_worker told the environments is not saved: tell them again, now or in on_train_start of a callback"
+            "what foreach_env or foreach_worker told the environments is not saved: tell them again, now or in "
+            "on_train_start of a callback"
         )
     return "; ".join(why)
 
 
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
-    """Turn an error while building what a run's config describes (too large for this machine, say) into one message that names the run."""
+    """Turn an error while building what a run's config describes (too large for this machine, say) into one message
+    that names the run."""
     try:
         yield
     except (MemoryError, OverflowError, RuntimeError) as e:
         if path is None or isinstance(e, BrayError):
             raise
         raise CheckpointError(
-            f"{path}: what its config.yaml describes cannot be made here ({type(e).__name__}: {str(e)[:200]}). `--debug` shows where"
+            f"{path}: what its config.yaml describes cannot be made here ({type(e).__name__}: {str(e)[:200]}). "
+            "`--debug` shows where"
         ) from e
 
 
@@ -143,6 +151,6 @@ def fits_state(path: Path) -> Iterator[None]:
         raise
     except Exception as e:  # numpy, torch and Python have many for this
         raise CheckpointError(
-            f"{path}: its training state does not fit its config ({type(e).__name__}: {str(e)[:200]}). Resume another checkpoint, or start from "
-            f"its weights with --init-from {path}. `--debug` shows where"
+            f"{path}: its training state does not fit its config ({type(e).__name__}: {str(e)[:200]}). Resume another "
+            f"checkpoint, or start from its weights with --init-from {path}. `--debug` shows where"
         ) from e

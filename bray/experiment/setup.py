@@ -44,8 +44,8 @@ Check = Callable[[Mapping[str, Any]], None]
 def set_up(
     run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, live: bool, check: Check | None = None
 ) -> Setup:
-    """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked before anything is
-    imported: for the algorithm, and for all the rest once it is merged."""
+    """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked
+    before anything is imported: for the algorithm, and for all the rest once it is merged."""
     given = [spread_sections(source) for source in sources]
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
@@ -57,8 +57,8 @@ def set_up(
         env = LIVE if live else FILES
     if run is None or env is None:
         raise ConfigError(
-            "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, --live), or "
-            "files (data=, --data)"
+            "an experiment needs an algorithm (run=, --run) and an environment (env=, --env), live games (live=True, "
+            "--live), or files (data=, --data)"
         )
     if check is not None:
         check({"run": {"algorithm": run}})
@@ -105,7 +105,8 @@ def _preset_of(algo: str, env: str) -> list[ConfigSource]:
 
 
 def _refuse_idle(config: Resolved) -> None:
-    """Raise where an option was set that has no effect: another one switches it off, or the one that it belongs to is not set."""
+    """Raise where an option was set that has no effect: another one switches it off, or the one that it belongs to is
+    not set."""
     for section, values in config.sections.items():
         kind: type = type(values)
         known = options(kind)
@@ -120,7 +121,8 @@ def _refuse_idle(config: Resolved) -> None:
                     )
                 if isinstance(rule, Needs) and rule.other not in set_:
                     raise ConfigError(
-                        f"{_told(config, section, name)} has no effect without {section}.{rule.other}: set that too, or leave {name} out"
+                        f"{_told(config, section, name)} has no effect without {section}.{rule.other}: set that too, "
+                        f"or leave {name} out"
                     )
 
 
@@ -132,7 +134,8 @@ def _refuse_empty_cluster(run: RunConfig) -> None:
     if _on_ray(run) and not run.num_workers:
         said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
         raise ConfigError(
-            f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers 8), or leave it out"
+            f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers "
+            "8), or leave it out"
         )
 
 
@@ -152,7 +155,8 @@ def _told(config: Resolved, section: str, name: str) -> str:
 
 
 def _defaults(algo: Any, env: Any) -> dict[str, Any]:
-    """What an algorithm changes in other sections. An environment given as an object is there only once, whatever number it would like."""
+    """What an algorithm changes in other sections. An environment given as an object is there only once, whatever
+    number it would like."""
     defaults = dict(getattr(algo, "DEFAULTS", {}))
     if not isinstance(env, (str, type)) and hasattr(env, "step"):
         defaults["env"] = {k: v for k, v in defaults.get("env", {}).items() if k != "num_envs"}
@@ -179,7 +183,8 @@ def _with_checked_stop(config: Resolved) -> Resolved:
 
 
 def _with_last_stop(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
-    """Stop conditions replace those of an earlier source as a whole: a preset's goal is not the user's. `stop.name=value` changes one."""
+    """Stop conditions replace those of an earlier source as a whole: a preset's goal is not the user's.
+    `stop.name=value` changes one."""
     out: list[ConfigSource] = []
     replaced = False
     for source in reversed(sources):
@@ -210,10 +215,12 @@ def check_playable(env: str) -> None:
     """Refuse a run that has no environment to play in."""
     if env == FILES:
         raise ConfigError(
-            "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names one to play in afterwards"
+            "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names "
+            "one to play in afterwards"
         )
     if env == LIVE:
         raise ConfigError(
-            "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its games. A run of "
-            "`bray train --live --env module:Class`, in place of --obs and --actions, can be played by Bray too"
+            "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its "
+            "games. A run of `bray train --live --env module:Class`, in place of --obs and --actions, can be played "
+            "by Bray too"
         )

@@ -32,7 +32,8 @@ def start_with(
 
 
 def read_start(path: str | Path, which: str | int = "latest") -> Checkpoint:
-    """The checkpoint that a run directory, or the directory of one of its checkpoints, names; read as data, like every run."""
+    """The checkpoint that a run directory, or the directory of one of its checkpoints, names; read as data, like every
+    run."""
     path = Path(path)
     run = Path(os.path.normpath(path / "../.."))  # without following `latest`
     if path.is_dir() and path.parent.name == "checkpoints" and not (path / "config.yaml").exists():
@@ -43,8 +44,9 @@ def read_start(path: str | Path, which: str | int = "latest") -> Checkpoint:
 def fit(
     wanted: Mapping[str, np.ndarray], got: Mapping[str, np.ndarray], names: Mapping[str, str], partial: bool, where: str
 ) -> WeightReport:
-    """Which of the weights `got` a model takes that wants `wanted`. `names`: beginnings of names, ours to theirs; without any, all names are
-    the same. What does not fit raises, or is left out if `partial`; nothing that fits raises in any case."""
+    """Which of the weights `got` a model takes that wants `wanted`. `names`: beginnings of names, ours to theirs;
+    without any, all names are the same. What does not fit raises, or is left out if `partial`; nothing that fits raises
+    in any case."""
     asked = wanted if not names else {k: v for k, v in wanted.items() if any(_under(k, new) for new in names)}
     theirs = got if not names else _renamed(wanted, got, names, where)
     report = match_weights(asked, theirs, strict=False)
@@ -52,7 +54,8 @@ def fit(
         return report
     what_fits = "" if partial else ", or what fits (--init-partial)"
     raise CheckpointError(
-        f"{where}: the weights do not fit the model, and none was loaded: {report}. Take a part of them (--init-map NEW=OLD){what_fits}"
+        f"{where}: the weights do not fit the model, and none was loaded: {report}. Take a part of them (--init-map "
+        f"NEW=OLD){what_fits}"
     )
 
 

@@ -1,4 +1,5 @@
-"""Partners to develop against: a game without a player, a service without an agent, a model without weights, a buffer without games."""
+"""Partners to develop against: a game without a player, a service without an agent, a model without weights, a buffer
+without games."""
 
 from typing import Any
 

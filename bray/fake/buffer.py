@@ -23,15 +23,17 @@ _CHUNK = 32  # samples that are pushed together
 
 
 class FakeBuffer:
-    """Pushes made-up samples into the buffer of this name, which is made if there is none, from a thread until `close` or the session's end.
+    """Pushes made-up samples into the buffer of this name, which is made if there is none, from a thread until `close`
+    or the session's end.
 
         FakeBuffer("atari_buffer", {"obs": np.zeros((42, 42, 4), np.float32), "action": 8, "advantage": 0.0})
-        FakeBuffer("atari_buffer", make_sample)              # a function of a random generator: def make_sample(rng): ...
+        FakeBuffer("atari_buffer", make_sample)              # a function of a random generator: def make_sample(rng):
+                                                             ...
         FakeBuffer("atari_buffer", model="atari_model")      # what the model takes: its forward_args
         FakeBuffer("atari_buffer")                           # the same, where there is one model
 
-    sample    a template: made-up samples have its keys, shapes and dtypes. Floats are drawn from a normal distribution, integers from 0 to the
-              largest one in the template (action: 8 means nine actions)
+    sample    a template: made-up samples have its keys, shapes and dtypes. Floats are drawn from a normal distribution,
+              integers from 0 to the largest one in the template (action: 8 means nine actions)
     rate      samples per second; None: as many as the trainers take. Nothing is dropped: a full buffer is waited for
     settings  of the RemoteBuffer (size, batch_size, ...)
     """
@@ -118,8 +120,8 @@ def _forward_args(name: str, model: Any) -> Any:
         if len(models) != 1:
             there = ", ".join(models) or "none"
             raise ConfigError(
-                f"FakeBuffer {name!r}: expected a sample to imitate, or one model whose forward_args it may take; models: {there}. "
-                f"Give FakeBuffer({name!r}, sample) a tree of arrays"
+                f"FakeBuffer {name!r}: expected a sample to imitate, or one model whose forward_args it may take; "
+                f"models: {there}. Give FakeBuffer({name!r}, sample) a tree of arrays"
             )
         model = models[0]
     handle = RemoteModel(model) if isinstance(model, str) else model
@@ -131,7 +133,8 @@ def _forward_args(name: str, model: Any) -> Any:
 
 
 def algo_sample(setup: Any, rng: np.random.Generator) -> Callable[[np.random.Generator], Any]:
-    """For a trainer with an algorithm's Learner: samples as its agents push them, of a game that answers at random, in their order.
+    """For a trainer with an algorithm's Learner: samples as its agents push them, of a game that answers at random, in
+    their order.
 
     setup  what `bray.remote.algo.algo_setup` found
     """

@@ -166,7 +166,8 @@ class FakeGamecore:
                 connections.append(c)
         except OSError as e:
             raise BrayError(
-                f"no service answers at {load.host}:{load.port} ({e.strerror or e}): start one with `bray serve` or `bray fake actor`"
+                f"no service answers at {load.host}:{load.port} ({e.strerror or e}): start one with `bray serve` or "
+                "`bray fake actor`"
             ) from None
         prefix = f"fake-{random.getrandbits(32):08x}"
         names = [f"{prefix}-{i}".encode() for i in range(load.sessions)]

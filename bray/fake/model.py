@@ -21,13 +21,13 @@ class FakeModel:
         FakeModel({"dist": ((4,), "float32"), "value": ((), "float32")}, latency_s=0.002)
 
     outputs       by name: (shape without batch dimension, dtype), or a dict of such
-    latency_s     seconds per forward, plus `per_sample_s` for each row. It sleeps: other threads run meanwhile, and an event loop is
-                  blocked as by a real forward
+    latency_s     seconds per forward, plus `per_sample_s` for each row. It sleeps: other threads run meanwhile, and an
+                  event loop is blocked as by a real forward
     seed          another seed, other answers
     fail_every    every Nth forward raises RuntimeError; 0: none does
 
-    The answer to a sample depends on the seed, the weights and the sample alone, not on its batch: floats are normally distributed, integers
-    from 0 to 9. Equal samples get equal answers; different ones may (there are 251 answers).
+    The answer to a sample depends on the seed, the weights and the sample alone, not on its batch: floats are normally
+    distributed, integers from 0 to 9. Equal samples get equal answers; different ones may (there are 251 answers).
     """
 
     def __init__(

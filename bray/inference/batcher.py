@@ -1,13 +1,14 @@
 """Single requests in, batches out, one future per request.
 
-`Collector` queues requests, cuts the queue into batches and hands each caller its part. What runs a batch differs: an engine (`Batcher`, below),
-a worker behind a connection (`remote.model.caller.Caller`), a Policy (`train.agent.TickBatcher`).
+`Collector` queues requests, cuts the queue into batches and hands each caller its part. What runs a batch differs: an
+engine (`Batcher`, below), a worker behind a connection (`remote.model.caller.Caller`), a Policy
+(`train.agent.TickBatcher`).
 
-There is no timer. An idle collector starts with everything that was submitted in the same turn of the event loop; while a batch runs, requests
-accumulate, and the next batch takes all of them, up to `max_batch_size`.
+There is no timer. An idle collector starts with everything that was submitted in the same turn of the event loop; while
+a batch runs, requests accumulate, and the next batch takes all of them, up to `max_batch_size`.
 
-Nobody waits forever: an engine that raises, returns too few rows or ends its thread, a sample that does not fit, a full queue and a closed
-batcher all end in an error for the callers concerned, and only for them.
+Nobody waits forever: an engine that raises, returns too few rows or ends its thread, a sample that does not fit, a full
+queue and a closed batcher all end in an error for the callers concerned, and only for them.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ _NOW_BELOW = 1e-3  # seconds; run_now refuses models with slower forwards
 _CLOSED = "the batcher is closed and takes no more samples"
 
 Item = tuple["asyncio.Future[Any]", Any, bool, int, Any]
-"""A request: its future, its arguments, whether the caller wants the step too, the rows of a batch of its own (0: one sample), and the version
-it asks for (None: the current one). A plain tuple: an object with names costs half a microsecond."""
+"""A request: its future, its arguments, whether the caller wants the step too, the rows of a batch of its own (0: one
+sample), and the version it asks for (None: the current one). A plain tuple: an object with names costs half a
+microsecond."""
 Outcome = tuple[Sequence[Any], dict[int, BaseException], Any]
 """What a batch came to: a value for each item, errors of some of them by position, and the step."""
 
@@ -74,8 +76,9 @@ class Collector:
         self._requeue(self._queue)
         if len(self._queue) >= self.max_queue:
             raise Overloaded(
-                f"{len(self._queue)} callers wait for the model already, and max_queue is {self.max_queue}: more samples come in than it "
-                "can answer. Try again later, send fewer, add workers, or raise max_queue if a longer wait will do"
+                f"{len(self._queue)} callers wait for the model already, and max_queue is {self.max_queue}: more "
+                "samples come in than it can answer. Try again later, send fewer, add workers, or raise max_queue if "
+                "a longer wait will do"
             )
 
     def _requeue(self, items: Iterable[Item]) -> None:
@@ -141,7 +144,8 @@ class Collector:
 
 
 def group_by_kind(samples: Iterable[Any], errors: dict[int, BaseException]) -> dict[Any, dict[int, Any]]:
-    """Samples as arrays: signature -> position -> arguments. Those that are no trees of arrays get an entry in `errors`."""
+    """Samples as arrays: signature -> position -> arguments. Those that are no trees of arrays get an entry in
+    `errors`."""
     kinds: dict[Any, dict[int, Any]] = {}
     for i, sample in enumerate(samples):
         try:
@@ -153,11 +157,11 @@ def group_by_kind(samples: Iterable[Any], errors: dict[int, BaseException]) -> d
 
 
 class Batcher(Collector):
-    """Runs `fn(*args) -> tree` on batches made of single samples: never two at once, answers in the order of the calls. Quick forwards run inline in
-    the loop, slower ones in a thread of the batcher's own.
+    """Runs `fn(*args) -> tree` on batches made of single samples: never two at once, answers in the order of the calls.
+    Quick forwards run inline in the loop, slower ones in a thread of the batcher's own.
 
-    `fn` takes trees of arrays `[B, ...]` and returns a tree of arrays `[B, ...]`. A batcher belongs to the event loop of its first
-    `submit`, until that is closed; only `call` may come from any thread.
+    `fn` takes trees of arrays `[B, ...]` and returns a tree of arrays `[B, ...]`. A batcher belongs to the event loop
+    of its first `submit`, until that is closed; only `call` may come from any thread.
 
     max_batch_size  rows of the largest batch
     max_wait        seconds that an idle batcher may wait for a fuller batch; 0: it never waits
@@ -167,7 +171,8 @@ class Batcher(Collector):
     template        one sample that shows what fits; without it, what `fn` has answered most often is expected
     lock            held during a forward; while somebody else holds it a batch waits in the thread, never in the loop
     step            asked after a forward, under the lock, for callers who want to know the version (`with_step`)
-    elsewhere       returns the batcher of the running loop, when that is another one; without it, such a call is refused
+    elsewhere       returns the batcher of the running loop, when that is another one; without it, such a call is
+                    refused
     """
 
     merges_batches = True
@@ -218,13 +223,14 @@ class Batcher(Collector):
         self._forward_s: float | None = None
         self._mean_s: float | None = None
 
-    # --- callers --------------------------------------------------------------------------------------------------
+    # --- callers ------------------------------------------------------------------------------------------------------
 
     def submit(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
-        """One sample (trees without batch dimension) -> a future of its row of the outputs; of `(row, step)` if `with_step`.
+        """One sample (trees without batch dimension) -> a future of its row of the outputs; of `(row, step)` if
+        `with_step`.
 
-        The arrays must not change until the answer is there. A row is a view of the outputs of its whole batch: copy what you keep for
-        long. Raises Overloaded when the queue is full. Whoever cancels the future leaves the queue.
+        The arrays must not change until the answer is there. A row is a view of the outputs of its whole batch: copy
+        what you keep for long. Raises Overloaded when the queue is full. Whoever cancels the future leaves the queue.
         """
         loop = self._loop
         if loop is None or loop is not _get_running_loop() or self._closed:
@@ -232,15 +238,17 @@ class Batcher(Collector):
         return self._add(args, with_step)
 
     def submit_batch(self, *args: Any, with_step: bool = False) -> asyncio.Future[Any]:
-        """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It runs `max_batch_size` rows at a time with nobody in between, so one
-        version answers all of it; small batches that wait together share a forward. Raises DataError when the arrays have no common B."""
+        """A batch `[B, ...]` -> a future of its outputs `[B, ...]`. It runs `max_batch_size` rows at a time with nobody
+        in between, so one version answers all of it; small batches that wait together share a forward. Raises DataError
+        when the arrays have no common B."""
         batcher = self.here()
         args = as_arrays(args)
         return batcher._add(args, with_step, length(args))
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, Any] | None:
-        """`(outputs, step)` of a batch of arrays, run immediately, past the queue: for callers that collect batches themselves. None where it would
-        block the loop for long (or a forward runs), or where batches have fixed sizes: use `submit_batch` then."""
+        """`(outputs, step)` of a batch of arrays, run immediately, past the queue: for callers that collect batches
+        themselves. None where it would block the loop for long (or a forward runs), or where batches have fixed sizes:
+        use `submit_batch` then."""
         if self._closed or self.pad_to or rows > self.max_batch_size or not self._is_below(_NOW_BELOW):
             return None
         if not self.lock.acquire(blocking=False):
@@ -251,7 +259,8 @@ class Batcher(Collector):
             self.lock.release()
 
     def call(self, *args: Any, batch: bool = False, with_step: bool = False) -> Any:
-        """`submit` or `submit_batch` without a loop: runs in the calling thread, after the forward that may be running."""
+        """`submit` or `submit_batch` without a loop: runs in the calling thread, after the forward that may be
+        running."""
         if self._closed:
             raise BrayError(_CLOSED)
         args = as_arrays(args)
@@ -264,7 +273,8 @@ class Batcher(Collector):
             return (value, self._step()) if with_step else value
 
     async def close(self, timeout: float = 5.0) -> None:
-        """Fail those who wait; let the running batch end, or fail its callers too after `timeout` seconds; end the thread."""
+        """Fail those who wait; let the running batch end, or fail its callers too after `timeout` seconds; end the
+        thread."""
         self._closed = True
         self._fail_queue(BrayError("the batcher was closed while this caller waited; nothing was computed for it"))
         for handle in (self._timer, self._watch):
@@ -299,10 +309,11 @@ class Batcher(Collector):
             "inline": self._is_below(self.inline_below),
         }
 
-    # --- in the loop ----------------------------------------------------------------------------------------------
+    # --- in the loop --------------------------------------------------------------------------------------------------
 
     def here(self) -> Batcher:
-        """The batcher of the running loop: this one, which now belongs to that loop, or the one that `elsewhere` returns."""
+        """The batcher of the running loop: this one, which now belongs to that loop, or the one that `elsewhere`
+        returns."""
         if self._closed:
             raise BrayError(_CLOSED)
         running = _get_running_loop()
@@ -402,7 +413,7 @@ class Batcher(Collector):
         self._fail(running, BrayError("the thread that ran the forward has died; the next call starts a new one"))
         self._go_on()
 
-    # --- in the loop or in a thread; the lock is held -------------------------------------------------------------
+    # --- in the loop or in a thread; the lock is held -----------------------------------------------------------------
 
     def _compute(self, items: list[Item]) -> Outcome:
         """Run a batch. Exceptions end up in the outcome."""
@@ -417,7 +428,8 @@ class Batcher(Collector):
             return _failed(items, e)
 
     def _run_batches(self, items: list[Item], errors: dict[int, BaseException]) -> list[Any]:
-        """Whole batches, together where there are several; if that fails, each alone, so that only the one at fault gets the error."""
+        """Whole batches, together where there are several; if that fails, each alone, so that only the one at fault
+        gets the error."""
         if len(items) == 1:
             return [self._run_whole(items[0][1], items[0][3])]
         ends = np.cumsum([item[3] for item in items]).tolist()
@@ -434,7 +446,8 @@ class Batcher(Collector):
         return [tree.index(outputs, slice(end - item[3], end)) for item, end in zip(items, ends, strict=True)]
 
     def _run_samples(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
-        """A value per sample. Samples that do not fit get an entry in `errors` instead; an error of all of them is raised."""
+        """A value per sample. Samples that do not fit get an entry in `errors` instead; an error of all of them is
+        raised."""
         template = self._template
         if template is not None:
             try:
@@ -446,10 +459,12 @@ class Batcher(Collector):
         return self._sort_out(samples, errors)
 
     def _sort_out(self, samples: list[tuple[Any, ...]], errors: dict[int, BaseException]) -> list[Any]:
-        """Samples of several kinds, or of a new one: run those of the expected kind, and tell the others what was expected.
+        """Samples of several kinds, or of a new one: run those of the expected kind, and tell the others what was
+        expected.
 
-        Expected is the declared kind, else the one that was answered most often, else the most frequent. As long as nothing was ever
-        answered, a kind that the engine refuses gives way to the next, so that the majority cannot be wrong about the shape.
+        Expected is the declared kind, else the one that was answered most often, else the most frequent. As long as
+        nothing was ever answered, a kind that the engine refuses gives way to the next, so that the majority cannot be
+        wrong about the shape.
         """
         kinds = group_by_kind(samples, errors)
         templates = [self._templates.get(kind) or Template(next(iter(found.values()))) for kind, found in kinds.items()]
@@ -526,7 +541,8 @@ _threads: weakref.WeakSet[_Thread] = weakref.WeakSet()
 
 
 class _Thread(threading.Thread):
-    """Runs batches, one after the other. It ends with its batcher, and a forward that hangs does not keep the process from ending."""
+    """Runs batches, one after the other. It ends with its batcher, and a forward that hangs does not keep the process
+    from ending."""
 
     def __init__(self, batcher: Batcher, loop: asyncio.AbstractEventLoop):
         self.jobs: _Jobs = queue.SimpleQueue()
@@ -538,7 +554,8 @@ class _Thread(threading.Thread):
 
 @atexit.register
 def _end_all() -> None:
-    """Let running forwards end before the interpreter does: a thread that is still in an engine's C++ then aborts the process."""
+    """Let running forwards end before the interpreter does: a thread that is still in an engine's C++ then aborts the
+    process."""
     end = time.monotonic() + _EXIT_S
     threads = list(_threads)
     for thread in threads:

@@ -23,7 +23,8 @@ class Engine(Protocol):
 
 
 def gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
-    """Append the leaves of `value` to `out` in the order of `structure`: a dict may hold its keys in any order, and more of them.
+    """Append the leaves of `value` to `out` in the order of `structure`: a dict may hold its keys in any order, and
+    more of them.
     Parts whose structure is None are left out."""
     if structure is None:
         return
@@ -44,8 +45,9 @@ def gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
 
 
 def lasting(array: np.ndarray) -> np.ndarray:
-    """The array itself if nobody writes into it (it is read only, as what comes out of Ray's object store is), else a copy, read only. So weights
-    that eight processes of a machine serve lie in its memory once, and changing to them takes no time."""
+    """The array itself if nobody writes into it (it is read only, as what comes out of Ray's object store is), else a
+    copy, read only. So weights that eight processes of a machine serve lie in its memory once, and changing to them
+    takes no time."""
     if array.flags.c_contiguous and array.flags.aligned and _is_read_only(array):
         return array
     copy = np.array(array, order="C")

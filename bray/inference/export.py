@@ -1,7 +1,8 @@
 """A Model as an ONNX graph.
 
-One graph is exported, with the weights as inputs, so that it fits every version of a run; the file that has its weights inside is made
-of it (`graph.with_constant_weights`), here and in a server without torch, and ONNX Runtime folds and fuses the constants when it loads it.
+One graph is exported, with the weights as inputs, so that it fits every version of a run; the file that has its weights
+inside is made of it (`graph.with_constant_weights`), here and in a server without torch, and ONNX Runtime folds and
+fuses the constants when it loads it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ _BATCH = "batch"
 def export_onnx(model: nn.Module, args: Sequence[Any], outputs: Sequence[str] | None = None, step: int = 0) -> bytes:
     """The file of a Model's graph, weights as inputs, any batch size.
 
-    `args`: an example of what the Model takes, each a tree of arrays or tensors `[B, ...]`; only types and shapes matter. `outputs`: which
-    entries of its dict of outputs to keep (a served policy needs those that it acts by, and "state"); None = all. What the kept ones do
-    not depend on is left out: weights, and parts of an observation such as the action mask.
+    `args`: an example of what the Model takes, each a tree of arrays or tensors `[B, ...]`; only types and shapes
+    matter. `outputs`: which entries of its dict of outputs to keep (a served policy needs those that it acts by, and
+    "state"); None = all. What the kept ones do not depend on is left out: weights, and parts of an observation such as
+    the action mask.
     """
     names = [ARGUMENTS[i] if i < len(ARGUMENTS) else f"arg{i}" for i in range(len(args))]
     inputs = tuple(_named(x, name) for x, name in zip(args, names, strict=True))
@@ -115,7 +117,7 @@ def _pruned(names: Any, left: set[str]) -> Any:
     return names if names in left else None
 
 
-# --- PyTorch's two steps ------------------------------------------------------------------------------------------------
+# --- PyTorch's two steps ----------------------------------------------------------------------------------------------
 
 
 def _trace(model: _Flat, flat: list[Tensor]) -> torch.export.ExportedProgram:
@@ -177,7 +179,8 @@ def _convert(program: torch.export.ExportedProgram, inputs: list[str], outputs: 
         dims = x.type.tensor_type.shape.dim
         if not dims or dims[0].dim_param != _BATCH:
             raise ExportError(
-                f"the Model cannot be exported: its output {x.name!r} has not one row for each row of its input. {_GO_ON}"
+                f"the Model cannot be exported: its output {x.name!r} has not one row for each row of its input. "
+                f"{_GO_ON}"
             )
     return proto
 
@@ -200,7 +203,8 @@ def _which(e: Exception, program: torch.export.ExportedProgram) -> str:
 
 
 def _tidy(proto: Any) -> None:
-    """Drop what is not read (inputs, and notes that hold paths of this machine), and call the batch dimension `batch`."""
+    """Drop what is not read (inputs, and notes that hold paths of this machine), and call the batch dimension
+    `batch`."""
     graph = proto.graph
     read = {name for node in graph.node for name in node.input} | {x.name for x in graph.output}
     kept = [x for x in graph.input if x.name in read]
@@ -222,8 +226,8 @@ def _tidy(proto: Any) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch's exporter talks: of packages that are not there, of its own future, and where it fails it prints all it has. What
-    matters of that is in our error."""
+    """PyTorch's exporter talks: of packages that are not there, of its own future, and where it fails it prints all it
+    has. What matters of that is in our error."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -2,17 +2,24 @@
 
 The metadata of a file holds one JSON object under the key `bray`:
 
-| key         | meaning                                                                                                      |
+| key         | meaning
+              |
 |-------------|--------------------------------------------------------------------------------------------------------------|
-| `format`    | 1                                                                                                            |
-| `inputs`    | for each argument of the Model the tree of its input names; null where the graph does not read a part        |
-| `outputs`   | the tree of output names                                                                                     |
-| `step`      | the version of the weights (learner steps); of a graph whose weights are inputs: the one it was made at      |
-| `weights`   | `constant`, or `inputs`: the graph's other inputs are weights, named as in the Model's `state_dict`          |
-| `precision` | `float32` or `int8`                                                                                          |
+| `format`    | 1
+              |
+| `inputs`    | for each argument of the Model the tree of its input names; null where the graph does not read a part
+              |
+| `outputs`   | the tree of output names
+              |
+| `step`      | the version of the weights (learner steps); of a graph whose weights are inputs: the one it was made at
+              |
+| `weights`   | `constant`, or `inputs`: the graph's other inputs are weights, named as in the Model's `state_dict`
+              |
+| `precision` | `float32` or `int8`
+|
 
-A tree is a name, null, `{"dict": {key: tree}}`, `{"list": [tree]}` or `{"tuple": [tree]}`. Names are paths: `obs`, `obs/position`, `state/h`;
-an output whose path is an input's name too is `next/state/h`.
+A tree is a name, null, `{"dict": {key: tree}}`, `{"list": [tree]}` or `{"tuple": [tree]}`. Names are paths: `obs`,
+`obs/position`, `state/h`; an output whose path is an input's name too is `next/state/h`.
 """
 
 from __future__ import annotations
@@ -146,7 +153,8 @@ def read_signature(model: Any) -> Signature:
 
 
 def write_signature(model: Any, signature: Signature) -> None:
-    """Into an `onnx.ModelProto`, in place of all other metadata; and room for the checksum of its file (`rundir.seal`)."""
+    """Into an `onnx.ModelProto`, in place of all other metadata; and room for the checksum of its file
+    (`rundir.seal`)."""
     del model.metadata_props[:]
     model.metadata_props.add(key=KEY, value=signature.to_json())
     model.metadata_props.add(key="checksum", value=BLANK)

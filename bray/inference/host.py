@@ -35,14 +35,17 @@ class Promise(Future[Any]):
 
 
 class ModelHost:
-    """The current version of a model, which `publish_weights` replaces, and any number of others, which stay as they are.
+    """The current version of a model, which `publish_weights` replaces, and any number of others, which stay as they
+    are.
 
     engine         answers for the current version
-    step, weights  what it holds; with weights, `get_weights` works and a publish is checked against their names and shapes
-    decide         `decide(outputs, *args) -> tree`, on whole batches (padding included), so that a policy's choice of actions is
-                   batched with the forward; versions may call it at the same time
+    step, weights  what it holds; with weights, `get_weights` works and a publish is checked against their names and
+                   shapes
+    decide         `decide(outputs, *args) -> tree`, on whole batches (padding included), so that a policy's choice of
+                   actions is batched with the forward; versions may call it at the same time
     make_engine    `make_engine(weights) -> Engine`, for engines that take no new weights: called in a thread of its own
-    batching       arguments of `Batcher`; each version has a batcher of its own in each event loop that asks it, and one forward at a time
+    batching       arguments of `Batcher`; each version has a batcher of its own in each event loop that asks it, and
+                   one forward at a time
 
     `forward` may be awaited in any event loop, everything else may be called from any thread.
     """
@@ -70,14 +73,15 @@ class ModelHost:
         self._closed = False
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
 
-    # --- asking ---------------------------------------------------------------------------------------------------
+    # --- asking -------------------------------------------------------------------------------------------------------
 
     def forward(
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
     ) -> asyncio.Future[Any]:
         """Await it: one sample (trees without batch dimension) -> its outputs. Samples of many callers share a batch.
 
-        batch      the arguments are batches `[B, ...]` already, and so are the outputs; they run as a batch of their own
+        batch      the arguments are batches `[B, ...]` already, and so are the outputs; they run as a batch of their
+                   own
         step       ask this version; without it, the current one at the time the batch starts
         with_step  give `(outputs, step)`: the version that produced them
         kwargs     if there are any, they are one more argument of the engine, a dict, after the others
@@ -94,13 +98,15 @@ class ModelHost:
         return submit(*args, with_step=True) if with_step else submit(*args)
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
-        """`(outputs, step)` of a batch of arrays from the current version, or None where that takes long: see `Batcher.run_now`."""
+        """`(outputs, step)` of a batch of arrays from the current version, or None where that takes long: see
+        `Batcher.run_now`."""
         return self._current.batcher.run_now(args, rows)
 
     def __call__(
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
     ) -> Any:
-        """`forward` without a loop: runs in the calling thread, whichever it is, after the forward that may be running."""
+        """`forward` without a loop: runs in the calling thread, whichever it is, after the forward that may be
+        running."""
         batcher = self._find(step).batcher
         if kwargs:
             args = (*args, kwargs)
@@ -133,14 +139,16 @@ class ModelHost:
             "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
         }
 
-    # --- versions -------------------------------------------------------------------------------------------------
+    # --- versions -----------------------------------------------------------------------------------------------------
 
     def publish_weights(self, weights: Weights, step: int | None = None) -> Promise:
-        """Replace the current version between two batches: whoever waits is answered by the new one. `step` is the last one + 1 by default.
+        """Replace the current version between two batches: whoever waits is answered by the new one. `step` is the last
+        one + 1 by default.
 
-        An engine with `set_weights` has the new weights when this returns, which may take until the running forward ends. With
-        `make_engine` a new engine is built in a thread meanwhile. Arrays that can be written to are copied. Raises ConfigError for a step older than the
-        newest, CheckpointError for weights that do not fit; the old version goes on then, as it does when building fails.
+        An engine with `set_weights` has the new weights when this returns, which may take until the running forward
+        ends. With `make_engine` a new engine is built in a thread meanwhile. Arrays that can be written to are copied.
+        Raises ConfigError for a step older than the newest, CheckpointError for weights that do not fit; the old
+        version goes on then, as it does when building fails.
         """
         weights = _copy(weights)
         publishing = Promise()
@@ -187,7 +195,8 @@ class ModelHost:
             publishing.set_result(step)
 
     def replace_engine(self, engine: Engine) -> None:
-        """Answer with another engine from the next batch on. It gets the weights of the current version first, which must be known."""
+        """Answer with another engine from the next batch on. It gets the weights of the current version first, which
+        must be known."""
         with self._lock:
             weights, step = self.get_weights()
             engine.set_weights(weights)
@@ -210,7 +219,8 @@ class ModelHost:
             self._others[step] = self._make_version(engine, step, None)
 
     def drop_version(self, step: int) -> Promise:
-        """Let go of a version: its running batch is answered, callers who still wait for it get an error, then the result is there.
+        """Let go of a version: its running batch is answered, callers who still wait for it get an error, then the
+        result is there.
         If it is the current one, the newest of the others takes its place."""
         promise = Promise()
         promise.set_running_or_notify_cancel()
@@ -260,7 +270,8 @@ class ModelHost:
 
 
 class _Version:
-    """An engine and what it holds, behind a batcher for each event loop that asks. They change together, under the batchers' common lock."""
+    """An engine and what it holds, behind a batcher for each event loop that asks. They change together, under the
+    batchers' common lock."""
 
     def __init__(
         self,

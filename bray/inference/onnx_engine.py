@@ -19,8 +19,8 @@ _DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool"
 
 
 class OnnxEngine:
-    """A graph in ONNX Runtime, on the CPU. With its weights inside it is fastest; with weights as inputs it waits for `set_weights`
-    and can take new ones at any time."""
+    """A graph in ONNX Runtime, on the CPU. With its weights inside it is fastest; with weights as inputs it waits for
+    `set_weights` and can take new ones at any time."""
 
     def __init__(self, model: str | Path | bytes, threads: int = 1, where: str = "this ONNX file"):
         self.threads = threads
@@ -98,7 +98,8 @@ class OnnxEngine:
             self._bindings.clear()
 
     def with_weights(self, weights: Mapping[str, np.ndarray], step: int | None = None) -> OnnxEngine:
-        """An engine of its own with these weights inside: 15 to 30 % faster than with weights as inputs, and made in milliseconds."""
+        """An engine of its own with these weights inside: 15 to 30 % faster than with weights as inputs, and made in
+        milliseconds."""
         if self.signature.weights == "constant":
             raise ConfigError(
                 "the weights of this graph are constants: load the graph whose weights are inputs instead"

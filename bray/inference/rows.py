@@ -1,8 +1,8 @@
 """Samples to batches and back: what a batcher does for each sample, so nanoseconds count here.
 
-Stacking 128 samples of float32[8] takes (CPU time, numpy 2.4): `np.concatenate` 23 us, and 5 us to compare the lengths, which it does
-not do itself; joining the bytes of the rows 8 us, but 20 us to compare their shapes and dtypes; `np.array` 35 us, rows written into an empty array
-50 us, `np.stack` 110 us.
+Stacking 128 samples of float32[8] takes (CPU time, numpy 2.4): `np.concatenate` 23 us, and 5 us to compare the lengths,
+which it does not do itself; joining the bytes of the rows 8 us, but 20 us to compare their shapes and dtypes;
+`np.array` 35 us, rows written into an empty array 50 us, `np.stack` 110 us.
 """
 
 from __future__ import annotations
@@ -121,13 +121,15 @@ length = batch_rows
 
 
 def difference(expected: Any, got: Any) -> str:
-    """Where two samples differ, for an error message: 'obs: expected float32[8], got float32[9]'. Arguments are numbered."""
+    """Where two samples differ, for an error message: 'obs: expected float32[8], got float32[9]'. Arguments are
+    numbered."""
     a, b = ({path: f"{x.dtype}{list(x.shape)}" for path, x in tree.paths(t)} for t in (expected, got))
     return tree.difference(a, b) or "expected other dicts, lists and tuples around the same arrays"
 
 
 def split(outputs: Any, size: int, rows: int) -> list[Any]:
-    """Outputs `[size, ...]` -> the first `rows` of them, one tree each. Raises BrayError if there are not `size` of them."""
+    """Outputs `[size, ...]` -> the first `rows` of them, one tree each. Raises BrayError if there are not `size` of
+    them."""
     try:
         return [_first(outputs, size)] if rows == 1 else _split(outputs, size, rows)
     except (WrongSample, TypeError):

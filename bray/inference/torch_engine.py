@@ -34,8 +34,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         detail = "; ".join(f"{k}: model {mine.get(k, 'none')}, file {theirs.get(k, 'none')}" for k in wrong[:5])
         raise CheckpointError(
-            f"the weights do not fit the model in {len(wrong)} entries: {detail}. They are of another network; where a default network of "
-            "Bray has changed since, CHANGELOG.md says how to load them"
+            f"the weights do not fit the model in {len(wrong)} entries: {detail}. They are of another network; where "
+            "a default network of Bray has changed since, CHANGELOG.md says how to load them"
         )
     model.load_state_dict({k: torch.from_numpy(_writable(v)) for k, v in weights.items()})
 
@@ -66,8 +66,8 @@ def _set_training(parts: list[nn.Module], training: bool) -> None:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, every part of a Model is in eval mode; afterwards each is in the mode it was in. Other threads that enter with the same
-    Model wait: their way out would change the mode of those still inside."""
+    """Inside, every part of a Model is in eval mode; afterwards each is in the mode it was in. Other threads that enter
+    with the same Model wait: their way out would change the mode of those still inside."""
     with _FLAG_LOCKS.setdefault(model, threading.RLock()):
         training = _parts_in_training(model)
         _set_training(training, False)
@@ -78,11 +78,12 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 class TorchEngine:
-    """The Model itself in eval mode (as it is exported), recorded (`bray.capture`) per batch size. It reads the Model's own parameters,
-    so a learner's in-place updates are seen at once; the learner's Model stays in train mode. It is never compiled: batch sizes are several, and each would
-    take many seconds.
+    """The Model itself in eval mode (as it is exported), recorded (`bray.capture`) per batch size. It reads the Model's
+    own parameters, so a learner's in-place updates are seen at once; the learner's Model stays in train mode. It is
+    never compiled: batch sizes are several, and each would take many seconds.
 
-    A Model that cannot be recorded has its modes changed for the time of a forward: a learner in another thread needs a copy."""
+    A Model that cannot be recorded has its modes changed for the time of a forward: a learner in another thread needs a
+    copy."""
 
     def __init__(self, model: nn.Module, outputs: tuple[str, ...] | None = None, record: Record = True):
         self.model = model
@@ -103,7 +104,8 @@ class TorchEngine:
         return out if self.outputs is None else {k: out[k] for k in self.outputs}
 
     def forward(self, *args: Any) -> Any:
-        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all numpy. Observations may be one tensor."""
+        """A batch of what the Model takes (observations, recurrent states) and its draws, if any -> its outputs, all
+        numpy. Observations may be one tensor."""
         # The common case, and the one where microseconds count.
         if len(args) == 1 and isinstance(args[0], (np.ndarray, Tensor)):
             return self._run([args[0]], args[0].shape, args)
@@ -127,7 +129,8 @@ class TorchEngine:
                 values = program.on_arrays(leaves)
             else:
                 values = to_host(program.run(self._tensors(leaves)))
-        except RuntimeError:  # it may run, as no recording does while torch exports in another thread; or raise with the Model's own lines
+        except RuntimeError:
+            # It may run, as no recording does while torch exports in another thread; or raise with the Model's lines.
             return self._run_eagerly(leaves, structure)
         if names is not None and program.is_recorded:
             return dict(zip(names, values, strict=True))
@@ -157,7 +160,8 @@ class TorchEngine:
         return any(program is not None and program.is_recorded for program, *_ in self._programs.values())
 
     def parameters_read(self, *args: Any) -> int | None:
-        """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be recorded."""
+        """How many numbers of the Model the asked-for outputs depend on; None when the forward could not be
+        recorded."""
         self.forward(*args)
         program = next((program for program, *_ in self._programs.values() if program is not None), None)
         return None if program is None else sum(x.numel() for x in program.tape.held.values())

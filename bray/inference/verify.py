@@ -1,4 +1,5 @@
-"""Engines against the Model itself: how far their outputs are off, whether they act alike, how long they take. No torch here."""
+"""Engines against the Model itself: how far their outputs are off, whether they act alike, how long they take. No torch
+here."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from bray.spec import Space
 BATCHES = (1, 8, 32, 128)
 """Batch sizes that are timed."""
 CLOSE = 0.01
-"""A continuous action agrees with another one when they are, on average over its numbers, nearer than this part of their range."""
+"""A continuous action agrees with another one when they are, on average over its numbers, nearer than this part of
+their range."""
 RTOL, ATOL = 1e-3, 1e-4
 """How far an output of float32 may be off: rounding in another order, no more."""
 _ROWS = 128
@@ -43,8 +45,8 @@ def verify(
     actions: Space,
     seconds: float = 0.2,
 ) -> Report:
-    """`expected`: what the Model answers to `args` (rows `[N, ...]`); `act(outputs, obs)`: greedy actions in units of the environment,
-    whose space is `actions`; `seconds`: how long each batch size is timed."""
+    """`expected`: what the Model answers to `args` (rows `[N, ...]`); `act(outputs, obs)`: greedy actions in units of
+    the environment, whose space is `actions`; `seconds`: how long each batch size is timed."""
     got = run(engine, args)
     errors = _errors(got, expected)
     same = agree(actions, act(got, args[0]), act(expected, args[0]))
@@ -70,8 +72,8 @@ def run(engine: Engine, args: Sequence[Any]) -> Any:
 
 
 def follow(engine: Engine, obs: Any, initial_state: Callable[[int], Any], rows: int) -> tuple[Any, Any, Any]:
-    """A recurrent Model over recorded observations, `rows` of them at a time, its state carried on: observations, the states
-    before them, and its outputs, as rows `[N, ...]` (a rest of fewer than `rows` is left out)."""
+    """A recurrent Model over recorded observations, `rows` of them at a time, its state carried on: observations, the
+    states before them, and its outputs, as rows `[N, ...]` (a rest of fewer than `rows` is left out)."""
     n = tree.length(obs)
     rows = min(rows, n)
     state, states, outputs = initial_state(rows), [], []

@@ -37,8 +37,8 @@ from bray.remote.trainer.options import RankOptions, TrainOptions
 logger = logging.getLogger("bray.launch")
 
 _RETURNS = ("episode_return", "episode_reward", "return")
-"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow. Where single values are not kept
-(see `bray.merge`) the line has the mean of the last minute."""
+"""Names under which agents merge what an episode made; labels, or more words after a '/', may follow. Where single
+values are not kept (see `bray.merge`) the line has the mean of the last minute."""
 _WINDOW = 60.0  # seconds of a time window of the master
 _SAVE_TIMEOUT = 10.0
 _TRAINING_DRAIN_S = 2.0
@@ -64,7 +64,8 @@ class Run:
     _seen: tuple[float, dict[str, int]] | None = None
 
     def done(self) -> bool:
-        """Whether there are trainers, and all have done what they were asked. A run without trainers goes on until it is stopped."""
+        """Whether there are trainers, and all have done what they were asked. A run without trainers goes on until it
+        is stopped."""
         return bool(self.ends) and all(end.done() for end in self.ends.values())
 
     def steps(self) -> dict[str, int]:
@@ -119,9 +120,11 @@ def find_part(name: str) -> Any:
 
 
 def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda name: None) -> Run:
-    """Construct the components in the order in which they need each other. `started` hears the name of each one that is up.
+    """Construct the components in the order in which they need each other. `started` hears the name of each one that is
+    up.
 
-    An error of the user's own code (`build_model` and the like) comes as it was raised, with a note about the component.
+    An error of the user's own code (`build_model` and the like) comes as it was raised, with a note about the
+    component.
     """
     run, modules = Run(graph, session), Modules(graph)
     find_part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
@@ -160,7 +163,8 @@ def _deploy(run: Run) -> None:
 
 
 def _model(run: Run, modules: Modules, c: Component) -> None:
-    """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is opened by its actors."""
+    """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is
+    opened by its actors."""
     if c.name in run.deployed:
         run.models[c.name] = ModelFiles(c.name, run.deployed[c.name])
         return
@@ -183,8 +187,8 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
     )
     if run.graph.settings.mode == "deploy" and s.checkpoint is None and run.models[c.name].step == 0:
         logger.warning(
-            "model %s has no checkpoint in %s: games are answered with the weights that build_model made. Train this trial first, or give "
-            "%s.checkpoint",
+            "model %s has no checkpoint in %s: games are answered with the weights that build_model made. Train this "
+            "trial first, or give %s.checkpoint",
             c.name, run.session.path, c.name,
         )  # fmt: skip
 
@@ -200,7 +204,8 @@ def _buffer(run: Run, modules: Modules, c: Component) -> None:
         iterables = modules.needed(source)(name, run.graph.config)
         if not isinstance(iterables, Iterable):
             raise ConfigError(
-                f"expected {source.settings.func} of source {name} ({source.place}) to return a list of iterables, got {iterables!r:.80}"
+                f"expected {source.settings.func} of source {name} ({source.place}) to return a list of iterables, "
+                f"got {iterables!r:.80}"
             )
         buffer.add_source(*iterables, num_workers=source.settings.num_workers, epoch=source.settings.epoch, name=name)
 
@@ -237,7 +242,8 @@ def _actor(run: Run, modules: Modules, c: Component) -> None:
 
 
 def _training_drain(graph: Graph, actor: str) -> dict[str, float]:
-    """Games that are played for a training may be cut: a run that is told to end ends in seconds, unless the file says otherwise."""
+    """Games that are played for a training may be cut: a run that is told to end ends in seconds, unless the file says
+    otherwise."""
     given = graph.config[actor].get("drain_timeout_s") is not None
     return {} if given or not graph.of_kind("trainer") else {"drain_timeout_s": _TRAINING_DRAIN_S}
 

@@ -1,8 +1,10 @@
-"""`mode: deploy` from the files of a run: behind the agents of a launch file stands what `bray serve RUN_DIR` serves with.
+"""`mode: deploy` from the files of a run: behind the agents of a launch file stands what `bray serve RUN_DIR` serves
+with.
 
-A model that only PolicyAgents ask is deployed from `spec.json`, `policy.json` and `models/NAME/` of its run directory. Neither its module
-nor the algorithm's is imported, and so neither torch nor the environment. Each process of an actor has one `bray.service.Service`, with
-its versions, its admin routes and its batches; the agents find it as the `model` of their section of the config.
+A model that only PolicyAgents ask is deployed from `spec.json`, `policy.json` and `models/NAME/` of its run directory.
+Neither its module nor the algorithm's is imported, and so neither torch nor the environment. Each process of an actor
+has one `bray.service.Service`, with its versions, its admin routes and its batches; the agents find it as the `model`
+of their section of the config.
 
     runs, reasons = find_deployed(graph)        # run directories by model; why each of the others is not deployed so
 """
@@ -44,8 +46,9 @@ from bray.train.agent import DecisionRows, Observed, tell
 
 
 def find_deployed(graph: Graph) -> tuple[dict[str, Path], dict[str, str]]:
-    """The run directories of the models that are deployed from files, by name; and why each of the others is not. Nothing is imported but
-    the modules of the agents that ask them. A `checkpoint` that names a run directory which cannot be deployed is a ConfigError."""
+    """The run directories of the models that are deployed from files, by name; and why each of the others is not.
+    Nothing is imported but the modules of the agents that ask them. A `checkpoint` that names a run directory which
+    cannot be deployed is a ConfigError."""
     runs: dict[str, Path] = {}
     reasons: dict[str, str] = {}
     if graph.settings.mode == "deploy":
@@ -146,7 +149,8 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The models that the agents of one actor play with. It travels to the actor's processes, each of which opens a Service."""
+    """The models that the agents of one actor play with. It travels to the actor's processes, each of which opens a
+    Service."""
 
     actor: str
     runs: Mapping[str, Path]
@@ -166,8 +170,9 @@ class Deployment:
         """Open the models of a process that is about to listen: RemoteActor's `prepare`."""
         if not self.shared.is_dir():
             raise ConfigError(
-                f"{self.shared} is not on {socket.gethostname()}: models are deployed from files, which every machine of the cluster has to see. "
-                "Share the run directory with all of them, or give the model `use_onnx: null`"
+                f"{self.shared} is not on {socket.gethostname()}: models are deployed from files, which every machine "
+                "of the cluster has to see. Share the run directory with all of them, or give the model `use_onnx: "
+                "null`"
             )
         service = await asyncio.to_thread(
             Service, self.runs, ServedModelConfig(), self.shared, configs=self.configs, with_outputs=True
@@ -183,7 +188,8 @@ class Deployment:
 
 
 _services: dict[tuple[str, str], Service] = {}
-"""Of this process, by the shared directory and the actor. In one process (`cluster: local`) there may be several actors."""
+"""Of this process, by the shared directory and the actor. In one process (`cluster: local`) there may be several
+actors."""
 
 
 def deploy_actor(graph: Graph, actor: Component, runs: Mapping[str, Path], shared: Path) -> Deployment | None:
@@ -216,7 +222,8 @@ def _model_service(graph: Graph, c: Component, agent: Component, actor: Componen
 
 
 def open_deployments(deployments: Mapping[str, Deployment], shared: Path) -> Callable[[], None]:
-    """Look at all models once, before there are processes, and write down what they begin with. Returns what ends it."""
+    """Look at all models once, before there are processes, and write down what they begin with. Returns what ends
+    it."""
     shared.mkdir(parents=True, exist_ok=True)
     close_shared(shared)  # of a deployment that was killed
     models = {
@@ -275,7 +282,8 @@ class DeployedPlayer:
 
 
 class DeployedTickBatcher:
-    """The questions of one session. They go to the ModelHost one by one; its batcher puts those of many sessions together."""
+    """The questions of one session. They go to the ModelHost one by one; its batcher puts those of many sessions
+    together."""
 
     def __init__(self, player: DeployedPlayer):
         self.player = player
@@ -350,7 +358,8 @@ _read_start = msgspec.json.Decoder(_Start).decode
 
 
 class DeployedActor(AgentActor):
-    """An AgentActor whose sessions are recorded, and whose late ticks are answered all the same, where that is wanted."""
+    """An AgentActor whose sessions are recorded, and whose late ticks are answered all the same, where that is
+    wanted."""
 
     def __init__(self, deployment: Deployment, **kwargs: Any):
         super().__init__(**kwargs)
@@ -373,7 +382,8 @@ class DeployedActor(AgentActor):
             self._recording.add(START, data, b"")
 
     def _choose_version(self, data: bytes) -> int | None:
-        """`{"version": STEP}`, as `bray serve` takes it: the version that answers this session. Any other body is for the agents alone."""
+        """`{"version": STEP}`, as `bray serve` takes it: the version that answers this session. Any other body is for
+        the agents alone."""
         try:
             wanted = _read_start(data)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -408,7 +418,8 @@ class DeployedActor(AgentActor):
         await super().end(data)
 
     def _fallback(self, data: bytes) -> bytes:
-        """The reply that the PolicyAgents give with the action that was wished for; agents of another kind have no part in it."""
+        """The reply that the PolicyAgents give with the action that was wished for; agents of another kind have no part
+        in it."""
         tick = max(0, self._ticks - 1)
         state: Any = State(self._session, self.actor, tick, data, self._game, self._agent, self._codec.decode)
         output = self._codec.new_output()

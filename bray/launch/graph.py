@@ -4,7 +4,8 @@
     graph.components["actor1"].settings.port        # typed, with defaults
     graph.config["network"]["state_space"]          # the plain file, as agents and builders get it
 
-Nothing of the user's is imported here, and neither torch nor Ray: a wrong file is refused at once, with all its mistakes.
+Nothing of the user's is imported here, and neither torch nor Ray: a wrong file is refused at once, with all its
+mistakes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Graph:
         return _where(self.sources, key)
 
     def resources(self) -> list[ResourceRequest]:
-        """What each component asks for, in the order of the file. Components without processes of their own ask for nothing."""
+        """What each component asks for, in the order of the file. Components without processes of their own ask for
+        nothing."""
         return [ask for c in self.components.values() if (ask := _ask(c)) is not None]
 
 
@@ -209,7 +211,8 @@ class _Reader:
         for key in ("project", "trial"):
             if all(s.values.get(key) is None for s in sources):
                 self.problems.append(
-                    f"{file.name}: expected `{key}: NAME` at the top (or --{key} NAME); the run directory is project/trial"
+                    f"{file.name}: expected `{key}: NAME` at the top (or --{key} NAME); the run directory is "
+                    "project/trial"
                 )
                 sources[0].values[key] = "-"
         return self.resolved("", LaunchSettings, sources)
@@ -290,11 +293,11 @@ class _Reader:
         if settings is not None:
             self.all[name] = Component(name, kind, settings, extra, self.where(name))
 
-    # --- edges ------------------------------------------------------------------------------------------------------------
+    # --- edges --------------------------------------------------------------------------------------------------------
 
     def connect(self, config: Mapping[str, Any]) -> list[Edge]:
-        """The edges; a name that is not there, or is something else, is a mistake. Names are read from the plain values, so that they are
-        looked at even where other keys of a component are wrong."""
+        """The edges; a name that is not there, or is something else, is a mistake. Names are read from the plain
+        values, so that they are looked at even where other keys of a component are wrong."""
         edges = []
 
         def one(kind: str, *key: str) -> list[str]:
@@ -342,7 +345,7 @@ class _Reader:
         names = [n for n, k in self.kinds.items() if k == kind]
         return "." + did_you_mean(name, names) if names else f"; the file has no {kind} at all"
 
-    # --- which of them exist ------------------------------------------------------------------------------------------------
+    # --- which of them exist ------------------------------------------------------------------------------------------
 
     def leave_out(self, mode: str) -> None:
         """Components that do not exist in this mode."""
@@ -411,7 +414,8 @@ class _Reader:
         if len(weights) != len(buffers):
             self.problem(
                 (c.name, "buffer_weights"),
-                f"expected one weight for each of the {len(buffers)} buffers ({', '.join(buffers)}), got {len(weights)}",
+                f"expected one weight for each of the {len(buffers)} buffers ({', '.join(buffers)}), got "
+                f"{len(weights)}",
             )
         elif not sum(weights):
             self.problem((c.name, "buffer_weights"), "expected a weight above 0, all are 0")
@@ -466,7 +470,8 @@ class _Reader:
                 self.notes.append(f"{name} ({c.place}): no trainer reads this buffer")
             elif c.kind == "actor" and c.settings.episode_save_interval and not self.dumps():
                 self.notes.append(
-                    f"{name}.episode_save_interval ({self.where(name, 'episode_save_interval')}): no episode is saved, dump_state is not true"
+                    f"{name}.episode_save_interval ({self.where(name, 'episode_save_interval')}): no episode is "
+                    "saved, dump_state is not true"
                 )
 
     def dumps(self) -> bool:
@@ -512,7 +517,8 @@ def _shares(s: TrainerSettings) -> dict[str, str]:
 
 
 def _without_nulls(section: str, cls: type, sources: Sequence[ConfigSource]) -> list[ConfigSource]:
-    """null means the default: such keys are taken out, here and in the sources before, unless the field takes a null itself."""
+    """null means the default: such keys are taken out, here and in the sources before, unless the field takes a null
+    itself."""
     hints = typing.get_type_hints(cls, include_extras=True)
     out: list[ConfigSource] = []
     for source in sources:

@@ -1,4 +1,5 @@
-"""What to type to play against an actor of a launch file: the project's own game where it has one, else games without a game."""
+"""What to type to play against an actor of a launch file: the project's own game where it has one, else games without a
+game."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def spec_of_games(graph: Graph, port: int) -> Any:
     algo = _algorithm(graph, named[0])
     if algo is None:
         raise ConfigError(
-            f"--config {graph.path}: {named[0].name} has no agent with an `algo` that reads JSON, so what its ticks look like is not known: "
-            "give --body FILE with a tick"
+            f"--config {graph.path}: {named[0].name} has no agent with an `algo` that reads JSON, so what its ticks "
+            "look like is not known: give --body FILE with a tick"
         )
     return Modules(graph).algorithm(algo).spec
 

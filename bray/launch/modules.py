@@ -1,7 +1,7 @@
 """The user's modules that a Graph names: found, imported, and looked at before anything starts.
 
-A module is looked for as Python does, with the current directory and the directory above the launch file on the path: the file
-`template/rl.yaml` may name `template.models.model1`.
+A module is looked for as Python does, with the current directory and the directory above the launch file on the path:
+the file `template/rl.yaml` may name `template.models.model1`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Modules:
         return None
 
     def message(self, c: Component, key: str) -> Any:
-        """`tick_input_proto` or `tick_output_proto` of an actor, as AgentActor takes it: checked, a .proto file compiled."""
+        """`tick_input_proto` or `tick_output_proto` of an actor, as AgentActor takes it: checked, a .proto file
+        compiled."""
         from bray.serving.messages import compile_message, message_class
 
         try:
@@ -128,9 +129,9 @@ class Modules:
 
 
 def check_modules(graph: Graph, deployed: Collection[str] = ()) -> None:
-    """Import every module that the Graph names and look for what it must have. All mistakes are in one ConfigError; a module that
-    raises shows its own traceback first. `deployed`: models that are deployed from files, so that neither their modules nor the algorithms
-    of their agents are needed; renders are for afterwards then."""
+    """Import every module that the Graph names and look for what it must have. All mistakes are in one ConfigError; a
+    module that raises shows its own traceback first. `deployed`: models that are deployed from files, so that neither
+    their modules nor the algorithms of their agents are needed; renders are for afterwards then."""
     modules, problems = Modules(graph), []
     for c in graph.components.values():
         model = c.name if c.kind == "model" else getattr(c.settings, "model", None)
@@ -179,7 +180,8 @@ def _is_machinery(file: str) -> bool:
 
 
 def edges_in_code(graph: Graph) -> list[Edge]:
-    """Models and buffers that an agent's or actor's module names in its text: `bray.RemoteModel("model1")`. Nothing is imported."""
+    """Models and buffers that an agent's or actor's module names in its text: `bray.RemoteModel("model1")`. Nothing is
+    imported."""
     edges = []
     known = {(e.tail, e.head) for e in graph.edges} | {(e.head, e.tail) for e in graph.edges}
     for c in [*graph.of_kind("agent").values(), *graph.of_kind("actor").values()]:

@@ -78,8 +78,8 @@ def svg(graph: Graph) -> str:
     width, bottom = max(right, 700), y + 18 * len(feet) + 8
 
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom:.0f}" viewBox="0 0 {width:.0f} {bottom:.0f}" '
-        'font-family="Helvetica, Arial, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{bottom:.0f}" viewBox="0 0 {width:.0f} '
+        f'{bottom:.0f}" font-family="Helvetica, Arial, sans-serif">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{_GREY}"/></marker></defs>',
         f'<rect width="{width:.0f}" height="{bottom:.0f}" fill="white"/>',
@@ -179,7 +179,8 @@ def _draw(box: _Box) -> str:
 def _forward(
     boxes: dict[str, _Box], e: Edge, edges: Sequence[Edge], dashed: bool, out: list[str], labels: list[str]
 ) -> None:
-    """A curve from a box to one on its right. Edges of one box begin and end at places of their own, in the order of the other ends."""
+    """A curve from a box to one on its right. Edges of one box begin and end at places of their own, in the order of
+    the other ends."""
     forward = [o for o in edges if o.what != "publishes"]
     tail, head = boxes[e.tail], boxes[e.head]
     y0 = _port(tail, sorted((boxes[o.head].y, o) for o in forward if o.tail == e.tail), e)
@@ -204,9 +205,9 @@ def _backward(
     above, outer, inner, r = top - _LANE * (lane + 1), right + _LANE * (lane + 1), left - _LANE * (lane + 1) + 4, 6
     out.append(
         _line(
-            f"M{tail.right:.0f} {tail.middle:.0f} H{outer - r:.0f} Q{outer:.0f} {tail.middle:.0f} {outer:.0f} {tail.middle - r:.0f} "
-            f"V{above + r:.0f} Q{outer:.0f} {above:.0f} {outer - r:.0f} {above:.0f} H{inner + r:.0f} "
-            f"Q{inner:.0f} {above:.0f} {inner:.0f} {above + r:.0f} V{head.middle - r:.0f} "
+            f"M{tail.right:.0f} {tail.middle:.0f} H{outer - r:.0f} Q{outer:.0f} {tail.middle:.0f} {outer:.0f} "
+            f"{tail.middle - r:.0f} V{above + r:.0f} Q{outer:.0f} {above:.0f} {outer - r:.0f} {above:.0f} "
+            f"H{inner + r:.0f} Q{inner:.0f} {above:.0f} {inner:.0f} {above + r:.0f} V{head.middle - r:.0f} "
             f"Q{inner:.0f} {head.middle:.0f} {inner + r:.0f} {head.middle:.0f} H{head.x - 1:.0f}"
         )
     )

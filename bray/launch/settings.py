@@ -1,4 +1,5 @@
-"""The keys of a launch file: one small dataclass per kind of component. The docstring of a field is its text in the schema and in docs/launch.md.
+"""The keys of a launch file: one small dataclass per kind of component. The docstring of a field is its text in the
+schema and in docs/launch.md.
 
 The keys that a handle takes in Python too come from its own options (`bray.remote.*.options`).
 
@@ -32,7 +33,8 @@ class LaunchSettings:
     mode: Mode = "train"
     """`train`: everything. `deploy`: the game service alone, without trainers and the buffers that they read."""
     trust: bool = False
-    """In deploy mode: import what a run directory named by `checkpoint` names, where it has no graph.onnx; see docs/security.md."""
+    """In deploy mode: import what a run directory named by `checkpoint` names, where it has no graph.onnx; see
+    docs/security.md."""
     dump_state: bool = False
     """Save the states of episodes, for `bray render`; how many is said by `episode_save_interval` of the actor."""
 
@@ -56,14 +58,16 @@ class ModelSettings(ModelOptions, ComponentSettings):
     algo: Name | None = None
     """A `kind: config` component that names an algorithm and its env: the model is the one that the algorithm makes."""
     versions: dict[str, Amount] | None = None
-    """In deploy mode: checkpoints and their shares of the sessions, like `{latest: 0.9, best: 0.1}`; a number is a step. `null` = the newest."""
+    """In deploy mode: checkpoints and their shares of the sessions, like `{latest: 0.9, best: 0.1}`; a number is a
+    step. `null` = the newest."""
     follow: bool = False
     """In deploy mode: go on to new checkpoints of a training that runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings(ComponentSettings):
-    """Data that fills buffers: files, data sets, rollouts. Keys of your own are allowed; the function reads them as `config[name]`."""
+    """Data that fills buffers: files, data sets, rollouts. Keys of your own are allowed; the function reads them as
+    `config[name]`."""
 
     FREE: ClassVar[bool] = True
 
@@ -105,7 +109,8 @@ class AgentSettings(ComponentSettings):
     explore: bool = True
     """`false`: a `PolicyAgent` plays as well as it can and learns nothing."""
     act: Literal["greedy", "sample"] = "greedy"
-    """How a `PolicyAgent` that does not explore (in deploy mode none does) chooses: the best action, or drawn as in training."""
+    """How a `PolicyAgent` that does not explore (in deploy mode none does) chooses: the best action, or drawn as in
+    training."""
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game of a `PolicyAgent` may wait for room in the buffer. 0: never, old samples are dropped."""
 
@@ -138,7 +143,8 @@ class ActorSettings(ActorOptions, ComponentSettings):
     episode_save_interval: Count | None = None
     """With `dump_state`, each actor slot saves one of so many episodes; `null` = none."""
     fallback: Any = None
-    """In deploy mode, the answer to such a tick: an action as JSON, "last" (the session's last one) or "random"; `null` = an error."""
+    """In deploy mode, the answer to such a tick: an action as JSON, "last" (the session's last one) or "random"; `null`
+    = an error."""
     record: Name | None = None
     """In deploy mode: directory for recordings of every session, for `bray replay`; `null` = none."""
     serialize: Literal["json", "proto"] | None = None

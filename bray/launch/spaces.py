@@ -1,7 +1,7 @@
 """Whether the network that a project builds fits the spaces of the game: asked before anything starts.
 
-A `PolicyAgent` reads ticks by the observation space of its algorithm's `env` and hands them to the model of its section. A network of
-another size would fail at the first tick of a game, in another process.
+A `PolicyAgent` reads ticks by the observation space of its algorithm's `env` and hands them to the model of its
+section. A network of another size would fail at the first tick of a game, in another process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from bray.launch.modules import Modules
 
 
 def check_networks(graph: Graph, deployed: Collection[str] = ()) -> None:
-    """Build every network that a module of the project defines for an algorithm's game, and compare. One ConfigError for all mistakes."""
+    """Build every network that a module of the project defines for an algorithm's game, and compare. One ConfigError
+    for all mistakes."""
     modules, problems = Modules(graph), []
     for c in graph.of_kind("model").values():
         if c.settings.module is None or c.name in deployed or not _algorithms(graph, c):
@@ -43,7 +44,8 @@ def check_network(graph: Graph, modules: Modules, c: Component, made: Any) -> No
         if problem is not None:
             env = graph.config[name]["env"]
             raise ConfigError(
-                f"{c.name} ({graph.where(c.name, 'module')}): the network of {c.settings.module} does not fit the env {env} of {name}: {problem}"
+                f"{c.name} ({graph.where(c.name, 'module')}): the network of {c.settings.module} does not fit the env "
+                f"{env} of {name}: {problem}"
             )
 
 
@@ -65,7 +67,8 @@ def _observations(setup: Any, args: tuple[Any, ...]) -> str | None:
 
 
 def _outputs(setup: Any, model: Any, args: tuple[Any, ...]) -> str | None:
-    """How its outputs differ from those of the network that the algorithm makes itself, where it can make one for this game."""
+    """How its outputs differ from those of the network that the algorithm makes itself, where it can make one for this
+    game."""
     import torch
 
     def forward(network: Any, inputs: tuple[Any, ...]) -> dict[str, Any]:
@@ -89,7 +92,10 @@ def _outputs(setup: Any, model: Any, args: tuple[Any, ...]) -> str | None:
         if name not in got:
             return f"{setup.resolved['run'].algorithm} reads the output {name!r}, it has {', '.join(got) or 'none'}"
         if name in expected and got[name] != expected[name]:
-            return f"the actions of the game need an output {name!r} of shape {_row(expected[name])}, it has {_row(got[name])}"
+            return (
+                f"the actions of the game need an output {name!r} of shape {_row(expected[name])}, it has "
+                f"{_row(got[name])}"
+            )
     return None
 
 

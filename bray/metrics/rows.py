@@ -89,8 +89,8 @@ class EpisodeStats:
         self.add_lengths([length])
 
     def add_returns(self, returns: Iterable[float], finished: int | None = None) -> None:
-        """Returns of episodes whose lengths come by themselves, or never. `finished`: how many episodes have ended, where `returns` has
-        only the newest of them."""
+        """Returns of episodes whose lengths come by themselves, or never. `finished`: how many episodes have ended,
+        where `returns` has only the newest of them."""
         before = list(map(float, returns))
         count = len(before) if finished is None else finished
         self._returns.extend(before)

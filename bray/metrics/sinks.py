@@ -35,8 +35,8 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Rows to several sinks. One that fails does not keep the row from the others; then a clear error is raised. Where it is DiskFull the rows that
-    are missing are kept, and written with the next one."""
+    """Rows to several sinks. One that fails does not keep the row from the others; then a clear error is raised. Where
+    it is DiskFull the rows that are missing are kept, and written with the next one."""
 
     def __init__(self, sinks: Iterable[Sink]):
         self.sinks = list(sinks)
@@ -165,7 +165,8 @@ class JsonlSink(_LineFile):
 
 
 class CsvSink(_LineFile):
-    """`progress.csv`: a column per key. When a new key appears the file is rewritten, atomically, with one column more."""
+    """`progress.csv`: a column per key. When a new key appears the file is rewritten, atomically, with one column
+    more."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -213,7 +214,8 @@ class CsvSink(_LineFile):
 
 
 class TensorBoardSink:
-    """TensorBoard events: tags are the row's keys, x is `env_steps_total`. A row is on disk when `write` returns, other summaries a little later.
+    """TensorBoard events: tags are the row's keys, x is `env_steps_total`. A row is on disk when `write` returns, other
+    summaries a little later.
     Written with TensorBoard's own protobufs, without torch."""
 
     def __init__(self, dir: str | Path):

@@ -38,7 +38,8 @@ def duration(seconds: float) -> str:
 
 
 class TerminalSink:
-    """Progress for people: a live table in a terminal, one line that is written over in a notebook, else one line every `every` seconds."""
+    """Progress for people: a live table in a terminal, one line that is written over in a notebook, else one line every
+    `every` seconds."""
 
     def __init__(
         self,

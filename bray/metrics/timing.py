@@ -14,7 +14,8 @@ from bray.errors import ConfigError
 
 
 class Timer:
-    """`with Timer() as t: ...; t.seconds`. `sync` (torch.cuda.synchronize) is called at both ends, to time work on a device."""
+    """`with Timer() as t: ...; t.seconds`. `sync` (torch.cuda.synchronize) is called at both ends, to time work on a
+    device."""
 
     def __init__(self, sync: Callable[[], Any] = lambda: None):
         self._sync = sync
@@ -32,7 +33,8 @@ class Timer:
 
 @contextmanager
 def Watchdog(seconds: float, what: str = "this") -> Iterator[None]:
-    """`with Watchdog(30): ...` raises TimeoutError inside when it takes longer. Main thread and POSIX only (SIGALRM)."""
+    """`with Watchdog(30): ...` raises TimeoutError inside when it takes longer. Main thread and POSIX only
+    (SIGALRM)."""
     if not seconds > 0:
         raise ConfigError(f"a watchdog needs a time > 0 s, got {seconds}")
     if threading.current_thread() is not threading.main_thread():

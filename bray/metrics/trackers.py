@@ -1,4 +1,5 @@
-"""Rows for Weights & Biases and MLflow: `run.track=[wandb, mlflow]`. Both read their own environment variables (WANDB_MODE, MLFLOW_TRACKING_URI, ...)."""
+"""Rows for Weights & Biases and MLflow: `run.track=[wandb, mlflow]`. Both read their own environment variables
+(WANDB_MODE, MLFLOW_TRACKING_URI, ...)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 class _Tracker:
-    """A run of a tracking service: made with the first row, and found again by a file in the run directory when a training is resumed."""
+    """A run of a tracking service: made with the first row, and found again by a file in the run directory when a
+    training is resumed."""
 
     name: str
     now = staticmethod(time.monotonic)
@@ -47,7 +49,8 @@ class _Tracker:
         write_atomic(self._file, json.dumps({"id": run_id}) + "\n")
 
     def write(self, row: Row) -> None:
-        """A service that fails does not end a training: the first failure is logged, and the service is left alone for a minute."""
+        """A service that fails does not end a training: the first failure is logged, and the service is left alone for
+        a minute."""
         if self.now() < self._not_before:
             return
         try:
@@ -90,7 +93,8 @@ class WandbSink(_Tracker):
             import wandb
 
             project, known = os.environ.get("WANDB_PROJECT", "bray"), self.known_id()
-            # Without it, a second experiment of this process is given the run of the first; older ones know nothing else.
+            # Without it, a second experiment of this process is given the run of the first; older ones know nothing
+            # else.
             knows = "create_new" in str(inspect.signature(wandb.init).parameters["reinit"].annotation)
             self._run = wandb.init(
                 project=project,
@@ -111,7 +115,8 @@ class WandbSink(_Tracker):
 
 
 class MlflowSink(_Tracker):
-    """A run of the experiment that MLFLOW_EXPERIMENT_NAME names (else `bray`); without MLFLOW_TRACKING_URI in `mlruns` beside the run directory."""
+    """A run of the experiment that MLFLOW_EXPERIMENT_NAME names (else `bray`); without MLFLOW_TRACKING_URI in `mlruns`
+    beside the run directory."""
 
     name = "mlflow"
     _client: Any = None
@@ -153,7 +158,8 @@ class MlflowSink(_Tracker):
 
 
 def _mlflow_name(key: str) -> str:
-    """A key as MLflow takes it: it refuses the whole row for one odd character, and for a name that is no plain path."""
+    """A key as MLflow takes it: it refuses the whole row for one odd character, and for a name that is no plain
+    path."""
     name = re.sub(r"[^\w./ -]", "_", key.replace("%", "percent"))
     return "/".join(part for part in name.split("/") if part.strip("."))[:250].rstrip("/") or "_"
 

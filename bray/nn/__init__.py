@@ -1,4 +1,5 @@
-"""Networks: encoders for every kind of observation, heads for every kind of algorithm, and the parts that both are made of."""
+"""Networks: encoders for every kind of observation, heads for every kind of algorithm, and the parts that both are made
+of."""
 
 from bray.nn.attention import EntityEncoder, Scatter, SelfAttention
 from bray.nn.catalog import (

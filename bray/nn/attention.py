@@ -1,4 +1,5 @@
-"""Attention: lists of things of any order as one vector, and things drawn onto a map.   B batch, N entities, D width, H heads.
+"""Attention: lists of things of any order as one vector, and things drawn onto a map.   B batch, N entities, D width, H
+heads.
 
 Recorded and exported like the rest. `mask [B, N]` is True where there is
 an entity; what stands in the other rows changes nothing.
@@ -29,13 +30,15 @@ def heads_of(width: int, heads: int) -> int:
 
 
 def attend(scores: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """softmax(scores) value over the keys that are visible: `[B, H, Q, K]`, `[B, H, K, d]`, bool `[B, 1, Q or 1, K]` -> `[B, Q, H d]`."""
+    """softmax(scores) value over the keys that are visible: `[B, H, Q, K]`, `[B, H, K, d]`, bool `[B, 1, Q or 1, K]` ->
+    `[B, Q, H d]`."""
     weight = scores.masked_fill(~visible, HIDDEN).softmax(-1)
     return (weight @ value).transpose(1, 2).flatten(2)
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of entities to each other (Vaswani et al. 2017): `x [B, N, D]`, `mask [B, N]` -> `[B, N, D]`."""
+    """Multi-head attention of entities to each other (Vaswani et al. 2017): `x [B, N, D]`, `mask [B, N]` ->
+    `[B, N, D]`."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -44,7 +47,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, self.size)).permute(2, 0, 3, 1, 4).unbind(0)
-        # One kernel: products of many small matrices take 6 to 15 times as long on CPUs without MKL (gradients, 8 to 32 entities).
+        # One kernel: products of many small matrices take 6 to 15 times as long on CPUs without MKL (gradients, 8 to 32
+        # entities).
         hidden = (
             torch.zeros_like(x[:, :, 0]).masked_fill(~mask, HIDDEN)[:, None, None, :].expand(-1, -1, x.shape[1], -1)
         )
@@ -53,8 +57,9 @@ class SelfAttention(nn.Module):
 
 
 class EntityEncoder(nn.Module):
-    """A list of things `[B, N, F]` as one vector `[B, 2 D]` that does not depend on their order: a dense layer, `layers` of attention among the
-    entities with a residual block behind each (normalised first), then the mean and the largest of each feature over those that are there.
+    """A list of things `[B, N, F]` as one vector `[B, 2 D]` that does not depend on their order: a dense layer,
+    `layers` of attention among the entities with a residual block behind each (normalised first), then the mean and the
+    largest of each feature over those that are there.
     Without any entity: zeros."""
 
     def __init__(self, n_features: int, width: int = 64, heads: int = 4, layers: int = 1):
@@ -84,8 +89,9 @@ class EntityEncoder(nn.Module):
 
 
 class Scatter(nn.Module):
-    """Entities onto a map: each embedding `[B, N, D]` is laid at its place `[B, N, 2]` (row, column, in cells; rounded, kept on the map)
-    -> `[B, D, height, width]` (AlphaStar's scatter connection). Where several meet, `add` sums them and `cover` shows the last."""
+    """Entities onto a map: each embedding `[B, N, D]` is laid at its place `[B, N, 2]` (row, column, in cells; rounded,
+    kept on the map) -> `[B, D, height, width]` (AlphaStar's scatter connection). Where several meet, `add` sums them
+    and `cover` shows the last."""
 
     def __init__(self, height: int, width: int, overlap: str = "add"):
         super().__init__()

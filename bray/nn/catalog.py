@@ -53,23 +53,26 @@ _CRITICS = ("continuous_q", "discrete_q")
 
 
 def make_model(kind: str, spec: EnvSpec, config: ModelConfig, memory: bool | None = None, **options: Any) -> nn.Module:
-    """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the algorithm
-    reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical; continuous_q, discrete_q; `options` go to the
-    class of that kind. `memory`: whether the algorithm trains a network of this kind that has one; most of an actor_critic do, and of no other kind."""
+    """The model of an algorithm, or the user's `custom_model` in its place (checked on one batch to return what the
+    algorithm reads). Kinds: actor_critic, q, implicit_quantiles, squashed_gaussian, deterministic, categorical;
+    continuous_q, discrete_q; `options` go to the class of that kind. `memory`: whether the algorithm trains a network
+    of this kind that has one; most of an actor_critic do, and of no other kind."""
     if kind not in _KINDS:
         raise UnknownName("kind of model", kind, _KINDS)
     if config.custom_model is None or kind in _CRITICS:
         return _KINDS[kind](spec, config, **options)
     if kind == "implicit_quantiles" or options.get("num_atoms", 1) > 1:
         raise ConfigError(
-            "custom_model takes the place of networks that give action values or a policy; this algorithm learns distributions of returns with "
-            "a head of its own. Describe the layers before it by `layers`, or use DQN or PQN"
+            "custom_model takes the place of networks that give action values or a policy; this algorithm learns "
+            "distributions of returns with a head of its own. Describe the layers before it by `layers`, or use DQN "
+            "or PQN"
         )
     for name in ("dueling", "noisy"):
         if options.get(name):
             raise ConfigError(
-                f"custom_model and {name}=true exclude each other: custom_model is the whole network, and {name} describes the last layers of "
-                f"ours. Set {name}=false, or describe the layers before the last ones by `layers`"
+                f"custom_model and {name}=true exclude each other: custom_model is the whole network, and {name} "
+                f"describes the last layers of ours. Set {name}=false, or describe the layers before the last ones by "
+                "`layers`"
             )
     memory = kind == "actor_critic" if memory is None else memory
     return make_custom(kind, _KINDS[kind].outputs(spec, 2), spec, config, memory)

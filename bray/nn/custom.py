@@ -1,7 +1,9 @@
 """`custom_model`: a network of the user's own in place of ours (docs/networks.md).
 
-A class is called as `Net(spec, config)`, or as `Net(obs_dim, act_dim)` if its parameters have such names; an instance is used as it is. It returns the dict that the algorithm reads, or what tutorials return: a tensor, or a tuple. It has a memory if its `forward`
-takes a state beside the observation. What does not fit is answered with one message that shows the signature.
+A class is called as `Net(spec, config)`, or as `Net(obs_dim, act_dim)` if its parameters have such names; an instance
+is used as it is. It returns the dict that the algorithm reads, or what tutorials return: a tensor, or a tuple. It has a
+memory if its `forward` takes a state beside the observation. What does not fit is answered with one message that shows
+the signature.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ _WORDS = {
 
 
 def make_custom(kind: str, want: Shapes, spec: EnvSpec, config: ModelConfig, memory: bool = False) -> nn.Module:
-    """The user's network, checked on one batch to return the arrays `want` (by name, for a batch of 2). `memory`: whether it may have one."""
+    """The user's network, checked on one batch to return the arrays `want` (by name, for a batch of 2). `memory`:
+    whether it may have one."""
     return _Maker(kind, want, spec, config, memory).make()
 
 
@@ -104,7 +107,8 @@ class _Maker:
         return replace(self.spec, observation=self.features.space)  # type: ignore[arg-type]
 
     def _sizes(self, signature: inspect.Signature) -> dict[str, Any] | None:
-        """Values for parameters that are called obs_dim, n_actions, hidden_dim and the like; None where the first one is no size."""
+        """Values for parameters that are called obs_dim, n_actions, hidden_dim and the like; None where the first one
+        is no size."""
         names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         names = [n for n in names if n not in self.config.custom_options]
         if not names or _size_word(names[0]) not in ("obs", "shape"):
@@ -173,7 +177,8 @@ class _Maker:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _passes_state_on(self, net: nn.Module) -> bool:
-        """Whether it takes a state for the sake of the signature only: `forward(obs, state=None)` returns (outputs, None), as in Tianshou."""
+        """Whether it takes a state for the sake of the signature only: `forward(obs, state=None)` returns (outputs,
+        None), as in Tianshou."""
         if callable(getattr(net, "initial_state", None)):
             return False
         out = self._call(net, self._input(_BATCH), None)
@@ -207,7 +212,8 @@ class _Maker:
         return AdaptedMemory(net, self.features, read, Memory(names, shapes, [axis[0] for axis in axes], structure))
 
     def _first_state(self, net: nn.Module, batch: int) -> Any:
-        """What `initial_state` gives; without one, zeros like the state that comes back when None goes in (as with nn.LSTM and nn.GRU)."""
+        """What `initial_state` gives; without one, zeros like the state that comes back when None goes in (as with
+        nn.LSTM and nn.GRU)."""
         initial: Any = getattr(net, "initial_state", None)
         if callable(initial):
             return self._run(lambda: initial(batch), f"{type(net).__name__}.initial_state")
@@ -217,16 +223,17 @@ class _Maker:
         return pytree.tree_map(torch.zeros_like, state)
 
     def refuse(self, why: str) -> ConfigError:
-        memory = "    with a memory: forward(self, obs, state) returns these and the new state; initial_state(self, batch_size) returns zeros\n"
+        memory = (
+            "    with a memory: forward(self, obs, state) returns these and the new state; initial_state(self, "
+            "batch_size) returns zeros\n"
+        )
         returns = ", ".join(f'"{k}": [B{"".join(f", {n}" for n in v[1:])}]' for k, v in self.want.items())
         return ConfigError(
-            f"custom_model {self.name} does not fit: {why}. {_WORDS[self.kind]}\n"
-            "    class Net(nn.Module):\n"
-            "        def __init__(self, spec, config, **custom_options): ...    # or (obs_dim, act_dim); an instance will do too\n"
-            f"        def forward(self, obs): ...    # {_describe(self._input(_BATCH))} for a batch of {_BATCH}\n"
-            f"            return {{{returns}}}    # {_RETURNS[self.kind]}\n"
-            f"{memory if self.memory else ''}"
-            "  docs/networks.md has examples."
+            f"custom_model {self.name} does not fit: {why}. {_WORDS[self.kind]}\n    class Net(nn.Module):\n        "
+            "def __init__(self, spec, config, **custom_options): ...    # or (obs_dim, act_dim); an instance will do "
+            f"too\n        def forward(self, obs): ...    # {_describe(self._input(_BATCH))} for a batch of {_BATCH}\n"
+            f"            return {{{returns}}}    # {_RETURNS[self.kind]}\n{memory if self.memory else ''}  "
+            "docs/networks.md has examples."
         )
 
 
@@ -302,7 +309,8 @@ class Adapted(nn.Module):
 
 
 class Memory:
-    """Between the state that a user's network has (any tree, the batch on any axis, as in nn.LSTM) and ours: a dict, the batch first."""
+    """Between the state that a user's network has (any tree, the batch on any axis, as in nn.LSTM) and ours: a dict,
+    the batch first."""
 
     def __init__(self, names: list[str], shapes: list[tuple[int, ...]], axes: list[int], structure: Any):
         self.names, self.shapes, self.axes, self.structure = names, shapes, axes, structure
@@ -336,7 +344,8 @@ class AdaptedMemory(Adapted):
         return {**self.read(out, obs), "state": self.memory.to_ours(after)}
 
     def unroll(self, obs: Any, state: Any, first: Tensor, *draws: Any) -> dict[str, Any]:
-        """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]` and the last state."""
+        """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]`
+        and the last state."""
         rows = []
         for t in range(first.shape[0]):
             keep = (~first[t].bool()).float()
@@ -360,7 +369,8 @@ def _takes_state(net: nn.Module) -> bool:
 
 
 def _size_word(name: str) -> str | None:
-    """What a parameter of this name is: the size or shape of an observation, the number of actions, or of hidden units."""
+    """What a parameter of this name is: the size or shape of an observation, the number of actions, or of hidden
+    units."""
     name = name.lower()
     if "space" in name or "spec" in name:
         return None

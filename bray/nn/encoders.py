@@ -4,15 +4,16 @@ Each leaf of the observation has a *stem*, and the stems' outputs are joined (`m
 
 | leaf                                | stem                                                                           |
 |-------------------------------------|--------------------------------------------------------------------------------|
-| box of rank 3 or 4, uint8 box of rank 2 | convolutions: `conv_filters`, or a net that fits the size; RunningNorm if asked, else uint8 is divided by its upper bound |
-| any other box                       | flattened to float32; uint8 bounded by 255 is divided by 255; RunningNorm if asked |
-| box named in `entities`             | attention among its rows, and its mask                                         |
-| discrete, multi_discrete            | one-hot, or learnt vectors (`embedding_dim`)                                   |
+| box of rank 3 or 4, uint8 box of rank 2 | convolutions: `conv_filters`, or a net that fits the size; RunningNorm if
+asked, else uint8 is divided by its upper bound | | any other box                       | flattened to float32; uint8
+bounded by 255 is divided by 255; RunningNorm if asked | | box named in `entities`             | attention among its
+rows, and its mask                                         | | discrete, multi_discrete            | one-hot, or learnt
+vectors (`embedding_dim`)                                   |
 | multi_binary                        | flattened to float32                                                           |
 
-Unless the observation is one image, the dense layers `fcnet_hiddens` follow. An image is `[C, H, W]` or `[H, W, C]`: the two
-equal sides are taken for height and width, else the smaller of the first and last axis for the channels. Stacked images
-(`env.frame_stack`) have one axis more, the first; theirs are channels of one.
+Unless the observation is one image, the dense layers `fcnet_hiddens` follow. An image is `[C, H, W]` or `[H, W, C]`:
+the two equal sides are taken for height and width, else the smaller of the first and last axis for the channels.
+Stacked images (`env.frame_stack`) have one axis more, the first; theirs are channels of one.
 The member `action_mask` of a Dict is for the Policy and never enters a network.
 """
 
@@ -43,12 +44,14 @@ DENSE = 512
 IMPALA = (16, 32, 32)
 """Channels of the residual sections of Espeholt 2018."""
 PIXEL_CLIP = 5.0
-"""Where normalised pixels end, in standard deviations: one that hardly ever changes would be huge when it does (Burda 2018)."""
+"""Where normalised pixels end, in standard deviations: one that hardly ever changes would be huge when it does (Burda
+2018)."""
 
 
 def default_filters(height: int, width: int) -> tuple[list[Filter], str, int]:
-    """Default convolutions, their padding and the width of the dense layer behind them, for an image size; sides shrink from 84 to 7, 42 to 7, 24 to 4,
-    10 to 8. Boards of a few cells get the network that came with MinAtar (Young & Tian 2019)."""
+    """Default convolutions, their padding and the width of the dense layer behind them, for an image size; sides shrink
+    from 84 to 7, 42 to 7, 24 to 4, 10 to 8. Boards of a few cells get the network that came with MinAtar (Young & Tian
+    2019)."""
     side = min(height, width)
     if side >= 64:
         return NATURE, "valid", DENSE
@@ -60,8 +63,8 @@ def default_filters(height: int, width: int) -> tuple[list[Filter], str, int]:
 
 
 class Convs(nn.Module):
-    """Convolutions in a row, `[B, C, H, W] -> [B, F]`. With padding "same" all but the last are padded so that a side of n
-    becomes ceil(n / stride); the last one is not, so that a kernel of the remaining size makes 1 x 1 of it."""
+    """Convolutions in a row, `[B, C, H, W] -> [B, F]`. With padding "same" all but the last are padded so that a side
+    of n becomes ceil(n / stride); the last one is not, so that a kernel of the remaining size makes 1 x 1 of it."""
 
     def __init__(
         self,
@@ -92,8 +95,9 @@ class Convs(nn.Module):
             new = [conv_out(n, k, stride, p) for n, k, p in zip(sides, kernel, before, strict=True)]
             if min(new) < 1:
                 raise ConfigError(
-                    f"conv_filters[{i}]: a kernel of {list(kernel)} does not fit the {sides[0]} x {sides[1]} that reach it "
-                    f"from an image of {shape[1]} x {shape[2]}. Use smaller kernels or strides, or conv_filters: null."
+                    f"conv_filters[{i}]: a kernel of {list(kernel)} does not fit the {sides[0]} x {sides[1]} that "
+                    f"reach it from an image of {shape[1]} x {shape[2]}. Use smaller kernels or strides, or "
+                    "conv_filters: null."
                 )
             conv = nn.Conv2d(channels, out, kernel, stride, (before[0], before[1]))
             self.convs.append(init_layer(conv, HIDDEN_GAIN, init))
@@ -103,10 +107,12 @@ class Convs(nn.Module):
         _, kernel, stride = filters[0]
         fits = self.pads[0] is None and not any(n % stride for n in (*kernel, *shape[1:]))
         self.block = stride if fits and padding == "valid" else 1
-        """The side of the `blocks` over which the first layer has stride 1; 1 = its stride does not divide its kernel and the picture."""
+        """The side of the `blocks` over which the first layer has stride 1; 1 = its stride does not divide its kernel
+        and the picture."""
 
     def forward(self, x: Tensor, scale: float = 1.0, block: int = 1) -> Tensor:
-        """Of `scale * x`: the few weights of the first layer are multiplied, not the many pixels. block: x comes in such `blocks`."""
+        """Of `scale * x`: the few weights of the first layer are multiplied, not the many pixels. block: x comes in
+        such `blocks`."""
         for i, (conv, pad) in enumerate(zip(self.convs, self.pads, strict=True)):
             assert isinstance(conv, nn.Conv2d)
             if pad is not None:
@@ -121,10 +127,11 @@ class Convs(nn.Module):
 
 
 def blocks(x: Tensor, side: int) -> Tensor:
-    """`[B, C, H, W] -> [B, side * C * side, H / side, W / side]`, channels last in memory: the pixels of each block as channels of one.
+    """`[B, C, H, W] -> [B, side * C * side, H / side, W / side]`, channels last in memory: the pixels of each block as
+    channels of one.
 
-    A convolution whose stride divides its kernel is one of stride 1 between the blocks of both. GPUs are faster at that: four channels are
-    too few for their matrix units."""
+    A convolution whose stride divides its kernel is one of stride 1 between the blocks of both. GPUs are faster at
+    that: four channels are too few for their matrix units."""
     b, c, h, w = x.shape
     rows, columns = h // side, w // side
     if x.dtype == torch.uint8 and side == 4 and x.is_contiguous() and x.storage_offset() % 4 == 0:
@@ -136,8 +143,8 @@ def blocks(x: Tensor, side: int) -> Tensor:
 
 
 class Impala(nn.Module):
-    """The residual network of Espeholt 2018, `[B, C, H, W] -> [B, F]`: three sections of a convolution, a pooling that halves
-    the sides, and two residual blocks."""
+    """The residual network of Espeholt 2018, `[B, C, H, W] -> [B, F]`: three sections of a convolution, a pooling that
+    halves the sides, and two residual blocks."""
 
     def __init__(self, shape: tuple[int, int, int], act: str, init: str = "orthogonal"):
         super().__init__()
@@ -157,8 +164,8 @@ class Impala(nn.Module):
 
 
 class ImageInput(nn.Module):
-    """An image leaf as float32 `[B, C, H, W]`: each pixel normalised if that is asked for, else uint8 scaled; axes in order; resized to `dim` if that is
-    asked for."""
+    """An image leaf as float32 `[B, C, H, W]`: each pixel normalised if that is asked for, else uint8 scaled; axes in
+    order; resized to `dim` if that is asked for."""
 
     def __init__(self, space: Space, config: ModelConfig):
         super().__init__()
@@ -183,7 +190,8 @@ class ImageInput(nn.Module):
         """Without the layouts of memory with which convolutions are faster: `torch.vmap` takes none of them."""
 
     def forward(self, x: Tensor, scaled: bool = True, block: int = 1) -> Tensor:
-        """With scaled=False bytes stay numbers up to 255, and the caller multiplies by `scale`. block: as `blocks` of this side."""
+        """With scaled=False bytes stay numbers up to 255, and the caller multiplies by `scale`. block: as `blocks` of
+        this side."""
         if self.norm is not None:
             x = self.norm(x)
         if self.add_channel:
@@ -194,7 +202,8 @@ class ImageInput(nn.Module):
             x = x.flatten(1, 2)
         if block > 1:
             x = blocks(x, block)
-        # Channels last: convolutions are 1.2x faster so. Straight to the precision they run in: pictures are large, passes over them cost.
+        # Channels last: convolutions are 1.2x faster so. Straight to the precision they run in: pictures are large,
+        # passes over them cost.
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
         x = x.to(dtype) if self.plain else x.to(dtype, memory_format=torch.channels_last)
@@ -208,7 +217,8 @@ class ImageInput(nn.Module):
 
 
 class ImageStem(nn.Module):
-    """Convolutions and, unless given filters end in 1 x 1, a dense layer of `conv_features`. `drawn`: channels that come beside the picture's."""
+    """Convolutions and, unless given filters end in 1 x 1, a dense layer of `conv_features`. `drawn`: channels that
+    come beside the picture's."""
 
     def __init__(self, space: Space, config: ModelConfig, drawn: int = 0):
         super().__init__()
@@ -273,7 +283,8 @@ class VectorStem(nn.Module):
 
 
 class OneHotStem(nn.Module):
-    """Choices as one-hot vectors, joined. No `F.one_hot`: it looks at the data to check it, which cannot be recorded."""
+    """Choices as one-hot vectors, joined. No `F.one_hot`: it looks at the data to check it, which cannot be
+    recorded."""
 
     values: Tensor
     columns: Tensor
@@ -299,7 +310,8 @@ class OneHotStem(nn.Module):
 
 
 def is_image(space: Space, config: ModelConfig) -> bool:
-    """Whether a leaf is treated as an image: rank 3, rank 4 (several, stacked), or rank 2 with uint8 values or with `conv_filters`."""
+    """Whether a leaf is treated as an image: rank 3, rank 4 (several, stacked), or rank 2 with uint8 values or with
+    `conv_filters`."""
     if space.kind != "box" or (config.layers is not None and not _conv_layers(config)):
         return False
     return len(space.shape) in (3, 4) or (

@@ -1,7 +1,9 @@
-"""A transformer over time as a memory: GTrXL (Parisotto et al. 2020), beside LSTM and GRU.   B batch, T time, W window, D size, L layers.
+"""A transformer over time as a memory: GTrXL (Parisotto et al. 2020), beside LSTM and GRU.   B batch, T time, W window,
+D size, L layers.
 
-The same interface as `bray.nn.recurrent`. The state is what the layers saw at the last W steps, so a step costs W times what a cell's
-does, and nothing is forgotten or blurred within the window; with L layers, what was seen up to L W steps ago can still matter.
+The same interface as `bray.nn.recurrent`. The state is what the layers saw at the last W steps, so a step costs W times
+what a cell's does, and nothing is forgotten or blurred within the window; with L layers, what was seen up to L W steps
+ago can still matter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ GATE_BIAS = 2.0
 
 
 class GRUGate(nn.Module):
-    """In place of x + y: (1 - z) x + z h, z = sigmoid(Wz y + Uz x - 2), h = tanh(Wg y + Ug (r x)), r = sigmoid(Wr y + Ur x)."""
+    """In place of x + y: (1 - z) x + z h, z = sigmoid(Wz y + Uz x - 2), h = tanh(Wg y + Ug (r x)), r = sigmoid(Wr y +
+    Ur x)."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -42,8 +45,8 @@ class GRUGate(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention to the window by content and distance (Transformer-XL, Dai et al. 2019), then a dense block, each behind a gate; the normalisation
-    comes first."""
+    """Attention to the window by content and distance (Transformer-XL, Dai et al. 2019), then a dense block, each
+    behind a gate; the normalisation comes first."""
 
     def __init__(self, size: int, heads: int):
         super().__init__()
@@ -57,8 +60,8 @@ class Layer(nn.Module):
         self.gate, self.gate_dense = GRUGate(size), GRUGate(size)
 
     def forward(self, rows: Tensor, steps: int, visible: Tensor, distances: Tensor, waves: Tensor) -> Tensor:
-        """`rows [B, K, D]`: the window and behind it the `steps` rows Q that are computed; `visible [B, Q, K]`; `distances [Q, K]`: how far back
-        a key is, an index into `waves [W + 1, D]` -> `[B, Q, D]`."""
+        """`rows [B, K, D]`: the window and behind it the `steps` rows Q that are computed; `visible [B, Q, K]`;
+        `distances [Q, K]`: how far back a key is, an index into `waves [W + 1, D]` -> `[B, Q, D]`."""
         seen, x = self.norm(rows), rows[:, -steps:]
         q = self.query(seen[:, -steps:]).unflatten(2, (self.heads, self.d)).transpose(1, 2)
         k, v = self.key_value(seen).unflatten(2, (2, self.heads, self.d)).permute(2, 0, 3, 1, 4).unbind(0)
@@ -97,7 +100,8 @@ class GTrXL(nn.Module):
         return out.squeeze(1), state
 
     def unroll(self, obs: Any, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """T steps at once: obs `[T, B, ...]`, the state before row 0, `first [T, B]` -> features `[T, B, size]` and the last state.
+        """T steps at once: obs `[T, B, ...]`, the state before row 0, `first [T, B]` -> features `[T, B, size]` and the
+        last state.
         Where `first[t]`, row t and those behind it see nothing from before."""
         flat = self.project(self.encoder(tree.map(lambda x: x.flatten(0, 1), obs)))
         out, state = self._run(flat.unflatten(0, first.shape).transpose(0, 1), state, first.t().to(flat.dtype))

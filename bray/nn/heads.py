@@ -1,9 +1,10 @@
 """Models: an encoder and the heads that algorithms read.
 
-All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}), `ImplicitQuantiles` {"q"},
-`SquashedGaussianActor` and `CategoricalActor` {"dist"}, `DeterministicActor` {"mu"}. With `use_lstm` the first two take and return a state. With noisy layers they take draws
-(`bray.nn.noise`) after the observation and the state. Action masks are not applied
-here but beside the environment and in losses, so that an exported model is the same for both.
+All return dicts: `ActorCritic` {"dist", "value"}, `QNetwork` {"q"} (and {"logits"} or {"quantiles"}),
+`ImplicitQuantiles` {"q"}, `SquashedGaussianActor` and `CategoricalActor` {"dist"}, `DeterministicActor` {"mu"}. With
+`use_lstm` the first two take and return a state. With noisy layers they take draws (`bray.nn.noise`) after the
+observation and the state. Action masks are not applied here but beside the environment and in losses, so that an
+exported model is the same for both.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Headed(nn.Module):
         return noise_shapes(self)
 
     def forward(self, obs: Any, state: State | None = None, draws: Draws | None = None) -> dict[str, Any]:
-        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after). A model without memory
-        takes its draws as the second argument."""
+        """obs tree `[B, ...]` (and the state before it, if recurrent) -> outputs `[B, ...]` (and the state after). A
+        model without memory takes its draws as the second argument."""
         if not self.recurrent:
             with with_noise(self, state if draws is None else draws):
                 return self.heads(self.core(obs))
@@ -65,8 +66,8 @@ class Headed(nn.Module):
         return self.core.initial_state(batch_size) if isinstance(self.core, Memory) else {}
 
     def unroll(self, obs: Any, state: State, first: Tensor, draws: Draws | None = None) -> dict[str, Any]:
-        """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]` and
-        the last state. One draw of noise is for all T rows."""
+        """obs `[T, B, ...]`, state before row 0, `first [T, B]` (episode starts: state zeroed) -> outputs `[T, B, ...]`
+        and the last state. One draw of noise is for all T rows."""
         if not isinstance(self.core, Memory):
             raise ConfigError("unroll() is for recurrent models: set use_lstm, or call the model on rows")
         with with_noise(self, draws):
@@ -86,7 +87,8 @@ def _core(spec: EnvSpec, config: ModelConfig) -> Encoder | Memory:
 
 
 class _TwoEncoders(nn.Module):
-    """Separate encoders for the policy and the value; not one batched product, so that acting computes the first one only."""
+    """Separate encoders for the policy and the value; not one batched product, so that acting computes the first one
+    only."""
 
     def __init__(self, spec: EnvSpec, config: ModelConfig):
         super().__init__()
@@ -98,7 +100,8 @@ class _TwoEncoders(nn.Module):
 
 
 def shares_layers(spec: EnvSpec, config: ModelConfig) -> bool:
-    """Whether policy and value use the same features: as `vf_share_layers` says, or if it is None for images and LSTMs."""
+    """Whether policy and value use the same features: as `vf_share_layers` says, or if it is None for images and
+    LSTMs."""
     if config.use_lstm:
         if config.vf_share_layers is False:
             raise ConfigError("use_lstm needs vf_share_layers: true or null: policy and value read the same memory")
@@ -111,8 +114,9 @@ def shares_layers(spec: EnvSpec, config: ModelConfig) -> bool:
 class ActorCritic(Headed):
     """obs -> {"dist": [B, layout.num_params], "value": [B]}.
 
-    Gaussian parts have their mean from the network and their log_std from a parameter of its own (`free_log_std`) or from
-    the network too. The policy's last layer starts 100 times smaller than the value's: the first policy is near uniform.
+    Gaussian parts have their mean from the network and their log_std from a parameter of its own (`free_log_std`) or
+    from the network too. The policy's last layer starts 100 times smaller than the value's: the first policy is near
+    uniform.
     """
 
     @staticmethod
@@ -169,10 +173,11 @@ class ActorCritic(Headed):
 
 
 class QNetwork(Headed):
-    """obs -> {"q": [B, N]}. With `num_atoms` > 1 a distribution of returns per action, and q is its mean: {"logits": [B, N, K]} over the
-    atoms of `support`, or without a support {"quantiles": [B, N, K]}.
+    """obs -> {"q": [B, N]}. With `num_atoms` > 1 a distribution of returns per action, and q is its mean: {"logits":
+    [B, N, K]} over the atoms of `support`, or without a support {"quantiles": [B, N, K]}.
 
-    `dueling`: one hidden layer per stream, as wide as the features; then Q = V + A - mean of A. `noisy`: these layers have noisy weights.
+    `dueling`: one hidden layer per stream, as wide as the features; then Q = V + A - mean of A. `noisy`: these layers
+    have noisy weights.
     """
 
     support: Tensor
@@ -231,10 +236,12 @@ class QNetwork(Headed):
 
 
 class ImplicitQuantiles(Headed):
-    """obs -> {"q": [B, N]}: the mean of the return's quantiles at `num_fractions` fractions, one in each of as many equal intervals (IQN,
-    Dabney et al. 2018). Where in its interval each lies is drawn (`draws`); without draws in the middle.
+    """obs -> {"q": [B, N]}: the mean of the return's quantiles at `num_fractions` fractions, one in each of as many
+    equal intervals (IQN, Dabney et al. 2018). Where in its interval each lies is drawn (`draws`); without draws in the
+    middle.
 
-    Features of the observation times an embedding of the fraction, relu(sum_i cos(pi i tau) w_i + b), go through the last layer.
+    Features of the observation times an embedding of the fraction, relu(sum_i cos(pi i tau) w_i + b), go through the
+    last layer.
     `risk`, `eta`: how fractions are distorted when it acts (`bray.rl.transforms.distort`).
     """
 
@@ -378,8 +385,8 @@ class DiscreteQ(_Critics):
 
 
 class ContinuousQ(_Critics):
-    """(obs, action [B, D]) -> values of `n` critics `[n, B]`; `first`: of the first ones alone. With `batch_norm` (CrossQ) every dense layer
-    has a `BatchRenorm` before it, which `learn` lets learn."""
+    """(obs, action [B, D]) -> values of `n` critics `[n, B]`; `first`: of the first ones alone. With `batch_norm`
+    (CrossQ) every dense layer has a `BatchRenorm` before it, which `learn` lets learn."""
 
     def __init__(self, spec: EnvSpec, config: ModelConfig, n: int = 2, batch_norm: bool = False):
         super().__init__(spec, config, n, _continuous(spec), 1, batch_norm)

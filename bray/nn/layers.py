@@ -1,7 +1,8 @@
 """Building blocks: activations, initialised layers, stacked MLPs, and nets written as a list of layers.
 
-Everything here is recorded by `capture` with fixed shapes and replayed without Python, so a forward has no branch on data
-and as few tensor operations as it can. Weights are drawn from torch's global generator: seed it and a net is reproducible.
+Everything here is recorded by `capture` with fixed shapes and replayed without Python, so a forward has no branch on
+data and as few tensor operations as it can. Weights are drawn from torch's global generator: seed it and a net is
+reproducible.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def linear(n_in: int, n_out: int, gain: float = HIDDEN_GAIN, init: str = "orthog
 
 
 def joint_linear(n_in: int, sizes: Sequence[int], gains: Sequence[float], init: str = "orthogonal") -> nn.Linear:
-    """Several heads on the same features as one dense layer (one matrix product), each head's rows with its own gain."""
+    """Several heads on the same features as one dense layer (one matrix product), each head's rows with its own
+    gain."""
     layer = nn.Linear(n_in, sum(sizes))
     if init == "orthogonal":
         nn.init.zeros_(layer.bias)
@@ -106,7 +108,8 @@ class MLP(nn.Module):
 
 
 class ResidualConv(nn.Module):
-    """x + conv(act(conv(act(x)))), both 3 x 3: `[B, C, H, W] -> [B, C, H, W]` (Espeholt et al. 2018, after He et al. 2016)."""
+    """x + conv(act(conv(act(x)))), both 3 x 3: `[B, C, H, W] -> [B, C, H, W]` (Espeholt et al. 2018, after He et al.
+    2016)."""
 
     def __init__(self, channels: int, act: str = "relu", init: str = "orthogonal"):
         super().__init__()
@@ -138,9 +141,11 @@ class ResidualMLP(nn.Module):
 class Towers(nn.Module):
     """`n` MLPs of one shape on the same input, evaluated together: `[B, F] -> [n, B, out]`.
 
-    One batched product per layer, weights `[n, in, out]`. Two critics of 256 x 256 at batch 256, recorded, one thread of a
-    Neoverse N1: forward 2.5 ms, with gradients 7.7 ms (separate layers: 2.7 and 7.8; with oneDNN 6.8-8.6 against 7.0-10.0).
-    Gradients of an actor and a critic of 64 x 64 are 69 operations in place of 102. `out`: a last layer without activation.
+    One batched product per layer, weights `[n, in, out]`. Two critics of 256 x 256 at batch 256, recorded, one thread
+    of a Neoverse N1: forward 2.5 ms, with gradients 7.7 ms (separate layers: 2.7 and 7.8; with oneDNN 6.8-8.6 against
+    7.0-10.0).
+    Gradients of an actor and a critic of 64 x 64 are 69 operations in place of 102. `out`: a last layer without
+    activation.
     """
 
     def __init__(
@@ -173,7 +178,8 @@ class Towers(nn.Module):
         self.out_features = sizes[-1]
 
     def forward(self, x: Tensor, first: int | None = None, learn: bool = False) -> Tensor:
-        """first: the first MLPs alone. learn: batch norms normalise by this batch, and their running statistics follow it."""
+        """first: the first MLPs alone. learn: batch norms normalise by this batch, and their running statistics follow
+        it."""
         x = x.expand(first or self.n, *x.shape)
         for k, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             if self.batch_norms is not None:
@@ -188,10 +194,12 @@ class Towers(nn.Module):
 
 
 class BatchRenorm(nn.Module):
-    """Batch renormalisation (Ioffe 2017) of `[n, B, H]` over B, with scale and shift of their own for each of n networks.
+    """Batch renormalisation (Ioffe 2017) of `[n, B, H]` over B, with scale and shift of their own for each of n
+    networks.
 
-    With `learn` a batch is normalised by its own mean and variance. After `warmup` such batches these are corrected towards the running
-    ones, by a factor within 1/`r_max` ... `r_max` and a shift within `d_max`, so that a batch is seen as it is without `learn`: by the running statistics.
+    With `learn` a batch is normalised by its own mean and variance. After `warmup` such batches these are corrected
+    towards the running ones, by a factor within 1/`r_max` ... `r_max` and a shift within `d_max`, so that a batch is
+    seen as it is without `learn`: by the running statistics.
     """
 
     mean: Tensor
@@ -215,7 +223,8 @@ class BatchRenorm(nn.Module):
             return torch.addcmul(self.bias[:n] - self.mean[:n] * scale, x, scale)
         r, d = self._correct(x.detach())
         weight, bias = self.weight * r, self.bias + self.weight * d
-        # As one batch of n * H columns: PyTorch's own kernel, gradients included, takes a seventh of the time of the formula in tensors.
+        # As one batch of n * H columns: PyTorch's own kernel, gradients included, takes a seventh of the time of the
+        # formula in tensors.
         x = x.transpose(0, 1).reshape(batch, -1)
         x = F.batch_norm(x, None, None, weight.reshape(-1), bias.reshape(-1), True, 0.0, self.eps)
         return x.view(batch, n, -1).transpose(0, 1)
@@ -258,9 +267,11 @@ _LAYER_ALIASES = {"layer_size": "layer_dim", "out_channel": "layer_dim", "embedd
 
 
 class LayerStack(nn.Module):
-    """A net from a list of `{layer_type, layer_dim, activation, ...}`; input sizes are worked out from the first to the last.
+    """A net from a list of `{layer_type, layer_dim, activation, ...}`; input sizes are worked out from the first to the
+    last.
 
-    `in_shape`: of one sample, `(F,)` or `(C, H, W)`; `classes`: for a Discrete observation, how many an `embed` may look up.
+    `in_shape`: of one sample, `(F,)` or `(C, H, W)`; `classes`: for a Discrete observation, how many an `embed` may
+    look up.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Several inputs as one vector: FiLM, bilinear, gating.   B batch, F features of an input, O outputs.
 
-`Merge` does it for any number of inputs and is what the key `merge` of a config names; the layers that it is made of stand alone too.
+`Merge` does it for any number of inputs and is what the key `merge` of a config names; the layers that it is made of
+stand alone too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MERGES = ("concat", "film", "bilinear", "gate")
 
 
 class FiLM(nn.Module):
-    """(1 + scale(c)) x + shift(c), scale and shift dense layers of a condition c (Perez et al. 2018). They start at zero: x as it is.
+    """(1 + scale(c)) x + shift(c), scale and shift dense layers of a condition c (Perez et al. 2018). They start at
+    zero: x as it is.
 
     `x [B, F]`, or a picture `[B, F, H, W]` whose channels are modulated; `condition [B, C]` -> the shape of x.
     """
@@ -34,8 +36,8 @@ class FiLM(nn.Module):
 
 
 class Bilinear(nn.Module):
-    """x' W_o y + b_o for every output o: `[B, F1], [B, F2] -> [B, O]`. With a `rank` r the form of Kim et al. 2017, P (U x * V y) + b with
-    r numbers in between: (F1 + F2 + O) r weights in place of F1 F2 O."""
+    """x' W_o y + b_o for every output o: `[B, F1], [B, F2] -> [B, O]`. With a `rank` r the form of Kim et al. 2017, P
+    (U x * V y) + b with r numbers in between: (F1 + F2 + O) r weights in place of F1 F2 O."""
 
     def __init__(self, n_first: int, n_second: int, n_out: int, rank: int | None = None):
         super().__init__()
@@ -54,8 +56,9 @@ class Bilinear(nn.Module):
 
 
 class Gate(nn.Module):
-    """Inputs `[B, F_k]`, each made O wide, summed with weights that all of them choose together: a softmax over the inputs for every output
-    (the vector gating of AlphaStar, Vinyals et al. 2019). -> `[B, O]`. The weights start equal."""
+    """Inputs `[B, F_k]`, each made O wide, summed with weights that all of them choose together: a softmax over the
+    inputs for every output (the vector gating of AlphaStar, Vinyals et al. 2019). -> `[B, O]`. The weights start
+    equal."""
 
     def __init__(self, sizes: Sequence[int], n_out: int):
         super().__init__()
@@ -74,7 +77,8 @@ class Gate(nn.Module):
 class Merge(nn.Module):
     """Inputs `[B, F_k]` as one `[B, width]`; `concat` puts them side by side and ignores `width`.
 
-    film: the first input, made `width` wide, is modulated by each of the others in turn. bilinear: the same with products of rank `width`.
+    film: the first input, made `width` wide, is modulated by each of the others in turn. bilinear: the same with
+    products of rank `width`.
     gate: see `Gate`.
     """
 

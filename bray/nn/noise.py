@@ -1,16 +1,17 @@
 """Random numbers that a Model takes as an input, and the noisy layers that use them (Fortunato 2018).
 
-A Model that wants random numbers declares `draws`, a dict of names to shapes, and takes as its last argument a dict of those tensors,
-standard normal. There is one draw for the whole batch, so they have no batch dimension. Without the argument the noise is zero. The caller
-of the Model draws the numbers: noise kept in buffers would be saved and published with the weights, and nobody would know when it changes.
+A Model that wants random numbers declares `draws`, a dict of names to shapes, and takes as its last argument a dict of
+those tensors, standard normal. There is one draw for the whole batch, so they have no batch dimension. Without the
+argument the noise is zero. The caller of the Model draws the numbers: noise kept in buffers would be saved and
+published with the weights, and nobody would know when it changes.
 
     model.draws                                              # {"noise": (132,)}
     draws = bray.act.standard_normals(model.draws, rng)      # numpy, as observations are
     engine.forward(obs, draws)                               # noisy; a recurrent one: forward(obs, state, draws)
     engine.forward(obs)                                      # the mean weights: greedy, exported, served
 
-A Model of your own with noisy layers has `self.draws = noise_shapes(self)` at the end of its `__init__`, and runs its layers inside
-`with with_noise(self, draws):`.
+A Model of your own with noisy layers has `self.draws = noise_shapes(self)` at the end of its `__init__`, and runs its
+layers inside `with with_noise(self, draws):`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ _CURRENT: ContextVar[dict[NoisyLinear, tuple[Tensor, Tensor]]] = ContextVar("noi
 
 
 class NoisyLinear(nn.Module):
-    """A dense layer with learned, factorised Gaussian noise on its weights: `weight + weight_sigma * outer(f(b), f(a))` and
-    `bias + bias_sigma * f(b)`, for normal `a [in]`, `b [out]` and f(x) = sign(x) sqrt|x|. Outside `with_noise` the noise is zero."""
+    """A dense layer with learned, factorised Gaussian noise on its weights: `weight + weight_sigma * outer(f(b), f(a))`
+    and `bias + bias_sigma * f(b)`, for normal `a [in]`, `b [out]` and f(x) = sign(x) sqrt|x|. Outside `with_noise` the
+    noise is zero."""
 
     def __init__(self, n_in: int, n_out: int, sigma0: float = 0.5):
         super().__init__()
@@ -61,7 +63,8 @@ def _sizes(model: nn.Module) -> dict[NoisyLinear, list[int]]:
 
 
 def noise_shapes(model: nn.Module) -> Shapes:
-    """The `draws` of a Model that has noisy layers, anywhere in it: one vector for all of them; empty without such layers."""
+    """The `draws` of a Model that has noisy layers, anywhere in it: one vector for all of them; empty without such
+    layers."""
     n = sum(sum(sizes) for sizes in _sizes(model).values())
     return {NOISE: (n,)} if n else {}
 

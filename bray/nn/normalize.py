@@ -1,4 +1,5 @@
-"""Observation normalisation as a layer: the statistics are buffers, so they are saved, published and exported with it."""
+"""Observation normalisation as a layer: the statistics are buffers, so they are saved, published and exported with
+it."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 PART = {"cpu": 1 << 21, "cuda": 1 << 25}
-"""Numbers that are taken in at a time: pictures in float64 are large, and the part of a CPU should stay in its cache."""
+"""Numbers that are taken in at a time: pictures in float64 are large, and the part of a CPU should stay in its
+cache."""
 
 
 class RunningNorm(nn.Module):
-    """`clip((x - mean) / sqrt(var + eps), -clip, clip)` with the mean and (population) variance of all rows seen so far.
+    """`clip((x - mean) / sqrt(var + eps), -clip, clip)` with the mean and (population) variance of all rows seen so
+    far.
 
     `update` is called by whoever drives training, never by `forward`. Statistics are float64; `shift` and `scale` are
-    what the forward reads, written in place so that recorded programs see the change. Until the first update: no change, unless its owner has filled them.
+    what the forward reads, written in place so that recorded programs see the change. Until the first update: no
+    change, unless its owner has filled them.
     """
 
     mean: Tensor
@@ -97,7 +101,8 @@ class RunningNorm(nn.Module):
 def update_normalizers(model: nn.Module, obs: Any, weight: Any = None) -> None:
     """Show a batch of raw observations (arrays or tensors `[..., leaf shape]`) to every RunningNorm of a model."""
     if model not in _normalizing:
-        # bray.nn.encoders.Features, or a module of yours; looked up once, because off-policy learners call this every step
+        # bray.nn.encoders.Features, or a module of yours; looked up once, because off-policy learners call this every
+        # step
         found = [m for m in model.modules() if hasattr(m, "update_norms")]
         _normalizing[model] = [m for m in found if any(isinstance(x, RunningNorm) for x in m.modules())]
     for module in _normalizing[model]:

@@ -1,4 +1,5 @@
-"""What a user's own code is called in a config: networks, preprocessors and terms of the loss, by `module:Name` or a registered name."""
+"""What a user's own code is called in a config: networks, preprocessors and terms of the loss, by `module:Name` or a
+registered name."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _REGISTERED: dict[str, dict[str, Any]] = {"model": {}, "preprocessor": {}, "loss
 
 
 def register(kind: str, name: str, made: Any, replace: bool = False) -> None:
-    """Give a class or function a short name for the keys `custom_model` (kind "model"), `custom_preprocessor` ("preprocessor") and `loss_terms`
-    ("loss_term"). A name that is another one already is refused unless `replace`."""
+    """Give a class or function a short name for the keys `custom_model` (kind "model"), `custom_preprocessor`
+    ("preprocessor") and `loss_terms` ("loss_term"). A name that is another one already is refused unless `replace`."""
     if kind not in _REGISTERED:
         raise UnknownName("kind of custom class", kind, _REGISTERED)
     taken = _REGISTERED[kind].get(name, made)
@@ -54,7 +55,8 @@ def find_own(kind: str, name: Any) -> Any:
 
 
 def example_obs(space: Space, batch_size: int) -> Any:
-    """A batch of zeros (first choices) of an observation space, as tensors `[B, ...]`: to record, check or export a model."""
+    """A batch of zeros (first choices) of an observation space, as tensors `[B, ...]`: to record, check or export a
+    model."""
     if space.kind == "dict":
         return {name: example_obs(part, batch_size) for name, part in space.items}
     if space.kind == "tuple":
@@ -66,7 +68,8 @@ def example_obs(space: Space, batch_size: int) -> Any:
 
 
 class Preprocess(nn.Module):
-    """A function obs -> obs of tensors `[B, ...]` as a first layer. What it makes of a batch says what the layers behind it get."""
+    """A function obs -> obs of tensors `[B, ...]` as a first layer. What it makes of a batch says what the layers
+    behind it get."""
 
     def __init__(self, function: Any, space: Space, options: dict[str, Any]):
         super().__init__()
@@ -89,7 +92,8 @@ def _run(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 
 def _space_of(made: Any, space: Space | None, name: str) -> Space:
-    """The space of what a preprocessor returned for a batch of 2. A member that it left as it was keeps its space (a choice stays a choice)."""
+    """The space of what a preprocessor returned for a batch of 2. A member that it left as it was keeps its space (a
+    choice stays a choice)."""
     if isinstance(made, dict):
         parts = {k: _space_of(v, _member(space, k), name) for k, v in made.items()}
         return Space("dict", parts=tuple(parts.values()), names=tuple(map(str, parts)))
@@ -98,8 +102,8 @@ def _space_of(made: Any, space: Space | None, name: str) -> Space:
     if not isinstance(made, Tensor) or made.ndim == 0 or made.shape[0] != 2:
         got = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise ConfigError(
-            f"custom_preprocessor {name}: expected a tensor [B, ...], or a dict or tuple of them, with a row for each row of the observation; for a "
-            f"batch of 2 it returned {got}"
+            f"custom_preprocessor {name}: expected a tensor [B, ...], or a dict or tuple of them, with a row for each "
+            f"row of the observation; for a batch of 2 it returned {got}"
         )
     dtype, shape = str(made.dtype).removeprefix("torch."), tuple(made.shape[1:])
     if space is not None and not space.composite and (space.dtype, tuple(space.shape)) == (dtype, shape):
@@ -114,14 +118,16 @@ def _member(space: Space | None, key: Any) -> Space | None:
 
 
 def make_preprocessor(space: Space, config: ModelConfig) -> nn.Module:
-    """The `custom_preprocessor` of a config: a function obs -> obs, or a class (or function of `space`) that makes an nn.Module."""
+    """The `custom_preprocessor` of a config: a function obs -> obs, or a class (or function of `space`) that makes an
+    nn.Module."""
     found = find_own("preprocessor", config.custom_preprocessor)
     if inspect.isfunction(found) and next(iter(inspect.signature(found).parameters), "space") != "space":
         return Preprocess(found, space, config.custom_options)
     made = _run(str(config.custom_preprocessor), found, space, **config.custom_options)
     if not isinstance(made, nn.Module) or not isinstance(getattr(made, "space", None), Space):
         raise ConfigError(
-            "a custom_preprocessor is a function obs -> obs, or an nn.Module with an attribute `space` (the bray.spec.Space it turns observations "
-            f"into) and forward(obs) -> obs; {config.custom_preprocessor!r} made a {type(made).__name__}"
+            "a custom_preprocessor is a function obs -> obs, or an nn.Module with an attribute `space` (the "
+            f"bray.spec.Space it turns observations into) and forward(obs) -> obs; {config.custom_preprocessor!r} "
+            f"made a {type(made).__name__}"
         )
     return made

@@ -1,4 +1,5 @@
-"""A Model whose weights differ from game to game: each row of a batch is answered by weights moved by a vector of its own."""
+"""A Model whose weights differ from game to game: each row of a batch is answered by weights moved by a vector of its
+own."""
 
 from __future__ import annotations
 

@@ -11,17 +11,20 @@ from bray.nn.layers import linear
 
 
 class PopArt(nn.Module):
-    """A dense layer `[B, n_in] -> [B, n_out]` in units of returns, learnt in units of their running mean and standard deviation.
+    """A dense layer `[B, n_in] -> [B, n_out]` in units of returns, learnt in units of their running mean and standard
+    deviation.
 
-    The outputs are std * (W x + b) + mean. `update` moves mean and std towards new targets (ART: adaptively rescale targets) and changes W
-    and b so that every output stays as it was (POP: preserve outputs precisely). The loss compares normalised numbers:
+    The outputs are std * (W x + b) + mean. `update` moves mean and std towards new targets (ART: adaptively rescale
+    targets) and changes W and b so that every output stays as it was (POP: preserve outputs precisely). The loss
+    compares normalised numbers:
 
         popart.update(target)                                         # once per batch
         loss = (popart.normalize(popart(x)) - popart.normalize(target)).square().mean()
 
-    `step`: how far the statistics move per update; the first updates count fully (the start at zero is divided out). The first one of all
-    leaves W and b alone: nothing was learnt that could be kept, and first outputs of the wrong scale would have to be unlearnt. The statistics
-    are buffers, so they are saved, published and exported with the layer. Before the first update: mean 0, std 1.
+    `step`: how far the statistics move per update; the first updates count fully (the start at zero is divided out).
+    The first one of all leaves W and b alone: nothing was learnt that could be kept, and first outputs of the wrong
+    scale would have to be unlearnt. The statistics are buffers, so they are saved, published and exported with the
+    layer. Before the first update: mean 0, std 1.
     """
 
     mean: Tensor
@@ -59,8 +62,9 @@ class PopArt(nn.Module):
 
     @torch.no_grad()
     def update(self, target: Any, weight: Any = None) -> None:
-        """Take in targets `[..., n_out]` (`[...]` of a single output); `weight` of the same shape counts a target 0 (a dead row, another task)
-        to any number of times. An output without targets stays as it is. No branch on data: it can be recorded."""
+        """Take in targets `[..., n_out]` (`[...]` of a single output); `weight` of the same shape counts a target 0 (a
+        dead row, another task) to any number of times. An output without targets stays as it is. No branch on data: it
+        can be recorded."""
         x = torch.as_tensor(target, device=self.mean.device).double().reshape(-1, self.n_out)
         w = torch.ones_like(x) if weight is None else torch.as_tensor(weight, device=x.device).double().reshape_as(x)
         total = w.sum(0)

@@ -1,7 +1,8 @@
 """LSTM and GRU on top of an encoder, for one step at a time (acting) and for whole sequences (learning).
 
-The state is a dict of `[B, size]` tensors, carried by whoever drives and zeroed where an episode starts. For a sequence the
-encoder and the input's part of the sums run once over all T x B rows; only the product with the hidden state is left to the loop.
+The state is a dict of `[B, size]` tensors, carried by whoever drives and zeroed where an episode starts. For a sequence
+the encoder and the input's part of the sums run once over all T x B rows; only the product with the hidden state is
+left to the loop.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ CELLS = ("lstm", "gru")
 
 
 class Recurrent(nn.Module):
-    """An encoder followed by one recurrent cell. Same functions as torch.nn.LSTMCell and GRUCell; the blocks of the LSTM's
-    weights are in the order input, forget, output, cell, so that the three sigmoids are one operation. An LSTM begins with a
-    forget-gate bias of 1: it remembers until it learns to forget (Gers et al. 2000).
+    """An encoder followed by one recurrent cell. Same functions as torch.nn.LSTMCell and GRUCell; the blocks of the
+    LSTM's weights are in the order input, forget, output, cell, so that the three sigmoids are one operation. An LSTM
+    begins with a forget-gate bias of 1: it remembers until it learns to forget (Gers et al. 2000).
 
-    `layer_norm`: what comes from the input, what comes from the hidden state and the LSTM's cell before its tanh are normalised
-    apart, each with a gain and the first and the last with a bias (Ba et al. 2016)."""
+    `layer_norm`: what comes from the input, what comes from the hidden state and the LSTM's cell before its tanh are
+    normalised apart, each with a gain and the first and the last with a bias (Ba et al. 2016)."""
 
     def __init__(self, encoder: nn.Module, cell: str = "lstm", size: int = 256, layer_norm: bool = False):
         super().__init__()
@@ -93,7 +94,8 @@ class Recurrent(nn.Module):
         return state["h"], state
 
     def unroll(self, obs: Any, state: State, first: Tensor) -> tuple[Tensor, State]:
-        """T steps: obs `[T, B, ...]`, the state before row 0, `first [T, B]` -> features `[T, B, size]` and the last state.
+        """T steps: obs `[T, B, ...]`, the state before row 0, `first [T, B]` -> features `[T, B, size]` and the last
+        state.
         Where `first[t]`, the state is zeroed before row t."""
         steps, batch = first.shape
         flat = self._input(tree.map(lambda x: x.flatten(0, 1), obs))

@@ -1,4 +1,5 @@
-"""Stems for lists of things and for choices: what `bray.nn.encoders` puts before the dense layers if the config says so."""
+"""Stems for lists of things and for choices: what `bray.nn.encoders` puts before the dense layers if the config says
+so."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ DRAWN = 16
 
 
 class EntityStem(nn.Module):
-    """A list of things `[B, N, F]` by attention; and, where it is drawn onto a picture, the channels that it adds to that."""
+    """A list of things `[B, N, F]` by attention; and, where it is drawn onto a picture, the channels that it adds to
+    that."""
 
     def __init__(self, name: str, space: Space, how: Entities, config: ModelConfig, picture: tuple[int, ...] | None):
         super().__init__()

@@ -1,14 +1,16 @@
-"""An algorithm for the components of a graph: its five names, its settings and the game's spaces, from one section of the file.
+"""An algorithm for the components of a graph: its five names, its settings and the game's spaces, from one section of
+the file.
 
     ppo:
       kind: config
       algorithm: PPO                          # a name, or module:Name
-      env: mygame.games.grid:GridEnv          # its spaces are what the game sends; or {id: ALE/Pong-v5, atari: {size: 42}}
+      env: mygame.games.grid:GridEnv          # its spaces are what the game sends; or {id: ALE/Pong-v5, atari: {size:
+                                              42}}
       settings: {lr: 5e-4}                    # of the algorithm's Config
       model: {fcnet_hiddens: [64, 64]}        # of the Model, where `make_model` makes it
 
-Agents act with its Policy, a trainer runs its Learner over its experience, `build_model` makes its Model: the same that `bray train`
-runs in one process. No algorithm is changed for it, or knows of it.
+Agents act with its Policy, a trainer runs its Learner over its experience, `build_model` makes its Model: the same that
+`bray train` runs in one process. No algorithm is changed for it, or knows of it.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ _COMMON = ("kind", "enable")
 
 
 def algo_setup(section: Mapping[str, Any], name: str = "algo") -> AlgoSetup:
-    """The algorithm that a section describes; `name` is the section's, for messages. Equal sections share one setup in a process: an
-    environment is made to see its spaces."""
+    """The algorithm that a section describes; `name` is the section's, for messages. Equal sections share one setup in
+    a process: an environment is made to see its spaces."""
     try:
         return _cached(json.dumps(section), name)
     except TypeError:  # a class in place of a name
@@ -93,7 +95,8 @@ def refuse_memory(setup: AlgoSetup, name: str) -> None:
     experience = setup.make_experience()
     if isinstance(experience, Replay) and not isinstance(experience, Sequences):
         raise ConfigError(
-            f"{name}: {algo_name(setup.algo)} replays single steps and cannot train a memory: set use_lstm: false, or use PPO"
+            f"{name}: {algo_name(setup.algo)} replays single steps and cannot train a memory: set use_lstm: false, or "
+            "use PPO"
         )
 
 
@@ -101,8 +104,8 @@ def refuse_store(name: str, buffer: str, store: str) -> None:
     """What agents push are rows of trajectories, and only a queue hands them out as they follow each other."""
     if store != "queue":
         raise ConfigError(
-            f"{name}: buffer {buffer!r} has store: {store}, which draws single rows. Leave out store: the algorithm keeps its own replay "
-            "(settings: {replay_size: ..., prioritized: true})"
+            f"{name}: buffer {buffer!r} has store: {store}, which draws single rows. Leave out store: the algorithm "
+            "keeps its own replay (settings: {replay_size: ..., prioritized: true})"
         )
 
 
@@ -171,7 +174,8 @@ class AlgoSetup:
 
     @cached_property
     def initial_state(self) -> Any:
-        """What a Model remembers before the first tick of an episode (without batch dimension); None where it has no memory."""
+        """What a Model remembers before the first tick of an episode (without batch dimension); None where it has no
+        memory."""
         if not self.model_config.use_lstm and self.model_config.custom_model is None:
             return None
         model = self.make_model()
@@ -197,8 +201,8 @@ class AlgoSetup:
 
 
 def exploring_model(setup: AlgoSetup, model: Any, config: Mapping[str, Any]) -> Any:
-    """What an agent in training asks in place of this model: a NoisyModel if it has noisy layers, or may have them because a module of the
-    project builds it."""
+    """What an agent in training asks in place of this model: a NoisyModel if it has noisy layers, or may have them
+    because a module of the project builds it."""
     if not isinstance(model, RemoteModel):
         return model
     section = config.get(model.name)
@@ -208,8 +212,9 @@ def exploring_model(setup: AlgoSetup, model: Any, config: Mapping[str, Any]) -> 
 
 
 class NoisyModel:
-    """A RemoteModel with noisy layers, for agents that explore. Forwards run in this process, on a copy that follows the published weights, and
-    each has new noise. The RemoteModel itself answers without noise, as its exported graph does.
+    """A RemoteModel with noisy layers, for agents that explore. Forwards run in this process, on a copy that follows
+    the published weights, and each has new noise. The RemoteModel itself answers without noise, as its exported graph
+    does.
 
     A model that turns out to have no noisy layers is asked directly.
     """

@@ -33,12 +33,14 @@ def init(
 ) -> ClusterSession:
     """Open the session of a project's trial; its run directory is `project/trial`. An existing trial is resumed.
 
-    cluster       "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one that is started on
-                  this machine (RAY_ADDRESS=local always starts one); "local": they are objects of this process
+    cluster       "ray": components are processes of a Ray cluster, the one that runs here (or at RAY_ADDRESS), else one
+                  that is started on this machine (RAY_ADDRESS=local always starts one); "local": they are objects of
+                  this process
     metrics_port  of the session's Prometheus page on this machine; 0 = any free one (bray.log says which)
-    numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log, created where it is
-                  missing; '' = the run directory itself
-    shared        only `numbers_in` is written to, so that a session that serves may run while another one trains in the same run directory
+    numbers_in    folder of the run directory for rows (result.jsonl, progress.csv), TensorBoard's events and bray.log,
+                  created where it is missing; '' = the run directory itself
+    shared        only `numbers_in` is written to, so that a session that serves may run while another one trains in the
+                  same run directory
     ray_kwargs    go to `ray.init`
     """
     if (opened := current()) is not None:

@@ -39,7 +39,8 @@ class RayPlayers:
 
 
 def ray_settings(run: RunConfig) -> dict[str, Any]:
-    """What `ray.init` is told: an address, or how large a Ray of our own is. Its CPUs are not counted: environments may wait more than they compute."""
+    """What `ray.init` is told: an address, or how large a Ray of our own is. Its CPUs are not counted: environments may
+    wait more than they compute."""
     if run.address is not None:
         return {"address": run.address}
     asked = math.ceil(run.num_workers * run.num_cpus_per_worker)

@@ -1,4 +1,5 @@
-"""`bray.distributions.draw_rows`, compiled: a rollout draws for thousands of rows at once. Draws are the same, bit for bit."""
+"""`bray.distributions.draw_rows`, compiled: a rollout draws for thousands of rows at once. Draws are the same, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _MOST_LIKELY = np.empty(0)
 
 
 def use_compiled_draws() -> None:
-    """From now on choices of this process are drawn by compiled code. A service never needs it, nor the package numba."""
+    """From now on choices of this process are drawn by compiled code. A service never needs it, nor the package
+    numba."""
     DISTRIBUTIONS["categorical"].draw_rows = draw_rows
 
 
@@ -23,7 +25,8 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
 
 @compiled
 def _draw_rows(logits, u, mask):  # pragma: no cover - compiled
-    """One draw per row by inverting the cumulative distribution at u[b] (empty u: the most likely) and its log probability."""
+    """One draw per row by inverting the cumulative distribution at u[b] (empty u: the most likely) and its log
+    probability."""
     batch, n = logits.shape
     action = np.empty(batch, np.int64)
     logp = np.empty(batch, np.float32)

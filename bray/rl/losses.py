@@ -1,7 +1,7 @@
 """Terms of the losses, in torch. Each returns one number per sample; a dot product with the weights makes it a loss.
 
-B batch, N actions, K atoms or quantiles. Targets carry no gradient. `discount` is gamma^n, or 0 where the episode terminated within
-those n steps, so that one `td_error` serves 1-step and n-step, Q and V.
+B batch, N actions, K atoms or quantiles. Targets carry no gradient. `discount` is gamma^n, or 0 where the episode
+terminated within those n steps, so that one `td_error` serves 1-step and n-step, Q and V.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from bray.rl.transforms import rescale, unrescale
 def ppo_clip(
     logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), r = pi/pi_old (Schulman et al. 2017), and r. Dual clip (Ye et al. 2020): at least c A where A < 0.
+    """-min(r A, clip(r) A), r = pi/pi_old (Schulman et al. 2017), and r. Dual clip (Ye et al. 2020): at least c A where
+    A < 0.
 
-    Only one side of the clip can be the minimum, 1 + clip where A > 0 and 1 - clip where A < 0: min(r A, A + clip |A|). A `where`
-    on constants has a third of the backward operations of `minimum` and `clamp`.
+    Only one side of the clip can be the minimum, 1 + clip where A > 0 and 1 - clip where A < 0: min(r A, A + clip |A|).
+    A `where` on constants has a third of the backward operations of `minimum` and `clamp`.
     """
     ratio = (logp - logp_old).exp()
     gain, bound = ratio * advantage, advantage + clip * advantage.abs()
@@ -33,8 +34,8 @@ def ppo_clip(
 
 
 def kl_estimate(logp: Tensor, logp_other: Tensor, kind: str = "k3") -> Tensor:
-    """KL(pi, other) from samples of pi (Schulman 2020), d = log pi - log other: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (unbiased and never
-    negative)."""
+    """KL(pi, other) from samples of pi (Schulman 2020), d = log pi - log other: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1
+    + d (unbiased and never negative)."""
     d = logp - logp_other
     if kind == "k1":
         return d
@@ -46,14 +47,15 @@ def kl_estimate(logp: Tensor, logp_other: Tensor, kind: str = "k3") -> Tensor:
 
 
 def categorical_kl(logits: Tensor, other: Tensor) -> Tensor:
-    """KL(p, q) of p = softmax(logits), q = softmax(other), `[..., N]` -> `[...]`: sum p (log p - log q). With the old policy first and without
-    gradient it is what PPG's auxiliary phase keeps the policy by (Cobbe et al. 2021)."""
+    """KL(p, q) of p = softmax(logits), q = softmax(other), `[..., N]` -> `[...]`: sum p (log p - log q). With the old
+    policy first and without gradient it is what PPG's auxiliary phase keeps the policy by (Cobbe et al. 2021)."""
     logp = logits.log_softmax(-1)
     return (logp.exp() * (logp - other.log_softmax(-1))).sum(-1)
 
 
 def counterfactual_advantage(q: Tensor, probs: Tensor, action: Tensor) -> Tensor:
-    """Q(u) - sum_a pi(a) Q(a), without gradient (COMA, Foerster et al. 2018): `[..., N]`, `[..., N]`, `[...]` -> `[...]`."""
+    """Q(u) - sum_a pi(a) Q(a), without gradient (COMA, Foerster et al. 2018): `[..., N]`, `[..., N]`, `[...]` ->
+    `[...]`."""
     return (select(q, action) - (probs * q).sum(-1)).detach()
 
 
@@ -95,7 +97,8 @@ def value_loss(value: Tensor, target: Tensor, value_old: Tensor | None = None, c
 
 
 def td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor) -> Tensor:
-    """q - (r + discount q'), the target without gradient; with n-step samples, r is their sum and discount gamma^n or 0."""
+    """q - (r + discount q'), the target without gradient; with n-step samples, r is their sum and discount gamma^n or
+    0."""
     return q - (reward + discount * q_next).detach()
 
 
@@ -105,20 +108,22 @@ def rescaled_td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tenso
 
 
 def soft_value(q: Tensor, alpha: float | Tensor) -> Tensor:
-    """alpha logsumexp(q / alpha): the value of the policy softmax(q / alpha) with its entropy (Haarnoja et al. 2017). `[..., N]` -> `[...]`.
+    """alpha logsumexp(q / alpha): the value of the policy softmax(q / alpha) with its entropy (Haarnoja et al. 2017).
+    `[..., N]` -> `[...]`.
     Actions with q = -inf do not count."""
     return alpha * torch.logsumexp(q / alpha, -1)
 
 
 def munchausen_bonus(q: Tensor, action: Tensor, tau: float = 0.03, alpha: float = 0.9, low: float = -1.0) -> Tensor:
-    """alpha clip(tau log pi(a), low, 0), pi = softmax(q / tau) (Vieillard et al. 2020): added to the reward, with `soft_value(q', tau)` as the
-    next value."""
+    """alpha clip(tau log pi(a), low, 0), pi = softmax(q / tau) (Vieillard et al. 2020): added to the reward, with
+    `soft_value(q', tau)` as the next value."""
     log_policy = select(q, action) - soft_value(q, tau)
     return alpha * log_policy.clamp(low, 0.0).detach()
 
 
 def margin_loss(q: Tensor, action: Tensor, margin: float = 0.8) -> Tensor:
-    """max_a (q(a) + margin 1{a != expert's}) - q(expert's): the supervised term of DQfD (Hester et al. 2018). `[B, N]`, `[B]` -> `[B]`."""
+    """max_a (q(a) + margin 1{a != expert's}) - q(expert's): the supervised term of DQfD (Hester et al. 2018). `[B, N]`,
+    `[B]` -> `[B]`."""
     raised = q + margin
     raised = raised.scatter(-1, action.unsqueeze(-1), select(q, action).unsqueeze(-1))
     return raised.amax(-1) - select(q, action)
@@ -145,11 +150,11 @@ def select_action(x: Tensor, action: Tensor) -> Tensor:
 
 
 def project(probs: Tensor, support: Tensor, reward: Tensor, discount: Tensor) -> Tensor:
-    """The distribution of r + discount z on the atoms of `support` (C51, Bellemare et al. 2017): `probs [B, K]`, `support [K]` evenly spaced,
-    `reward, discount [B]` -> `[B, K]`. What lies beyond the support counts at its ends.
+    """The distribution of r + discount z on the atoms of `support` (C51, Bellemare et al. 2017): `probs [B, K]`,
+    `support [K]` evenly spaced, `reward, discount [B]` -> `[B, K]`. What lies beyond the support counts at its ends.
 
-    Each moved atom is shared between its lower and its upper neighbour by its distance to both; the highest atom counts as the upper neighbour of
-    the one before it, so that one that falls upon an atom is whole there.
+    Each moved atom is shared between its lower and its upper neighbour by its distance to both; the highest atom counts
+    as the upper neighbour of the one before it, so that one that falls upon an atom is whole there.
     """
     with torch.no_grad():
         spacing, most = support[1] - support[0], len(support) - 1
@@ -186,11 +191,12 @@ def quantile_huber(quantiles: Tensor, tau: Tensor, target: Tensor, kappa: float 
 
 
 def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:
-    """FQF's loss of the proposed fractions (Yang et al. 2019): its gradient by tau_i is that of the Wasserstein distance,
-    2 F(tau_i) - F(middle_i) - F(middle_{i-1}).
+    """FQF's loss of the proposed fractions (Yang et al. 2019): its gradient by tau_i is that of the Wasserstein
+    distance, 2 F(tau_i) - F(middle_i) - F(middle_{i-1}).
 
-    `tau [B, K-1]`: the inner fractions, growing; `at_tau [B, K-1]`: quantiles there; `at_middle [B, K]`: quantiles at the middles of the K
-    intervals. Where the quantiles do not grow as they should, the distance to the wrong neighbour counts with its size.
+    `tau [B, K-1]`: the inner fractions, growing; `at_tau [B, K-1]`: quantiles there; `at_middle [B, K]`: quantiles at
+    the middles of the K intervals. Where the quantiles do not grow as they should, the distance to the wrong neighbour
+    counts with its size.
     """
     at_tau, at_middle = at_tau.detach(), at_middle.detach()
     below = torch.cat([at_middle[:, :1], at_tau[:, :-1]], 1)
@@ -204,14 +210,16 @@ def fraction_loss(tau: Tensor, at_tau: Tensor, at_middle: Tensor) -> Tensor:
 
 
 def match_labels(logits: Tensor, label: Tensor) -> Tensor:
-    """Which label each row of logits is trained towards, where the order of the labels means nothing: the assignment with the least cross entropy.
+    """Which label each row of logits is trained towards, where the order of the labels means nothing: the assignment
+    with the least cross entropy.
     `logits [K, N]`, `label [K]` -> `[K]`, the labels in another order (the Hungarian method, Kuhn 1955)."""
     cost = -logits.detach().log_softmax(-1)[:, label]  # [K, K]
     return label[torch.tensor(_assign(cost.double().cpu().numpy()), device=label.device)]
 
 
 def _assign(cost: np.ndarray) -> list[int]:
-    """The column of each row in the assignment of least cost: rows come in one by one, each along the shortest path of changes."""
+    """The column of each row in the assignment of least cost: rows come in one by one, each along the shortest path of
+    changes."""
     n = len(cost)
     row_of = np.full(n + 1, -1)  # column n stands for the row that comes in
     row_price, column_price = np.zeros(n), np.zeros(n + 1)
@@ -238,22 +246,23 @@ def _assign(cost: np.ndarray) -> list[int]:
 
 
 def smoothed_cross_entropy(logits: Tensor, label: Tensor, smoothing: float = 0.1) -> Tensor:
-    """Cross entropy to the label with `smoothing` of its probability spread over all classes alike (Szegedy et al. 2016): `logits [..., N]`,
-    `label [...]` -> `[...]`. 0 is the plain cross entropy."""
+    """Cross entropy to the label with `smoothing` of its probability spread over all classes alike (Szegedy et al.
+    2016): `logits [..., N]`, `label [...]` -> `[...]`. 0 is the plain cross entropy."""
     logp = logits.log_softmax(-1)
     return -(1.0 - smoothing) * select(logp, label) - smoothing * logp.mean(-1)
 
 
 def focal(logits: Tensor, label: Tensor, gamma: float = 2.0) -> Tensor:
-    """-(1 - p)^gamma log p, p the probability of the label (Lin et al. 2017): what is known well counts little. `logits [..., N]`, `label [...]` ->
-    `[...]`. gamma = 0 is the plain cross entropy."""
+    """-(1 - p)^gamma log p, p the probability of the label (Lin et al. 2017): what is known well counts little.
+    `logits [..., N]`, `label [...]` -> `[...]`. gamma = 0 is the plain cross entropy."""
     logp = select(logits.log_softmax(-1), label)
     missing = (-torch.expm1(logp)).clamp(min=1e-12)  # a power below 1 has no gradient at 0
     return -(missing**gamma) * logp
 
 
 def contrastive(x: Tensor, y: Tensor, temperature: float = 0.1) -> Tensor:
-    """InfoNCE (van den Oord et al. 2018): of all rows of y, the one at the same place belongs to a row of x. `x, y [B, D]` -> `[B]`.
+    """InfoNCE (van den Oord et al. 2018): of all rows of y, the one at the same place belongs to a row of x.
+    `x, y [B, D]` -> `[B]`.
 
         -log softmax_j(cos(x_i, y_j) / temperature) at j = i
 

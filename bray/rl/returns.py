@@ -1,8 +1,9 @@
 """Advantages and returns over `[T, B]` columns, time first.
 
-`terminated` ends an episode for good: nothing follows it. `truncated` cuts it off: the value of its final observation still counts. The
-row after either holds that final observation (docs/architecture.md) and is not `valid`. So `value [T+1, B]` has the value that each row
-bootstraps from in the row behind it, and no function here takes a `done`. Arrays may be numpy's or torch's; the results are of that kind.
+`terminated` ends an episode for good: nothing follows it. `truncated` cuts it off: the value of its final observation
+still counts. The row after either holds that final observation (docs/architecture.md) and is not `valid`. So
+`value [T+1, B]` has the value that each row bootstraps from in the row behind it, and no function here takes a `done`.
+Arrays may be numpy's or torch's; the results are of that kind.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _EQUAL = 1e-6  # float32 rounds at 6e-8 of a number, and returns are sums of man
 
 
 def discounted_sum(x: Array, decay: Array) -> Array:
-    """y_t = x_t + decay_t y_{t+1}, y_T = 0: the recursion behind every function here. `x, decay [T, ...]` -> `[T, ...]`.
+    """y_t = x_t + decay_t y_{t+1}, y_T = 0: the recursion behind every function here. `x, decay [T, ...]` ->
+    `[T, ...]`.
 
-    numpy: a compiled loop that sums in float64. torch: log2(T) operations over whole columns (Hillis and Steele 1986), because an
-    operation per step costs more than its arithmetic on a CPU and far more on a GPU.
+    numpy: a compiled loop that sums in float64. torch: log2(T) operations over whole columns (Hillis and Steele 1986),
+    because an operation per step costs more than its arithmetic on a CPU and far more on a GPU.
     """
     if isinstance(x, np.ndarray):
         columns = _discounted_sum(x.reshape(len(x), -1), np.broadcast_to(decay, x.shape).reshape(len(x), -1))
@@ -51,7 +53,8 @@ def gae(
         A_t     = delta_t + gamma lambda (1 - terminated_t - truncated_t) A_{t+1}
 
     `value [T+1, B]`, the rest `[T, B]`. Rows that are not valid get 0, and the sum goes on behind
-    them as if they were not there: rows of an environment that is waited for repeat the observation, and so V, of its next step.
+    them as if they were not there: rows of an environment that is waited for repeat the observation, and so V, of its
+    next step.
     """
     _check(value, reward)
     if isinstance(value, np.ndarray):
@@ -69,9 +72,9 @@ def lambda_returns(
     gamma: float,
     lambda_: Any,
 ) -> Array:
-    """TD(lambda) targets `[T, B]`: G_t = r_t + gamma (1 - terminated_t) ((1 - lambda_t) V_{t+1} + lambda_t G_{t+1}), V_{t+1} alone behind the
-    last step of an episode or piece (Sutton and Barto, ch. 12). `lambda_` is a number or `[T, B]`; 1 gives the discounted return with a
-    bootstrap. Rows that are not valid pass on what follows them."""
+    """TD(lambda) targets `[T, B]`: G_t = r_t + gamma (1 - terminated_t) ((1 - lambda_t) V_{t+1} + lambda_t G_{t+1}),
+    V_{t+1} alone behind the last step of an episode or piece (Sutton and Barto, ch. 12). `lambda_` is a number or
+    `[T, B]`; 1 gives the discounted return with a bootstrap. Rows that are not valid pass on what follows them."""
     _check(value, reward)
     delta = _delta(value, reward, terminated, valid, gamma)
     return value[:-1] + discounted_sum(delta, _decay(terminated | truncated, valid, gamma * lambda_, delta))
@@ -86,8 +89,8 @@ def n_step_returns(
     gamma: float,
     n: int,
 ) -> Array:
-    """sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} `[T, B]`, with fewer steps where the episode or the piece ends earlier or a row
-    that is not valid follows; 0 instead of V where it terminated. Rows that are not valid get V."""
+    """sum_{k<n} gamma^k r_{t+k} + gamma^n V_{t+n} `[T, B]`, with fewer steps where the episode or the piece ends
+    earlier or a row that is not valid follows; 0 instead of V where it terminated. Rows that are not valid get V."""
     _check(value, reward)
     discount = gamma * (1.0 - _real(terminated, value))
     ends = (terminated | truncated)[:-1] | ~valid[1:]
@@ -123,9 +126,11 @@ def vtrace(
     """V-trace (Espeholt et al. 2018): value targets and advantages of pi from what mu did; `ratio` = pi/mu `[T, B]`.
 
         vs_t = V_t + delta_t + gamma c_t (vs_{t+1} - V_{t+1}),   delta_t = rho_t (r_t + gamma V_{t+1} - V_t)
-        A_t  = rho_pg_t (r_t + gamma vs_{t+1} - V_t),            rho = min(rho_clip, ratio), c = lambda min(c_clip, ratio)
+        A_t  = rho_pg_t (r_t + gamma vs_{t+1} - V_t),            rho = min(rho_clip, ratio), c = lambda min(c_clip,
+             ratio)
 
-    Behind the last step of an episode or piece vs_{t+1} is V_{t+1}. Without a `rho_pg_clip` rho_pg is 1: for a loss that has the ratio itself.
+    Behind the last step of an episode or piece vs_{t+1} is V_{t+1}. Without a `rho_pg_clip` rho_pg is 1: for a loss
+    that has the ratio itself.
     """
     _check(value, reward)
     ended, rho = terminated | truncated, ratio.clip(None, rho_clip)
@@ -152,7 +157,8 @@ def retrace(
 
         Qret_t = r_t + gamma (V_{t+1} + c_{t+1} (Qret_{t+1} - Q_{t+1})),   c = lambda min(1, pi/mu)
 
-    `q [T, B]` of the actions taken, `value [T+1, B]` = sum_a pi(a) Q(a), `ratio [T, B]` = pi/mu. Rows that are not valid get Q.
+    `q [T, B]` of the actions taken, `value [T+1, B]` = sum_a pi(a) Q(a), `ratio [T, B]` = pi/mu. Rows that are not
+    valid get Q.
     """
     _check(value, reward)
     error = reward + gamma * (1.0 - _real(terminated, value)) * value[1:] - q
@@ -164,8 +170,8 @@ def retrace(
 def upgo_returns(
     value: Array, reward: Array, terminated: Array, truncated: Array, valid: Array, gamma: float = 1.0
 ) -> Array:
-    """Returns `[T, B]` that follow the game while it goes better than expected (Vinyals et al. 2019): lambda_t = 1 where
-    r_{t+1} + gamma V_{t+2} >= V_{t+1}, else 0; 1 in the last row."""
+    """Returns `[T, B]` that follow the game while it goes better than expected (Vinyals et al. 2019): lambda_t = 1
+    where r_{t+1} + gamma V_{t+2} >= V_{t+1}, else 0; 1 in the last row."""
     better = _real(_delta(value, reward, terminated, valid, gamma) >= 0, value)
     of_next_valid = discounted_sum(better * valid, 1.0 - _real(valid, value))[1:]
     lambda_ = _cat(of_next_valid, 0 * value[:1] + 1.0)
@@ -173,7 +179,8 @@ def upgo_returns(
 
 
 def standardize(x: np.ndarray, valid: np.ndarray, eps: float = 1e-8) -> np.ndarray:
-    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none, or where all are equal but for rounding."""
+    """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none, or where all are equal but
+    for rounding."""
     rows = x[valid].astype(np.float64)
     mean, deviation = (rows.mean(), rows.std()) if rows.size else (0.0, 0.0)
     if deviation <= _EQUAL * abs(mean):

@@ -20,7 +20,8 @@ def rescale(x: Array, eps: float = 1e-3) -> Array:
 def unrescale(x: Array, eps: float = 1e-3) -> Array:
     """The inverse of `rescale`: sign(x) (((sqrt(1 + 4 eps (|x| + 1 + eps)) - 1) / (2 eps))^2 - 1).
 
-    The root is taken as 2 (|x| + 1 + eps) / (1 + sqrt(...)), which loses no digits where eps is small, and holds for eps = 0.
+    The root is taken as 2 (|x| + 1 + eps) / (1 + sqrt(...)), which loses no digits where eps is small, and holds for
+    eps = 0.
     """
     size = abs(x) + 1.0 + eps
     root = 2.0 * size / (1.0 + _lib(x).sqrt(1.0 + 4.0 * eps * size))
@@ -40,16 +41,19 @@ def symexp(x: Array) -> Array:
 def ornstein_uhlenbeck(
     x: Array, noise: Array, mu: float = 0.0, sigma: float = 0.3, theta: float = 0.15, dt: float = 0.01
 ) -> Array:
-    """The next value of noise that remembers (Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016): x + theta (mu - x) dt + sigma sqrt(dt) n, for
-    standard normal `noise` n of the shape of x. In the long run its standard deviation is about sigma / sqrt(2 theta)."""
+    """The next value of noise that remembers (Uhlenbeck and Ornstein 1930; Lillicrap et al. 2016): x + theta (mu - x)
+    dt + sigma sqrt(dt) n, for standard normal `noise` n of the shape of x. In the long run its standard deviation is
+    about sigma / sqrt(2 theta)."""
     return x + theta * dt * (mu - x) + sigma * dt**0.5 * noise
 
 
 def distort(tau: Array, risk: str, eta: float = 0.71) -> Array:
-    """Fractions tau in [0, 1] as an attitude to risk sees them (Dabney et al. 2018, IQN, section 3.1); [0, 1] onto a part of itself.
+    """Fractions tau in [0, 1] as an attitude to risk sees them (Dabney et al. 2018, IQN, section 3.1); [0, 1] onto a
+    part of itself.
 
-    neutral: tau. cpw (cumulative probability weighting): tau^eta / (tau^eta + (1 - tau)^eta)^(1/eta). cvar: eta tau, the worst part eta of
-    all outcomes. pow: tau^(1 / (1 + eta)) for eta >= 0 (seeks risk), 1 - (1 - tau)^(1 / (1 - eta)) below (avoids it).
+    neutral: tau. cpw (cumulative probability weighting): tau^eta / (tau^eta + (1 - tau)^eta)^(1/eta). cvar: eta tau,
+    the worst part eta of all outcomes. pow: tau^(1 / (1 + eta)) for eta >= 0 (seeks risk), 1 - (1 - tau)^(1 / (1 -
+    eta)) below (avoids it).
     wang: Phi(Phi^-1(tau) + eta).
     """
     if risk == "neutral":

@@ -1,4 +1,5 @@
-"""A run directory: everything a run leaves behind, written so that a kill at any moment leaves the previous state readable.
+"""A run directory: everything a run leaves behind, written so that a kill at any moment leaves the previous state
+readable.
 
     config.yaml params.json spec.json policy.json      what was run
     result.jsonl progress.csv tb/ bray.log             what happened
@@ -6,10 +7,11 @@
     checkpoints/<step>/ {state.tree, meta.json, model.safetensors}   with `latest` and `best`
     episodes/ trajectories/ videos/ figures/           what was made of it
 
-A file is written beside its place, synced and renamed; a checkpoint is a directory made the same way. `meta.json` holds the checksums
-of the other files and of itself: a truncated or foreign checkpoint is refused, never half loaded and never replaced by another one
-behind the user's back. Weights and graphs carry their checksum inside. Nothing is ever unpickled, and nothing that a directory names is
-imported unless it is trusted (`trust.py`); all reading goes through `reader.py`.
+A file is written beside its place, synced and renamed; a checkpoint is a directory made the same way. `meta.json` holds
+the checksums of the other files and of itself: a truncated or foreign checkpoint is refused, never half loaded and
+never replaced by another one behind the user's back. Weights and graphs carry their checksum inside. Nothing is ever
+unpickled, and nothing that a directory names is imported unless it is trusted (`trust.py`); all reading goes through
+`reader.py`.
 """
 
 from bray.rundir.checkpoints import Checkpoint

@@ -72,8 +72,9 @@ class Checkpoint:
 class Checkpoints:
     """The folders `checkpoints/` and `models/` of a run directory.
 
-    In `checkpoints/`, a directory that is being written is `.new-STEP-x`, one that makes room for another of the same step is
-    `.old-STEP-x`, and one that is being deleted is `.gone-STEP-x`; `recover` finishes or undoes what a kill left so."""
+    In `checkpoints/`, a directory that is being written is `.new-STEP-x`, one that makes room for another of the same
+    step is `.old-STEP-x`, and one that is being deleted is `.gone-STEP-x`; `recover` finishes or undoes what a kill
+    left so."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -140,7 +141,8 @@ class Checkpoints:
         return path if path.is_dir() else next(iter(sorted(self.checkpoints.glob(f".old-{step}-*"))), path)
 
     def pointer(self, which: str) -> int | None:
-        """The step that `latest` or `best` names; None when there is none yet. A kill may leave the first checkpoint before `latest` names it."""
+        """The step that `latest` or `best` names; None when there is none yet. A kill may leave the first checkpoint
+        before `latest` names it."""
         link = self.checkpoints / which
         try:
             if not os.path.lexists(link):
@@ -192,9 +194,9 @@ class Checkpoints:
         keep_best: int = 1,
         spare: Set[int] = frozenset(),
     ) -> Path:
-        """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, the newest `keep` remain besides latest, best and protected
-        ones, those of `spare`, and the `keep_best` whose meta has the highest `score` (by the same `score_by`). On any failure the previous checkpoint is intact
-        and still `latest`."""
+        """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, the newest `keep` remain besides
+        latest, best and protected ones, those of `spare`, and the `keep_best` whose meta has the highest `score` (by
+        the same `score_by`). On any failure the previous checkpoint is intact and still `latest`."""
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected to keep at least 1 checkpoint, got keep={keep}")
         model, packed = pack_weights(weights), pack_state(state)  # refused before anything is written
@@ -240,7 +242,8 @@ class Checkpoints:
         return final
 
     def rate(self, step: int, meta: Mapping[str, Any], best: bool) -> None:
-        """Add to the meta of a checkpoint what became known of it later, and make it `best` if it is. What is not there any more is left alone."""
+        """Add to the meta of a checkpoint what became known of it later, and make it `best` if it is. What is not there
+        any more is left alone."""
         path = self._find(step) / META
         if not path.exists():
             return
@@ -271,7 +274,8 @@ class Checkpoints:
         return old
 
     def recover(self) -> None:
-        """Finish or undo what a kill interrupted: put back a checkpoint that was moved aside, remove unfinished files."""
+        """Finish or undo what a kill interrupted: put back a checkpoint that was moved aside, remove unfinished
+        files."""
         if not self.checkpoints.is_dir():
             return
         try:
@@ -302,7 +306,8 @@ class Checkpoints:
         return set(sorted(scores, key=lambda s: (scores[s], s), reverse=True)[:count])
 
     def _retain(self, step: int, keep: int, best: set[int]) -> None:
-        """Delete all but `keep` checkpoints, oldest first; those newer than `step` belong to a future that was given up.
+        """Delete all but `keep` checkpoints, oldest first; those newer than `step` belong to a future that was given
+        up.
         A damaged one is left alone."""
         safe = {self.pointer("latest"), self.pointer("best"), *best}
         for old in sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)[keep:]:
@@ -313,7 +318,9 @@ class Checkpoints:
             if old in safe or self.is_protected(old, name):
                 continue
             gone = self._temporary("gone", old)
-            try:  # in this order a kill leaves a whole checkpoint, which goes with the next one, or nothing that `recover` does not remove
+            # in this order a kill leaves a whole checkpoint, which goes with the next one, or nothing that `recover`
+            # does not remove
+            try:
                 self.weights_path(old, name).unlink(missing_ok=True)
                 os.rename(self.checkpoints / str(old), gone)
                 shutil.rmtree(gone, ignore_errors=True)
@@ -323,7 +330,8 @@ class Checkpoints:
     # --- reading
 
     def load_checkpoint(self, which: str | int = "latest") -> Checkpoint:
-        """Read and verify a checkpoint: "latest", "best" or a step. A damaged one is refused, and an intact one is named."""
+        """Read and verify a checkpoint: "latest", "best" or a step. A damaged one is refused, and an intact one is
+        named."""
         step = self._which(which)
         try:
             return self._read(step)
@@ -367,8 +375,8 @@ class Checkpoints:
             raise CheckpointError(f"{path}: expected a {_KIND}, got something else.")
         if read.get("format") != FORMAT:
             raise CheckpointError(
-                f"{path}: expected checkpoint format {FORMAT}, got {read.get('format')!r} (written by Bray {read.get('bray')}; "
-                f"this is Bray {__version__})."
+                f"{path}: expected checkpoint format {FORMAT}, got {read.get('format')!r} (written by Bray "
+                f"{read.get('bray')}; this is Bray {__version__})."
             )
         if read.get("sha256") != _own_checksum(read):
             raise CheckpointError(f"{path}: it was changed after it was written (checksum).")

@@ -65,11 +65,13 @@ def write_error(e: OSError, path: Path, kept: str) -> CheckpointError:
     """The error for the user; `kept` says what is still there."""
     if e.errno in DISK_FULL:
         return DiskFull(
-            f"disk full while writing {path}: {kept}. Free some space and go on: bray train --resume, or the same bray launch again."
+            f"disk full while writing {path}: {kept}. Free some space and go on: bray train --resume, or the same "
+            "bray launch again."
         )
     if isinstance(e, PermissionError) or e.errno == errno.EROFS:
         return CheckpointError(
-            f"{path} may not be written ({e.strerror or e}): {kept}. Make it writable for this user, or choose another place (--project)."
+            f"{path} may not be written ({e.strerror or e}): {kept}. Make it writable for this user, or choose "
+            "another place (--project)."
         )
     return CheckpointError(f"could not write {path} ({e.strerror or e}): {kept}.")
 

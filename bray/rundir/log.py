@@ -22,7 +22,8 @@ class _LogFile(logging.FileHandler):
     _once: OncePer | None = None
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk is one line a minute on stderr, where Python would print two tracebacks for each line of the log."""
+        """A full disk is one line a minute on stderr, where Python would print two tracebacks for each line of the
+        log."""
         self._once = self._once or OncePer()
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -37,7 +38,8 @@ class _LogFile(logging.FileHandler):
 
 
 class _Unheard(logging.Handler):
-    """Shows warnings that nobody else shows, as Python itself does until a logger has its first handler: a file is one, which a script's user does not see."""
+    """Shows warnings that nobody else shows, as Python itself does until a logger has its first handler: a file is one,
+    which a script's user does not see."""
 
     def emit(self, record: logging.LogRecord) -> None:
         heard = [*logger.handlers, *(logging.root.handlers if logger.propagate else ())]
@@ -49,7 +51,8 @@ _UNHEARD = _Unheard(logging.WARNING)
 
 
 def log_to(path: str | Path, level: str = "INFO") -> logging.Handler:
-    """Append what the "bray" logger says to a file, until `handler.close()`. Warnings that nobody else shows go to stderr too."""
+    """Append what the "bray" logger says to a file, until `handler.close()`. Warnings that nobody else shows go to
+    stderr too."""
     if level.upper() not in _LEVELS:
         raise UnknownName("log level", level, _LEVELS)
     with writing(Path(path), "nothing was changed"):

@@ -1,7 +1,8 @@
 """Reading from a run directory. It may come from anywhere, so it is data and nothing else.
 
-A file is opened part by part below the directory without following a link, has to be a plain file, and may not be larger than its kind
-is; only then is memory given to it. A file that Bray wrote carries its own checksum (`seal`). What is wrong is a CheckpointError.
+A file is opened part by part below the directory without following a link, has to be a plain file, and may not be
+larger than its kind is; only then is memory given to it. A file that Bray wrote carries its own checksum (`seal`). What
+is wrong is a CheckpointError.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def most_bytes() -> int:
 
 
 def open_plain(path: str | Path, root: str | Path | None = None) -> BinaryIO:
-    """Open a plain file. With `root`, `path` is relative to that directory, stays in it, and no part of it may be a link; without, it is a
-    path that the user gave, whose links are followed."""
+    """Open a plain file. With `root`, `path` is relative to that directory, stays in it, and no part of it may be a
+    link; without, it is a path that the user gave, whose links are followed."""
     path = Path(path)
     where = path if root is None else Path(root) / path
     try:
@@ -44,7 +45,8 @@ def open_plain(path: str | Path, root: str | Path | None = None) -> BinaryIO:
     except OSError as e:
         if root is not None and _is_link(Path(root), path):
             raise CheckpointError(
-                f"{where}: a link, or below one. Only plain files inside of a run directory are read: put a copy in its place"
+                f"{where}: a link, or below one. Only plain files inside of a run directory are read: put a copy in "
+                "its place"
             ) from None
         raise CheckpointError(f"{where} cannot be read ({e.strerror or e})") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -126,7 +128,8 @@ def seal(data: bytes) -> bytes:
 
 
 def check_seal(data: bytes, where: str | Path) -> bool:
-    """Whether a file carries a checksum (one of an older Bray, or of another tool, does not). CheckpointError when the content is another one."""
+    """Whether a file carries a checksum (one of an older Bray, or of another tool, does not). CheckpointError when the
+    content is another one."""
     at = data.find(_MARK) + len(_MARK)
     said = data[at : at + 64]
     if at < len(_MARK) or said == b"0" * 64:

@@ -77,8 +77,8 @@ class RunDir(Checkpoints):
         run, found = cls(path), _signs(path)
         if found and not run.is_blank():
             raise CheckpointError(
-                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose another --trial "
-                f"(in Python: Experiment.resume({str(path)!r}), or another path=)."
+                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose "
+                f"another --trial (in Python: Experiment.resume({str(path)!r}), or another path=)."
             )
         with writing(path, "nothing was changed"):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -115,13 +115,15 @@ class RunDir(Checkpoints):
         return cls(path)
 
     def refuse_links(self) -> None:
-        """Raise for a directory with a link or a pipe among what is written: the next row would land elsewhere, or nowhere."""
+        """Raise for a directory with a link or a pipe among what is written: the next row would land elsewhere, or
+        nowhere."""
         for folder in (self.path, self.checkpoints, self.models):
             for path in folder.glob("*"):
                 kind, ours = path.lstat().st_mode, path.name in ("latest", "best") or path.name.startswith(".new-")
                 if not ours and not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
                     raise CheckpointError(
-                        f"{path} is a link, a pipe or a device: a run is written to plain files inside of its directory only, put one there"
+                        f"{path} is a link, a pipe or a device: a run is written to plain files inside of its "
+                        "directory only, put one there"
                     )
 
     def lock(self, doing: str = "training") -> None:
@@ -137,7 +139,8 @@ class RunDir(Checkpoints):
             os.close(fd)
             if e.errno in (errno.EACCES, errno.EAGAIN):
                 raise CheckpointError(
-                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial (in Python: another path=)."
+                    f"{self.path}: another process is {doing} here. Wait for it, or choose another --trial (in "
+                    "Python: another path=)."
                 ) from None
             logger.warning("%s: this file system has no locks; take care that one process trains here", self.path)
             return
@@ -166,7 +169,8 @@ class RunDir(Checkpoints):
     # --- what was run
 
     def write_config(self, config: Any) -> None:
-        """`config.yaml` and `params.json` of a `config.Resolved`. What they name is the user's own, and trusted from now on."""
+        """`config.yaml` and `params.json` of a `config.Resolved`. What they name is the user's own, and trusted from
+        now on."""
         write_atomic(self.path / "config.yaml", config.to_yaml())
         self.write_json("params.json", config.to_dict())
         remember(named(config.to_dict()))
@@ -214,9 +218,10 @@ class RunDir(Checkpoints):
         """Raise for a run that `bray launch` made before it left what others need."""
         if not (self.path / "spec.json").exists() and (self.path / "master.state").exists():
             raise CheckpointError(
-                f"{self.path} was made by `bray launch` of an older Bray, which did not write down what its games look like. Start a trial with its "
-                f"weights, by `bray launch` with its file and `checkpoint: {self.path}/models/NAME/STEP.safetensors` of the model; what that makes can be "
-                "served, evaluated and exported"
+                f"{self.path} was made by `bray launch` of an older Bray, which did not write down what its games "
+                "look like. Start a trial with its weights, by `bray launch` with its file and `checkpoint: "
+                f"{self.path}/models/NAME/STEP.safetensors` of the model; what that makes can be served, evaluated "
+                "and exported"
             )
 
 

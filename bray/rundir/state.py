@@ -1,4 +1,5 @@
-"""Trainer state as bytes: a packed tree in which leaves that are no arrays are arrays of bytes under a key that names their kind."""
+"""Trainer state as bytes: a packed tree in which leaves that are no arrays are arrays of bytes under a key that names
+their kind."""
 
 from __future__ import annotations
 

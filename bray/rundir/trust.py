@@ -1,8 +1,9 @@
-"""What a run directory may import. A directory from elsewhere is data: a module that it names is imported only where the user allows it.
+"""What a run directory may import. A directory from elsewhere is data: a module that it names is imported only where
+the user allows it.
 
-Code that this user's own runs named (when they were written), or that was allowed once, is remembered by a checksum of the name and the
-arguments it is called with, in `$XDG_STATE_HOME/bray/trusted` (`~/.local/state/bray/trusted`), a line each. What a name means is decided
-by the import path of the process, never by the directory.
+Code that this user's own runs named (when they were written), or that was allowed once, is remembered by a checksum of
+the name and the arguments it is called with, in `$XDG_STATE_HOME/bray/trusted` (`~/.local/state/bray/trusted`), a line
+each. What a name means is decided by the import path of the process, never by the directory.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def module_of(launch: Mapping[str, Any]) -> str:
 
 
 def check(path: Path, asked: list[Asked], answer: Answer = False) -> None:
-    """Raise UntrustedRun unless everything that is asked for is trusted; `answer` decides on what is not, and is remembered."""
+    """Raise UntrustedRun unless everything that is asked for is trusted; `answer` decides on what is not, and is
+    remembered."""
     known = _remembered() if asked else set()
     new = [item for item in asked if _checksum(item) not in known]
     if not new:
@@ -89,8 +91,8 @@ def check(path: Path, asked: list[Asked], answer: Answer = False) -> None:
     yes = answer(f"{path} asks to import and run {what}, on this machine, as you.") if callable(answer) else answer
     if not yes:
         raise UntrustedRun(
-            f"{path} asks to import and run {what}. It was not made here by you, so nothing was imported: look at what it is, and allow it with "
-            "--trust (in Python: trust=True)"
+            f"{path} asks to import and run {what}. It was not made here by you, so nothing was imported: look at "
+            "what it is, and allow it with --trust (in Python: trust=True)"
         )
     remember(new)
 

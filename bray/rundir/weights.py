@@ -47,7 +47,8 @@ def match_weights(
     remove_prefix: str = "",
     skip: Sequence[str] = (),
 ) -> WeightReport:
-    """The weights of `got` that fit a model that wants `wanted`. Strict: anything that does not fit raises; else it is reported.
+    """The weights of `got` that fit a model that wants `wanted`. Strict: anything that does not fit raises; else it is
+    reported.
     Prefixes of names can be removed and added, and names that start with one of `skip` are left out."""
     renamed = {add_prefix + name.removeprefix(remove_prefix): array for name, array in got.items()}
     renamed = {name: array for name, array in renamed.items() if not name.startswith(tuple(skip))}
@@ -93,8 +94,8 @@ def check_finite(weights: Mapping[str, np.ndarray], where: str | Path) -> None:
         if array.dtype.kind == "f" and not np.isfinite(array).all() and not _is_mask(array):
             bad = int(np.size(array) - np.isfinite(array).sum())
             raise CheckpointError(
-                f"{where}: {bad:,} of {array.size:,} numbers of the tensor {name!r} are NaN or infinite: the training diverged. Use an older "
-                "checkpoint"
+                f"{where}: {bad:,} of {array.size:,} numbers of the tensor {name!r} are NaN or infinite: the training "
+                "diverged. Use an older checkpoint"
             )
 
 

@@ -1,7 +1,8 @@
-"""Who may send requests to a worker: tokens, session secrets and limits per client address, and the audit log of refusals and changes.
+"""Who may send requests to a worker: tokens, session secrets and limits per client address, and the audit log of
+refusals and changes.
 
-Checked at the edge, where a connection is made or a request's headers are complete. What the owner of a session has to know of a client (the
-secret, the address) travels with the request.
+Checked at the edge, where a connection is made or a request's headers are complete. What the owner of a session has to
+know of a client (the secret, the address) travels with the request.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _FILES = ("tls_cert", "tls_key", "token_file", "admin_token_file")
 
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:
-    """The config with the tokens of the environment, and its files as seen from here: read where a service is started, since its workers may have
-    neither the environment nor the current directory."""
+    """The config with the tokens of the environment, and its files as seen from here: read where a service is started,
+    since its workers may have neither the environment nor the current directory."""
     tokens, admin_tokens = (tuple(os.environ.get(name, "").split()) for name in (TOKEN, ADMIN_TOKEN))
     files = {name: path for name in _FILES if (path := getattr(config, name)) is not None}
     return replace(
@@ -112,7 +113,8 @@ class Tokens:
 
 
 class Audit:
-    """One line for every change; for every class of refusals one line at once, then one a minute that says how many there were."""
+    """One line for every change; for every class of refusals one line at once, then one a minute that says how many
+    there were."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._log = LimitedLog(audit_logger, clock)

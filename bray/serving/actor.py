@@ -11,12 +11,13 @@ FAILURES = (Exception, SystemExit, KeyboardInterrupt)
 class Actor:
     """One game session. Objects are reused: `start` must put everything back to the beginning.
 
-    Methods may be plain or `async`. A plain one runs on the event loop and must be quick; one that waits (for a model, another
-    service) is `async`, or returns a future, which takes no task. Each returns the bytes of its reply (text is sent as UTF-8, with a warning); `start` and `end` may
-    return nothing, which is answered with `Game Started` and `Game Stopped`. `stop` is accepted in place of `end`.
+    Methods may be plain or `async`. A plain one runs on the event loop and must be quick; one that waits (for a model,
+    another service) is `async`, or returns a future, which takes no task. Each returns the bytes of its reply (text is
+    sent as UTF-8, with a warning); `start` and `end` may return nothing, which is answered with `Game Started` and
+    `Game Stopped`. `stop` is accepted in place of `end`.
 
-    Two more methods are called where a class has them: `fallback(data) -> bytes` answers a tick whose deadline has passed, and
-    `lost()` is told that its session ended without an `end` (the client was silent for too long).
+    Two more methods are called where a class has them: `fallback(data) -> bytes` answers a tick whose deadline has
+    passed, and `lost()` is told that its session ended without an `end` (the client was silent for too long).
     """
 
     key: bytes = b""

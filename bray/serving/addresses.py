@@ -1,4 +1,5 @@
-"""What one client address may take of a service: counts that the workers of a machine share, rates, and proxies that may speak for others."""
+"""What one client address may take of a service: counts that the workers of a machine share, rates, and proxies that
+may speak for others."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ class Proxies:
         return any(ip in network for network in self._networks)
 
     def _client(self, peer: str, forwarded: bytes) -> str:
-        """Whose request it is: the peer's, or where that is a proxy of ours the last one of X-Forwarded-For that is none. What stands before it the
-        client may have made up."""
+        """Whose request it is: the peer's, or where that is a proxy of ours the last one of X-Forwarded-For that is
+        none. What stands before it the client may have made up."""
         if peer not in self:
             return peer
         for part in reversed(forwarded.decode("latin-1").split(",")):
@@ -70,8 +71,9 @@ class Proxies:
 
 
 class AddressCounts:
-    """How many of something each client address has. Workers that share a directory add up their counts: each writes a row of its own in a mapped
-    file, so that nobody locks, and reads the others' in the column that an address falls into."""
+    """How many of something each client address has. Workers that share a directory add up their counts: each writes a
+    row of its own in a mapped file, so that nobody locks, and reads the others' in the column that an address falls
+    into."""
 
     def __init__(self, limit: int, what: str):
         self.limit, self._what = limit, what

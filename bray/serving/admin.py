@@ -1,5 +1,5 @@
-"""Who may do what at the admin port: probes and metrics are for whoever reaches it, changes need the admin token, and no page of another
-site may ask for anything."""
+"""Who may do what at the admin port: probes and metrics are for whoever reaches it, changes need the admin token, and
+no page of another site may ask for anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from bray.serving.protocol import Refusal
 PROBES = ("/healthz", "/readyz", "/metrics")
 """Read-only, with nothing in them but numbers: any machine may ask, under any name."""
 MAX_ADMIN = 64
-"""Connections to the admin port that have not sent their request; one more closes the oldest, since a probe sends it at once."""
+"""Connections to the admin port that have not sent their request; one more closes the oldest, since a probe sends it at
+once."""
 
 
 class AdminGuard:

@@ -41,33 +41,36 @@ _free: list[int] = []  # numbers of actors that are gone
 
 
 def number_actors(first: int, slots: int) -> None:
-    """Give the AgentActors of this process the numbers of one worker among many: `first` and the `slots - 1` after it. Actors beyond
-    that (one that hangs keeps its number) get numbers that no other worker has either."""
+    """Give the AgentActors of this process the numbers of one worker among many: `first` and the `slots - 1` after it.
+    Actors beyond that (one that hangs keeps its number) get numbers that no other worker has either."""
     global _numbers
     _numbers = (turn * 1_000_000 + first + i for turn in itertools.count() for i in range(slots))
 
 
 class Agent:
-    """A decision maker. One is made for every session, at its start. Its methods may be `async` or plain; a plain `on_tick` may return a future.
+    """A decision maker. One is made for every session, at its start. Its methods may be `async` or plain; a plain
+    `on_tick` may return a future.
 
     `state` is there before the first tick: it has `session`, `game`, `agent`, `actor`, and as `input` the bytes of the
     start.
     """
 
     late_input = False
-    """Whether `state.input` may be decoded only when it is read, if at all: faster for an agent that reads `state.unread()` by itself. A
-    message that is malformed is then refused only by who reads it."""
+    """Whether `state.input` may be decoded only when it is read, if at all: faster for an agent that reads
+    `state.unread()` by itself. A message that is malformed is then refused only by who reads it."""
     watches = False
-    """Whether it only looks on (numbers, records, pictures). Its errors, in `__init__` too, are logged once per session: the tick is answered
-    by the others, joins the episode, and the session goes on. Only agents that wait for a field of it get its error."""
+    """Whether it only looks on (numbers, records, pictures). Its errors, in `__init__` too, are logged once per
+    session: the tick is answered by the others, joins the episode, and the session goes on. Only agents that wait for a
+    field of it get its error."""
 
     def __init__(self, name: str, config: Any, state: State):
         self.name, self.config = name, config
 
     @classmethod
     def before_sessions(cls, name: str, config: Any) -> Any:
-        """Load what takes long (a network, a map), and keep it where sessions find it: in the class, or in a function with a cache. Called for every Actor that
-        is made; a launched service makes the first one of each process before its port opens. What is returned lives as long as the Actor."""
+        """Load what takes long (a network, a map), and keep it where sessions find it: in the class, or in a function
+        with a cache. Called for every Actor that is made; a launched service makes the first one of each process before
+        its port opens. What is returned lives as long as the Actor."""
 
     def on_tick(self, state: State) -> Awaitable[None] | None:
         """Decide: read `state.input` (and what other agents set, with `await state.wait(field)`), fill `state.output`,
@@ -75,9 +78,9 @@ class Agent:
         raise NotImplementedError(f"{type(self).__name__} has no method on_tick(state)")
 
     async def on_episode(self, episode: list[State], done: bool) -> None:
-        """Learn from the States of the last ticks, at most `episode_length` of them. `done`: the session is over; the list is then empty
-        where the last tick filled an episode. It is not called for a session without a tick. The game goes on meanwhile; the episodes of a
-        session come one after the other."""
+        """Learn from the States of the last ticks, at most `episode_length` of them. `done`: the session is over; the
+        list is then empty where the last tick filled an episode. It is not called for a session without a tick. The
+        game goes on meanwhile; the episodes of a session come one after the other."""
 
 
 class AgentActor(Actor):
@@ -279,7 +282,8 @@ class AgentActor(Actor):
         return reply if isinstance(reply, bytes) else await reply
 
     async def _run(self, name: str, agent: Any, state: State, errors: list[Exception]) -> None:
-        """One of several agents in one tick: its error is told to the agents that wait for it, and kept unless it only watches."""
+        """One of several agents in one tick: its error is told to the agents that wait for it, and kept unless it only
+        watches."""
         crew: Crew | None = getattr(state, "_crew", None)
         try:
             running = agent.on_tick(state)
@@ -301,11 +305,13 @@ class AgentActor(Actor):
             state._fail_if_nobody_works(crew)
 
     def _say_once(self, name: str, error: Exception) -> None:
-        """Log the error of an agent that watches: the first one of a session, since the next ticks mostly bring the same."""
+        """Log the error of an agent that watches: the first one of a session, since the next ticks mostly bring the
+        same."""
         if name not in self._said:
             self._said.add(name)
             logger.error(
-                "session %r: agent %r, which only watches, failed; the game goes on, and no more of its errors are logged in this session",
+                "session %r: agent %r, which only watches, failed; the game goes on, and no more of its errors are "
+                "logged in this session",
                 self._session, name, exc_info=error,
             )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""A game service in a thread of this process: for notebooks, tests and demos. A service of its own is `workers.serve`."""
+"""A game service in a thread of this process: for notebooks, tests and demos. A service of its own is
+`workers.serve`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Observations outside the bounds of their space: a game that sends pixels from 0 to 255 to a policy that was trained on 0 to 1 is answered,
-and plays badly; nothing else would tell."""
+"""Observations outside the bounds of their space: a game that sends pixels from 0 to 255 to a policy that was trained
+on 0 to 1 is answered, and plays badly; nothing else would tell."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ class OutsideCount:
 
     def _log(self, first: str | None) -> None:
         logger.warning(
-            "model %s: observations outside their space: %d since the last such line, now %s. They are answered; check_obs=refuse refuses them",
+            "model %s: observations outside their space: %d since the last such line, now %s. They are answered; "
+            "check_obs=refuse refuses them",
             self._model,
             self.total - self._logged,
             first,

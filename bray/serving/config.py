@@ -45,27 +45,35 @@ class AccessConfig:
     """Who may reach a game service, and how much of it one client may take. See docs/security.md."""
 
     tls_cert: Annotated[str | None, Flag(metavar="FILE")] = None
-    """Certificate with its chain (PEM): games connect with TLS, and only with TLS. A renewed file is used without a restart."""
+    """Certificate with its chain (PEM): games connect with TLS, and only with TLS. A renewed file is used without a
+    restart."""
     tls_key: Annotated[str | None, Flag(metavar="FILE")] = None
     """Private key of `tls_cert` (PEM); null = it is in the same file."""
     token_file: Annotated[str | None, Flag(metavar="FILE")] = None
-    """File with tokens, one per line; a request must carry one of them. It is read again when it changes, so that tokens can be rotated."""
+    """File with tokens, one per line; a request must carry one of them. It is read again when it changes, so that
+    tokens can be rotated."""
     session_secrets: Annotated[bool, Flag()] = False
-    """The reply to a `start` has a `session_secret` header, and every tick and end of that session must carry it. HTTP only."""
+    """The reply to a `start` has a `session_secret` header, and every tick and end of that session must carry it. HTTP
+    only."""
     max_connections_per_address: Count | None = None
     """Connections of one client address; more are answered with 429. null = no limit."""
     max_sessions_per_address: Count | None = None
     """Sessions of one client address at once; more are refused with 429. null = no limit."""
     max_requests_per_address: Positive | None = None
-    """Requests per second of one client address at one worker, after a burst of as many; more are refused with 429. null = no limit."""
+    """Requests per second of one client address at one worker, after a burst of as many; more are refused with 429.
+    null = no limit."""
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks (10.0.0.0/8) of proxies: their X-Forwarded-For says who the client is. Nobody else's is read."""
+    """Addresses or networks (10.0.0.0/8) of proxies: their X-Forwarded-For says who the client is. Nobody else's is
+    read."""
     admin_host: str = "127.0.0.1"
-    """Address of the admin port: this machine alone unless told otherwise. Other machines may read probes and metrics; the rest needs the admin token."""
+    """Address of the admin port: this machine alone unless told otherwise. Other machines may read probes and metrics;
+    the rest needs the admin token."""
     admin_names: tuple[str, ...] = ()
-    """Host names by which the admin port is called, beside localhost, addresses and this machine's name; other names are refused."""
+    """Host names by which the admin port is called, beside localhost, addresses and this machine's name; other names
+    are refused."""
     admin_token_file: Annotated[str | None, Flag(metavar="FILE")] = None
-    """File with admin tokens, one per line: a change at the admin port must carry one. Without an admin token nothing can be changed there."""
+    """File with admin tokens, one per line: a change at the admin port must carry one. Without an admin token nothing
+    can be changed there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,15 +87,17 @@ class ServiceSettings(AccessConfig):
     use_tcp: Annotated[bool, Flag("--tcp")] = False
     """Answer framed TCP too, on the same port. The first byte of a connection tells the two apart."""
     use_gateway: Literal["node", "head"] | None = "node"
-    """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry forwards to the
-    owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one connection."""
+    """node = a request that reaches another worker of the machine is forwarded to its session's owner; head = one entry
+    forwards to the owners on all machines of a cluster (`bray.RemoteActor` only); null = clients must keep to one
+    connection."""
     tick_timeout_s: Annotated[Positive, Flag("--tick-timeout", "SECONDS")] = 30.0
     """A tick that takes longer is cancelled and answered with 504, or with the Actor's `fallback`."""
     idle_timeout_s: Positive = 600.0
     """A session without a request for this long is ended, and its slot is free again."""
     disconnect_timeout_s: Positive | None = None
-    """A session whose client's connection has closed is ended if no other request of it comes for this long: slots of games that crashed
-    are free sooner. For games that keep their connection and connect directly, not through a proxy; null = `idle_timeout_s` alone counts."""
+    """A session whose client's connection has closed is ended if no other request of it comes for this long: slots of
+    games that crashed are free sooner. For games that keep their connection and connect directly, not through a proxy;
+    null = `idle_timeout_s` alone counts."""
     request_timeout_s: Positive = 30.0
     """A client may take this long to send a request, or to read a reply; then its connection is closed."""
     keep_alive_s: Positive = 300.0
@@ -112,7 +122,8 @@ class ServiceSettings(AccessConfig):
         tuple[str, ...],
         Flag("--token", "T", help="The old way to say --token-file: other users of this machine see it."),
     ] = ()
-    """When given, a request must carry one of these in its `token`. On a command line other users can see them: use `token_file` or BRAY_TOKEN."""
+    """When given, a request must carry one of these in its `token`. On a command line other users can see them: use
+    `token_file` or BRAY_TOKEN."""
     admin_tokens: tuple[str, ...] = ()
     """As `admin_token_file`, for Python; on a command line use the file or BRAY_ADMIN_TOKEN."""
     blocked_after_s: Positive = 0.5
@@ -121,7 +132,8 @@ class ServiceSettings(AccessConfig):
     def __post_init__(self) -> None:
         if self.session_secrets and self.use_tcp:
             raise ConfigError(
-                "session_secrets are HTTP headers, and framed TCP has no place for them: leave out use_tcp (--tcp) or session_secrets"
+                "session_secrets are HTTP headers, and framed TCP has no place for them: leave out use_tcp (--tcp) or "
+                "session_secrets"
             )
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("tls_key without tls_cert: give the certificate too (--tls-cert FILE)")
@@ -148,10 +160,12 @@ class ServedModelConfig:
     """What the models of a service can be told."""
 
     engine: Annotated[Literal["onnx", "int8", "torch"], Flag()] = "onnx"
-    """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch = PyTorch."""
+    """What executes a model: onnx = ONNX Runtime, int8 = its quantized file (`bray export --quantize`), torch =
+    PyTorch."""
     # not {"latest": 1}: what is given is merged into a default
     versions: Annotated[dict[str, float], _VERSION] = field(default_factory=dict)
-    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest alone."""
+    """Checkpoints and their shares of the sessions: {latest: 0.9, best: 0.1}; a number is a step; empty = latest
+    alone."""
     act: Annotated[Literal["greedy", "sample"], Flag()] = "greedy"
     """How actions are chosen: greedy = the best one, sample = drawn as in training."""
     follow: Annotated[bool, Flag()] = False
@@ -159,9 +173,11 @@ class ServedModelConfig:
     follow_every_s: Positive = 1.0
     """Seconds between two looks at a followed run."""
     fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
-    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random"; null = an error."""
+    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random";
+    null = an error."""
     trust: Annotated[bool, Flag()] = False
-    """Import what the run directory names (a model or an algorithm that is not part of Bray), where it has no graph.onnx or the engine is torch."""
+    """Import what the run directory names (a model or an algorithm that is not part of Bray), where it has no
+    graph.onnx or the engine is torch."""
     record: Annotated[str | None, Flag(metavar="DIR")] = None
     """Directory for recordings of every session, for `bray replay`; null = none."""
     max_batch_size: Count = 32
@@ -169,10 +185,11 @@ class ServedModelConfig:
     max_wait_s: Amount = 0.0
     """Seconds that an idle model waits for a fuller batch."""
     check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
-    """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`) and logged once a
-    minute; refuse = 400; off = nobody looks."""
+    """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`)
+    and logged once a minute; refuse = 400; off = nobody looks."""
     max_json: Count = 1 << 20
-    """Bytes of an array that is written as JSON numbers; more is refused with 413. Arrays in base64 have `max_body` alone."""
+    """Bytes of an array that is written as JSON numbers; more is refused with 413. Arrays in base64 have `max_body`
+    alone."""
     max_queue: Count = 4096
     """Ticks that may wait for a model."""
     threads: Count = 1

@@ -159,8 +159,8 @@ class Connection(TurnReader):
         self.transport.close()
 
     def linger(self) -> None:
-        """Say that this was the last reply, and read on for a little: closing on unread bytes would reset the connection, and the
-        client would never see why."""
+        """Say that this was the last reply, and read on for a little: closing on unread bytes would reset the
+        connection, and the client would never see why."""
         self.lingers_since = perf_counter()
         if self.transport is not None and not self.transport.is_closing():
             self.resume()

@@ -5,8 +5,8 @@
 JSON values are stored as they are (a tuple comes back as a list), arrays as packed trees (`bray.tree`), protobuf
 messages as their type's name and bytes. What none of these can hold is left out, and named once in the log.
 
-Reading trusts nothing: no pickle, the frame's checksum (of zstd) is required, what the values would take in memory is added up before
-they are made, and whatever is wrong is a DataError.
+Reading trusts nothing: no pickle, the frame's checksum (of zstd) is required, what the values would take in memory is
+added up before they are made, and whatever is wrong is a DataError.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """Brings a session's requests to the worker that owns it. `Sessions` asks a gateway what it does not know itself.
 
-    node   all workers of a machine listen on one port. A request that reaches another worker than its session's owner is forwarded. Owners
-           are in a Table that the workers share: NodeGateway, in `node.py`.
+    node   all workers of a machine listen on one port. A request that reaches another worker than its session's owner
+           is forwarded. Owners are in a Table that the workers share: NodeGateway, in `node.py`.
     head   games connect to one server that has no slots of its own, and it forwards to workers on many machines:
 
-           games --HTTP, TCP--> Server + HeadGateway <--links-- Server + BehindHead (listens to nobody else), one per worker
+           games --HTTP, TCP--> Server + HeadGateway <--links-- Server + BehindHead (listens to nobody else), one per
+           worker
 
-           A worker connects to the head, not the other way round, and is known until the connection ends. It says who it is, how many slots it
-           has and which sessions run there, so that a head that was killed and came back knows everything again. Later it tells which
-           sessions begin and end. The head alone chooses owners, by free slots.
+           A worker connects to the head, not the other way round, and is known until the connection ends. It says who
+           it is, how many slots it has and which sessions run there, so that a head that was killed and came back knows
+           everything again. Later it tells which sessions begin and end. The head alone chooses owners, by free slots.
 
-Workers talk over `serving/link.py`. A request is (kind, lengths of session, key and client, session, key, client, body), its reply a status and a body.
+Workers talk over `serving/link.py`. A request is (kind, lengths of session, key and client, session, key, client,
+body), its reply a status and a body.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _pack_lengths, _unpack_lengths = _LENGTHS.pack, _LENGTHS.unpack_from
 _pack_status, _unpack_status = _STATUS.pack, _STATUS.unpack_from
 _SMALL = 1 << 12  # bytes; such a body is cheaper copied than sent as a piece of its own
 _NUMBERS, _HELLO, _BEGAN, _OVER, _DISCONNECTED = range(16, 21)
-"""Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which sessions begin and end;
-the connection of a session has closed."""
+"""Kinds of messages beside those of the protocol: a worker's numbers are asked; a worker tells who it is, and which
+sessions begin and end; the connection of a session has closed."""
 NOT_HERE = 999
 """A status beside those of the protocol: this worker does not own that session."""
 GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
@@ -88,7 +90,8 @@ class Peer:
             self._put(link, request)
 
     def is_full(self, most: int) -> bool:
-        """Whether it has so many requests, or so large ones, to answer that it gets no more: one that stands still must not fill our memory."""
+        """Whether it has so many requests, or so large ones, to answer that it gets no more: one that stands still must
+        not fill our memory."""
         return len(self.waiting) + len(self.unsent) >= most or self.large >= _MAX_LARGE
 
     def ask(self, request: Request) -> None:
@@ -246,7 +249,7 @@ async def ask_numbers(link: Link, timeout: float) -> Numbers | None:
         return None
 
 
-# --- one head before workers on many machines -----------------------------------------------------------------------------
+# --- one head before workers on many machines -------------------------------------------------------------------------
 
 
 class HeadPeer(Peer):
@@ -266,8 +269,8 @@ class HeadPeer(Peer):
 
 
 class HeadGateway(Sending):
-    """The gateway of a server that has no slots of its own (`actors_per_worker` 0): all its workers, on all machines. `handle` and `lost` are for
-    the Listener that the workers connect to."""
+    """The gateway of a server that has no slots of its own (`actors_per_worker` 0): all its workers, on all machines.
+    `handle` and `lost` are for the Listener that the workers connect to."""
 
     def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
         super().__init__(sessions, numbers)
@@ -395,7 +398,8 @@ class HeadGateway(Sending):
         self._changed.set()
 
     def lost(self, link: Link) -> None:
-        """A worker has ended, or its machine is gone. Its sessions are lost, and what waits for it gets its answer here."""
+        """A worker has ended, or its machine is gone. Its sessions are lost, and what waits for it gets its answer
+        here."""
         worker: HeadPeer | None = link.data
         if worker is None:
             return

@@ -1,5 +1,5 @@
-"""A run's `graph.onnx`, exported in a process of its own: torch does not come along into a service, nor the exporter into a training, whose
-random numbers and memory stay its own."""
+"""A run's `graph.onnx`, exported in a process of its own: torch does not come along into a service, nor the exporter
+into a training, whose random numbers and memory stay its own."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def _last_line(said: IO[bytes]) -> str:
 
 
 class GraphExport:
-    """Writes the graph of a run that is being trained, once, beside the training. What cannot be exported is said once."""
+    """Writes the graph of a run that is being trained, once, beside the training. What cannot be exported is said
+    once."""
 
     def __init__(self, path: Path, after_s: float | None):
         """after_s: seconds of training before it begins; None: never."""

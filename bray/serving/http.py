@@ -1,4 +1,5 @@
-"""HTTP/1.1 for `POST /step` on httptools' parser: everything between the parser and the session table. `tcp.py` is the other transport."""
+"""HTTP/1.1 for `POST /step` on httptools' parser: everything between the parser and the session table. `tcp.py` is the
+other transport."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ class HttpConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._drop_body()
-        # The parser holds this connection, and so does every request: nothing of a client that is gone may wait for the garbage collector.
+        # The parser holds this connection, and so does every request: nothing of a client that is gone may wait for the
+        # garbage collector.
         self.parser = self._first = self._queue = self._last = None
 
     # --- what the parser tells ----------------------------------------------------------------------------------------
@@ -159,8 +161,8 @@ class HttpConnection(Connection):
             self._count(bytes(data))
 
     def _without_upgrade(self) -> bytes:
-        """HTTP/2 or websockets are offered and not taken. The parser then believes that the body is the other protocol's, so it gets
-        the head once more, without the offer."""
+        """HTTP/2 or websockets are offered and not taken. The parser then believes that the body is the other
+        protocol's, so it gets the head once more, without the offer."""
         if self._asks != _AGAIN:
             return b""  # CONNECT, which has been refused
         self.ended = False
@@ -187,7 +189,8 @@ class HttpConnection(Connection):
             self._too_long()
 
     def _ends_too_late(self, data: bytes | memoryview) -> bool:
-        """Whether a head that goes on in these bytes is longer than one may be. Asked before they are parsed: the request might be answered."""
+        """Whether a head that goes on in these bytes is longer than one may be. Asked before they are parsed: the
+        request might be answered."""
         joined = self._tail + bytes(data)
         end = joined.find(b"\r\n\r\n") + 4 - len(self._tail)
         return self._head + (end if end > 0 else len(data)) > self._max_header
@@ -241,7 +244,8 @@ class HttpConnection(Connection):
             self._skip(refusal)
         elif self._length.isdigit() and int(self._length) > self.front.config.max_body:
             self._too_large(int(self._length))
-        # behind replies that have not left it would be taken for one of them; a client sends its body without it, a little later
+        # behind replies that have not left it would be taken for one of them; a client sends its body without it, a
+        # little later
         elif self._asks == _EXPECT and self._first is None:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -348,7 +352,8 @@ class HttpConnection(Connection):
     # --- refusals -----------------------------------------------------------------------------------------------------
 
     def _skip(self, refusal: Refusal) -> None:
-        """Answer the request that is arriving; its body is read and thrown away, unless that is not worth the connection."""
+        """Answer the request that is arriving; its body is read and thrown away, unless that is not worth the
+        connection."""
         large = self._length.isdigit() and int(self._length) > _SKIPPED
         if large or self._asks == _EXPECT or not self.parser.should_keep_alive():
             self._refuse(refusal)

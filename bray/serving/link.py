@@ -2,9 +2,9 @@
 
     frame = number u64 | length u32 | kind u8 | 3 bytes 0 | body        little endian
 
-The first frame of a connection is the token. A request has a number and is answered by one reply or one error with that number;
-number 0 is a message that wants no answer. What is sent in one turn of the loop leaves in one write. Unix sockets are abstract unless a path is
-given: they vanish with their process, however it ends.
+The first frame of a connection is the token. A request has a number and is answered by one reply or one error with that
+number; number 0 is a message that wants no answer. What is sent in one turn of the loop leaves in one write. Unix
+sockets are abstract unless a path is given: they vanish with their process, however it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CONNECT_TIMEOUT = 5.0
 GREETING_S = 5.0
 """Seconds for a new connection to send the token."""
 MAX_STRANGERS = 64
-"""Connections of one listener that have not sent the token; one more closes the oldest, since those that know the token send it at once."""
+"""Connections of one listener that have not sent the token; one more closes the oldest, since those that know the token
+send it at once."""
 _limited = LimitedLog(logger)
 _KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
 
@@ -107,7 +108,8 @@ class Link(asyncio.Protocol):
         return future
 
     def ask(self, what: Any, kind: int, *pieces: Piece) -> None:
-        """`request` without a future: `what` goes to `replied` with the answer. Whoever asks looks after `asked` when the link is lost."""
+        """`request` without a future: `what` goes to `replied` with the answer. Whoever asks looks after `asked` when
+        the link is lost."""
         number = next(self._numbers)
         self._send(number, kind, pieces)
         self.asked[number] = what
@@ -147,7 +149,8 @@ class Link(asyncio.Protocol):
             self._transport.abort()
 
     def enable_keepalive(self) -> None:
-        """Let the kernel notice within about ten seconds that the machine at the other end of a TCP connection is gone."""
+        """Let the kernel notice within about ten seconds that the machine at the other end of a TCP connection is
+        gone."""
         sock = self._transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,6 +1,7 @@
 """What a tick carries: JSON, protobuf messages, or bytes. A codec parses the input and writes the output.
 
-A protobuf message is named by its generated module, or by its .proto file, which is then compiled when the service starts.
+A protobuf message is named by its generated module, or by its .proto file, which is then compiled when the service
+starts.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ class ProtoCodec:
 
 
 class CompiledMessage(NamedTuple):
-    """A message of a .proto file that has been compiled. It can be sent to another machine, which then needs neither the
-    file nor protoc."""
+    """A message of a .proto file that has been compiled. It can be sent to another machine, which then needs neither
+    the file nor protoc."""
 
     file: str
     """As protoc calls it."""
@@ -183,8 +184,8 @@ def message_class(spec: Any, key: str) -> Any:
         module_name, _, name = spec.partition(":")
     else:
         raise ConfigError(
-            f"{key} (serialize is proto): expected 'module:Message', 'path/name.proto:Message', {{module: ..., message: ...}}, "
-            f"{{file: ..., message: ...}} or a generated message class, got {spec!r}"
+            f"{key} (serialize is proto): expected 'module:Message', 'path/name.proto:Message', {{module: ..., "
+            f"message: ...}}, {{file: ..., message: ...}} or a generated message class, got {spec!r}"
         )
     module = _import_generated(module_name, key)
     found = getattr(module, name, None)
@@ -231,7 +232,8 @@ def compile_message(spec: Any, key: str, folder: Path | str | None = None) -> An
 
 @functools.lru_cache(maxsize=64)
 def compile_proto(path: Path, roots: tuple[Path, ...], modified: int, size: int) -> bytes:
-    """The FileDescriptorSet of a .proto file. Every Actor of a service asks for it, so each state of a file is compiled once."""
+    """The FileDescriptorSet of a .proto file. Every Actor of a service asks for it, so each state of a file is compiled
+    once."""
     if importlib.util.find_spec("grpc_tools") is None:
         raise ConfigError(
             f"compiling {path.name} needs protoc, which is not installed: pip install grpcio-tools. Or generate the "
@@ -319,8 +321,9 @@ def _refused(module: str, key: str, error: Exception) -> ConfigError:
     hint = "" if beside is not None else f" (DIR: the directory in which {source} lies)"
     tools = "" if importlib.util.find_spec("grpc_tools") else "pip install grpcio-tools && "
     return ConfigError(
-        f"{reason} It was generated for another protobuf than the {__version__} that is installed{hint}. Generate it again: "
-        f"{tools}python -m grpc_tools.protoc -I {where} --python_out={shlex.quote(str(root))} {shlex.quote(source)}"
+        f"{reason} It was generated for another protobuf than the {__version__} that is installed{hint}. Generate it "
+        f"again: {tools}python -m grpc_tools.protoc -I {where} --python_out={shlex.quote(str(root))} "
+        f"{shlex.quote(source)}"
     )
 
 

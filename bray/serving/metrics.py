@@ -1,12 +1,14 @@
-"""The numbers of a game service at `/metrics`, in Prometheus' text format: each has one line here, which is its HELP."""
+"""The numbers of a game service at `/metrics`, in Prometheus' text format: each has one line here, which is its
+HELP."""
 
 from __future__ import annotations
 
 Numbers = dict[str, float]
-"""One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3, 'bray_requests_total{kind="tick",status="200"}': 9}`."""
+"""One worker's numbers by their Prometheus name and labels: `{"bray_sessions": 3,
+'bray_requests_total{kind="tick",status="200"}': 9}`."""
 
 HELP = {
-    "bray_access_refused_total": "Requests refused by the access rules, by code: bad_token, too_many_sessions, foreign_origin, ...",
+    "bray_access_refused_total": "Requests refused by the access rules, by code: bad_token, too_many_sessions, ...",
     "bray_actors_made_total": "Actors made; they are reused, so that this follows the most sessions at once.",
     "bray_body_bytes": "Bytes of request bodies that are held now.",
     "bray_bytes_received_total": "Bytes received from games.",
@@ -41,7 +43,8 @@ HELP = {
 
 
 def prometheus(rows: list[Numbers]) -> str:
-    """Numbers of all workers in Prometheus' text format, added up; they say which worker only where a sum would mean nothing."""
+    """Numbers of all workers in Prometheus' text format, added up; they say which worker only where a sum would mean
+    nothing."""
     out: Numbers = {}
     for row in rows:
         for name, value in row.items():

@@ -1,7 +1,8 @@
-"""A run directory being served: its versions (checkpoints) in memory, their shares of the sessions, and the engines that answer.
+"""A run directory being served: its versions (checkpoints) in memory, their shares of the sessions, and the engines
+that answer.
 
-What is served is made of files alone: `spec.json`, `policy.json`, `models/default/graph.onnx` and a version's weights. Neither torch nor
-the environment's package is needed, unless the engine is torch or the graph has to be exported first.
+What is served is made of files alone: `spec.json`, `policy.json`, `models/default/graph.onnx` and a version's weights.
+Neither torch nor the environment's package is needed, unless the engine is torch or the graph has to be exported first.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from bray.spec import EnvSpec, Space
 logger = logging.getLogger("bray.serving")
 
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
-"""(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have torch."""
+"""(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have
+torch."""
 _REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
 _MOVING = ("latest", "best")  # labels whose step changes while a training runs
 
@@ -106,11 +108,13 @@ class ServedModel:
             except DataError as e:
                 raise ConfigError(f"{name}: {e}") from None
 
-    # --- which versions -------------------------------------------------------------------------------------------------
+    # --- which versions -----------------------------------------------------------------------------------------------
 
     def desired_versions(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """What is to be served, with the steps that `latest` and `best` mean now, so that all workers serve the same ones.
-        `{"pin": STEP}`, `{"pin": null}` (back to the versions of the start), `{"rollback": true}` or `{"versions": {LABEL: SHARE}}`."""
+        """What is to be served, with the steps that `latest` and `best` mean now, so that all workers serve the same
+        ones.
+        `{"pin": STEP}`, `{"pin": null}` (back to the versions of the start), `{"rollback": true}` or
+        `{"versions": {LABEL: SHARE}}`."""
         what, value = next(iter(asked.items())) if len(asked) == 1 else (None, None)
         pin = None
         versions = self.config.versions or {"latest": 1.0}
@@ -122,7 +126,8 @@ class ServedModel:
             versions = {str(k): v for k, v in value.items()}
         elif not (what == "pin" and value is None):
             raise ConfigError(
-                'expected {"pin": STEP}, {"pin": null}, {"rollback": true} or {"versions": {"latest": 0.9, "best": 0.1}}'
+                'expected {"pin": STEP}, {"pin": null}, {"rollback": true} or {"versions": {"latest": 0.9, "best": '
+                "0.1}}"
             )
         if pin is not None:
             versions = {str(pin): 1.0}
@@ -161,7 +166,7 @@ class ServedModel:
             raise ConfigError(f"{self.name}: there is no version before step {now}")
         return before[-1]
 
-    # --- loading and dropping them --------------------------------------------------------------------------------------
+    # --- loading and dropping them ------------------------------------------------------------------------------------
 
     def open(self, desired: Mapping[str, Any] | None = None) -> None:
         """Load the first versions; fails with what is wrong with the run."""
@@ -182,8 +187,8 @@ class ServedModel:
             raise
         except Exception as e:  # ONNX Runtime and numpy have many for a graph that is not that of this policy
             raise CheckpointError(
-                f"{self.run.path}: its model does not answer an observation of its spec.json ({type(e).__name__}: {str(e)[:200]}): "
-                f"`bray export {self.run.path}` writes its graph again"
+                f"{self.run.path}: its model does not answer an observation of its spec.json ({type(e).__name__}: "
+                f"{str(e)[:200]}): `bray export {self.run.path}` writes its graph again"
             ) from e
 
     async def change(self, desired: Mapping[str, Any]) -> None:
@@ -260,7 +265,7 @@ class ServedModel:
             "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
         }
 
-    # --- engines --------------------------------------------------------------------------------------------------------
+    # --- engines ------------------------------------------------------------------------------------------------------
 
     def sample(self) -> tuple[Any, ...]:
         """What one tick may ask the model."""
@@ -292,14 +297,16 @@ class ServedModel:
         if name == "torch":
             if self.torch_engine is None:
                 raise ConfigError(f"--engine torch needs what training needs: {how_to_install('train')}")
-            # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not have
+            # the algorithm's own Policy, also where there is a rule: it may draw inputs that an exported graph does not
+            # have
             engine, self.policy = self.torch_engine(run.path, step)
             return engine
         if name == "int8":
             engine = self._read_graph("model.int8.onnx")
             if engine.step != step:
                 raise ConfigError(
-                    f"{run.path}: the int8 model is of step {engine.step}, step {step} was asked for: `bray export {run.path} --quantize --checkpoint {step}`"
+                    f"{run.path}: the int8 model is of step {engine.step}, step {step} was asked for: `bray export "
+                    f"{run.path} --quantize --checkpoint {step}`"
                 )
             return engine
         if self._graph is None:
@@ -329,7 +336,8 @@ class ServedModel:
 def _zeros(state: Any, path: Path) -> Any:
     if state is None:
         raise CheckpointError(
-            f"{path}/policy.json does not say what the model remembers: train with this version of Bray, or load and save it"
+            f"{path}/policy.json does not say what the model remembers: train with this version of Bray, or load and "
+            "save it"
         )
     if isinstance(state, dict) and state.keys() == {"shape", "dtype"} and isinstance(state["dtype"], str):
         space = Space.from_json({"kind": "box", **state})  # checks type and size
@@ -342,8 +350,8 @@ def _zeros(state: Any, path: Path) -> Any:
 
 
 class VersionLocks:
-    """Asks trainings not to delete the versions that are served. The locks that the workers of one service set are written to a file
-    of theirs, so that whoever ends last removes them, and none that somebody else has set."""
+    """Asks trainings not to delete the versions that are served. The locks that the workers of one service set are
+    written to a file of theirs, so that whoever ends last removes them, and none that somebody else has set."""
 
     def __init__(self, ledger: Path | None = None):
         self._ledger = ledger

@@ -1,4 +1,5 @@
-"""The workers of one machine, which share a port: a request that reaches another worker than its session's owner is forwarded to it."""
+"""The workers of one machine, which share a port: a request that reaches another worker than its session's owner is
+forwarded to it."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class NodePeer(Peer):
 
 
 class NodeGateway(Sending):
-    """The other workers of this machine, as one worker sees them. Their sockets are in a directory that only this user can read."""
+    """The other workers of this machine, as one worker sees them. Their sockets are in a directory that only this user
+    can read."""
 
     def __init__(
         self,

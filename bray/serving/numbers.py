@@ -1,7 +1,10 @@
-"""Large arrays as they are written in JSON: nested lists of numbers, read without compiled code of our own and without trusting their size.
+"""Large arrays as they are written in JSON: nested lists of numbers, read without compiled code of our own and without
+trusting their size.
 
-Decoding a game's picture into lists, and the lists into an array, is most of what a service does for such a tick (`python -m benchmarks.remote.ticks`).
-So the shape is compared by brackets and commas alone, before anything is decoded, and whole numbers are read from their digits, all at once.
+Decoding a game's picture into lists, and the lists into an array, is most of what a service does for such a tick
+(`python -m benchmarks.remote.ticks`).
+So the shape is compared by brackets and commas alone, before anything is decoded, and whole numbers are read from their
+digits, all at once.
 The text must be valid JSON, which is what `msgspec.Raw` holds.
 """
 
@@ -30,12 +33,14 @@ def structure(shape: tuple[int, ...]) -> bytes:
 
 
 def has_structure(text: bytes, expected: bytes) -> bool:
-    """Whether the text has these brackets and commas, and so as many values. They may still be something else than numbers."""
+    """Whether the text has these brackets and commas, and so as many values. They may still be something else than
+    numbers."""
     return text.translate(None, _BESIDE_STRUCTURE) == expected
 
 
 def read_numbers(text: bytes, dtype: np.dtype) -> np.ndarray | None:
-    """The numbers of an array, in order; None where something in it is no number. dtype: what they should be; whole numbers that are not, come as they are."""
+    """The numbers of an array, in order; None where something in it is no number. dtype: what they should be; whole
+    numbers that are not, come as they are."""
     flat, out, at = text.translate(None, _BRACKETS_AND_SPACE), [], 0
     while at < len(flat):
         end = flat.find(b",", at + _PIECE)
@@ -60,7 +65,8 @@ def _array(numbers: list[Any], dtype: np.dtype) -> np.ndarray:
 
 
 def _read_digits(text: bytes) -> np.ndarray | None:
-    """Whole numbers with commas between them, as pictures have them; None where one has a sign, a fraction or more than nine digits."""
+    """Whole numbers with commas between them, as pictures have them; None where one has a sign, a fraction or more than
+    nine digits."""
     chars = np.frombuffer(b",%b," % text, np.uint8)
     is_comma, digits = chars == _COMMA, chars - _ZERO
     if np.count_nonzero((digits <= 9) | is_comma) != chars.size:

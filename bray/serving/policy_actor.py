@@ -80,7 +80,8 @@ class PolicyActor(Actor):
         return reply
 
     def _version(self) -> Version:
-        """The version that answers now: the asked-for one while it is there, else the session's share of those that are served."""
+        """The version that answers now: the asked-for one while it is there, else the session's share of those that are
+        served."""
         if self.asked_version is not None and self.asked_version in self.model.versions:
             return self.model.versions[self.asked_version]
         return version_at(self.model, self.place)

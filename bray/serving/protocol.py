@@ -1,7 +1,8 @@
-"""The game protocol as data: kinds of requests, error codes, and the frames of the TCP form. `docs/protocol.md` is its prose.
+"""The game protocol as data: kinds of requests, error codes, and the frames of the TCP form. `docs/protocol.md` is its
+prose.
 
-A request is (kind, session, key, token, body); a reply is bytes. Both transports, and the sockets between the workers of one node, carry
-the same six words.
+A request is (kind, session, key, token, body); a reply is bytes. Both transports, and the sockets between the workers
+of one node, carry the same six words.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from bray.errors import BrayError
 START, TICK, END, AUTO = range(4)
 KIND_NAMES = ("start", "tick", "end", "auto")
 KINDS = {b"start": START, b"tick": TICK, b"end": END, b"stop": END, b"auto": AUTO, b"": AUTO}
-"""What clients write, as the number used inside. `stop` is what newer clients say for `end`; nothing at all means `auto`."""
+"""What clients write, as the number used inside. `stop` is what newer clients say for `end`; nothing at all means
+`auto`."""
 
 MAX_NAME = 512
 """Bytes of a session, a key or a token."""
@@ -67,7 +69,7 @@ def show(name: bytes) -> str:
     return repr(text) if len(name) <= 64 else repr(text) + "..."
 
 
-# --- framed TCP -----------------------------------------------------------------------------------------------------------
+# --- framed TCP -------------------------------------------------------------------------------------------------------
 
 REQUEST_HEAD = struct.Struct(">6q")
 """Lengths of session, step_kind, key, token and body, then the client's `time`; the five byte strings follow."""

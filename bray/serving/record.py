@@ -1,9 +1,11 @@
-"""Recordings of live sessions: every request and its reply, byte for byte, so that a game can be played again against another model.
+"""Recordings of live sessions: every request and its reply, byte for byte, so that a game can be played again against
+another model.
 
-    BRAYREC2 | frame | frame ...        frame = length u32 | its CRC-32 | the CRC-32 of the data | data        little endian
+    BRAYREC2 | frame | frame ...        frame = length u32 | its CRC-32 | the CRC-32 of the data | data        little
+    endian
 
-The data of the first frame is a map that says what was recorded, of the others a `Step`, in MessagePack. A file is called after a hash of its session,
-since a client may call that what it likes; the name itself is in the first frame.
+The data of the first frame is a map that says what was recorded, of the others a `Step`, in MessagePack. A file is
+called after a hash of its session, since a client may call that what it likes; the name itself is in the first frame.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ class Recording:
 
 
 def read_recording(path: str | Path) -> tuple[About, list[Step]]:
-    """What was recorded, and its steps. A recording that was cut off is read as far as it goes; anything else is a DataError."""
+    """What was recorded, and its steps. A recording that was cut off is read as far as it goes; anything else is a
+    DataError."""
     try:
         with open_plain(path) as file:
             if file.read(len(MAGIC)) != MAGIC:

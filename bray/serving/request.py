@@ -6,7 +6,8 @@ from time import perf_counter
 
 
 class Request:
-    """One request, from whatever transport. `secret` and `address` are of its client, and set only where something depends on them."""
+    """One request, from whatever transport. `secret` and `address` are of its client, and set only where something
+    depends on them."""
 
     __slots__ = ("address", "arrived", "body", "key", "kind", "secret", "session")
     address: str

@@ -57,7 +57,8 @@ def admin_of(config: ServiceConfig, port: int) -> int:
 
 
 class Server:
-    """A worker in this process and event loop. `make_actor()` gives a new Actor; Actors are reused by later sessions."""
+    """A worker in this process and event loop. `make_actor()` gives a new Actor; Actors are reused by later
+    sessions."""
 
     def __init__(self, make_actor: Callable[[], Any] | None, config: ServiceConfig, worker: int = 0):
         self.config, self.worker = config, worker
@@ -99,7 +100,8 @@ class Server:
         self._watchdog = LoopWatchdog(self.sessions.loop, self.sessions.whose_code_runs, self.config.blocked_after_s)
 
     async def listen(self, shared: bool | None = None, admin: socket.socket | None = None) -> None:
-        """Take connections. `shared`: the ports are shared with other processes; None = where there are several workers.
+        """Take connections. `shared`: the ports are shared with other processes; None = where there are several
+        workers.
         `admin`: the admin port's socket, where whichever worker is awake is to answer."""
         shared = self.config.workers > 1 if shared is None else shared
         sock = listening(self.config.host, self.config.port, shared)
@@ -133,7 +135,8 @@ class Server:
             self._tls.refresh()
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Refuse new sessions and wait for the running ones, at most `timeout` seconds; then for the requests under way."""
+        """Refuse new sessions and wait for the running ones, at most `timeout` seconds; then for the requests under
+        way."""
         await self.sessions.drain(self.config.drain_timeout_s if timeout is None else timeout)
 
     async def close(self) -> None:
@@ -251,7 +254,10 @@ class Server:
         await self._answer_admin(writer, *answer)
 
     async def _answer_admin(self, writer: asyncio.StreamWriter, status: int, kind: str, body: bytes) -> None:
-        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: "
+            f"{len(body)}\r\nConnection: close\r\n\r\n"
+        )
         try:
             writer.write(head.encode() + body)
             await asyncio.wait_for(writer.drain(), 10.0)

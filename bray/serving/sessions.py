@@ -1,7 +1,8 @@
-"""The session table of one worker: which Actor answers whom, one request of a session at a time, in order, and none forever.
+"""The session table of one worker: which Actor answers whom, one request of a session at a time, in order, and none
+forever.
 
-A transport makes a `Request` and calls `Sessions.handle`; sooner or later `request.reply(status, body)` is called, exactly once. The table
-knows nothing of sockets.
+A transport makes a `Request` and calls `Sessions.handle`; sooner or later `request.reply(status, body)` is called,
+exactly once. The table knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -343,7 +344,8 @@ class Sessions:
             self._run(session, request)
 
     def _remove(self, session: Session, reuse: bool) -> None:
-        """A session is over. What still waits for it is looked at anew: a start begins the next one, the rest gets 404."""
+        """A session is over. What still waits for it is looked at anew: a start begins the next one, the rest gets
+        404."""
         if self.sessions.get(session.name) is not session:
             return
         del self.sessions[session.name]
@@ -469,7 +471,8 @@ class Sessions:
             self.lose(session)
 
     def disconnected(self, name: bytes) -> None:
-        """A connection that carried requests of a session has closed: end the session, unless it goes on over another one in time."""
+        """A connection that carried requests of a session has closed: end the session, unless it goes on over another
+        one in time."""
         session, wait = self.sessions.get(name), self.config.disconnect_timeout_s
         if session is None:
             if self.gateway is not None:
@@ -503,8 +506,8 @@ class Sessions:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new sessions until every session has ended or the time is over; then refuse everything, and return when what was
-        accepted is answered."""
+        """Refuse new sessions until every session has ended or the time is over; then refuse everything, and return
+        when what was accepted is answered."""
         self.draining = True
         gateway = self.gateway
         until = self.loop.time() + timeout
@@ -535,7 +538,8 @@ class Sessions:
             await asyncio.wait(self._losing, timeout=self.config.tick_timeout_s)
 
     def whose_code_runs(self) -> str | None:
-        """The Actor (and session) that the event loop is busy with, None where there is none: asked from another thread."""
+        """The Actor (and session) that the event loop is busy with, None where there is none: asked from another
+        thread."""
         task = asyncio.current_task(self.loop)
         running = [s for s in list(self.running.values()) if task is not None and s.task is task]
         caller = running[0] if running else self._calling

@@ -27,7 +27,8 @@ def parse_session(session: str) -> tuple[str, str]:
 
 
 class Crew:
-    """Who works on a tick, where some agents only watch: the failure of such a one is told only to those who wait for its fields."""
+    """Who works on a tick, where some agents only watch: the failure of such a one is told only to those who wait for
+    its fields."""
 
     __slots__ = ("at_work", "failure")
 
@@ -49,8 +50,8 @@ class State:
         output                  the reply: a dict or a message to fill; bytes are there once an agent has set them
     """
 
-    # `vars(state)` is the fields and nothing else. `_failure` and `_waiters` are filled only while an agent waits, `_crew` only where there
-    # are agents that watch.
+    # `vars(state)` is the fields and nothing else. `_failure` and `_waiters` are filled only while an agent waits,
+    # `_crew` only where there are agents that watch.
     __slots__ = ("__dict__", "__weakref__", "_crew", "_data", "_decode", "_failure", "_waiters")
     input: Any
     output: Any
@@ -82,7 +83,8 @@ class State:
             self._data, self._decode = input, decode
 
     def unread(self) -> bytes | None:
-        """What the game sent, as long as nobody has read `input`: for an agent that can do without the ordinary decoding."""
+        """What the game sent, as long as nobody has read `input`: for an agent that can do without the ordinary
+        decoding."""
         return None if "input" in self.__dict__ else self._data
 
     async def wait(self, field: str, timeout: float | None = WAIT_TIMEOUT) -> Any:
@@ -132,7 +134,8 @@ class State:
                 _wake(woken)
 
     def _fail_if_nobody_works(self, crew: Crew) -> None:
-        """An agent that watches has failed, and all others are done or wait: what they wait for would have come from it."""
+        """An agent that watches has failed, and all others are done or wait: what they wait for would have come from
+        it."""
         if crew.failure is not None and not crew.at_work and type(self) is not State:
             self._fail(*crew.failure)
 

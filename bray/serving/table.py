@@ -1,10 +1,13 @@
-"""Who owns a session, on one machine. Nobody ever waits here: a worker that is stopped or killed at any moment stands in no other's way.
+"""Who owns a session, on one machine. Nobody ever waits here: a worker that is stopped or killed at any moment stands
+in no other's way.
 
-A worker owns a session while it holds a record lock of the kernel on a range of bytes: where the range begins follows from the session's name, how long
-it is says which worker holds it. To take, to ask and to give back are one call each, none of which blocks, and the kernel frees what a process held when it ends.
+A worker owns a session while it holds a record lock of the kernel on a range of bytes: where the range begins follows
+from the session's name, how long it is says which worker holds it. To take, to ask and to give back are one call each,
+none of which blocks, and the kernel frees what a process held when it ends.
 
-Beside that each worker has a row in a mapped file, which it alone writes: whether it takes sessions, how much room it has, when its event loop last
-turned. Others read it to choose where a session begins. What they read may be a moment old, so the worker that they ask has the last word.
+Beside that each worker has a row in a mapped file, which it alone writes: whether it takes sessions, how much room it
+has, when its event loop last turned. Others read it to choose where a session begins. What they read may be a moment
+old, so the worker that they ask has the last word.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from bray.errors import ConfigError
 _ROW = np.dtype(
     [("open", "<i4"), ("slots", "<i4"), ("sessions", "<i4"), ("lent", "<i4"), ("beat", "<f8"), ("name", "V16")]
 )
-"""Of a worker: takes new sessions, slots, sessions that it owns, slots lent to stateless requests, time of its last beat, digest of its name."""
+"""Of a worker: takes new sessions, slots, sessions that it owns, slots lent to stateless requests, time of its last
+beat, digest of its name."""
 _FLOCK = struct.Struct("@hhqqi4x")  # of the kernel: type, whence, start, length, process
 _FILES = 64  # the kernel looks through a file's locks one by one
 _RANGE_BITS = 10
@@ -35,7 +39,8 @@ SILENT_S = 1.0
 
 
 class Table:
-    """The workers and sessions of one machine, as one of them (or their parent) sees them. One per process: closing it frees the process's locks."""
+    """The workers and sessions of one machine, as one of them (or their parent) sees them. One per process: closing it
+    frees the process's locks."""
 
     def __init__(self, path: Path, workers: int, slots: int, create: bool = False):
         """`create`: make the files where they are not there; several workers may do so at once."""
@@ -70,7 +75,8 @@ class Table:
         return True
 
     def join(self, name: str) -> int:
-        """Take the row that a worker of this name had before, else any that nobody has. For workers without a parent to number them."""
+        """Take the row that a worker of this name had before, else any that nobody has. For workers without a parent to
+        number them."""
         digest, unused = _digest(name.encode()), bytes(16)
         names = [bytes(n) for n in self._rows["name"]]
         for row in sorted(range(self.workers), key=lambda i: (names[i] != digest, names[i] != unused)):
@@ -136,8 +142,8 @@ class Table:
         return silent
 
     def choose(self, starting: Mapping[int, int] | None = None, but: Collection[int] = ()) -> int | None:
-        """The worker for a new session: this one unless another has clearly more room, since a session that is played elsewhere than where its
-        connection ends costs half as much again. None: no slot is free anywhere.
+        """The worker for a new session: this one unless another has clearly more room, since a session that is played
+        elsewhere than where its connection ends costs half as much again. None: no slot is free anywhere.
 
         starting  sessions on their way to a worker, which may be counted there already
         but       workers that are not asked

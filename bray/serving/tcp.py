@@ -28,7 +28,8 @@ class TcpRequest(Request):
 
 
 class TcpConnection(Connection):
-    """One client. A session's replies come in the order of its requests, those of different sessions as they are ready."""
+    """One client. A session's replies come in the order of its requests, those of different sessions as they are
+    ready."""
 
     __slots__ = ("_checked", "_frame", "_skips", "_wanted")
 
@@ -75,8 +76,8 @@ class TcpConnection(Connection):
         return at, 0
 
     def _look(self, data: bytes, at: int) -> int:
-        """Handle the frame that begins there; returns how many bytes it took, or 0 when more must be there first (`_wanted`). One that is
-        refused is answered as soon as its names are there; the rest of it is thrown away."""
+        """Handle the frame that begins there; returns how many bytes it took, or 0 when more must be there first
+        (`_wanted`). One that is refused is answered as soon as its names are there; the rest of it is thrown away."""
         size = len(data) - at
         if size < _HEAD:
             self._wanted = _HEAD
@@ -206,7 +207,8 @@ class TcpConnection(Connection):
 
 
 class FirstByte(Connection):
-    """A connection that has said nothing yet. HTTP begins with a letter (or an empty line), a frame with the zero bytes of a length."""
+    """A connection that has said nothing yet. HTTP begins with a letter (or an empty line), a frame with the zero bytes
+    of a length."""
 
     __slots__ = ()
 

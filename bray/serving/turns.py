@@ -1,4 +1,5 @@
-"""How much is read of a client, and when: its share of a turn of the loop, and back-pressure from requests and replies that wait."""
+"""How much is read of a client, and when: its share of a turn of the loop, and back-pressure from requests and replies
+that wait."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 MAX_OUTSTANDING = 128
 """Requests of one connection that are not answered; with more, reading waits."""
 TURN_REQUESTS, TURN_S = 32, 0.001
-"""What one connection may take of a turn of the loop, in requests and in seconds; what it has sent beyond that waits for the next."""
+"""What one connection may take of a turn of the loop, in requests and in seconds; what it has sent beyond that waits
+for the next."""
 SMALL = 512
 """Bytes that hold no more requests than one turn may: the shortest has 18."""
 _FULL_READ = 256 << 10  # bytes of the largest single read; uvloop reads on at once after one
@@ -52,8 +54,8 @@ class TurnReader(asyncio.Protocol):
         raise NotImplementedError
 
     def feed_part(self, data: bytes, at: int) -> tuple[int, int]:
-        """Handle the bytes from `at` on, to the end of a request or of a part of one; returns where the rest begins, and how many requests
-        there were."""
+        """Handle the bytes from `at` on, to the end of a request or of a part of one; returns where the rest begins,
+        and how many requests there were."""
         raise NotImplementedError
 
     def _turn(self) -> None:

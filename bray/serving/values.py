@@ -1,4 +1,5 @@
-"""What a game sends in a tick and gets back, as JSON, by the spaces of a spec: observations, masks of legal choices, actions."""
+"""What a game sends in a tick and gets back, as JSON, by the spaces of a spec: observations, masks of legal choices,
+actions."""
 
 from __future__ import annotations
 
@@ -54,11 +55,12 @@ def _leaf_sizes(space: Space) -> list[int]:
 
 
 def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> Reader:
-    """A function from decoded JSON (or numpy) to one observation: arrays of the space's shape and type. An array may also be sent as
-    `{"base64": "...", "dtype": "float32"}`, its raw bytes in little-endian order. What does not fit raises DataError.
+    """A function from decoded JSON (or numpy) to one observation: arrays of the space's shape and type. An array may
+    also be sent as `{"base64": "...", "dtype": "float32"}`, its raw bytes in little-endian order. What does not fit
+    raises DataError.
 
-    JSON that is not decoded yet (`msgspec.Raw`) is read by the space: its numbers go straight into the array, and what cannot be a member is
-    refused before it is decoded."""
+    JSON that is not decoded yet (`msgspec.Raw`) is read by the space: its numbers go straight into the array, and what
+    cannot be a member is refused before it is decoded."""
     if space.kind == "dict":
         parts = {name: reader(part, f"{where}.{name}", max_json) for name, part in space.items}
         split = splitter(space.names)
@@ -89,7 +91,8 @@ def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> Reader
 
 
 def splitter(names: tuple[str, ...], others: bool = False) -> Callable[[Any], dict[str, msgspec.Raw]]:
-    """A function from the text of an object to the texts of its members; those of other names raise ValueError, or are left out."""
+    """A function from the text of an object to the texts of its members; those of other names raise ValueError, or are
+    left out."""
     fields = [(f"f{i}", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET) for i in range(len(names))]
     rename = {f"f{i}": name for i, name in enumerate(names)}
     members = msgspec.defstruct("Members", fields, rename=rename, forbid_unknown_fields=not others)
@@ -203,7 +206,8 @@ _BRACE = ord("{")  # of an array in base64
 
 
 def _small_decoder(depth: int) -> Callable[[msgspec.Raw], Any]:
-    """A function from the text of a small array to its lists: that is quicker where there are few numbers. None for anything else."""
+    """A function from the text of a small array to its lists: that is quicker where there are few numbers. None for
+    anything else."""
     kind: Any = float | int | bool
     for _ in range(depth):
         kind = list[kind]
@@ -250,7 +254,8 @@ def _from_base64(value: dict[str, Any], dtype: np.dtype, shape: tuple[int, ...],
 
 
 def _has_text(value: Any) -> bool:
-    """Whether a text stands where a number belongs: numpy would read it, or make an array of texts, each as wide as the widest."""
+    """Whether a text stands where a number belongs: numpy would read it, or make an array of texts, each as wide as the
+    widest."""
     if isinstance(value, (list, tuple)):
         return any(map(_has_text, value))
     return isinstance(value, (str, bytes))
@@ -290,13 +295,14 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-# --- observations with masks ----------------------------------------------------------------------------------------------
+# --- observations with masks ------------------------------------------------------------------------------------------
 
 OBS = "obs"
 
 
 def masked_spec(id: str, observation: Space, action: Space) -> EnvSpec:
-    """The spec of a game that may send `action_mask` beside `obs`: both are one observation, so that whoever learns sees the mask too."""
+    """The spec of a game that may send `action_mask` beside `obs`: both are one observation, so that whoever learns
+    sees the mask too."""
     spec = EnvSpec(id, observation, action)
     choices = spec.layout.num_logits
     if observation.kind == "dict" and OBS in observation.names:
@@ -308,7 +314,8 @@ def masked_spec(id: str, observation: Space, action: Space) -> EnvSpec:
 
 
 class Observations:
-    """Reads ticks: `read(obs, action_mask) -> (observation, mask or None)`. JSON that is not decoded yet (`msgspec.Raw`) is read fastest."""
+    """Reads ticks: `read(obs, action_mask) -> (observation, mask or None)`. JSON that is not decoded yet
+    (`msgspec.Raw`) is read fastest."""
 
     def __init__(self, spec: EnvSpec, max_json: int = MAX_JSON, bounds: Bounds | None = None):
         """bounds: refuse what is outside of them"""
@@ -400,7 +407,8 @@ def _has_obs(value: Any) -> bool:
 
 
 def _in_parts(mask: Any) -> bool:
-    """Whether a mask was sent in the parts of a composite action: an object that is not base64, or a list of lists or objects."""
+    """Whether a mask was sent in the parts of a composite action: an object that is not base64, or a list of lists or
+    objects."""
     if type(mask) is not msgspec.Raw:
         if isinstance(mask, list):
             return bool(mask) and isinstance(mask[0], (list, dict))
@@ -416,7 +424,8 @@ def _in_parts(mask: Any) -> bool:
 
 
 def _choices(action: Space) -> Space | None:
-    """The space of an action's mask in parts: 0 or 1 for every choice, in the shape of the action; None where there are none."""
+    """The space of an action's mask in parts: 0 or 1 for every choice, in the shape of the action; None where there are
+    none."""
     if action.kind in ("dict", "tuple"):
         found = {name: part for name, space in action.items if (part := _choices(space)) is not None}
         names = tuple(found) if action.kind == "dict" else ()

@@ -21,10 +21,11 @@ _MOST_CAUSES = 256
 
 
 class LoopWatchdog:
-    """Looks at the loop of the thread that made it. A place in an Actor's code is logged once; `blocked` counts every time.
+    """Looks at the loop of the thread that made it. A place in an Actor's code is logged once; `blocked` counts every
+    time.
 
-    A loop that runs no Actor's code waits for the processor, or for another thread of this process: there is nothing in the game's code to
-    mend, and nothing is logged.
+    A loop that runs no Actor's code waits for the processor, or for another thread of this process: there is nothing in
+    the game's code to mend, and nothing is logged.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class LoopWatchdog:
             return
         self._told.add(cause)
         logger.error(
-            "the event loop has stood still for %.1f s in %s at %s: every session of this worker waits. Make that code async, or run it with "
-            "asyncio.to_thread. This place is not logged again; bray_loop_blocked_total counts. The stack:\n%s",
+            "the event loop has stood still for %.1f s in %s at %s: every session of this worker waits. Make that "
+            "code async, or run it with asyncio.to_thread. This place is not logged again; bray_loop_blocked_total "
+            "counts. The stack:\n%s",
             seconds,
             who,
             place,
@@ -79,7 +81,8 @@ class LoopWatchdog:
 
 
 def _place(frame: FrameType | None) -> str:
-    """`file:line in function` of the innermost code that is neither ours nor a library's; else of the innermost of all."""
+    """`file:line in function` of the innermost code that is neither ours nor a library's; else of the innermost of
+    all."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,7 +1,8 @@
 """The processes of a game service: one, or several that share a port, with a parent that starts, watches and ends them.
 
-The parent does nothing else: it opens no event loop and starts no thread, so that it can fork a new worker at any time. The event loop of each worker
-writes the time into the workers' table a few times per second; one that no longer does is killed and replaced.
+The parent does nothing else: it opens no event loop and starts no thread, so that it can fork a new worker at any time.
+The event loop of each worker writes the time into the workers' table a few times per second; one that no longer does is
+killed and replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def serve(
         raise ConfigError("serve handles signals and runs in the main thread; elsewhere use bray.serving.server.Server")
     if config.use_gateway == "head":
         raise ConfigError(
-            "use_gateway: head is for the machines of a cluster (bray.RemoteActor); here there is one machine: expected node or null"
+            "use_gateway: head is for the machines of a cluster (bray.RemoteActor); here there is one machine: "
+            "expected node or null"
         )
     allow_files(2 * config.max_connections)
     if config.workers == 1:
@@ -66,7 +68,8 @@ def serve(
 
 
 def allow_files(n: int) -> None:
-    """Raise the number of files (and connections) that this process may open, as far as the system allows; -1 is no limit."""
+    """Raise the number of files (and connections) that this process may open, as far as the system allows; -1 is no
+    limit."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     n = n if most < 0 else min(n, most)
     if 0 <= now < n:
@@ -74,7 +77,8 @@ def allow_files(n: int) -> None:
 
 
 def relax_gc() -> None:
-    """Let the garbage collector of this process look less often, and never at what is there already. Ticks leave many objects and hardly a cycle:
+    """Let the garbage collector of this process look less often, and never at what is there already. Ticks leave many
+    objects and hardly a cycle:
     by default it takes a fifth of the CPU time of a service whose agents keep episodes."""
     gc.collect()
     gc.freeze()
@@ -84,8 +88,8 @@ def relax_gc() -> None:
 def run_loop(main: Any, fast: bool = True) -> Any:
     """Run a coroutine to its end on uvloop, or on asyncio's own loop where uvloop is not there (or not wanted).
 
-    Not `asyncio.run`: that one ends with the first task of an Actor that calls `sys.exit`, and does not end at all while a task or
-    thread that an Actor left behind goes on.
+    Not `asyncio.run`: that one ends with the first task of an Actor that calls `sys.exit`, and does not end at all
+    while a task or thread that an Actor left behind goes on.
     """
     loop: asyncio.AbstractEventLoop | None = None
     if fast:
@@ -199,8 +203,8 @@ class _Parent:
         if threading.active_count() > 1:
             logger.warning("workers are forked from a process with %d threads", threading.active_count())
         self.make_actor, self.on_ready, self.prepare = make_actor, on_ready, prepare
-        # Bound and never listened on: it keeps the port while no worker has it. A shared port can be taken by two services
-        # at once, so it is first asked for alone.
+        # Bound and never listened on: it keeps the port while no worker has it. A shared port can be taken by two
+        # services at once, so it is first asked for alone.
         listening(config.host, config.port, shared=False).close()
         self._port = listening(config.host, config.port, shared=True)
         port = self._port.getsockname()[1]
@@ -366,7 +370,8 @@ class _Parent:
                 signal.signal(sig, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             self._port.close()
-            self.table.close()  # before the worker has locks: closing any descriptor of a file gives up those of the process
+            # before the worker has locks: closing any descriptor of a file gives up those of the process
+            self.table.close()
             table = Table(self.directory / "sessions", self.config.workers, self.config.actors_per_worker)
             if not table.take(worker):
                 raise RuntimeError("the process that had this worker's place still lives")

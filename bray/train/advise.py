@@ -87,8 +87,9 @@ class Advice:
 
 
 def rank(facts: Facts) -> list[Advice]:
-    """The algorithms that take the spaces, the one to try first first: those with a preset for this environment, measured ones before others; where chance
-    finds no reward, those with an option that explores; then those whose way to learn suits the speed of the steps."""
+    """The algorithms that take the spaces, the one to try first first: those with a preset for this environment,
+    measured ones before others; where chance finds no reward, those with an option that explores; then those whose way
+    to learn suits the speed of the steps."""
     fitting = [name for name in ALGORITHMS if not refusal(get_algo(name), facts.spec)]
     found = [_measured(name, facts) or _expected(name, facts) for name in fitting]
     return [advice for _, advice in sorted(found, key=lambda entry: entry[0])]  # equal: in the order of ALGORITHMS

@@ -1,16 +1,17 @@
-"""PolicyAgent: an algorithm's Policy plays a live game, and what happens in it becomes pieces of trajectory. It needs no torch.
+"""PolicyAgent: an algorithm's Policy plays a live game, and what happens in it becomes pieces of trajectory. It needs
+no torch.
 
-The game sends `{"obs": ..., "reward": r, "terminated": false, "truncated": false}` at every tick, maybe with an `action_mask`, and gets
-`{"action": ..., "version": ...}`. The reward is that of the previous action. The tick that ends an episode carries its final observation; its
-action is ignored, and the next tick is the first of a new episode (or the session ends). So the ticks of a session are the rows of a piece by the
-autoreset rule of docs/architecture.md:
+The game sends `{"obs": ..., "reward": r, "terminated": false, "truncated": false}` at every tick, maybe with an
+`action_mask`, and gets `{"action": ..., "version": ...}`. The reward is that of the previous action. The tick that ends
+an episode carries its final observation; its action is ignored, and the next tick is the first of a new episode (or the
+session ends). So the ticks of a session are the rows of a piece by the autoreset rule of docs/architecture.md:
 
     tick          0     1     2     3 terminated   4        5
     row           0     1     2     3 dead         4        5
     its reward    r_1   r_2   r_3   0              r_5      r_6 (still to come)
 
-A row is whole when the next tick has come. What `on_episode` gets is therefore one row short: the last tick is kept and begins the next
-piece. A piece that ends in the middle of an episode bootstraps from the value of its last tick.
+A row is whole when the next tick has come. What `on_episode` gets is therefore one row short: the last tick is kept and
+begins the next piece. A piece that ends in the middle of an episode bootstraps from the value of its last tick.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Player:
     sink       where pieces go; None: it plays and nobody learns
     rewards    what the learner sees of raw rewards `[T, 1]`
     clock      how far training is, for exploration schedules
-    strict     refuse keys of a tick that we do not know: one that is misspelt would be missed by nobody, but the learner
+    strict     refuse keys of a tick that we do not know: one that is misspelt would be missed by nobody, but the
+               learner
     """
 
     def __init__(
@@ -130,7 +132,8 @@ class Player:
         return self._turns[loop]
 
     def warm_up(self) -> None:
-        """Decide for nobody, in batches of all sizes that are recorded, so that no game waits until code is loaded and forwards are recorded."""
+        """Decide for nobody, in batches of all sizes that are recorded, so that no game waits until code is loaded and
+        forwards are recorded."""
         sample = self.spec.observation.sample(np.random.default_rng(0))
         if self.observations.in_obs:
             sample[ACTION_MASK] = tree.map(np.ones_like, sample[ACTION_MASK])
@@ -192,8 +195,9 @@ class Player:
 class PolicyAgent(Agent):
     """Plays with a Policy and the newest weights of a model; in training, what happens goes to a sink.
 
-    Override `observe` and `answer` for a game that speaks otherwise. Every State of an episode then has the fields `obs`, `reward`,
-    `terminated`, `truncated`, `first`, `outputs` (of the model), `extras` and `action` (of the Policy), and `version` (of the weights).
+    Override `observe` and `answer` for a game that speaks otherwise. Every State of an episode then has the fields
+    `obs`, `reward`, `terminated`, `truncated`, `first`, `outputs` (of the model), `extras` and `action` (of the
+    Policy), and `version` (of the weights).
     """
 
     late_input = True
@@ -214,8 +218,8 @@ class PolicyAgent(Agent):
         return config[name]["player"]
 
     def observe(self, state: State) -> tuple[Any, ...]:
-        """(observation, reward of the previous action, terminated, truncated) of a tick, and maybe a mask of legal choices. The observation may be
-        lists or arrays, or JSON that is not decoded yet."""
+        """(observation, reward of the previous action, terminated, truncated) of a tick, and maybe a mask of legal
+        choices. The observation may be lists or arrays, or JSON that is not decoded yet."""
         data = state.unread()
         if data is not None:
             try:
@@ -262,7 +266,8 @@ class PolicyAgent(Agent):
             raise malformed(str(e)) from None
 
     async def _first_tick(self, state: Any, seen: Observed) -> None:
-        """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes on."""
+        """Compiled code is loaded when it is first used, which takes a second: in a thread, so that the loop goes
+        on."""
         try:
             obs, mask = await asyncio.to_thread(self.player.observations.read, seen.obs, seen.mask)
             asking = self._ask(state, seen, obs, mask)
@@ -275,8 +280,8 @@ class PolicyAgent(Agent):
         reward = _number(seen.reward)
         if mask is not None and self.player.sink is not None and not self.player.observations.in_obs:
             raise DataError(
-                "action_mask came beside obs, but there is none in the observation space, so what is learnt would ignore it: add action_mask "
-                "to the (Dict) observation space"
+                "action_mask came beside obs, but there is none in the observation space, so what is learnt would "
+                "ignore it: add action_mask to the (Dict) observation space"
             )
         first, self._first = self._first, seen.terminated or seen.truncated
         if first:
@@ -344,9 +349,10 @@ class DecisionRows(NamedTuple):
 
 
 class TickBatcher(Collector):
-    """Ticks that are asked about in the same turn of the loop, or while the model is busy, are decided together: one forward and one `act` for all.
-    As long as each turn brings more of them, up to `MAX_TICKS`, we wait for another: games that play side by side then stay together. A lone
-    game waits for one turn that brings nothing, which is microseconds."""
+    """Ticks that are asked about in the same turn of the loop, or while the model is busy, are decided together: one
+    forward and one `act` for all.
+    As long as each turn brings more of them, up to `MAX_TICKS`, we wait for another: games that play side by side then
+    stay together. A lone game waits for one turn that brings nothing, which is microseconds."""
 
     def __init__(self, player: Player, loop: asyncio.AbstractEventLoop):
         super().__init__(MAX_TICKS)
@@ -393,7 +399,8 @@ class TickBatcher(Collector):
         self._start()
 
     def _decide_now(self, items: list[Item], deciding: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Decide inline as long as the model is in this process and quick: None when that is done, else the inputs of the forward that is not quick."""
+        """Decide inline as long as the model is in this process and quick: None when that is done, else the inputs of
+        the forward that is not quick."""
         run_now = getattr(self._player.model, "run_now", None)
         while run_now is not None and (done := run_now(inputs, len(items))) is not None:
             more = _send(deciding, done[0])
@@ -478,7 +485,8 @@ def _column(rows: list[Any]) -> Any:
 
 
 def _cut(states: list[State]) -> Iterator[list[State]]:
-    """The states cut where a tick is missing: one that failed is in no episode, and its neighbours do not follow each other."""
+    """The states cut where a tick is missing: one that failed is in no episode, and its neighbours do not follow each
+    other."""
     start = 0
     for i, (before, after) in enumerate(pairwise(states), 1):
         if after.tick != before.tick + 1:

@@ -24,8 +24,8 @@ class Awaited:
         self._without = 0  # rows
 
     def look(self, row: Mapping[str, Any], evaluates: bool) -> None:
-        """Refuse a key that no row will have; tell once of a custom metric that does not come. Numbers of updates come with the first of them,
-        those of episodes and of evaluations with theirs."""
+        """Refuse a key that no row will have; tell once of a custom metric that does not come. Numbers of updates come
+        with the first of them, those of episodes and of evaluations with theirs."""
         key = self.key
         if key in row:
             return

@@ -1,7 +1,8 @@
 """What holds a run up, from the `perf/*` numbers of its rows, and which setting would make it faster.
 
-`Times.of(rows)` says where the wall time goes, `find_bottleneck` names what takes most of it, and what to change: keys that the run has, with
-values, and at most how much faster it gets (Amdahl's law). All of it is data in, data out: rows and config may come from any run directory.
+`Times.of(rows)` says where the wall time goes, `find_bottleneck` names what takes most of it, and what to change: keys
+that the run has, with values, and at most how much faster it gets (Amdahl's law). All of it is data in, data out: rows
+and config may come from any run directory.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ SAY_AFTER_S, SAY_AFTER_ROWS = 60.0, 5
 LOUD_GAIN = 1.5
 """What is gained without learning anything else is a warning from here on; else it is for the log."""
 MOST = 0.4
-"""Share of the time from which a phase is what holds a run up; without it a run is at most 1 / (1 - 0.4) = 1.7 times as fast."""
+"""Share of the time from which a phase is what holds a run up; without it a run is at most 1 / (1 - 0.4) = 1.7 times as
+fast."""
 LEAST_GAIN = 1.1
 """Changes that give less are not worth a word."""
 LEAST_WORKER_GAIN = 1.5
-"""A first worker beside a learner that replays costs a core and the copies of what it played: where it gave less than this at most, runs got slower."""
+"""A first worker beside a learner that replays costs a core and the copies of what it played: where it gave less than
+this at most, runs got slower."""
 CROWDED = 0.3
 """Share of its time that a process waits for a core, from which there are too few of them."""
 SHORT_STEP_S = 3e-3
@@ -124,7 +127,8 @@ class Times:
 
     @property
     def wall(self) -> dict[str, float]:
-        """Shares of the wall time by what has to happen before it can go on: while the process that learns waits for workers, that is what they do.
+        """Shares of the wall time by what has to happen before it can go on: while the process that learns waits for
+        workers, that is what they do.
         What remains of `idle` is the wait for the slowest of them, or for games."""
         if not self.worker:
             return self.learner
@@ -137,7 +141,8 @@ class Times:
 
     @property
     def env_waits(self) -> bool:
-        """Whether most of a step of the environments is neither arithmetic nor a queue for a core: they sleep, or ask somebody."""
+        """Whether most of a step of the environments is neither arithmetic nor a queue for a core: they sleep, or ask
+        somebody."""
         phases, cores = (self.worker, self.worker_cores) if self.worker else (self.learner, self.learner_cores)
         asleep = 1.0 - phases["idle"] - sum(cores.values()) if cores.get(CPU) else 0.0
         return asleep > 0.5 * phases["env"]
@@ -164,7 +169,10 @@ class Change:
 
     def __str__(self) -> str:
         said = " ".join(f"{k}={v}" for k, v in self.keys.items())
-        return f"{said} (at most {self.gain:.1f} times as fast{'' if self.same else '; learns differently, compare returns'})"
+        return (
+            f"{said} (at most {self.gain:.1f} times as "
+            f"fast{'' if self.same else '; learns differently, compare returns'})"
+        )
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,8 @@ class Finding:
 
 
 def find_bottleneck(times: Times, options: Mapping[str, Any], machine: Machine) -> Finding:
-    """What takes most of the wall time, and what to change. `options`: those of the run by name, from all its sections."""
+    """What takes most of the wall time, and what to change. `options`: those of the run by name, from all its
+    sections."""
     wall = times.wall
     phase = max(wall, key=lambda k: wall[k])
     share = wall[phase]
@@ -203,7 +212,8 @@ def find_bottleneck(times: Times, options: Mapping[str, Any], machine: Machine) 
 
 
 class Advisor:
-    """Looks at the rows of a run, and says once what holds it up, after about a minute. `options`: as in `find_bottleneck`."""
+    """Looks at the rows of a run, and says once what holds it up, after about a minute. `options`: as in
+    `find_bottleneck`."""
 
     def __init__(self, options: Mapping[str, Any], machine: Machine | None = None):
         self._options, self._machine = options, machine
@@ -363,7 +373,8 @@ def _between(times: Times, options: _Options, machine: Machine) -> tuple[str, li
 
 
 def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Change]:
-    """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them, so that it learns the same."""
+    """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them, so
+    that it learns the same."""
     now, total = options.count("num_workers"), options.envs
     if not options.takes_workers:
         return []

@@ -53,19 +53,24 @@ class Episode:
 
     def __repr__(self) -> str:
         where = f" of worker {self.worker_index}" if self.worker_index else ""
-        return f"<Episode {self.id} of environment {self.env_index}{where}, {self.length} steps, return {self.total_reward:g}>"
+        return (
+            f"<Episode {self.id} of environment {self.env_index}{where}, {self.length} steps, return "
+            f"{self.total_reward:g}>"
+        )
 
 
 class Callbacks:
-    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first. With `num_workers` each worker has a
-    copy of the object for its episodes: what they leave in `self` stays there, and numbers for the rows go by `episode.custom_metrics`."""
+    """Override what you need; the rest costs nothing. An error in one ends the training, which is saved first. With
+    `num_workers` each worker has a copy of the object for its episodes: what they leave in `self` stays there, and
+    numbers for the rows go by `episode.custom_metrics`."""
 
     def on_train_start(self, experiment: Any) -> None:
-        """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a curriculum has come to."""
+        """Before the first iteration of `train`, and after `set_state`: the place to tell the environments what a
+        curriculum has come to."""
 
     def on_episode_start(self, episode: Episode) -> None:
-        """Before the first action. After a resume it is called for the episodes that go on, too: `episode.length` is above 0, and their
-        `custom_metrics`, which would tell of a part only, are left out of the rows."""
+        """Before the first action. After a resume it is called for the episodes that go on, too: `episode.length` is
+        above 0, and their `custom_metrics`, which would tell of a part only, are left out of the rows."""
 
     def on_episode_step(self, episode: Episode) -> None:
         """After each step; `episode.obs`, `.action`, `.reward`, `.info` are the newest."""
@@ -74,8 +79,8 @@ class Callbacks:
         """After the last step; `episode.terminated` or `.truncated` says how it ended."""
 
     def on_train_result(self, experiment: Any, row: dict[str, Any]) -> None:
-        """After each iteration, before its row is written: numbers may be added to it. `experiment.request_stop()` ends the training,
-        `experiment.foreach_env(fn)` reaches every environment before its next step."""
+        """After each iteration, before its row is written: numbers may be added to it. `experiment.request_stop()` ends
+        the training, `experiment.foreach_env(fn)` reaches every environment before its next step."""
 
     def on_evaluate(self, experiment: Any, result: dict[str, Any]) -> None:
         """After an evaluation (`eval_freq`), with its numbers, which may be changed."""
@@ -92,7 +97,8 @@ class Callbacks:
 
 
 class EarlyStopping(Callbacks):
-    """End the training when `metric` has not become better in `patience` rows that have it; `-KEY`: smaller is better."""
+    """End the training when `metric` has not become better in `patience` rows that have it; `-KEY`: smaller is
+    better."""
 
     def __init__(self, metric: str = "episode_return_mean", patience: int = 20, min_delta: float = 0.0):
         if patience < 1:
@@ -122,7 +128,8 @@ class EarlyStopping(Callbacks):
 
 
 def make_callbacks(*given: Any) -> CallbackList:
-    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}; each argument is one of these, a list, or None."""
+    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}; each argument is one of
+    these, a list, or None."""
     listed = [some if isinstance(some, (list, tuple)) else [some] for some in given if some is not None]
     return CallbackList([_make(one) for some in listed for one in some])
 
@@ -176,8 +183,8 @@ class CallbackList(Callbacks):
             state, name = one.get_state(), type(one).__name__
             if wrong := _not_plain(state) if isinstance(state, dict) else type(state).__name__:
                 raise ConfigError(
-                    f"callbacks: {name}.get_state() returns a dict of what JSON can hold (numbers, text, None, lists, dicts by text), got "
-                    f"{wrong}: make it one of these, as by int(x) or x.tolist()"
+                    f"callbacks: {name}.get_state() returns a dict of what JSON can hold (numbers, text, None, lists, "
+                    f"dicts by text), got {wrong}: make it one of these, as by int(x) or x.tolist()"
                 )
             states.setdefault(name, []).append(state)
         return {name: mine for name, mine in states.items() if any(mine)}
@@ -189,8 +196,8 @@ class CallbackList(Callbacks):
                 one.set_state(saved)
         if lost := sorted(name for name, mine in left.items() if any(mine)):
             logger.warning(
-                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. To keep it, give the same "
-                "callbacks to `train`",
+                "the checkpoint has a state of callbacks that this training does not have (%s): it is dropped. To "
+                "keep it, give the same callbacks to `train`",
                 ", ".join(lost),
             )
 
@@ -207,7 +214,8 @@ class CallbackList(Callbacks):
         return any(self._asking(f"on_episode_{event}") for event in ("start", "step", "end"))
 
     def of_two_places(self) -> list[str]:
-        """The classes that have callbacks of episodes and of results: with workers these are not called on one object."""
+        """The classes that have callbacks of episodes and of results: with workers these are not called on one
+        object."""
         results = ("on_train_result", "on_evaluate", "on_checkpoint")
         both = [c for c in self.of_episodes().callbacks if any(CallbackList([c])._asking(event) for event in results)]
         return sorted({type(c).__name__ for c in both})

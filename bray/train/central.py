@@ -1,9 +1,10 @@
 """Central inference: players ask the process that learns, and one forward there answers all who have asked.
 
-Observations, and the memory of a Model that has one, go through shared memory, and so do the outputs; pipes say whose are there. The server is a thread with a
-copy of the Model of its own: new weights are taken between two forwards, so that every forward is of one version. It waits for nobody: it takes the
-questions that have come. A *block* is the rows of one group of environments of one worker; blocks of the same group lie side by side, so that workers which
-ask together are read as one array.
+Observations, and the memory of a Model that has one, go through shared memory, and so do the outputs; pipes say whose
+are there. The server is a thread with a copy of the Model of its own: new weights are taken between two forwards, so
+that every forward is of one version. It waits for nobody: it takes the questions that have come. A *block* is the rows
+of one group of environments of one worker; blocks of the same group lie side by side, so that workers which ask
+together are read as one array.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class CentralServer:
         """obs: an example, `[1, ...]`; groups: how many environments the groups of each worker have."""
         if getattr(model, "draws", None):
             raise ConfigError(
-                "run.inference=central: this Model takes random numbers, one draw for a whole batch, and batches of several workers would share them; "
-                "set run.inference=worker"
+                "run.inference=central: this Model takes random numbers, one draw for a whole batch, and batches of "
+                "several workers would share them; set run.inference=worker"
             )
         self.newest, self.model = model, copy.deepcopy(model)
         """The learner's Model, and the one that is computed."""
@@ -189,7 +190,8 @@ class CentralServer:
             self._send(b, asked[b])
 
     def _batch(self, rows: list[slice]) -> slice | int:
-        """Which rows to compute: those between two places of the memory where they lie side by side; else they are copied, and it is how many."""
+        """Which rows to compute: those between two places of the memory where they lie side by side; else they are
+        copied, and it is how many."""
         count = sum(r.stop - r.start for r in rows)
         size = next(s for s in self._sizes if s >= count)
         if rows[-1].stop - rows[0].start == count:

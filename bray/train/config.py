@@ -28,41 +28,46 @@ class RunConfig:
     seed: Whole = 0
     """Seed of everything random in the run."""
     stop: dict[str, float] = field(default_factory=dict)
-    """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1 for a count is no
-    limit. It ends with the iteration, but for episodes_total: without rollout workers that one is exact (episodes that end in the same step beyond it are not
-    counted, and an on-policy algorithm does not learn from the rollout that was cut short)."""
+    """The run ends when any of these metrics is reached, e.g. {episode_return_mean: 475, env_steps_total: 200000}; -1
+    for a count is no limit. It ends with the iteration, but for episodes_total: without rollout workers that one is
+    exact (episodes that end in the same step beyond it are not counted, and an on-policy algorithm does not learn from
+    the rollout that was cut short)."""
     init_from: Annotated[str | None, Flag(metavar="RUN_OR_CHECKPOINT")] = None
-    """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what `init_map` and `init_partial` say.
+    """Start with the weights of another run: its directory, or one of its checkpoints. They must fit, but for what
+    `init_map` and `init_partial` say.
     A resumed run does not look at it again."""
     init_map: Annotated[dict[str, str], Flag(metavar="NEW=OLD", parse=parse_map), Needs("init_from")] = field(
         default_factory=dict
     )
-    """Take over a part only: weights whose names begin with NEW here are those that begin with OLD there. Everything else starts as without
-    `init_from`."""
+    """Take over a part only: weights whose names begin with NEW here are those that begin with OLD there. Everything
+    else starts as without `init_from`."""
     init_partial: Annotated[bool, Flag(), Needs("init_from")] = False
     """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
     device: Annotated[str, Flag(metavar="D")] = "cpu"
     """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
     threads: Count | None = None
-    """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures, at most four where a GPU
-    computes."""
+    """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures, at most
+    four where a GPU computes."""
     record: bool | Literal["compiled"] = True
-    """Record updates and forwards once and replay them without Python (`bray.capture`); compiled: updates go through torch.compile besides, which
-    takes up to a minute and needs a C++ compiler; false runs them eagerly."""
+    """Record updates and forwards once and replay them without Python (`bray.capture`); compiled: updates go through
+    torch.compile besides, which takes up to a minute and needs a C++ compiler; false runs them eagerly."""
     num_workers: Annotated[Whole, Flag()] = 0
     """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
     inference: Annotated[Literal["worker", "central"], Flag()] = "worker"
-    """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one forward for all who have asked."""
+    """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one
+    forward for all who have asked."""
     env_groups: Count | None = None
-    """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps. null = 2 with central inference,
-    else 1."""
+    """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps.
+    null = 2 with central inference, else 1."""
     worker_timeout_s: Positive | None = None
-    """Seconds after which a worker that does not answer is replaced; null = ten times as long as its longest piece took, and at least 60."""
+    """Seconds after which a worker that does not answer is replaced; null = ten times as long as its longest piece
+    took, and at least 60."""
     max_worker_restarts: Whole = 100
     """Workers that may be replaced before the run ends with an error."""
     cluster: Annotated[Literal["local", "ray"] | None, Flag()] = None
-    """Where workers run. local: processes of this machine. ray: processes on any node of the Ray cluster at `address`, else of the one that runs
-    here, else of one that is started here and ends with the run. null = ray where an address is given, else local."""
+    """Where workers run. local: processes of this machine. ray: processes on any node of the Ray cluster at `address`,
+    else of the one that runs here, else of one that is started here and ends with the run. null = ray where an address
+    is given, else local."""
     address: Annotated[str | None, Flag(metavar="HOST:PORT")] = None
     """Address of the Ray cluster on which workers run, as `ray start --head` shows it."""
     num_cpus_per_worker: Positive = 1.0
@@ -70,17 +75,20 @@ class RunConfig:
     num_gpus_per_worker: Amount = 0.0
     """GPUs that Ray reserves for each worker, for environments that use one; with 0.25, four workers share a GPU."""
     object_store_mb: Count | None = None
-    """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the memory."""
+    """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the
+    memory."""
     iteration_steps: Whole | None = None
-    """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count. PPO and its like end it with the
-    rollout that passes them; 0 = each rollout is an iteration, or each step of all environments where an algorithm replays. null = 1,000."""
+    """Environment steps of an iteration, at least: one result row, and what `eval_freq` and `checkpoint_freq` count.
+    PPO and its like end it with the rollout that passes them; 0 = each rollout is an iteration, or each step of all
+    environments where an algorithm replays. null = 1,000."""
     eval_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two evaluations; 0 = none while training."""
     eval_episodes: Annotated[Count, Flag()] = 10
     """Greedy episodes per evaluation, on seeds that are the same in every run."""
     eval_parallel: Annotated[bool, Flag()] = False
-    """Evaluate in a process of its own, while training goes on with the next iterations. The result is in the row after it is known, and
-    `eval/env_steps` says of which weights it is; these are saved first, so that the best checkpoint is what was evaluated."""
+    """Evaluate in a process of its own, while training goes on with the next iterations. The result is in the row after
+    it is known, and `eval/env_steps` says of which weights it is; these are saved first, so that the best checkpoint is
+    what was evaluated."""
     video_freq: Annotated[Whole, Flag()] = 0
     """Iterations between two films of a greedy episode, to RUN_DIR/videos/steps-N.mp4; 0 = none while training."""
     checkpoint_freq: Annotated[Whole, Flag()] = 0
@@ -94,16 +102,18 @@ class RunConfig:
     keep_best: Annotated[Count, Flag()] = 1
     """Best checkpoints kept beside the newest ones, by `checkpoint_score`."""
     checkpoint_score: Annotated[str | None, Flag(metavar="KEY")] = None
-    """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples: episode_return_max,
-    -loss/value_loss; null = eval/return_mean where there are evaluations, else episode_return_mean."""
+    """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples:
+    episode_return_max, -loss/value_loss; null = eval/return_mean where there are evaluations, else
+    episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
-    """Whether checkpoints hold the replay's rows: auto = where it takes up to 2 GiB when full. Without them a resumed run starts with an empty replay."""
+    """Whether checkpoints hold the replay's rows: auto = where it takes up to 2 GiB when full. Without them a resumed
+    run starts with an empty replay."""
     export_graph_after_s: Amount | None = 20.0
-    """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere needs beside the weights;
-    null = not while training (`bray export` writes it too)."""
+    """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere
+    needs beside the weights; null = not while training (`bray export` writes it too)."""
     callbacks: Annotated[list[Any], Flag(metavar="MODULE:CLASS")] = field(default_factory=list)
-    """Code of your own at the events of a training: names `module:Class` of `bray.Callbacks`, or dicts {name, arguments...}; ours is
-    EarlyStopping."""
+    """Code of your own at the events of a training: names `module:Class` of `bray.Callbacks`, or dicts {name,
+    arguments...}; ours is EarlyStopping."""
     track: Annotated[list[str], Flag(metavar="NAME")] = field(default_factory=list)
     """Services that result rows go to, beside the files of the run: wandb, mlflow."""
     log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
@@ -125,7 +135,8 @@ class LiveConfig:
     use_tcp: bool = False
     """Answer framed TCP too, on the same port."""
     token: str | None = None
-    """When given, every request must carry it. On a command line other users can see it: use `token_file` or BRAY_TOKEN."""
+    """When given, every request must carry it. On a command line other users can see it: use `token_file` or
+    BRAY_TOKEN."""
     token_file: str | None = None
     """File with tokens, one per line; every request must carry one of them. It is read again when it changes."""
     max_games: Count = 1000
@@ -141,8 +152,8 @@ class LiveConfig:
     rows: Count | None = None
     """Rows of a rollout; null = rollout_length x 8, or x env.num_envs where that is more."""
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
-    """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real games. Simulated ones learn more
-    from each tick if they wait."""
+    """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real
+    games. Simulated ones learn more from each tick if they wait."""
 
 
 @dataclass(frozen=True)

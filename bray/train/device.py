@@ -42,8 +42,8 @@ def device_of(has_gpu: bool, who: str) -> torch.device:
 
 @contextmanager
 def tiny_as_zero() -> Iterator[None]:
-    """Take numbers too small to be normal ones as zero, in this thread. The moments of Adam for weights without a gradient become such and stay so, and on x86
-    Adam takes 10 times as long for them: a quarter of an update of TD3."""
+    """Take numbers too small to be normal ones as zero, in this thread. The moments of Adam for weights without a
+    gradient become such and stay so, and on x86 Adam takes 10 times as long for them: a quarter of an update of TD3."""
     if _SMALLEST / 2.0 == 0.0:  # the user has switched this on for the whole process
         yield
         return
@@ -55,8 +55,8 @@ def tiny_as_zero() -> Iterator[None]:
 
 
 def use_threads(count: int) -> None:
-    """For the operations of PyTorch in this process. Threads keep what holds in the one that starts them, so they start here, where tiny numbers are zero;
-    those that were there before go on computing with them."""
+    """For the operations of PyTorch in this process. Threads keep what holds in the one that starts them, so they start
+    here, where tiny numbers are zero; those that were there before go on computing with them."""
     torch.set_num_threads(count)
     if count > 1:
         with tiny_as_zero():
@@ -64,9 +64,11 @@ def use_threads(count: int) -> None:
 
 
 def tune(device: torch.device, wait_asleep: bool = False) -> None:
-    """How a GPU computes, for the whole process: products of float32 in TF32 (convolutions are by default; 10 bits of mantissa, as bfloat16 has 7), and
-    the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes of updates and of batches for acting are few and fixed.
-    wait_asleep: threads that wait for it leave their cores to others, and wake a little later than those that keep looking."""
+    """How a GPU computes, for the whole process: products of float32 in TF32 (convolutions are by default; 10 bits of
+    mantissa, as bfloat16 has 7), and the fastest of cuDNN's algorithms for each shape, tried at the first call: shapes
+    of updates and of batches for acting are few and fixed.
+    wait_asleep: threads that wait for it leave their cores to others, and wake a little later than those that keep
+    looking."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True

@@ -1,10 +1,12 @@
-"""The driver: gather pieces, add them to the experience, learn from every batch that is due. One for every way to train.
+"""The driver: gather pieces, add them to the experience, learn from every batch that is due. One for every way to
+train.
 
     before_run    resume
     gather -> add -> for every due batch: before_step -> update, feedback -> after_step (log, publish, save)
     after_run     publish, save
 
-In one process it is asked for iterations (`bray train`); with live games it waits for pieces; a rank of a launched trainer runs it to the end.
+In one process it is asked for iterations (`bray train`); with live games it waits for pieces; a rank of a launched
+trainer runs it to the end.
 Counters, result rows and the state of a training exist here once.
 """
 
@@ -46,7 +48,8 @@ WAIT_S = 0.5  # seconds: a source that has nothing is asked again, and whoever w
 
 @dataclass(frozen=True)
 class Hook:
-    """Something that is done at a point of the loop: `call(driver)`. Lower priorities come first; ours are 10, 20, ..."""
+    """Something that is done at a point of the loop: `call(driver)`. Lower priorities come first; ours are 10, 20,
+    ..."""
 
     position: str
     call: Callable[[Any], None]
@@ -69,7 +72,8 @@ class Side:
     config: Any = None
     """Of the algorithm."""
     iterate: Callable[[Any], dict[str, float]] | None = None
-    """An iteration of the algorithm's own: `iterate(driver)` gathers and learns with the driver's methods and returns numbers for the row (`loss/*`)."""
+    """An iteration of the algorithm's own: `iterate(driver)` gathers and learns with the driver's methods and returns
+    numbers for the row (`loss/*`)."""
 
 
 @dataclass
@@ -89,7 +93,8 @@ class Totals:
 
 
 class Driver:
-    """Trains sides from sources. `iterate` is one iteration and returns a row of numbers; `run` goes on until it is stopped or the data ends."""
+    """Trains sides from sources. `iterate` is one iteration and returns a row of numbers; `run` goes on until it is
+    stopped or the data ends."""
 
     def __init__(
         self,
@@ -243,8 +248,8 @@ class Driver:
         self.call("after_run")
 
     def next_batch(self) -> Batch | None:
-        """Wait until every rank has a batch; None when one wants to end or has no more data. The ranks tell each other before each step, so that
-        one whose buffer is slow is waited for, and all end together."""
+        """Wait until every rank has a batch; None when one wants to end or has no more data. The ranks tell each other
+        before each step, so that one whose buffer is slow is waited for, and all end together."""
         batch: Batch | None = None
         while True:
             end: EndOfData | None = None
@@ -287,9 +292,10 @@ class Driver:
         return batch
 
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
-        """One iteration: to the next multiple of the experience's `iteration_steps`, and on to the end of a batch where it learns from each row once.
-        Returns its row of numbers, or None if the data ended or a stop was requested before anything was gathered. It ends early when
-        `most_episodes` have been finished since training began."""
+        """One iteration: to the next multiple of the experience's `iteration_steps`, and on to the end of a batch where
+        it learns from each row once.
+        Returns its row of numbers, or None if the data ended or a stop was requested before anything was gathered. It
+        ends early when `most_episodes` have been finished since training began."""
         if self.ended:
             return None
         self._midway = True
@@ -367,7 +373,8 @@ class Driver:
             logger.warning("%sno batch for %.0f s: %s", self.label, now - self._last_batch, self.why_waiting)
 
     def reason_to_wait(self) -> str:
-        """Why there has been no batch for `SAY_AFTER` seconds, as it is now; empty where there has been one. May be asked in any thread."""
+        """Why there has been no batch for `SAY_AFTER` seconds, as it is now; empty where there has been one. May be
+        asked in any thread."""
         if time.monotonic() - self._last_batch <= SAY_AFTER:
             return ""
         why = [w for w in (source.wait_reason() for source in list(self._running)) if w]
@@ -405,7 +412,8 @@ class Driver:
     # --- state --------------------------------------------------------------------------------------------------------
 
     def get_state(self, replay_dir: Path | None = None) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to files in `replay_dir`."""
+        """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to
+        files in `replay_dir`."""
         learner = self.learner.state_dict()
         experience = self.experience.get_state(replay_dir)
         sources = [source.get_state(self._midway) for source in self.sources]
@@ -451,7 +459,8 @@ class Driver:
         return exact and goes_on and not json.get("midway", False)
 
     def prune_replay(self, directory: Path, step: int, state: dict[str, Any], run: RunDir) -> None:
-        """Delete the files of the experience that no checkpoint of the run needs any more; `state` was just saved as that of `step`."""
+        """Delete the files of the experience that no checkpoint of the run needs any more; `state` was just saved as
+        that of `step`."""
         known = self._saved_experience
         known[step] = state["arrays"]["experience"]
         for other in run.steps():
@@ -484,7 +493,8 @@ class Driver:
         self.learner.start_with_model()
 
     def lost_weights(self, learner: Mapping[str, Any] | None = None) -> str:
-        """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there already."""
+        """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there
+        already."""
         constants = {name for name, _ in self.model.named_buffers()}
         lost = not_finite(self._weights_now(), constants)
         if not lost:

@@ -22,8 +22,8 @@ EVAL_SEED = 1_000_003
 
 
 def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
-    """The environment as it is judged: whole episodes, raw rewards, all waited for. An environment given as an object is there only
-    once."""
+    """The environment as it is judged: whole episodes, raw rewards, all waited for. An environment given as an object
+    is there only once."""
     if not isinstance(config.id, (str, type)) and hasattr(config.id, "step"):
         num_envs = 1
     atari = dataclasses.replace(config.atari, episodic_life=False)
@@ -66,8 +66,8 @@ def play(
     on_step: Callable[[Step], None] | None = None,
     most_steps: int | None = None,
 ) -> list[tuple[float, int]]:
-    """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return, length) each. With `most_steps`
-    those that end within so many environment steps."""
+    """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return,
+    length) each. With `most_steps` those that end within so many environment steps."""
     share = [episodes // env.num_envs + (b < episodes % env.num_envs) for b in range(env.num_envs)]
     done: list[list[tuple[float, int]]] = [[] for _ in share]
     rollout = trained(env, engine, policy, seed, mode, initial_state)
@@ -86,8 +86,8 @@ def play(
 def evaluate_model(
     model: Any, policy: Any, env: EnvConfig, episodes: int, record: Record = True, threads: int = 0
 ) -> dict[str, Any]:
-    """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval. `threads`: of environments
-    that have threads; 0 = one per core."""
+    """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval.
+    `threads`: of environments that have threads; 0 = one per core."""
     with make_vec(eval_config(env, min(episodes, 16)), seed=EVAL_SEED, threads=threads) as envs:
         engine = acting_engine(model, policy, record)
         return summarize(play(envs, engine, policy, episodes, EVAL_SEED, initial_state=initial_state(model)))
@@ -103,8 +103,8 @@ def play_steps(
     mode: str = GREEDY,
     initial_state: Callable[[int], Any] | None = None,
 ) -> tuple[list[tuple[float, int]], tuple[float, int]]:
-    """Play exactly `steps` steps in one environment, episode after episode: (return, length) of each whole one, and of the one that was
-    cut (length 0: none was)."""
+    """Play exactly `steps` steps in one environment, episode after episode: (return, length) of each whole one, and of
+    the one that was cut (length 0: none was)."""
     done: list[tuple[float, int]] = []
     rollout = trained(env, engine, policy, seed, mode, initial_state)
     while rollout.env_steps < steps:
@@ -114,8 +114,8 @@ def play_steps(
 
 
 def much_worse(greedy: list[tuple[float, int]], sampled: list[tuple[float, int]]) -> tuple[float, float] | None:
-    """(mean greedy return, mean sampled return) where the greedy one is clearly the smaller: by more than chance (both 95 % intervals) and by more than
-    a tenth of what there is to tell apart."""
+    """(mean greedy return, mean sampled return) where the greedy one is clearly the smaller: by more than chance (both
+    95 % intervals) and by more than a tenth of what there is to tell apart."""
     if len(greedy) < 2 or len(sampled) < 2:
         return None
     g, s = (np.array([r for r, _ in results]) for results in (greedy, sampled))

@@ -1,4 +1,5 @@
-"""Whether a training is sound. Numbers that are not finite end it, with what and since when; what else looks wrong is said (`bray.train.symptoms`)."""
+"""Whether a training is sound. Numbers that are not finite end it, with what and since when; what else looks wrong is
+said (`bray.train.symptoms`)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _ADVICE = "Lower the learning rate (lr), or clip gradients (max_grad_norm) and r
 
 
 def not_finite(arrays: Mapping[str, Any], constants: Collection[str] = ()) -> str:
-    """Which weights are not finite, in words; empty where all are. A buffer (`constants`) may hold infinities: a mask does."""
+    """Which weights are not finite, in words; empty where all are. A buffer (`constants`) may hold infinities: a mask
+    does."""
     bad: list[str] = []
     lost = total = 0
     for name, x in arrays.items():
@@ -52,7 +54,8 @@ class Health:
         self._good: Mapping[str, Any] = {}  # the last row whose numbers were finite
 
     def check(self, row: Mapping[str, Any], weights: Callable[[], str]) -> None:
-        """Raise Diverged where a loss is not finite, or another number of the learner is not because of its weights; `weights()` says which are not."""
+        """Raise Diverged where a loss is not finite, or another number of the learner is not because of its weights;
+        `weights()` says which are not."""
         bad = {k: v for k, v in row.items() if k.startswith("loss/") and v is not None and not math.isfinite(v)}
         if bad:
             lost = weights()
@@ -63,7 +66,8 @@ class Health:
         self._good = row
 
     def cause(self, error: Exception, lost: str) -> Diverged | None:
-        """What to tell in place of an error that came of actions or weights that are not finite: whoever met them first is not to blame."""
+        """What to tell in place of an error that came of actions or weights that are not finite: whoever met them first
+        is not to blame."""
         what = [str(error)] if isinstance(error, Diverged) else []
         what += [f"{lost} are not finite"] if lost else []
         return self.diverged("; ".join(what)) if what else None
@@ -78,6 +82,6 @@ class Health:
         elif row is not None:
             since = f"since the first iteration ({short(row[ENV_STEPS])} environment steps)"
         return Diverged(
-            f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the latest. {_ADVICE}, and go on from it: "
-            "bray train --resume, or the same bray launch again."
+            f"training has diverged: {what}{', ' + since if since else ''}. The last good checkpoint stays the "
+            f"latest. {_ADVICE}, and go on from it: bray train --resume, or the same bray launch again."
         )

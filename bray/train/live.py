@@ -1,7 +1,8 @@
-"""Training from live games: they call an HTTP service, a Policy answers, and what happens in them is learnt from, all in one process.
+"""Training from live games: they call an HTTP service, a Policy answers, and what happens in them is learnt from, all
+in one process.
 
-The service runs in a thread with its own copy of the weights; the driver learns in the main one. A game that is played faster than is learnt loses
-its oldest rows, unless it may wait.
+The service runs in a thread with its own copy of the weights; the driver learns in the main one. A game that is played
+faster than is learnt loses its oldest rows, unless it may wait.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
     given = [live.obs is not None or live.actions is not None, live.spec is not None, env.id not in ("", ID)]
     if sum(given) != 1:
         raise ConfigError(
-            "live games: say what they send in one way: obs= and actions= (--obs 'float32[6]' --actions 3), spec=FILE.json (--spec), or an "
-            f"environment whose spaces they have (--env module:Class); got {sum(given)} of the three"
+            "live games: say what they send in one way: obs= and actions= (--obs 'float32[6]' --actions 3), "
+            "spec=FILE.json (--spec), or an environment whose spaces they have (--env module:Class); got "
+            f"{sum(given)} of the three"
         )
     if given[2]:
         return env_spec(env)
@@ -249,10 +251,11 @@ class LiveSource(Source):
 
 
 class LiveEngine:
-    """A Model for batches of any size, as games come. They are padded to a power of two, so that each size is recorded: the torch engine keeps few.
+    """A Model for batches of any size, as games come. They are padded to a power of two, so that each size is recorded:
+    the torch engine keeps few.
 
-    It returns what the Policy needs for acting and for learning. It draws the Model's random inputs itself: they have no batch axis, so they
-    cannot wait in a queue with the observations of other games."""
+    It returns what the Policy needs for acting and for learning. It draws the Model's random inputs itself: they have
+    no batch axis, so they cannot wait in a queue with the observations of other games."""
 
     def __init__(self, model: nn.Module, policy: Policy, rng: np.random.Generator):
         outputs = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))

@@ -43,7 +43,8 @@ _drawing = threading.RLock()  # a network may load another run
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw weights by a seed: torch has one random generator for all threads, and another one that made an experiment would draw from it too."""
+    """Draw weights by a seed: torch has one random generator for all threads, and another one that made an experiment
+    would draw from it too."""
     with _drawing:
         torch.manual_seed(seed)
         yield
@@ -70,7 +71,8 @@ def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, confi
 
 
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
-    """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has a way of its own."""
+    """What a service needs to act without the algorithm's code, for `policy.json`. `rule` is null where the Policy has
+    a way of its own."""
     recurrent = is_recurrent(model)
     initial = model.initial_state(1) if recurrent else None
     by_rule = policy.acts_by_rule()
@@ -139,7 +141,8 @@ class LocalTraining(Driver):
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
             raise ConfigError(
-                f"num_workers={self.run_config.num_workers}: {algo_name(self.algo)} learns from whole episodes that this process plays; set num_workers=0"
+                f"num_workers={self.run_config.num_workers}: {algo_name(self.algo)} learns from whole episodes that "
+                "this process plays; set num_workers=0"
             )
 
         def weights() -> dict[str, np.ndarray]:
@@ -193,7 +196,8 @@ class LocalTraining(Driver):
         return f"{n} env{'s' if n > 1 else ''} ({words.get(form, form)})"
 
     def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
-        """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 % interval."""
+        """Greedy episodes in environments of their own, on seeds that are the same in every run: mean with a 95 %
+        interval."""
         episodes = episodes or self.run_config.eval_episodes
         return evaluate_model(self.model, self.policy, self.env_config, episodes, self.run_config.record)
 
@@ -201,15 +205,18 @@ class LocalTraining(Driver):
 def _check_inference(run: RunConfig) -> None:
     if run.inference == "central" and not run.num_workers:
         raise ConfigError(
-            "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave it out"
+            "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave "
+            "it out"
         )
     if run.inference == "central" and (run.cluster == "ray" or run.address):
         raise ConfigError(
-            "run.inference=central needs workers on this machine: leave run.cluster and run.address out, or set run.inference=worker"
+            "run.inference=central needs workers on this machine: leave run.cluster and run.address out, or set "
+            "run.inference=worker"
         )
     if (run.env_groups or 1) > 1 and run.inference != "central":
         raise ConfigError(
-            f"run.env_groups={run.env_groups}: environments play in turn while actions are computed elsewhere; set run.inference=central, or leave it out"
+            f"run.env_groups={run.env_groups}: environments play in turn while actions are computed elsewhere; set "
+            "run.inference=central, or leave it out"
         )
 
 
@@ -224,14 +231,15 @@ def _refuse_waiting(wait_num: int, side: Side) -> None:
         return
     raise ConfigError(
         f"env.wait_num={wait_num} does not go with {what}: between two steps of an environment that is waited for lie "
-        f"rows in which nothing happened to it, and {what} takes neighbouring rows for neighbouring steps. Set {instead}, or leave "
-        "env.wait_num out."
+        f"rows in which nothing happened to it, and {what} takes neighbouring rows for neighbouring steps. Set "
+        f"{instead}, or leave env.wait_num out."
     )
 
 
 def threads_for(spec: EnvSpec, device: torch.device) -> int:
-    """One thread for vectors and boards (more are slower there: PPO on 5 x 7 x 7 took a third more CPU time), all cores for pictures; but few where a GPU
-    computes: the CPU only copies then, and threads that wait for more to copy take time from the environments."""
+    """One thread for vectors and boards (more are slower there: PPO on 5 x 7 x 7 took a third more CPU time), all cores
+    for pictures; but few where a GPU computes: the CPU only copies then, and threads that wait for more to copy take
+    time from the environments."""
     pictures = any(len(s.shape) >= 2 and max(s.shape) >= _PICTURE for s in _leaf_spaces(spec.observation))
     cores = os.cpu_count() or 1
     return (min(cores, _COPYING) if device.type == "cuda" else cores) if pictures else 1

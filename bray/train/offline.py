@@ -41,7 +41,8 @@ class FileTraining(Driver):
         self.algo, self.run_config, self.env_config = algo, run, env
         if run.eval_freq or run.video_freq:
             raise ConfigError(
-                "eval_freq, video_freq: there is no environment to evaluate in while learning from files; leave them out"
+                "eval_freq, video_freq: there is no environment to evaluate in while learning from files; leave them "
+                "out"
             )
         self.device = resolve_device(run.device)
         self.reader = EpisodeReader(find_files(data.files))
@@ -54,14 +55,18 @@ class FileTraining(Driver):
         super().__init__([side], [FileSource(self.reader, self.spec.layout)])
         if "env_steps_total" in run.stop:
             logger.warning(
-                "env_steps_total (--steps) counts what is read from files, and all %s steps are read before the first one is learnt from: the run ends "
-                "with its first iteration. Say how much to learn by data.epochs, or by --stop '{\"learner_steps_total\": N}'",
+                "env_steps_total (--steps) counts what is read from files, and all %s steps are read before the first "
+                "one is learnt from: the run ends with its first iteration. Say how much to learn by data.epochs, or "
+                "by --stop '{\"learner_steps_total\": N}'",
                 f"{self.reader.steps.sum():,}",
             )
 
     def describe(self) -> str:
         files = len(self.reader.paths)
-        return f"{len(self.reader):,} episodes of {files} file{'s' if files > 1 else ''}, {self.reader.steps.sum():,} steps"
+        return (
+            f"{len(self.reader):,} episodes of {files} file{'s' if files > 1 else ''}, {self.reader.steps.sum():,} "
+            "steps"
+        )
 
     def learn(self, total: Any = None, one: bool = False) -> int:
         """Several batches an iteration: a row for each would cost more than learning from it."""
@@ -84,15 +89,16 @@ def find_files(pattern: str) -> str | list[str]:
 
 
 def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
-    """The spaces: an environment's where one is named, else those of spec.json beside the files or one directory above."""
+    """The spaces: an environment's where one is named, else those of spec.json beside the files or one directory
+    above."""
     if env.id != ID:
         return env_spec(env)
     for folder in (file.parent, file.parent.parent):
         if (folder / "spec.json").exists():
             return EnvSpec.from_json(read_json(folder / "spec.json"))
     raise ConfigError(
-        f"{file.parent} has no spec.json, which says what observations and actions are (`bray collect` writes it): copy that of the run "
-        "there, or name the environment with --env"
+        f"{file.parent} has no spec.json, which says what observations and actions are (`bray collect` writes it): "
+        "copy that of the run there, or name the environment with --env"
     )
 
 
@@ -100,8 +106,8 @@ def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int)
     """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
     if isinstance(experience, (Rollouts, Sequences, Episodes, Generation)):
         raise ConfigError(
-            f"{algorithm} learns from what its newest policy did, not from files of another one: use DQN or SAC, or an algorithm of your own "
-            "whose experience is a Dataset"
+            f"{algorithm} learns from what its newest policy did, not from files of another one: use DQN or SAC, or "
+            "an algorithm of your own whose experience is a Dataset"
         )
     if isinstance(experience, Replay):
         return Dataset(experience.batch_size, epochs, config.gamma, getattr(config, "n_step", 1))

@@ -1,4 +1,5 @@
-"""A player: environments, a Policy and a copy of the Model (or a line to it), in a process of their own. It plays rows when it is asked to."""
+"""A player: environments, a Policy and a copy of the Model (or a line to it), in a process of their own. It plays rows
+when it is asked to."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ class Player:
         return RowsOfAll(seed, self._mine(numbers), self._plan.run.num_workers * self._plan.env.num_envs)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
-        """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are normalised by the `returns` of
-        all players, and what comes here."""
+        """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are
+        normalised by the `returns` of all players, and what comes here."""
         self.laps.lap("idle")
         if self._line is None:
             load_weights(self.model, weights)
@@ -187,7 +188,8 @@ class Player:
 
 
 class Turns:
-    """Groups of environments that play in turn, as one source: while one waits for its answer, the others step. Its columns are theirs side by side."""
+    """Groups of environments that play in turn, as one source: while one waits for its answer, the others step. Its
+    columns are theirs side by side."""
 
     def __init__(self, groups: list[EnvSource]):
         self.groups = groups
@@ -257,7 +259,8 @@ def cores() -> int:
 
 
 class _Bits:
-    """The state of a generator, which all workers share, with a seed of this worker's own for those who make generators from it."""
+    """The state of a generator, which all workers share, with a seed of this worker's own for those who make generators
+    from it."""
 
     def __init__(self, rng: np.random.Generator, seed: list[int]):
         self._rng, self.seed_seq = rng, np.random.SeedSequence(seed)
@@ -272,7 +275,8 @@ class _Bits:
 
 
 class RowsOfAll:
-    """A random generator that draws for the environments of all workers and gives out those of `mine`: they act as they would in one process."""
+    """A random generator that draws for the environments of all workers and gives out those of `mine`: they act as they
+    would in one process."""
 
     def __init__(self, seed: int, mine: range, total: int):
         self._rng = np.random.default_rng([seed, 0])
@@ -305,6 +309,6 @@ class RowsOfAll:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"rng.{name}: in a rollout worker a Policy draws by random, standard_normal, normal, uniform, integers and choice, which are drawn for the "
-            "environments of all workers so that these act as in one process"
+            f"rng.{name}: in a rollout worker a Policy draws by random, standard_normal, normal, uniform, integers "
+            "and choice, which are drawn for the environments of all workers so that these act as in one process"
         )

@@ -1,6 +1,8 @@
-"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a pipe.
+"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a
+pipe.
 
-Nobody waits for anybody there: the weights are written to one of two places in turn, and a player that was overtaken by the second writing reads again."""
+Nobody waits for anybody there: the weights are written to one of two places in turn, and a player that was overtaken by
+the second writing reads again."""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class Processes:
         self._starting: list[PlayerProcess] = []
 
     def start(self, plan: Plan) -> PlayerProcess:
-        """Begin to start a player; `started` waits for it. Where more start than there are cores for, they would only slow each other down, beyond
-        their time limit: the next one then begins when the first of them is there."""
+        """Begin to start a player; `started` waits for it. Where more start than there are cores for, they would only
+        slow each other down, beyond their time limit: the next one then begins when the first of them is there."""
         self._starting = [worker for worker in self._starting if worker.starting]
         if len(self._starting) >= 2 * (os.cpu_count() or 1):
             wait([self._starting.pop(0).conn], START_TIMEOUT)
@@ -70,7 +72,8 @@ class Processes:
 
 
 class PlayerProcess:
-    """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it died or hangs."""
+    """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it
+    died or hangs."""
 
     def __init__(self, plan: Plan, slots: Slots, line: Line | None = None):
         told, needs_main = portable(plan)
@@ -100,7 +103,8 @@ class PlayerProcess:
         self._child.send(pickle.dumps((method, *arguments)))
 
     def receive(self, timeout: float | None) -> Any:
-        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it plays the third time from now."""
+        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it
+        plays the third time from now."""
         answer, _ = unpack(self._child.receive(timeout))
         if not isinstance(answer, _Placed):
             return answer
@@ -123,8 +127,9 @@ class PlayerProcess:
 
 
 class Slots:
-    """Two copies of the weights in memory that all players see. Each has a counter that is odd while it is written: a reader that finds it odd, or
-    changed behind its copy, takes the other one. A reader that is killed leaves nothing behind."""
+    """Two copies of the weights in memory that all players see. Each has a counter that is odd while it is written: a
+    reader that finds it odd, or changed behind its copy, takes the other one. A reader that is killed leaves nothing
+    behind."""
 
     def __init__(self, weights: Mapping[str, np.ndarray]):
         self._places: dict[str, _Place] = {}
@@ -171,8 +176,8 @@ _turn = threading.Lock()
 
 
 def _in_order() -> None:
-    """What this process wrote or read so far comes before what follows, for other processes too. On ARM stores and loads may overtake each other, but
-    none overtakes a lock that is released and taken again."""
+    """What this process wrote or read so far comes before what follows, for other processes too. On ARM stores and
+    loads may overtake each other, but none overtakes a lock that is released and taken again."""
     for _ in range(2):
         with _turn:
             pass
@@ -189,7 +194,8 @@ class _Place:
 
 
 class _Placed:
-    """What was played, its arrays in a place of the player's memory; with the first, how large a place is and what lies in it."""
+    """What was played, its arrays in a place of the player's memory; with the first, how large a place is and what lies
+    in it."""
 
     def __init__(self, played: Played, place: int, memory: tuple[int, Piece] | None):
         self.played, self.place, self.memory = played, place, memory
@@ -200,7 +206,8 @@ def _padded(array: np.ndarray) -> int:
 
 
 def _memory_file() -> Path:
-    """A name for the memory of a player's pieces. The parent gives it, so that it can take the file away whatever becomes of the player."""
+    """A name for the memory of a player's pieces. The parent gives it, so that it can take the file away whatever
+    becomes of the player."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     return Path(folder) / f"bray-rollout-{os.getpid()}-{secrets.token_hex(8)}"
 
@@ -256,7 +263,8 @@ def _packed(method: str, result: Any) -> bytes:
         return pickle.dumps(("ok", result, []))
     except (pickle.PicklingError, AttributeError, TypeError) as e:
         raise EnvError(
-            f"{method}: what the function returned cannot be sent to the process that learns ({e}): return numbers, text, arrays, or lists of these"
+            f"{method}: what the function returned cannot be sent to the process that learns ({e}): return numbers, "
+            "text, arrays, or lists of these"
         ) from None
 
 

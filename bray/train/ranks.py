@@ -1,7 +1,8 @@
-"""The ranks that train one model together: each has batches of its own, and all have the same parameters after every step.
+"""The ranks that train one model together: each has batches of its own, and all have the same parameters after every
+step.
 
-Gradients are averaged by one all-reduce of one flat array. Small numbers (who has a batch, who has ended) go over gloo, also where the
-gradients are on GPUs.
+Gradients are averaged by one all-reduce of one flat array. Small numbers (who has a batch, who has ended) go over gloo,
+also where the gradients are on GPUs.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Ranks:
             raise RankLost(f"rank {self.rank} of {self.size} lost another one: {e}") from e
 
     def check_gpus(self, device: torch.device) -> None:
-        """Add up one number on the GPUs before anything depends on it. NCCL that is set up wrongly fails here, on ranks that are all alive; the
-        same error later means that a rank has died."""
+        """Add up one number on the GPUs before anything depends on it. NCCL that is set up wrongly fails here, on ranks
+        that are all alive; the same error later means that a rank has died."""
         if self._control is None:
             return
         try:
@@ -68,8 +69,8 @@ class Ranks:
             self._run(lambda: dist.monitored_barrier(self._control, timedelta(seconds=_ALIVE_S)))
             why = str(e).strip().splitlines()[-1]
             raise ConfigError(
-                f"the GPUs of the {self.size} ranks do not reach each other: {why} NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME names the "
-                "network interface; ranks that share a GPU need gpus_per_worker below 1"
+                f"the GPUs of the {self.size} ranks do not reach each other: {why} NCCL_DEBUG=INFO says more; "
+                "NCCL_SOCKET_IFNAME names the network interface; ranks that share a GPU need gpus_per_worker below 1"
             ) from e
 
     def all_reduce_sum(self, *numbers: float) -> list[float]:
@@ -136,7 +137,8 @@ class Ranks:
 
 
 def average_gradients(params: Sequence[nn.Parameter], ranks: Ranks) -> None:
-    """Replace `.grad` of each parameter by its mean over the ranks. A parameter without one counts as zero, unless no rank has one."""
+    """Replace `.grad` of each parameter by its mean over the ranks. A parameter without one counts as zero, unless no
+    rank has one."""
     if ranks.size == 1 or not params:
         return
     there = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
@@ -148,10 +150,12 @@ def average_gradients(params: Sequence[nn.Parameter], ranks: Ranks) -> None:
 
 
 class DistributedLearner:
-    """Makes an algorithm's Learner train on several ranks: its Optimizers average their gradients between backward and step.
+    """Makes an algorithm's Learner train on several ranks: its Optimizers average their gradients between backward and
+    step.
 
-    The ranks of an update may want different numbers of gradient steps (PPO's `target_kl` looks at the rank's own rows): all make as many
-    as the one that wants the fewest. Each is announced, so that nobody waits for a gradient that does not come.
+    The ranks of an update may want different numbers of gradient steps (PPO's `target_kl` looks at the rank's own
+    rows): all make as many as the one that wants the fewest. Each is announced, so that nobody waits for a gradient
+    that does not come.
     """
 
     def __init__(self, learner: Any, ranks: Ranks):

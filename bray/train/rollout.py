@@ -29,8 +29,8 @@ from bray.train.source import RolloutWorker, Source
 logger = logging.getLogger("bray")
 
 SEPARATE = 0.3
-"""Outputs that `act` does not read are computed once per rollout instead of at each step when at least this share of the Model's
-parameters serves only them (a value network of its own; not a value head on a shared body)."""
+"""Outputs that `act` does not read are computed once per rollout instead of at each step when at least this share of
+the Model's parameters serves only them (a value network of its own; not a value head on a shared body)."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,8 @@ class Rollout:
         self.obs = self.env.reset(seed)
 
     def ask(self) -> None:
-        """Begin a step: put the question to an engine that is somewhere else (`ask`, `answer`) and return. `step` waits for the answer and goes on."""
+        """Begin a step: put the question to an engine that is somewhere else (`ask`, `answer`) and return. `step` waits
+        for the answer and goes on."""
         start = time.perf_counter()
         tick, state, clock = self._tick()
         deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
@@ -136,11 +137,13 @@ class Rollout:
         return told.env_steps + self.env_steps - at
 
     def hold_time(self) -> None:
-        """Schedules stay as they are now, until the next call: over the rows of a piece, which several workers may play a part of each."""
+        """Schedules stay as they are now, until the next call: over the rows of a piece, which several workers may play
+        a part of each."""
         self._held = self._time()
 
     def set_clock(self, clock: Clock) -> None:
-        """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is learnt."""
+        """Take the learner's clock. Time never goes back: a worker gets the same clock again while nothing is
+        learnt."""
         self._told = (
             Clock(max(clock.env_steps, self._time() if self._told else 0), clock.version),
             self.env_steps,
@@ -210,8 +213,8 @@ class Rollout:
             self.lengths[b] = 0
 
     def _taken(self, extras: dict[str, Any]) -> dict[str, Any]:
-        """The extras of the actions that are carried out in this row: the last ones where they are still under way. The row in which a
-        result comes so holds the action that it came from."""
+        """The extras of the actions that are carried out in this row: the last ones where they are still under way. The
+        row in which a result comes so holds the action that it came from."""
         waiting = self.env.waiting
         if self._under_way is None or not waiting.any():
             return extras
@@ -222,8 +225,9 @@ class Rollout:
         return tree.map(choose, extras, self._under_way)
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
-        """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}. Where the environments cannot say where
-        they are (one has failed, or does not answer), all the rest; then `exact` is false in it. `midway`: see `Source.get_state`."""
+        """All that is needed to go on as if nothing had happened: {"arrays": tree, "json": plain data}. Where the
+        environments cannot say where they are (one has failed, or does not answer), all the rest; then `exact` is false
+        in it. `midway`: see `Source.get_state`."""
         env: dict[str, Any] = {"arrays": {}, "json": None} if midway else self._env_state()
         arrays = {
             "env": env["arrays"],
@@ -280,7 +284,8 @@ _FEW = 64
 
 
 def _true_of(flags: np.ndarray) -> list[int]:
-    """Where flags are true. A list is searched ten times faster than an array of a few of them, and thirty times slower than one of two thousand."""
+    """Where flags are true. A list is searched ten times faster than an array of a few of them, and thirty times slower
+    than one of two thousand."""
     if len(flags) > _FEW:
         return np.flatnonzero(flags).tolist()
     found = flags.tolist()
@@ -292,8 +297,8 @@ KEPT_BYTES = 1 << 16
 
 
 class EnvSource(Source):
-    """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in place. Pictures that were sent to a GPU
-    stay there for the Learner (`Piece.on_device`)."""
+    """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in
+    place. Pictures that were sent to a GPU stay there for the Learner (`Piece.on_device`)."""
 
     exact = True
 
@@ -335,7 +340,8 @@ class EnvSource(Source):
         return None
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
-        """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a fixed shape."""
+        """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a
+        fixed shape."""
         if self.rows == 1:
             return self._gather_row()
         self.begin()
@@ -544,7 +550,8 @@ def zeroed(state: Any, first: np.ndarray) -> Any:
 
 
 def returns_of(state: dict[str, Any]) -> Moments:
-    """What rewards are normalised by, of the state of any source: one process has it beside its environments, workers have it together."""
+    """What rewards are normalised by, of the state of any source: one process has it beside its environments, workers
+    have it together."""
     json, rewards = state["json"], state["arrays"].get("rewards")
     if "returns" in json:
         return Moments.saved(json["returns"])

@@ -29,7 +29,8 @@ class RolloutWorker:
     envs: tuple[VecEnv, ...]
     """All of its environments together, or a part for each of its groups (`run.env_groups`)."""
     model: Any
-    """Its copy of the Model; in the process that learns, the one that is trained. None where the Model is computed there for all."""
+    """Its copy of the Model; in the process that learns, the one that is trained. None where the Model is computed
+    there for all."""
     policies: tuple[Any, ...]
     """What chooses actions, for each of `envs`."""
 
@@ -41,7 +42,8 @@ class Source:
     """The contract, with defaults."""
 
     exact = False
-    """Whether it is asked in the learner's own thread and shares its parameters, so that a run can be repeated bit for bit."""
+    """Whether it is asked in the learner's own thread and shares its parameters, so that a run can be repeated bit for
+    bit."""
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         """What has come, waiting at most so long; nothing may have. Raises EndOfData when nothing will."""
@@ -72,8 +74,8 @@ class Source:
         """Tell callbacks of every episode's start, steps and end."""
         if callbacks.watches:
             raise ConfigError(
-                "callbacks of episodes (on_episode_start, _step, _end) need environments that Bray steps, not live games or files; an Agent of the "
-                "games has its own on_episode (docs/serving.md)"
+                "callbacks of episodes (on_episode_start, _step, _end) need environments that Bray steps, not live "
+                "games or files; an Agent of the games has its own on_episode (docs/serving.md)"
             )
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
@@ -85,8 +87,8 @@ class Source:
         raise ConfigError("foreach_worker needs environments that Bray steps, not live games or files")
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}. `midway`: in an iteration that was cut short; what was played of it may be lost, and so whoever
-        goes on begins new episodes."""
+        """{"arrays": tree, "json": plain data}. `midway`: in an iteration that was cut short; what was played of it may
+        be lost, and so whoever goes on begins new episodes."""
         return {"arrays": {}, "json": {}}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
@@ -100,8 +102,8 @@ class Source:
 
 
 class FileSource(Source):
-    """Trajectory files of ours (`bray collect`), an episode at a time, once. Files hold actions in the environment's units; with the `layout` of
-    its action space they become what a learner wants."""
+    """Trajectory files of ours (`bray collect`), an episode at a time, once. Files hold actions in the environment's
+    units; with the `layout` of its action space they become what a learner wants."""
 
     exact = True
 

@@ -12,7 +12,8 @@ PHASES = ("env", "forward", "transfer", "learn", "idle", "other")
 WEIGHTS = "transfer_weights"
 """The part of `transfer` that weights take."""
 CPU, QUEUED = "cpu", "queued"
-"""Seconds on a core, by all threads of the process; and those in which its main thread waited for a core that others had. Phases contain both."""
+"""Seconds on a core, by all threads of the process; and those in which its main thread waited for a core that others
+had. Phases contain both."""
 BETWEEN = "between"
 """Checkpoints, callbacks of the training and rows written: behind an iteration, and in no phase of it."""
 
@@ -36,14 +37,16 @@ class Laps:
 
 
 class Cores:
-    """What a process gets of the cores; looked at no more often than `every` so many seconds, because a look takes 20 us."""
+    """What a process gets of the cores; looked at no more often than `every` so many seconds, because a look takes 20
+    us."""
 
     def __init__(self, every: float = 0.0) -> None:
         self._every, self._looked = every, time.perf_counter()
         self._cpu, self._queued = time.process_time(), _queued()
 
     def take(self) -> dict[str, float]:
-        """Seconds on a core and seconds queued for one, since the last call that told of them; nothing where that was a moment ago."""
+        """Seconds on a core and seconds queued for one, since the last call that told of them; nothing where that was a
+        moment ago."""
         now = time.perf_counter()
         if now - self._looked < self._every:
             return {}
@@ -75,7 +78,8 @@ class WorkerTimes:
             spent[phase] = spent.get(phase, 0.0) + value
 
     def row(self) -> dict[str, float]:
-        """Milliseconds since the last call, for a result row: those of the mean worker by phase, and how long each of them was idle."""
+        """Milliseconds since the last call, for a result row: those of the mean worker by phase, and how long each of
+        them was idle."""
         spent, self._spent = self._spent, {}
         phases = dict.fromkeys(phase for one in spent.values() for phase in one)
         mean = {f"perf/worker_{k}": 1e3 * sum(one.get(k, 0.0) for one in spent.values()) / len(spent) for k in phases}

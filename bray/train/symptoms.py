@@ -1,7 +1,8 @@
 """What looks wrong in the numbers of a run, in words: said once per cause, with what usually helps.
 
-Each rule looks at a result row and gives a sentence where it looks bad; it is said when 5 of the last 10 rows do. The limits are far from what
-healthy runs show (the pages of docs/algorithms tell what that is): a warning is to be believed.
+Each rule looks at a result row and gives a sentence where it looks bad; it is said when 5 of the last 10 rows do. The
+limits are far from what healthy runs show (the pages of docs/algorithms tell what that is): a warning is to be
+believed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _SCALE = (("set", "normalize_rewards"), ("set", "clip_rewards"))
 
 
 class Symptoms:
-    """Looks at every result row of a run. `options`: those of `SECTIONS`, by name; without them all that might help is named."""
+    """Looks at every result row of a run. `options`: those of `SECTIONS`, by name; without them all that might help is
+    named."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, patience: int = 5):
         """`patience`: how many of the last rows, twice as many, have to look bad."""
@@ -101,7 +103,8 @@ class Symptoms:
         return ""
 
     def _entropy(self, row: Mapping[str, Any]) -> str:
-        """A policy that always does the same, and is no better than at the start. (Entropies of continuous actions have no zero: they only pass it.)"""
+        """A policy that always does the same, and is no better than at the start. (Entropies of continuous actions have
+        no zero: they only pass it.)"""
         entropy, got = number(row, "loss/entropy"), number(row, "episode_return_mean")
         if entropy is None or got is None:
             return ""
@@ -109,8 +112,8 @@ class Symptoms:
         if abs(entropy) >= max(1e-3, CERTAIN * at_first) or got > worst + 0.05 * abs(worst):
             return ""
         return (
-            f"the policy always does the same (entropy {entropy:.2g}) and its return of {short(got)} is no better than at the start "
-            f"({short(worst)}): this run is lost. Begin another one. "
+            f"the policy always does the same (entropy {entropy:.2g}) and its return of {short(got)} is no better "
+            f"than at the start ({short(worst)}): this run is lost. Begin another one. "
             + self._helps(_LOWER_LR, ("raise", "entropy_coef"))
         )
 
@@ -134,8 +137,8 @@ class Symptoms:
         if explained > UNEXPLAINED or math.sqrt(2.0 * loss) < 0.1 * scale:
             return ""
         return (
-            f"the value function is worse than a constant (explained variance {explained:.2f}), so advantages are noise. "
-            + self._helps(("lower", "lr"), ("raise", "num_envs"), ("raise", "rollout_length"), *_SCALE)
+            f"the value function is worse than a constant (explained variance {explained:.2f}), so advantages are "
+            "noise. " + self._helps(("lower", "lr"), ("raise", "num_envs"), ("raise", "rollout_length"), *_SCALE)
         )
 
     def _action_values(self, row: Mapping[str, Any]) -> str:
@@ -143,14 +146,16 @@ class Symptoms:
         if q is None or scale is None or self._scaled or abs(q) <= Q_BEYOND * max(scale, 1.0):
             return ""
         return (
-            f"action values are far beyond what the rewards allow (loss/q is {q:.3g}, returns suggest {scale:.3g} at most): they feed on themselves. "
+            f"action values are far beyond what the rewards allow (loss/q is {q:.3g}, returns suggest {scale:.3g} at "
+            "most): they feed on themselves. "
             + self._helps(
                 _LOWER_LR, ("lower", "critic_lr"), ("raise", "target_period"), ("lower", "tau"), ("set", "double")
             )
         )
 
     def _reward_scale(self, row: Mapping[str, Any]) -> str:
-        """Large rewards that the network has not followed: its values explain nothing, or are far from what they should be."""
+        """Large rewards that the network has not followed: its values explain nothing, or are far from what they should
+        be."""
         scale = self._value_scale(row, row.get("episode_return_mean"))
         if scale is None or self._scaled or scale < REWARD_SCALE:
             return ""
@@ -158,8 +163,8 @@ class Symptoms:
         if (explained is None or explained > 0.5) and (q is None or abs(q) > 0.1 * scale):
             return ""
         return (
-            f"rewards are large (returns of {short(row['episode_return_mean'])}, so values of about {scale:.2g}), and a network gets there in many small steps. "
-            + self._helps(*_SCALE)
+            f"rewards are large (returns of {short(row['episode_return_mean'])}, so values of about {scale:.2g}), and "
+            "a network gets there in many small steps. " + self._helps(*_SCALE)
         )
 
     def _gradients(self, row: Mapping[str, Any]) -> str:
@@ -182,12 +187,14 @@ class Symptoms:
         if dead is None or dead < DEAD:
             return ""
         return (
-            f"{dead:.0%} of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end), and no gradient moves them any more. Begin another run. "
+            f"{dead:.0%} of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end), "
+            "and no gradient moves them any more. Begin another run. "
             + self._helps(_LOWER_LR, ("set", "layer_norm"), ("change", "fcnet_activation"), *_SCALE)
         )
 
     def _stale_replay(self, row: Mapping[str, Any]) -> str:
-        """Transitions much older than they get where learning and gathering keep pace: half of what a replay of this size holds."""
+        """Transitions much older than they get where learning and gathering keep pace: half of what a replay of this
+        size holds."""
         age, size = number(row, "replay/staleness_mean"), number(row, "replay/size")
         steps, updates = number(row, "env_steps_total"), number(row, "learner_steps_total")
         if not (age and size and steps and updates) or age <= STALE * max(100.0, 0.5 * size * updates / steps):
@@ -214,7 +221,8 @@ class Symptoms:
         ):
             return ""
         return (
-            f"each gradient step learns from {short(max(1, round(steps * epochs / updates)))} rows only, and follows chance more than the rewards. "
+            f"each gradient step learns from {short(max(1, round(steps * epochs / updates)))} rows only, and follows "
+            "chance more than the rewards. "
             + self._helps(("lower", "minibatches"), ("raise", "num_envs"), ("raise", "rollout_length"))
         )
 
@@ -227,7 +235,8 @@ class Symptoms:
         return bool(options.get("normalize_rewards") or options.get("clip_rewards"))
 
     def _value_scale(self, row: Mapping[str, Any], return_: float | None = None) -> float | None:
-        """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever. Default: the largest return so far."""
+        """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever. Default:
+        the largest return so far."""
         low, high, length = (number(row, f"episode_{k}") for k in ("return_min", "return_max", "length_mean"))
         gamma = (self.options or {}).get("gamma")
         if low is None or high is None or not length or not isinstance(gamma, (int, float)):

@@ -1,4 +1,5 @@
-"""Dead units: those that say the same of every observation, and that no gradient moves any more. ReLUs that give zero, tanh and sigmoids at one end."""
+"""Dead units: those that say the same of every observation, and that no gradient moves any more. ReLUs that give zero,
+tanh and sigmoids at one end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _ENDS: dict[Callable[..., Any], tuple[float, float]] = {
     **dict.fromkeys((F.tanh, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_), (-0.99999, 0.99999)),
     **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_), (0.00001, 0.99999)),
 }
-"""Activation -> where it is flat: below the first, above the second. (A critic that follows returns of 100 has most of its tanh beyond 0.999, and they come back.)"""
+"""Activation -> where it is flat: below the first, above the second. (A critic that follows returns of 100 has most of
+its tanh beyond 0.999, and they come back.)"""
 _FEWEST = 8  # units of a layer: narrower ones are outputs, which may well be at one end
 SAMPLE = 251
 """Observations that are looked at. A prime: no layer is as wide, so the axis of the batch is known by its length."""
@@ -44,8 +46,8 @@ class _Watch(TorchFunctionMode):
 
 
 def dead_share(model: nn.Module, obs: Any) -> float | None:
-    """Share of the units that are dead for all these observations `[N, ...]`, in the layer that has most of them; None for a Model without any of these
-    activations."""
+    """Share of the units that are dead for all these observations `[N, ...]`, in the layer that has most of them; None
+    for a Model without any of these activations."""
     n = tree.length(obs)
     state = (tree.map(np.asarray, model.initial_state(n)),) if is_recurrent(model) else ()  # type: ignore[operator]
     with _Watch() as watch:

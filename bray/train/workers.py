@@ -1,9 +1,11 @@
 """Rollout workers: players, each with its own environments and its own copy of the Model, as one source of pieces.
 
-In rounds: all are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by side in the order of the
-workers. Asynchronous: each has a piece or two to play under way, with the newest weights that are there when it begins one, and plays on while the
-learner learns; whatever has been played is taken. A slow worker then holds nobody up, and what is learnt from is some versions old.
-A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where players live is a `Home`:
+In rounds: all are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by
+side in the order of the workers. Asynchronous: each has a piece or two to play under way, with the newest weights that
+are there when it begins one, and plays on while the learner learns; whatever has been played is taken. A slow worker
+then holds nobody up, and what is learnt from is some versions old.
+A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where players live
+is a `Home`:
 processes of this machine (`processes.py`) or of a cluster (`bray/remote/players.py`).
 """
 
@@ -37,14 +39,17 @@ from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 logger = logging.getLogger("bray")
 
 REPLAY_ROWS = 16
-"""Rows of a piece for algorithms that replay, which want them one by one: a question to a worker costs as much as several steps."""
+"""Rows of a piece for algorithms that replay, which want them one by one: a question to a worker costs as much as
+several steps."""
 SLOW, LEAST_S = 10.0, 60.0
-"""A worker is hung when it takes this many times as long as for the longest piece before, and at least so many seconds."""
+"""A worker is hung when it takes this many times as long as for the longest piece before, and at least so many
+seconds."""
 TURN_S = 1.0  # seconds after which those who wait for all workers look whether one of them hangs
 
 
 class Worker(Protocol):
-    """A player somewhere else. Questions (methods of `Player`) are answered in their order; `Lost` is raised where it died or hangs."""
+    """A player somewhere else. Questions (methods of `Player`) are answered in their order; `Lost` is raised where it
+    died or hangs."""
 
     @property
     def name(self) -> str: ...
@@ -58,13 +63,14 @@ class Worker(Protocol):
 
 
 class Home(Protocol):
-    """Where players live, and how weights get there. What `publish` returns is the first argument of the question `play`, the clock the second, and the
-    returns that rewards are normalised by the third."""
+    """Where players live, and how weights get there. What `publish` returns is the first argument of the question
+    `play`, the clock the second, and the returns that rewards are normalised by the third."""
 
     def start(self, plan: Plan) -> Worker: ...
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any: ...
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
-        """Those of these workers that have answered, have started or have died; waits so many seconds for the first of them."""
+        """Those of these workers that have answered, have started or have died; waits so many seconds for the first of
+        them."""
         ...
 
     def close(self) -> None: ...
@@ -138,7 +144,8 @@ class WorkerSource(Source):
             if not any(seat.under_way for seat in self._seats):
                 self._ask_for_pieces(2)
             self._take(0.0)
-            # Where all have played already the learner is the slower side, and a second piece would only be older when its turn comes.
+            # Where all have played already the learner is the slower side, and a second piece would only be older when
+            # its turn comes.
             most = 1 if len({w for w, _ in self._came}) == len(self._seats) else 2
             if not self._came:
                 self._take(timeout)
@@ -194,8 +201,8 @@ class WorkerSource(Source):
                     self._replace(seat, e)
 
     def _take(self, timeout: float, keep: bool = False) -> None:
-        """What has been played goes to `_came`, waiting so long for the first. Workers that died or hang are replaced. keep: copy it, because workers will
-        be asked for more before it is used."""
+        """What has been played goes to `_came`, waiting so long for the first. Workers that died or hang are replaced.
+        keep: copy it, because workers will be asked for more before it is used."""
         busy = [seat for seat in self._seats if seat.under_way or seat.starting]
         ready = self.home.wait([seat.worker for seat in busy], timeout)
         self._laps.lap("idle")
@@ -250,7 +257,8 @@ class WorkerSource(Source):
         if self.restarts > self.plan.run.max_worker_restarts:
             seat.under_way, seat.starting, seat.given_up = 0, False, True
             raise EnvError(
-                f"{report}. run.max_worker_restarts={self.plan.run.max_worker_restarts} are used up: see above why they end, or allow more."
+                f"{report}. run.max_worker_restarts={self.plan.run.max_worker_restarts} are used up: see above why "
+                "they end, or allow more."
             )
         logger.warning("%s. Replaced (%d so far); its episodes are lost.", report, self.restarts)
         seat.worker, seat.starting, seat.since = self._start(w, self.restarts), True, time.monotonic()
@@ -258,7 +266,8 @@ class WorkerSource(Source):
             self._lanes.cut(w)
 
     def _welcome(self, seat: _Seat) -> None:
-        """One that replaces another has started: it is told what that one was told, and asked for what it was asked for."""
+        """One that replaces another has started: it is told what that one was told, and asked for what it was asked
+        for."""
         seat.worker.started()
         if self._watch is not None:
             self._ask(seat, "watch", self._watch)
@@ -292,8 +301,8 @@ class WorkerSource(Source):
             return
         if self._watch is None and (names := callbacks.of_two_places()):
             logger.warning(
-                "callbacks %s: with num_workers each worker has a copy for its episodes. What on_episode_start, _step and _end leave in `self` is not "
-                "seen in on_train_result: use episode.custom_metrics",
+                "callbacks %s: with num_workers each worker has a copy for its episodes. What on_episode_start, _step "
+                "and _end leave in `self` is not seen in on_train_result: use episode.custom_metrics",
                 ", ".join(names),
             )
         self._watch = _code(watching, "callbacks of episodes")
@@ -316,7 +325,8 @@ class WorkerSource(Source):
         return seat.worker.receive(max(self._limit, START_TIMEOUT))  # it may be the user's code, as a start is
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same question to all workers, behind what they are playing; `gather` returns that. One that has died meanwhile is replaced."""
+        """The same question to all workers, behind what they are playing; `gather` returns that. One that has died
+        meanwhile is replaced."""
         if any(seat.given_up for seat in self._seats):
             raise EnvError(f"{method}: a rollout worker is gone for good")
         while any(seat.under_way or seat.starting for seat in self._seats):
@@ -370,7 +380,8 @@ class WorkerSource(Source):
 
 
 class _Lag:
-    """By how many versions the weights that acted were older than the newest ones, over the rows since the last row of numbers."""
+    """By how many versions the weights that acted were older than the newest ones, over the rows since the last row of
+    numbers."""
 
     def __init__(self) -> None:
         self._total = self._rows = self._most = 0
@@ -398,8 +409,8 @@ def _code(value: Any, what: str) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as e:
         raise ConfigError(
-            f"{what} run in the rollout workers, and these cannot be sent there ({e}): make what they hold when they first need it, or "
-            "set num_workers=0"
+            f"{what} run in the rollout workers, and these cannot be sent there ({e}): make what they hold when they "
+            "first need it, or set num_workers=0"
         ) from e
 
 

@@ -4,8 +4,8 @@ A tree is how observations, actions, model inputs and outputs, batches and traje
 written time first, `[T, B, ...]`. Dicts keep the order of the first tree given; keys are strings.
 
 `pack` writes a tree as a small JSON header followed by the raw arrays; `unpack` reads it back as views of the bytes,
-trusting nothing: no pickle, every length and type is checked before an array is made. `bray.tree.layout` has the parts of which
-`pack`, and the messages between processes, are made.
+trusting nothing: no pickle, every length and type is checked before an array is made. `bray.tree.layout` has the parts
+of which `pack`, and the messages between processes, are made.
 """
 
 from bray.tree.layout import MAGIC, pack, unpack

@@ -1,8 +1,9 @@
 """The one codec of trees: a JSON description of the structure, and columns of raw numbers.
 
-A **Layout** is the structure of a tree: its keys, and dtype and shape of every leaf. Rows of one layout are columns, one per leaf, each
-`[rows, ...]`; written down, the columns follow each other, each aligned to a cache line. Files (`pack`), buffers
-(`bray.remote.buffer`) and model calls (`bray.remote.model`) differ only in what goes before these bytes.
+A **Layout** is the structure of a tree: its keys, and dtype and shape of every leaf. Rows of one layout are columns,
+one per leaf, each `[rows, ...]`; written down, the columns follow each other, each aligned to a cache line. Files
+(`pack`), buffers (`bray.remote.buffer`) and model calls (`bray.remote.model`) differ only in what goes before these
+bytes.
 
     node = {"d": [[key, node], ...]} | {"l": [node, ...]} | {"t": [node, ...]} | {"a": [dtype, shape]}
 
@@ -75,7 +76,8 @@ class Layout:
     __slots__ = ("_end", "dtypes", "paths", "read", "row_bytes", "shapes", "sizes", "spec", "structure", "tree")
 
     def __init__(self, node: Any):
-        """From a description, which is checked: it may come from another process. DataError says what is wrong with it."""
+        """From a description, which is checked: it may come from another process. DataError says what is wrong with
+        it."""
         try:
             self.spec: bytes = msgspec.json.encode(node)
         except UnicodeEncodeError as e:

@@ -105,8 +105,8 @@ def equal(a: NestedArray, b: NestedArray) -> bool:
 
 
 def difference(expected: dict[str, str], got: dict[str, str], most: int = 3) -> str:
-    """Where two structures differ, for an error message: 'obs: expected float32[8], got float32[9]'. Both are given as path -> description
-    of the leaf; '' where they are equal."""
+    """Where two structures differ, for an error message: 'obs: expected float32[8], got float32[9]'. Both are given as
+    path -> description of the leaf; '' where they are equal."""
     different = [
         f"{path or 'the sample'}: expected {expected.get(path, 'nothing')}, got {got.get(path, 'nothing')}"
         for path in {**expected, **got}

@@ -25,7 +25,8 @@ Node = dict[str, Any]
 
 
 def describe(state: State) -> list[tuple[str, Node]]:
-    """(field, node) pairs: input and output first, then what agents have set, then which tick of which session it is."""
+    """(field, node) pairs: input and output first, then what agents have set, then which tick of which session it
+    is."""
     fields = vars(state)
     others = [name for name in fields if name not in _FIRST and name not in _LAST]
     left = [_MOST_NODES]
@@ -102,7 +103,8 @@ def _array(array: np.ndarray) -> Node:
 
 
 def _thumb(array: np.ndarray) -> np.ndarray | None:
-    """A small picture of an array that looks like one: `[H, W]`, `[H, W, 3]`, or up to 8 of `[H, W]` beside each other."""
+    """A small picture of an array that looks like one: `[H, W]`, `[H, W, 3]`, or up to 8 of `[H, W]` beside each
+    other."""
     if array.dtype.kind not in "biuf" or array.ndim not in (2, 3) or array.size > 1 << 22:
         return None
     if array.ndim == 3 and array.shape[2] != 3:

@@ -18,10 +18,11 @@ _SMALLEST = 256  # pixels of the longer side of a video; smaller pictures are en
 
 
 def pictures(result: Any) -> list[tuple[str, np.ndarray]]:
-    """(name, uint8 `[H, W, 3 or 4]`) of each picture in what a render function returned: a picture, or a list or dict of pictures.
+    """(name, uint8 `[H, W, 3 or 4]`) of each picture in what a render function returned: a picture, or a list or dict
+    of pictures.
 
-    A picture is `[H, W]`, `[H, W, 1]`, `[H, W, 3]` or `[H, W, 4]`: whole numbers of 0..255, bools, or floats of 0..1. Floats of which one is above 1
-    are taken as 0..255."""
+    A picture is `[H, W]`, `[H, W, 1]`, `[H, W, 3]` or `[H, W, 4]`: whole numbers of 0..255, bools, or floats of 0..1.
+    Floats of which one is above 1 are taken as 0..255."""
     found = [(name, _picture(name, value)) for name, value in tree.paths(result)]
     if not found:
         raise DataError(f"expected a picture, or a list or dict of pictures, got {result!r}")
@@ -104,8 +105,9 @@ def _opaque(picture: np.ndarray) -> np.ndarray:
 
 
 class Frames(Sequence):
-    """The frames of a video, kept as PNG since a long episode would not fit otherwise. All have the size of the largest;
-    others lie in the middle of black. Small ones are enlarged by a whole number: a video blurs single pixels."""
+    """The frames of a video, kept as PNG since a long episode would not fit otherwise. All have the size of the
+    largest; others lie in the middle of black. Small ones are enlarged by a whole number: a video blurs single
+    pixels."""
 
     def __init__(self) -> None:
         self._files: list[bytes] = []

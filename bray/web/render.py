@@ -1,4 +1,5 @@
-"""The user's render functions, run where they can do no harm: in a thread of their own, with a limit on time, their errors kept apart from ours."""
+"""The user's render functions, run where they can do no harm: in a thread of their own, with a limit on time, their
+errors kept apart from ours."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class RenderError(BrayError):
 
 
 class Render:
-    """A `kind: render` component: a function `func(episode, tick)` of the user's module. It is imported when it is first needed, and again
-    when its file has changed, so that an error can be mended while the page is open."""
+    """A `kind: render` component: a function `func(episode, tick)` of the user's module. It is imported when it is
+    first needed, and again when its file has changed, so that an error can be mended while the page is open."""
 
     def __init__(self, name: str, module: str, func: str = "render"):
         self.name, self.module, self.func = name, module, func
@@ -69,8 +70,8 @@ class Render:
 
 
 class Worker:
-    """Runs the user's code in one thread, a call at a time. A call that takes too long is given up: Python cannot end a thread, so
-    it stays behind and another one takes over."""
+    """Runs the user's code in one thread, a call at a time. A call that takes too long is given up: Python cannot end a
+    thread, so it stays behind and another one takes over."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -78,7 +79,8 @@ class Worker:
         self._start()
 
     def call(self, function: Callable[[], Any], limit: float, what: str) -> Any:
-        """What `function()` returns; RenderError when it raises, or takes more than `limit` seconds once it is its turn."""
+        """What `function()` returns; RenderError when it raises, or takes more than `limit` seconds once it is its
+        turn."""
         with self._turn:
             self._stuck = [t for t in self._stuck if t.is_alive()]
             if len(self._stuck) >= _MOST_STUCK:

@@ -1,7 +1,8 @@
 """The trials of a project and the episodes of a trial, as they lie on disk.
 
-Two kinds of file hold episodes: `episodes/*.episode`, the States of a game session, and `trajectories/*.episodes`, which
-`bray collect` writes with many episodes each. An episode has a name, which is its file's, with `#number` for one of many.
+Two kinds of file hold episodes: `episodes/*.episode`, the States of a game session, and `trajectories/*.episodes`,
+which `bray collect` writes with many episodes each. An episode has a name, which is its file's, with `#number` for one
+of many.
 
 Names come from a browser. A name is a plain file name, so none leads out of the run directory.
 """
@@ -69,7 +70,8 @@ class Project:
     # --- trials
 
     def trials(self) -> list[str]:
-        """Names of the trials that have episodes, those with the newest ones first. Several seeds of a trial are `trial/seed-1`, ..."""
+        """Names of the trials that have episodes, those with the newest ones first. Several seeds of a trial are
+        `trial/seed-1`, ..."""
         newest: dict[str, float] = {} if self.trial is None else {self.trial: 0.0}
         for folder in _FOLDERS:
             for pattern in (f"*/{folder}", f"*/*/{folder}"):
@@ -181,8 +183,8 @@ class Project:
 
 
 def states_of(episode: dict[str, Any], session: str) -> list[State]:
-    """The rows of a trajectory as States: a field for each column, and `input` and `output` as a game and a PolicyAgent would
-    exchange them. The last State is the final observation, with no action."""
+    """The rows of a trajectory as States: a field for each column, and `input` and `output` as a game and a PolicyAgent
+    would exchange them. The last State is the final observation, with no action."""
     steps = len(episode["reward"])
     states = []
     for t in range(steps + 1):

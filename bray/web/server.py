@@ -9,8 +9,8 @@
     GET  /api/export?number=    POST /api/stop {number}                         how far it is; stop it
     GET  /video?trial=&file=                           a finished one
 
-It listens on this machine alone unless told otherwise, and then answers only requests that name this machine: a page of somebody
-else that is open in the same browser can neither read episodes nor start anything.
+It listens on this machine alone unless told otherwise, and then answers only requests that name this machine: a page of
+somebody else that is open in the same browser can neither read episodes nor start anything.
 """
 
 from __future__ import annotations

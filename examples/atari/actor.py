@@ -66,7 +66,8 @@ class AtariActor(bray.Actor):
 
 
 def samples(rows: list[dict[str, Any]], after: float) -> list[dict[str, Any]]:
-    """Generalised advantages (Schulman et al. 2016) of rows that follow each other; `after` is the value of what follows the last."""
+    """Generalised advantages (Schulman et al. 2016) of rows that follow each other; `after` is the value of what
+    follows the last."""
     out = []
     advantage = 0.0
     for row in reversed(rows):

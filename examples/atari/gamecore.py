@@ -4,8 +4,8 @@
     python -m examples.atari.gamecore --port 8000 --games 8 --game Breakout
     python -m examples.atari.gamecore --port 8000 --games 32 --game grid      # a small game that is learnt in a minute
 
-A session is one game: `start`, a `tick` per decision, `end`. What the bodies hold is agreed between this file and actor.py: the reward of the
-previous action, whether the game is over, and the observation as bytes.
+A session is one game: `start`, a `tick` per decision, `end`. What the bodies hold is agreed between this file and
+actor.py: the reward of the previous action, whether the game is over, and the observation as bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The network. What it sees has a batch dimension; whoever calls `await model.forward(obs)` neither gives nor gets one."""
+"""The network. What it sees has a batch dimension; whoever calls `await model.forward(obs)` neither gives nor gets
+one."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ CLIP, VALUE_COEF, ENTROPY_COEF = 0.2, 0.5, 0.01
 
 
 def train_atari(model: str, buffer: str, batch_size: int, weights_publish_interval: int, num_steps: int) -> int:
-    """Train until so many steps are made; returns the step. With several ranks each takes its own batches, and gradients are averaged."""
+    """Train until so many steps are made; returns the step. With several ranks each takes its own batches, and
+    gradients are averaged."""
     remote_model = bray.RemoteModel(model)
     net = remote_model.get_model()
     ranks = distributed.get_world_size() if distributed.is_initialized() else 1

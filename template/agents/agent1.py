@@ -1,5 +1,6 @@
-"""The agent that decides. It acts and makes samples with the algorithm's own Policy (`bray.PolicyAgent`); what is written here is how
-this game speaks. A game whose ticks are `{"obs", "reward", "terminated", "truncated"}` in JSON needs no method at all."""
+"""The agent that decides. It acts and makes samples with the algorithm's own Policy (`bray.PolicyAgent`); what is
+written here is how this game speaks. A game whose ticks are `{"obs", "reward", "terminated", "truncated"}` in JSON
+needs no method at all."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class Agent1(bray.PolicyAgent):
     def observe(self, state: bray.State) -> tuple[Any, float, bool, bool]:
         """
         Returns:
-            The observation; the reward of the previous action; whether the episode is over (terminated), or was cut (truncated).
+            The observation; the reward of the previous action; whether the episode is over (terminated), or was cut
+            (truncated).
         """
         tick = state.input
         if isinstance(tick, dict):

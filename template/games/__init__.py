@@ -1,4 +1,5 @@
-"""The games, as Gymnasium environments. `template.gamecore` plays them over the network; `bray train` plays them in its own process."""
+"""The games, as Gymnasium environments. `template.gamecore` plays them over the network; `bray train` plays them in its
+own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The key and the door: a small game in plain numpy.
 
 . . . # . . .      Seven by seven cells, a wall down the middle with one door in it. The agent (A) starts in the left
-. A . # . . .      room, where a key (K) lies; the goal (G) is in the right room. Without the key the door (D) is a wall.
+. A . # . . .      room, where a key (K) lies; the goal (G) is in the right room. Without the key the door (D) is a
+wall.
 . . . # . G .
 . . . D . . .      Moves: up, down, left, right. Each move costs 0.01. The key is worth 0.5; the goal is worth 0.5 and
 . . . # . . .      ends the game. After 100 moves the game is cut.
@@ -26,8 +27,8 @@ LIMIT = 100
 
 
 class GridEnv(gym.Env):
-    """The observation is one picture per thing (PLANES), uint8 `[5, 7, 7]`: 255 where it is, else 0. A key that was taken and a door
-    that is open are in no picture."""
+    """The observation is one picture per thing (PLANES), uint8 `[5, 7, 7]`: 255 where it is, else 0. A key that was
+    taken and a door that is open are in no picture."""
 
     observation_space = gym.spaces.Box(0, 255, (len(PLANES), SIZE, SIZE), np.uint8)
     action_space = gym.spaces.Discrete(len(MOVES))
@@ -69,7 +70,7 @@ class GridEnv(gym.Env):
         return obs
 
     def best_return(self) -> float:
-        """What the best player makes of this game, asked at its start. Nothing stands in the way inside a room, so the shortest way
-        between two things is as many moves as they are rows and columns apart."""
+        """What the best player makes of this game, asked at its start. Nothing stands in the way inside a room, so the
+        shortest way between two things is as many moves as they are rows and columns apart."""
         way = [self.agent, self.key, DOOR, self.goal]
         return 1.0 - 0.01 * sum(abs(a - c) + abs(b - d) for (a, b), (c, d) in pairwise(way))

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 class Model1(nn.Module):
-    """Pictures `[B, planes, height, width]` in bytes -> `dist`, a logit for each action, and `value`, what the game is worth."""
+    """Pictures `[B, planes, height, width]` in bytes -> `dist`, a logit for each action, and `value`, what the game is
+    worth."""
 
     def __init__(self, state_space: list[int], action_space: int):
         super().__init__()

@@ -26,7 +26,8 @@ class Trainer1(bray.Trainer):
         return self.reinforcement(replay) if "advantage" in replay else self.imitation.loss(replay)
 
     def reinforcement(self, replay: bray.NestedArray) -> Tensor:
-        """PPO's loss of a batch of rows that agents pushed. Rows of weight 0 are final observations: nothing was decided there."""
+        """PPO's loss of a batch of rows that agents pushed. Rows of weight 0 are final observations: nothing was
+        decided there."""
         outputs = self.model(replay["obs"])
         weight = replay["weight"] / replay["weight"].sum()
         mean = torch.dot(weight, replay["advantage"])

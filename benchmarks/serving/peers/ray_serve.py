@@ -1,4 +1,5 @@
-"""Ray Serve's HTTP front, one replica: python ray_serve.py PORT   (RAY_SERVE_ENABLE_HA_PROXY=1 puts HAProxy before it)"""
+"""Ray Serve's HTTP front, one replica: python ray_serve.py PORT   (RAY_SERVE_ENABLE_HA_PROXY=1 puts HAProxy before
+it)"""
 
 import sys
 import time

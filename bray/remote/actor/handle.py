@@ -44,8 +44,9 @@ class RemoteActor:
         remote_actor.serve(Actor=AtariActor, model="atari_model", buffer="atari_buffer")
         bray.run_until_asked_to_stop()
 
-    Games connect to `port` of a node, where the workers of that machine share it, or with use_gateway="head" to the head node alone. A worker
-    that dies is replaced; a node that joins the cluster gets its workers, as long as this process lives.
+    Games connect to `port` of a node, where the workers of that machine share it, or with use_gateway="head" to the
+    head node alone. A worker that dies is replaced; a node that joins the cluster gets its workers, as long as this
+    process lives.
     """
 
     def __init__(
@@ -61,14 +62,16 @@ class RemoteActor:
         name               unique among the services of a session
         num_workers        processes on every node of the cluster
         cpus_per_worker, memory_per_worker   what each is promised, memory in MB
-        prepare            called in each process with its `Server` before it listens, to give it more admin routes and numbers; it may be async
+        prepare            called in each process with its `Server` before it listens, to give it more admin routes and
+                           numbers; it may be async
         settings           any other key of ServiceConfig:
           port               where games connect, 8000; 0 = any free one of this machine
           actors_per_worker  sessions that one worker holds at once, 10
           use_tcp            answer framed TCP too, on the same port
-          use_gateway        node = all workers of a machine know whose session a request is for; head = one entry on the head node does so for
-                             the whole cluster; None = a session belongs to its connection
-          host               address to listen on; None = this machine alone where the cluster is this machine, else all its networks
+          use_gateway        node = all workers of a machine know whose session a request is for; head = one entry on
+                             the head node does so for the whole cluster; None = a session belongs to its connection
+          host               address to listen on; None = this machine alone where the cluster is this machine, else all
+                             its networks
           admin_port         of /metrics, /healthz and /readyz; None = the port after the games', 0 = any free one
           tick_timeout_s=5, tokens=("secret",), ...
         """
@@ -104,8 +107,8 @@ class RemoteActor:
         return self._ports[1]
 
     def serve(self, *args: Any, Actor: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Start the service and return when every worker answers. Each session slot has an `Actor(*args, **kwargs)` of its own, which later
-        sessions use again. An Actor that cannot be made is an error here, with its traceback."""
+        """Start the service and return when every worker answers. Each session slot has an `Actor(*args, **kwargs)` of
+        its own, which later sessions use again. An Actor that cannot be made is an error here, with its traceback."""
         if Actor is None:
             if not args:
                 raise ConfigError("expected serve(Actor=MyActor, ...), got no Actor")
@@ -172,7 +175,8 @@ class RemoteActor:
         self._supervisor.start()
 
     def _reserve(self, host: str, port: int) -> int:
-        """Bind a port and never listen, so that it stays ours while no worker has it; as the parent of `bray serve` does."""
+        """Bind a port and never listen, so that it stays ours while no worker has it; as the parent of `bray serve`
+        does."""
         listening(host, port, shared=False).close()  # it must be free now
         self._reserved.append(listening(host, port, shared=True))
         return self._reserved[-1].getsockname()[1]
@@ -185,7 +189,8 @@ class RemoteActor:
     # --- workers ------------------------------------------------------------------------------------------------------
 
     def _start_workers(self, nodes: list[Node]) -> list[ResourceError]:
-        """Start the workers of these nodes in parallel. Returns the errors of nodes that have no room; any other error is raised."""
+        """Start the workers of these nodes in parallel. Returns the errors of nodes that have no room; any other error
+        is raised."""
         taken = {place.index for place in self._nodes.values()}
         places = {}
         for node in nodes:
@@ -233,7 +238,8 @@ class RemoteActor:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the service as SIGTERM does: no new sessions, running ones may end within `drain_timeout_s`, ticks under way are answered."""
+        """End the service as SIGTERM does: no new sessions, running ones may end within `drain_timeout_s`, ticks under
+        way are answered."""
         with self._ending:
             if self._session is not None:
                 self._end(drain=True)
@@ -331,8 +337,8 @@ class _Supervisor:
                 logger.info("actor %s: node %s has joined and has its workers", actor.name, node.host)
 
     def _check_workers(self) -> None:
-        """Ray restarts a worker whose process died. One that then cannot start (its model was not back yet) or does not come back is
-        started anew."""
+        """Ray restarts a worker whose process died. One that then cannot start (its model was not back yet) or does not
+        come back is started anew."""
         actor = self.actor
         alive = {n.id for n in actor._cluster.nodes()}
         starts: dict[str, Callable[[], Any]] = {

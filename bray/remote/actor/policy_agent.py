@@ -27,13 +27,15 @@ _MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is a
 
 
 class PolicyAgent(agent.PolicyAgent):
-    """Plays with the Policy of an algorithm and the newest weights of a model; in training, what happens goes to a buffer.
+    """Plays with the Policy of an algorithm and the newest weights of a model; in training, what happens goes to a
+    buffer.
 
-    Its section: `algo` names the `kind: config` section that describes the algorithm, `model` the model, `buffer` (if there is one) where
-    rows go, `wait_s` how long a game may wait for room there (0: never, old rows are dropped: right for live games, while simulated ones
-    learn more from each tick if they wait), `act` how it chooses without a buffer and in `mode: deploy` (greedy, or sample: as in training),
-    and `explore: false` makes it play so and learn nothing. `model` and `buffer` may also be the objects themselves. A model with a method
-    `make_player(count)` says itself how it is played with, and then no `algo` is needed.
+    Its section: `algo` names the `kind: config` section that describes the algorithm, `model` the model, `buffer` (if
+    there is one) where rows go, `wait_s` how long a game may wait for room there (0: never, old rows are dropped: right
+    for live games, while simulated ones learn more from each tick if they wait), `act` how it chooses without a buffer
+    and in `mode: deploy` (greedy, or sample: as in training), and `explore: false` makes it play so and learn nothing.
+    `model` and `buffer` may also be the objects themselves. A model with a method `make_player(count)` says itself how
+    it is played with, and then no `algo` is needed.
     """
 
     @classmethod
@@ -104,7 +106,8 @@ def _refuse(name: str, setup: AlgoSetup) -> None:
 
     if setup.env_config.normalize_rewards:
         raise ConfigError(
-            f"{name}: normalize_rewards needs the games side by side; divide the rewards in the game, or use clip_rewards"
+            f"{name}: normalize_rewards needs the games side by side; divide the rewards in the game, or use "
+            "clip_rewards"
         )
     if setup.initial_state is not None:
         refuse_memory(setup, name)
@@ -153,7 +156,8 @@ class BufferSink:
             self._deadlines.discard(deadline)
 
     def stop_waiting(self) -> None:
-        """The service ends, and the trainer may be gone already: no game waits for it any more. Called in the service's loop."""
+        """The service ends, and the trainer may be gone already: no game waits for it any more. Called in the service's
+        loop."""
         self.wait_s = 0.0
         for deadline in self._deadlines:
             deadline.reschedule(asyncio.get_running_loop().time())

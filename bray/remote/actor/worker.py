@@ -1,4 +1,5 @@
-"""The processes of a game service on a cluster: workers, and the entry of `use_gateway: head`. All of them live on the io loop."""
+"""The processes of a game service on a cluster: workers, and the entry of `use_gateway: head`. All of them live on the
+io loop."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class Service:
 
 
 class ActorWorker:
-    """Holds `actors_per_worker` sessions. It listens on the port of the service, together with the others of its machine, or it stands
-    behind an entry and listens to nobody else."""
+    """Holds `actors_per_worker` sessions. It listens on the port of the service, together with the others of its
+    machine, or it stands behind an entry and listens to nobody else."""
 
     def __init__(self, service: Service, number: int, make: Callable[..., Any], args: tuple[Any, ...], kwargs: Any):
         self.service, self.number = service, number
@@ -90,19 +91,22 @@ class ActorWorker:
         return self._make(*self._args, **self._kwargs)
 
     def _first_actor(self) -> Any:
-        """Made before anybody is let in: what is wrong with the class is an error of `serve`, and its models are connected."""
+        """Made before anybody is let in: what is wrong with the class is an error of `serve`, and its models are
+        connected."""
         actor = self._make_actor()
         missing = [name for name in ("start", "tick") if not callable(getattr(actor, name, None))]
         if not callable(getattr(actor, "end", None)) and not callable(getattr(actor, "stop", None)):
             missing.append("end")
         if missing:
             raise ConfigError(
-                f"expected an Actor with start(session, data), tick(data) and end(data); {type(actor).__qualname__} has no {', '.join(missing)}"
+                f"expected an Actor with start(session, data), tick(data) and end(data); {type(actor).__qualname__} "
+                f"has no {', '.join(missing)}"
             )
         return actor
 
     async def _share_machine(self) -> None:
-        """Join the table of the workers on this machine: all those that share a port, whichever node of the cluster they belong to."""
+        """Join the table of the workers on this machine: all those that share a port, whichever node of the cluster
+        they belong to."""
         config, server = self.service.config, self.server
         machine = hashlib.blake2b(machine_id().encode(), digest_size=6).hexdigest()
         self._directory = Path(tempfile.gettempdir()) / f"bray-{self.service.key}-{machine}"
@@ -215,7 +219,8 @@ class HeadWorker:
         return await self.entry.wait_for(set(workers), timeout)
 
     async def drain(self, timeout: float | None = None) -> None:
-        """Let the sessions of all workers end, then take no more connections. The workers stay linked: they end after this."""
+        """Let the sessions of all workers end, then take no more connections. The workers stay linked: they end after
+        this."""
         await self.server.drain(timeout)
         await self._close_server()
 

@@ -14,7 +14,8 @@ from bray.tree.layout import Layout, Layouts, as_array, batch_rows, describe, to
 
 
 class Chunk:
-    """Rows of one layout, each leaf a column `[rows, ...]`. `held` keeps their memory: a slot of shared memory, or None."""
+    """Rows of one layout, each leaf a column `[rows, ...]`. `held` keeps their memory: a slot of shared memory, or
+    None."""
 
     __slots__ = ("columns", "first", "held", "layout", "rows", "total")
 

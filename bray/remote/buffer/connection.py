@@ -172,7 +172,8 @@ def _close(key: tuple[bytes, str]) -> None:
 
 
 def _forked() -> None:
-    """A forked process makes connections of its own. It keeps its parent's, unused: closing them would close the parent's."""
+    """A forked process makes connections of its own. It keeps its parent's, unused: closing them would close the
+    parent's."""
     global _lock
     _of_parent.append(dict(_connections))
     _connections.clear()

@@ -5,7 +5,8 @@
     for batch in buffer: ...                  # trees [128, ...]
     buffer.add_source(iterable, epoch=3)
 
-The samples lie in shards, which are processes of the cluster. A handle holds only the settings: it may be sent anywhere in the session.
+The samples lie in shards, which are processes of the cluster. A handle holds only the settings: it may be sent anywhere
+in the session.
 """
 
 from __future__ import annotations
@@ -36,14 +37,16 @@ _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just 
 
 
 class RemoteBuffer:
-    """The buffer of this name, made if there is none. An existing one is found by its name alone, or with the settings it was made with.
+    """The buffer of this name, made if there is none. An existing one is found by its name alone, or with the settings
+    it was made with.
 
     name      unique in the session
-    settings  size=8, batch_size=128, store="uniform", ...: the fields of `bray.remote.buffer.options.BufferOptions`, each explained there. The
-              first ones may be given by position, in that order
+    settings  size=8, batch_size=128, store="uniform", ...: the fields of `bray.remote.buffer.options.BufferOptions`,
+              each explained there. The first ones may be given by position, in that order
 
-    "queue" gives each sample to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait (`drop=False`). "uniform"
-    and "prioritized" hold the newest size * batch_size samples; batches are drawn from them and carry `id` and `weight`.
+    "queue" gives each sample to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait
+    (`drop=False`). "uniform" and "prioritized" hold the newest size * batch_size samples; batches are drawn from them
+    and carry `id` and `weight`.
     """
 
     def __init__(self, name: str, *by_position: Any, **settings: Any):
@@ -69,8 +72,9 @@ class RemoteBuffer:
     def push(self, *samples: NestedArray, drop: bool = True) -> Pushed:
         """Add samples: trees of numpy arrays and numbers (tensors are converted). They are copied before this returns.
 
-        Await what it returns, take its `result()`, or forget it; the call itself never waits. A full queue drops its oldest samples. With
-        drop=False the samples wait for room, and pushing without awaiting raises Overloaded when too many wait.
+        Await what it returns, take its `result()`, or forget it; the call itself never waits. A full queue drops its
+        oldest samples. With drop=False the samples wait for room, and pushing without awaiting raises Overloaded when
+        too many wait.
         """
         return connection(self.settings).writer.push(samples, drop)
 
@@ -81,10 +85,11 @@ class RemoteBuffer:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def pop(self, timeout: float | None = None) -> NestedArray:
-        """The next batch, a tree `[batch_size, ...]` (the next sample, where batch_size is None). Its arrays are the caller's.
+        """The next batch, a tree `[batch_size, ...]` (the next sample, where batch_size is None). Its arrays are the
+        caller's.
 
-        Waits for it in a thread; a coroutine awaits `pop_async` instead. Raises TimeoutError, or Ended when all sources have ended and
-        everything is read.
+        Waits for it in a thread; a coroutine awaits `pop_async` instead. Raises TimeoutError, or Ended when all sources
+        have ended and everything is read.
         """
         return self._pop(timeout, prefetch=0)
 
@@ -138,7 +143,8 @@ class RemoteBuffer:
         return self
 
     def __next__(self) -> NestedArray:
-        """As `pop`, but the next batches are fetched meanwhile. StopIteration when all sources have ended and everything is read."""
+        """As `pop`, but the next batches are fetched meanwhile. StopIteration when all sources have ended and
+        everything is read."""
         try:
             return self._pop(None, PREFETCH)
         except Ended:
@@ -167,8 +173,8 @@ class RemoteBuffer:
         reader.beta = float(beta)
 
     def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        """New priorities, such as TD errors, for drawn samples, by the `id` of their batch. Does not wait; samples overwritten meanwhile are left
-        alone, and counted (`late_priorities` of `numbers`)."""
+        """New priorities, such as TD errors, for drawn samples, by the `id` of their batch. Does not wait; samples
+        overwritten meanwhile are left alone, and counted (`late_priorities` of `numbers`)."""
         ids, priorities = np.asarray(ids), np.asarray(priorities, np.float64).reshape(-1)
         if self.settings.store != "prioritized":
             raise ConfigError(f"buffer {self.name!r} has store={self.settings.store!r}: priorities need 'prioritized'")
@@ -180,7 +186,8 @@ class RemoteBuffer:
         if not np.isfinite(priorities).all():
             bad = int(np.flatnonzero(~np.isfinite(priorities))[0])
             raise DataError(
-                f"priorities are finite numbers, got {priorities[bad]} at position {bad}. The loss has probably diverged."
+                f"priorities are finite numbers, got {priorities[bad]} at position {bad}. The loss has probably "
+                "diverged."
             )
         connection(self.settings).set_priorities(ids, priorities)
 
@@ -189,14 +196,16 @@ class RemoteBuffer:
     def add_source(
         self, *sources: Any, num_workers: int | None = None, epoch: int = 1, name: str | None = None
     ) -> Promise:
-        """Fill the buffer from iterables, each read `epoch` times, in processes of their own. Samples wait for room; none is dropped. The samples of
-        one iterable keep their order, for a single consumer.
+        """Fill the buffer from iterables, each read `epoch` times, in processes of their own. Samples wait for room;
+        none is dropped. The samples of one iterable keep their order, for a single consumer.
 
-        sources      iterables of samples, picklable, `iter()` of which starts anew; or functions that return a list of such. One that has
-                     `__len__` and `__getitem__` is read by several workers at once, and so is a list of functions that return a sample each
+        sources      iterables of samples, picklable, `iter()` of which starts anew; or functions that return a list of
+                     such. One that has `__len__` and `__getitem__` is read by several workers at once, and so is a list
+                     of functions that return a sample each
         num_workers  processes; None: one for each iterable, at most 4
         name         of the workers, `source/NAME/0` and so on; the buffer's if None
-        The promise is kept when all are read, or broken by the error of the first one that raised: the others go on all the same.
+        The promise is kept when all are read, or broken by the error of the first one that raised: the others go on all
+        the same.
         """
         from bray.remote.source.handle import add_source
 
@@ -213,7 +222,8 @@ class RemoteBuffer:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def numbers(self, timeout: float = 10.0) -> dict[str, Any]:
-        """Samples pushed, popped, dropped, lost in crashes (about), waiting, behind (waiting for room), and bytes; `shards` has them one by one.
+        """Samples pushed, popped, dropped, lost in crashes (about), waiting, behind (waiting for room), and bytes;
+        `shards` has them one by one.
         Shards that do not answer in time are left out."""
         cluster = session().cluster
         shards: list[dict[str, Any]] = []

@@ -25,8 +25,8 @@ _JOINED: dict[str, Callable[[Sequence[NestedArray]], Any]] = {"stack": tree.stac
 
 
 class BatchBuffer(Iterator[Any]):
-    """Batches of `batch_size` items of a buffer: stacked along a new axis (kind "stack"), joined along the first one they have ("concate"),
-    or as a list (None). The last batch, when the buffer ends, may be smaller."""
+    """Batches of `batch_size` items of a buffer: stacked along a new axis (kind "stack"), joined along the first one
+    they have ("concate"), or as a list (None). The last batch, when the buffer ends, may be smaller."""
 
     def __init__(self, buffer: Iterable[NestedArray], batch_size: int, kind: str | None = "stack"):
         if kind is not None and kind not in _JOINED:
@@ -47,8 +47,8 @@ class BatchBuffer(Iterator[Any]):
 
 
 class TorchTensorBuffer(Iterator[Any]):
-    """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned memory while the
-    caller goes on."""
+    """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned
+    memory while the caller goes on."""
 
     @old_keywords("TorchTensorBuffer")
     def __init__(self, buffer: Iterable[NestedArray], device: Any = None):
@@ -83,8 +83,9 @@ class CallbackBuffer(Iterator[Any]):
 class PrefetchBuffer(Iterator[Any]):
     """Fetches the next `size` batches in a thread, while the caller uses the last one (0: no thread).
 
-    Instead of waiting for the next batch, the last one is returned again, at most `max_reuse` times (0: never); `reused` counts these. An
-    error in the thread is raised here, after the batches that were fetched before it. `close()` ends the thread, as does deleting this object.
+    Instead of waiting for the next batch, the last one is returned again, at most `max_reuse` times (0: never);
+    `reused` counts these. An error in the thread is raised here, after the batches that were fetched before it.
+    `close()` ends the thread, as does deleting this object.
     `name` is that of the thread.
     """
 
@@ -125,7 +126,8 @@ class PrefetchBuffer(Iterator[Any]):
         return 0 if self._ahead is None else len(self._ahead.ready)
 
     def close(self) -> None:
-        """End the thread: at once where it waits for a RemoteBuffer, else when the buffer gives it what it waits for."""
+        """End the thread: at once where it waits for a RemoteBuffer, else when the buffer gives it what it waits
+        for."""
         if self._ahead is not None:
             self._ahead.close()
         self._last = None
@@ -180,9 +182,9 @@ class _Ahead:
 
 
 class SampleBuffer(Iterator[Any]):
-    """Batches of several buffers, mixed: `weights` are the share of batches that comes from each. The next one is not drawn at random but taken
-    from the buffer that is furthest behind its share, so the shares are right to within one batch at any time. A buffer that ends leaves the
-    mixture, which ends with the last one."""
+    """Batches of several buffers, mixed: `weights` are the share of batches that comes from each. The next one is not
+    drawn at random but taken from the buffer that is furthest behind its share, so the shares are right to within one
+    batch at any time. A buffer that ends leaves the mixture, which ends with the last one."""
 
     def __init__(self, buffers: Sequence[Iterable[NestedArray]], weights: Sequence[float] | None = None):
         weights = [1.0] * len(buffers) if weights is None else [float(w) for w in weights]
@@ -216,7 +218,8 @@ class ReuseBuffer(Iterator[Any]):
     def __init__(self, dataset: Iterable[NestedArray]):
         if iter(dataset) is dataset:
             raise ConfigError(
-                f"{type(dataset).__name__} is an iterator, which can be read once: give an object whose __iter__ starts anew, such as a list"
+                f"{type(dataset).__name__} is an iterator, which can be read once: give an object whose __iter__ "
+                "starts anew, such as a list"
             )
         self.dataset = dataset
         self._items = iter(dataset)
@@ -235,7 +238,8 @@ def handle_nested_array(nested: NestedArray, handler: Callable[[Any], Any]) -> N
 
 @old_keywords("make_batch")
 def make_batch(samples: Sequence[NestedArray], kind: str = "stack") -> NestedArray:
-    """Trees of one structure -> one tree `[len(samples), ...]`; kind "concate" joins them along their first axis instead."""
+    """Trees of one structure -> one tree `[len(samples), ...]`; kind "concate" joins them along their first axis
+    instead."""
     if kind not in _JOINED:
         raise UnknownName("kind of batch", str(kind), _JOINED)
     return _JOINED[kind](samples)

@@ -33,4 +33,5 @@ class BufferOptions:
     max_reuse: Count | None = None
     """Of replay: a sample that was drawn so often is drawn no more; `null` = no limit."""
     pushed_per_sampled: tuple[Amount, Positive] | None = None
-    """Of replay: the least and the most rows that come in per row drawn; drawing or pushing waits. `null` = no limit."""
+    """Of replay: the least and the most rows that come in per row drawn; drawing or pushing waits. `null` = no
+    limit."""

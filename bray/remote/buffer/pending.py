@@ -124,7 +124,8 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
 
 
 class SampleCheck:
-    """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds out."""
+    """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds
+    out."""
 
     def __init__(self, settings: BufferSettings):
         self._layouts = Layouts()
@@ -152,8 +153,8 @@ class SampleCheck:
 
 
 class PendingBatch(Receipt):
-    """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose shard dies goes back
-    there. Rows lie in `slot`, or are gathered as the bytes of each column."""
+    """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose
+    shard dies goes back there. Rows lie in `slot`, or are gathered as the bytes of each column."""
 
     __slots__ = ("_adds", "_columns", "drop", "layout", "most", "rows", "slot")
 

@@ -1,4 +1,5 @@
-"""A process's connections to the shards of a buffer: a link to each, or direct calls where they are objects of the same process."""
+"""A process's connections to the shards of a buffer: a link to each, or direct calls where they are objects of the same
+process."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ class RemotePort:
         self.facts = ShardState()
         self.gone = False
         self.others_push = False
-        """Whether anyone but sources pushes to this buffer, so that it does not end with them. A restarted shard is told."""
+        """Whether anyone but sources pushes to this buffer, so that it does not end with them. A restarted shard is
+        told."""
         self._generation = self._had = 0  # the shard of the last connection, and how many samples waited there
         self._pid = 0
         self._layouts = Layouts()
@@ -186,7 +188,8 @@ class RemotePort:
             self.link.post(m.RELEASE, m.pack_numbers(np.array(freed, np.int64)))
 
     def tick(self) -> None:
-        """Called every second: the last leases are not followed by a question, and slabs of producers that have left take memory."""
+        """Called every second: the last leases are not followed by a question, and slabs of producers that have left
+        take memory."""
         self.release()
         oldest = time.monotonic() - _UNMAP_AFTER
         self._windows = {nonce: (w, used) for nonce, (w, used) in self._windows.items() if used > oldest}
@@ -218,7 +221,8 @@ class RemotePort:
         return window
 
     def _look(self, answer: m.Answer, lease: m.Lease) -> Chunk | None:
-        """Rows in shared memory, as arrays of this process. When the last of these arrays goes, the shard is told. None: the shard has ended."""
+        """Rows in shared memory, as arrays of this process. When the last of these arrays goes, the shard is told.
+        None: the shard has ended."""
         window = self._window(SlabAddress(self._pid, lease.fd, lease.nonce))
         if window is None:
             return None

@@ -1,4 +1,5 @@
-"""The consumer's side of a buffer. All consumers of a process share one reader, so that each gets what was fetched ahead."""
+"""The consumer's side of a buffer. All consumers of a process share one reader, so that each gets what was fetched
+ahead."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ _interrupted: set[int] = set()
 
 
 def interrupt(thread: int) -> None:
-    """Raise Ended in this thread when it waits in `pop`, now or later. The thread calls `forget_interrupt` before it ends."""
+    """Raise Ended in this thread when it waits in `pop`, now or later. The thread calls `forget_interrupt` before it
+    ends."""
     _interrupted.add(thread)
     for reader in list(_readers):
         reader.interrupt(thread)
@@ -51,7 +53,8 @@ class _Waiter(Promise):
 
 
 class Reader:
-    """Fetched batches, and the callers that wait for one. `run` calls a function where ports may be used: on the io loop, or at once."""
+    """Fetched batches, and the callers that wait for one. `run` calls a function where ports may be used: on the io
+    loop, or at once."""
 
     def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         self._settings, self._ports, self._run = settings, ports, run
@@ -245,7 +248,8 @@ class QueueReader(Reader):
 
 
 class Sampler(Reader):
-    """Draws from all shards as if they were one store: each shard gives rows in proportion to its share of the priorities."""
+    """Draws from all shards as if they were one store: each shard gives rows in proportion to its share of the
+    priorities."""
 
     def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)

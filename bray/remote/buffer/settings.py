@@ -37,8 +37,8 @@ class BufferSettings(BufferOptions):
             raise ConfigError(f"buffer {self.name!r}: store={self.store!r} draws batches: give batch_size")
         if not sampled and (self.max_reuse is not None or self.pushed_per_sampled is not None):
             raise ConfigError(
-                f"buffer {self.name!r}: a queue gives each sample once; max_reuse and pushed_per_sampled are for store='uniform' "
-                "and 'prioritized' (PrefetchBuffer has a max_reuse for the batches of a queue)"
+                f"buffer {self.name!r}: a queue gives each sample once; max_reuse and pushed_per_sampled are for "
+                "store='uniform' and 'prioritized' (PrefetchBuffer has a max_reuse for the batches of a queue)"
             )
         for name, number, low, high in (
             ("alpha", self.alpha, 0.0, math.inf),

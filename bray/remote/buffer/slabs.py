@@ -1,8 +1,10 @@
-"""Shared memory for large samples. A **Slab** belongs to one process; others on the machine map it through a **Window**.
+"""Shared memory for large samples. A **Slab** belongs to one process; others on the machine map it through a
+**Window**.
 
-A slab is an anonymous file: it has no name on any disk, others open it through its owner's entry in /proc, and it vanishes with the last
-process that maps it, however that one ends. It is a range of addresses far larger than the memory it uses: only pages that were written take
-room. Slots are cut from it in powers of two and reused, the last one freed first, because pages that exist cost a twentieth of new ones.
+A slab is an anonymous file: it has no name on any disk, others open it through its owner's entry in /proc, and it
+vanishes with the last process that maps it, however that one ends. It is a range of addresses far larger than the
+memory it uses: only pages that were written take room. Slots are cut from it in powers of two and reused, the last one
+freed first, because pages that exist cost a twentieth of new ones.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class SlabAddress(NamedTuple):
 
 
 class Slot:
-    """A part of a slab, in the process that owns the slab or in one that maps it. `free(slot)` is called when nobody refers to it any more,
-    in whatever thread that happens."""
+    """A part of a slab, in the process that owns the slab or in one that maps it. `free(slot)` is called when nobody
+    refers to it any more, in whatever thread that happens."""
 
     __slots__ = ("__weakref__", "_free", "memory", "offset", "size")
 
@@ -106,10 +108,12 @@ class Slab:
 
 
 class Window:
-    """A mapping of another process's slab. `address` is this process's own entry for it, which stays when the owner ends."""
+    """A mapping of another process's slab. `address` is this process's own entry for it, which stays when the owner
+    ends."""
 
     def __init__(self, address: SlabAddress):
-        """Raises OSError where that slab cannot be opened: another user, another process namespace, or a process that has ended."""
+        """Raises OSError where that slab cannot be opened: another user, another process namespace, or a process that
+        has ended."""
         path = f"/proc/{address.pid}/fd/{address.fd}"
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):  # never open anything else
             raise OSError("that process has no slab there")
@@ -123,7 +127,8 @@ class Window:
         self.address = SlabAddress(os.getpid(), self._fd, address.nonce)
 
     def data(self, offset: int, size: int) -> np.ndarray:
-        """Bytes of a slot, writable. Arrays made from this one refer to it, so a weak reference tells when the last one is gone."""
+        """Bytes of a slot, writable. Arrays made from this one refer to it, so a weak reference tells when the last one
+        is gone."""
         return np.frombuffer(self._map, np.uint8, size, offset)
 
     def __del__(self) -> None:

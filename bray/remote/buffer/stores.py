@@ -87,10 +87,12 @@ class Queue:
 
 
 class Ring:
-    """The newest `capacity` rows, each a dict. Batches are drawn from it, uniformly or by priority, and take nothing out.
+    """The newest `capacity` rows, each a dict. Batches are drawn from it, uniformly or by priority, and take nothing
+    out.
 
-    Row number n lies in slot n % capacity; its id is (generation, slot), the generation grows with each lap. Generations start with the
-    time, so that an id of a shard that died is not taken for one of its successor. `max_reuse`: a row retires after this many draws (checked after each draw).
+    Row number n lies in slot n % capacity; its id is (generation, slot), the generation grows with each lap.
+    Generations start with the time, so that an id of a shard that died is not taken for one of its successor.
+    `max_reuse`: a row retires after this many draws (checked after each draw).
     """
 
     def __init__(
@@ -196,8 +198,8 @@ class Ring:
         self._eligible += len(new)
 
     def draw(self, at: np.ndarray, memory: Callable[[int], tuple[Any, Any]]) -> Chunk:
-        """The rows at these fractions (0 <= f < 1, ascending) of the mass, with the keys `id` (generation, slot) and `weight`, which is the
-        row's mass. The chunk lies in `memory`, as in `join`."""
+        """The rows at these fractions (0 <= f < 1, ascending) of the mass, with the keys `id` (generation, slot) and
+        `weight`, which is the row's mass. The chunk lies in `memory`, as in `join`."""
         assert self._layout is not None
         layout, n = self._sampled_layout(), len(at)
         data, held = memory(layout.offsets(n)[1])
@@ -265,7 +267,8 @@ class Ring:
 def split(masses: np.ndarray, batch_size: int, rng: np.random.Generator) -> list[np.ndarray]:
     """Where `batch_size` draws fall, shard by shard, as fractions of each shard's mass.
 
-    The draws are those of one tree over everything: draw i falls into the i-th of `batch_size` equal parts of the whole mass."""
+    The draws are those of one tree over everything: draw i falls into the i-th of `batch_size` equal parts of the whole
+    mass."""
     ends = np.cumsum(masses)
     total = ends[-1]
     x = (np.arange(batch_size) + rng.random(batch_size)) / batch_size * total

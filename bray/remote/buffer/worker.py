@@ -1,7 +1,7 @@
 """A shard of a buffer: a store, the pushes that wait for room in it, and the pops and draws that wait for samples.
 
-`push`, `pop` and `draw` take a function that is called when they are done. In one process they are called directly, from any thread; the
-producers and consumers of other processes reach them through links (`messages.py`).
+`push`, `pop` and `draw` take a function that is called when they are done. In one process they are called directly,
+from any thread; the producers and consumers of other processes reach them through links (`messages.py`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class BufferShard:
     # --- the shard, from any thread -----------------------------------------------------------------------------------
 
     def push(self, chunk: Chunk, drop: bool, done: Callable[[BaseException | None], None], source: str = "") -> None:
-        """Take samples. `done(None)` is called when they are in the store (evicting the oldest ones with `drop`), `done(error)` when they
-        cannot be."""
+        """Take samples. `done(None)` is called when they are in the store (evicting the oldest ones with `drop`),
+        `done(error)` when they cannot be."""
         with self._lock:
             try:
                 self._store.check(chunk.layout)
@@ -127,7 +127,8 @@ class BufferShard:
             self._limit.pushed(chunk.rows)
 
     def pop(self, most: int, give: Give, consumer: Any = None) -> None:
-        """Ask for a batch, or for at most `most` samples. `give` is called when there are some, or when the buffer has ended."""
+        """Ask for a batch, or for at most `most` samples. `give` is called when there are some, or when the buffer has
+        ended."""
         with self._lock:
             self._consumers.add(consumer)
             self._pops.append(_Pop(give, most, consumer))
@@ -151,7 +152,8 @@ class BufferShard:
         give: Give,
         memory: Callable[[int], Any] = private,
     ) -> None:
-        """Rows at these fractions of the mass; with `wait`, as soon as the rate limit allows a draw. To wait until there are rows, ask for none."""
+        """Rows at these fractions of the mass; with `wait`, as soon as the rate limit allows a draw. To wait until
+        there are rows, ask for none."""
         ring = self._ring
         if ring is None:
             raise ConfigError("a queue is popped, not drawn from")
@@ -270,7 +272,8 @@ class BufferShard:
         return bool(self._sources) and not self._others_push and all(self._sources.values())
 
     async def source(self, name: str, ended: bool) -> None:
-        """A source begins, or all its samples are in. When all sources have ended and nobody else ever pushed, so does the buffer."""
+        """A source begins, or all its samples are in. When all sources have ended and nobody else ever pushed, so does
+        the buffer."""
         with self._lock:
             self._sources[name] = ended
             if not ended:
@@ -287,8 +290,8 @@ class BufferShard:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, Any]:
-        """Samples pushed, popped (or drawn), dropped, lost (in a crash, about), waiting, behind (waiting for room), asking (requests of consumers that wait for
-        samples); bytes of the samples,
+        """Samples pushed, popped (or drawn), dropped, lost (in a crash, about), waiting, behind (waiting for room),
+        asking (requests of consumers that wait for samples); bytes of the samples,
         bytes of shared memory."""
         with self._lock:
             out = {

@@ -1,7 +1,8 @@
-"""The producer's side of a buffer: samples are copied when they are pushed, gathered into batches, and sent as fast as the shards take them.
+"""The producer's side of a buffer: samples are copied when they are pushed, gathered into batches, and sent as fast as
+the shards take them.
 
-Small samples are gathered until the io loop comes by: at once when it is idle, many together when it is busy. Large ones are copied straight
-into shared memory of this process, from where the shard and its consumers read them.
+Small samples are gathered until the io loop comes by: at once when it is idle, many together when it is busy. Large
+ones are copied straight into shared memory of this process, from where the shard and its consumers read them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class LocalWriter:
         """Samples of a source go to one shard; see `_shards`."""
 
     def _shards(self, samples: int, drop: bool, source: str = "") -> list[BufferShard]:
-        """The shards that this many samples go to, in turn. Those of a source go to one, so that they keep their order."""
+        """The shards that this many samples go to, in turn. Those of a source go to one, so that they keep their
+        order."""
         start, count = self._next, len(self._ports)
         if source:
             start, samples = crc32(source.encode()), 1
@@ -116,7 +118,8 @@ class _Target:
 
 
 class RemoteWriter:
-    """Pushes to shards of other processes. `push`, `push_batch` and `flush` may be called from any thread, all else on the io loop."""
+    """Pushes to shards of other processes. `push`, `push_batch` and `flush` may be called from any thread, all else on
+    the io loop."""
 
     def __init__(self, settings: BufferSettings, ports: list[RemotePort]):
         self._settings = settings
@@ -139,12 +142,14 @@ class RemoteWriter:
         self._only: _Target | None = None
         self._gone: BrayError | None = None
         self.dropped = 0
-        """Samples that were dropped here because the shards did not keep up, or were lost on the way to one that died."""
+        """Samples that were dropped here because the shards did not keep up, or were lost on the way to one that
+        died."""
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
     def keep_order(self) -> None:
-        """From now on all samples go to one shard, as long as it lives: they come out in the order in which they were pushed."""
+        """From now on all samples go to one shard, as long as it lives: they come out in the order in which they were
+        pushed."""
         self._in_order, self._connections = True, 1
 
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:

@@ -1,4 +1,5 @@
-"""The master as every process sees it: numbers, pictures, shared values. Numbers are added up here and sent once a second."""
+"""The master as every process sees it: numbers, pictures, shared values. Numbers are added up here and sent once a
+second."""
 
 from __future__ import annotations
 
@@ -140,11 +141,13 @@ def _recorder() -> _Recorder:
 
 
 def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
-    """Add a value, or every value of an array or tensor, to the number `name`, from any process. What is not finite is left out.
+    """Add a value, or every value of an array or tensor, to the number `name`, from any process. What is not finite is
+    left out.
 
-    desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg, last_100_avg, last_100_min, last_100_max` go to
-            TensorBoard, each with its description; without it the average of the last minute. The last 100 values are kept only where
-            one of the last three is named (and of `episode_return` and `episode_length` always): name it in every call
+    desc    which of `sum, cnt, avg, time_window_sum, time_window_cnt, time_window_avg, last_100_avg, last_100_min,
+            last_100_max` go to TensorBoard, each with its description; without it the average of the last minute. The
+            last 100 values are kept only where one of the last three is named (and of `episode_return` and
+            `episode_length` always): name it in every call
     labels  tell apart numbers of one name, as in Prometheus
     """
     for kind in desc or ():
@@ -199,10 +202,11 @@ def flush() -> None:
 
 
 class Metric:
-    """A number with bounds and a distribution. Values outside of the bounds are counted, and left out of everything else.
+    """A number with bounds and a distribution. Values outside of the bounds are counted, and left out of everything
+    else.
 
-    max_samples   each time so many values have come, their maximum, minimum and percentiles (`NAME/max`, `NAME/min`, `NAME/p30`, ...) are
-                  merged and their histogram goes to TensorBoard. `report` looks back on as many
+    max_samples   each time so many values have come, their maximum, minimum and percentiles (`NAME/max`, `NAME/min`,
+                  `NAME/p30`, ...) are merged and their histogram goes to TensorBoard. `report` looks back on as many
     print_report  log a report then, too
     """
 
@@ -218,7 +222,8 @@ class Metric:
     ):
         if max_samples < 1 or not low_bound <= up_bound:
             raise ConfigError(
-                f"Metric({name!r}): expected max_samples >= 1 and low_bound <= up_bound, got {max_samples}, {low_bound}, {up_bound}"
+                f"Metric({name!r}): expected max_samples >= 1 and low_bound <= up_bound, got {max_samples}, "
+                f"{low_bound}, {up_bound}"
             )
         self.name, self.up_bound, self.low_bound, self.print_report = name, up_bound, low_bound, print_report
         self._last: deque[float] = deque(maxlen=max_samples)
@@ -246,7 +251,8 @@ class Metric:
                 self._publish(labels)
 
     def _publish(self, labels: Mapping[str, Any]) -> None:
-        """The distribution of the last `max_samples` values. It does not wait for the master: a game may be waiting for this process."""
+        """The distribution of the last `max_samples` values. It does not wait for the master: a game may be waiting for
+        this process."""
         last = np.array(self._last)
         merge(f"{self.name}/max", float(last.max()), **labels)
         merge(f"{self.name}/min", float(last.min()), **labels)

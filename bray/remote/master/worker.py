@@ -1,7 +1,7 @@
 """The master: adds up the numbers of all processes of a session, and holds their shared values.
 
-It writes TensorBoard's events and a row of `result.jsonl` every few seconds, and answers `query` and Prometheus. Totals, values and counters
-are saved in the run directory (`master.state`): a master that is killed resumes from there.
+It writes TensorBoard's events and a row of `result.jsonl` every few seconds, and answers `query` and Prometheus.
+Totals, values and counters are saved in the run directory (`master.state`): a master that is killed resumes from there.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ KINDS = ("sum", "cnt", "avg", "time_window_sum", "time_window_cnt", "time_window
 _DEFAULT = "time_window_avg"
 EPISODE_RETURN, EPISODE_LENGTH = "episode_return", "episode_length"
 KEPT = (EPISODE_RETURN, EPISODE_LENGTH)
-"""Numbers whose last values are always kept. In result rows they are what `bray train` writes: statistics of the last 100 episodes, whatever
-their labels."""
+"""Numbers whose last values are always kept. In result rows they are what `bray train` writes: statistics of the last
+100 episodes, whatever their labels."""
 _ENV_STEPS = "env_steps"
 
 Labels = tuple[tuple[str, str], ...]
@@ -69,7 +69,8 @@ class Merged:
 
 
 class Series:
-    """One number over time: totals, what came in the last WINDOW seconds, and the last LAST values where they are asked for."""
+    """One number over time: totals, what came in the last WINDOW seconds, and the last LAST values where they are asked
+    for."""
 
     def __init__(self, total: Merged):
         self.total = total
@@ -341,7 +342,7 @@ class Master:
         self._save()
         return number
 
-    # --- members --------------------------------------------------------------------------------------------------------
+    # --- members ------------------------------------------------------------------------------------------------------
 
     async def start_member(
         self, name: str, cls: type, args: tuple[Any, ...], resources: dict[str, Any], kwargs: dict[str, Any]
@@ -349,7 +350,7 @@ class Master:
         """Start a member for a process that may end before the session does."""
         return await asyncio.to_thread(session().cluster.start, name, cls, *args, **resources, **kwargs)
 
-    # --- what survives a restart ------------------------------------------------------------------------------------------------
+    # --- what survives a restart --------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         with self._lock:

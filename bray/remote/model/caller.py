@@ -1,8 +1,9 @@
 """The workers of a model, seen from one event loop: samples of all who ask in a turn of the loop travel together.
 
-Each loop that asks has one connection to each worker, and at most MAX_IN_FLIGHT frames under way on it. Meanwhile samples accumulate, and the
-next frame takes what there is. The worker with the fewest rows under way comes first. What a worker that died had not answered is sent to
-another one; nobody waits longer than ANSWER_S for a worker's answer, or NOBODY_S for a worker to be reachable.
+Each loop that asks has one connection to each worker, and at most MAX_IN_FLIGHT frames under way on it. Meanwhile
+samples accumulate, and the next frame takes what there is. The worker with the fewest rows under way comes first. What
+a worker that died had not answered is sent to another one; nobody waits longer than ANSWER_S for a worker's answer, or
+NOBODY_S for a worker to be reachable.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Caller(Collector):
         self._alone_since: float | None = None  # no worker is connected
         self._closed = False
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- asking -------------------------------------------------------------------------------------------------------
 
     def ask(self, args: tuple[Any, ...], batch: bool, step: int | None, with_step: bool) -> asyncio.Future[Any]:
         """A sample, or a batch -> a future of its outputs; of `(outputs, step)` if `with_step`."""
@@ -152,7 +153,7 @@ class Caller(Collector):
         for item in items:
             self._tried.pop(item[0], None)
 
-    # --- connections ------------------------------------------------------------------------------------------------
+    # --- connections --------------------------------------------------------------------------------------------------
 
     async def _connect(self, worker: WorkerConnection) -> None:
         """Find a worker, which may be about to be restarted, as long as somebody waits."""

@@ -1,4 +1,5 @@
-"""A model as one process sees it: what is newest, forwards, publications. All handles of the process share one Client."""
+"""A model as one process sees it: what is newest, forwards, publications. All handles of the process share one
+Client."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ class _Publication(NamedTuple):
 
 
 class Client(Follower):
-    """Opens (finds out who answers, makes an engine) at the first forward, follows at the first question about the step."""
+    """Opens (finds out who answers, makes an engine) at the first forward, follows at the first question about the
+    step."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -128,7 +130,7 @@ class Client(Follower):
         self._publishing = False
         self._pending: list[_Publication] = []
 
-    # --- opening ----------------------------------------------------------------------------------------------------
+    # --- opening ------------------------------------------------------------------------------------------------------
 
     def opening(self) -> Future[None]:
         """Done when the client is open."""
@@ -171,7 +173,7 @@ class Client(Follower):
             self._definition = self.keeper.call("about", retry=True).result().definition
         return self._definition
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- asking -------------------------------------------------------------------------------------------------------
 
     def _ask_workers(self, args: tuple[Any, ...], batch: bool, step: int | None, with_step: bool) -> Awaitable[Any]:
         loop = asyncio.get_running_loop()
@@ -200,10 +202,11 @@ class Client(Follower):
         self._follow_at_first()
         return self._env_steps
 
-    # --- publishing -------------------------------------------------------------------------------------------------
+    # --- publishing ---------------------------------------------------------------------------------------------------
 
     def publish(self, weights: Mapping[str, Any], step: int | None, env_steps: int = 0) -> Promise:
-        """One publication is sent at a time. Of those that come meanwhile the newest follows it, and stands for them all."""
+        """One publication is sent at a time. Of those that come meanwhile the newest follows it, and stands for them
+        all."""
         arrays = as_arrays(weights)
         if self.session.cluster.kind == "local":
             arrays = {k: np.array(x) for k, x in arrays.items()}  # a trainer goes on writing into its arrays
@@ -244,7 +247,7 @@ class Client(Follower):
         for each in made:
             each.promise.set_exception(error) if error is not None else each.promise.set_result(done.result())
 
-    # --- ending -----------------------------------------------------------------------------------------------------
+    # --- ending -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         super().close()

@@ -46,18 +46,20 @@ class Definition(ModelOptions):
             )
         if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
             raise ConfigError(
-                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for one every checkpoint_every_s seconds; "
-                f"got {self.checkpoint_interval}"
+                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for one every "
+                f"checkpoint_every_s seconds; got {self.checkpoint_interval}"
             )
         if type(self.keep_checkpoints) is not int or self.keep_checkpoints < 1:
             raise ConfigError(
-                f"model {self.name!r}: expected keep_checkpoints to be a whole number >= 1, got {self.keep_checkpoints!r}"
+                f"model {self.name!r}: expected keep_checkpoints to be a whole number >= 1, got "
+                f"{self.keep_checkpoints!r}"
             )
         if not self.checkpoint_every_s > 0:
             raise ConfigError(f"model {self.name!r}: expected checkpoint_every_s > 0, got {self.checkpoint_every_s}")
         if self.use_onnx is not None and self.example is None:
             raise ConfigError(
-                f"model {self.name!r}: use_onnx={self.use_onnx!r} needs forward_args, an example of what the Model takes"
+                f"model {self.name!r}: use_onnx={self.use_onnx!r} needs forward_args, an example of what the Model "
+                "takes"
             )
 
     @property
@@ -85,8 +87,8 @@ class Definition(ModelOptions):
         """The arguments of a forward as an engine takes them."""
         if kwargs and not self.has_kwargs:
             raise ConfigError(
-                f"model {self.name!r} was defined without keyword arguments, this forward has {', '.join(kwargs)}: give "
-                "RemoteModel(..., forward_kwargs=...) an example of them, or pass them by position"
+                f"model {self.name!r} was defined without keyword arguments, this forward has {', '.join(kwargs)}: "
+                "give RemoteModel(..., forward_kwargs=...) an example of them, or pass them by position"
             )
         return (*args, kwargs) if self.has_kwargs else args
 
@@ -100,7 +102,8 @@ class Definition(ModelOptions):
             given = tree.index(given, 0) if batch else given
             if rows.signature(expected) != rows.signature(given):
                 error.add_note(
-                    f"model {self.name!r} was defined with other arguments (numbered from 0): {rows.difference(expected, given)}"
+                    f"model {self.name!r} was defined with other arguments (numbered from 0): "
+                    f"{rows.difference(expected, given)}"
                 )
         except Exception:  # not a tree of arrays at all, and the error itself says so
             logger.debug("arguments of a forward that failed", exc_info=True)
@@ -121,8 +124,8 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Example | None:
-    """The arguments with a batch dimension, which they may have or not: the Model is run both ways to see which it takes. Where both
-    work, they count as a batch."""
+    """The arguments with a batch dimension, which they may have or not: the Model is run both ways to see which it
+    takes. Where both work, they count as a batch."""
     if not args and not kwargs:
         return None
     given = (tuple(tree.map(_as_numpy, tuple(args))), dict(tree.map(_as_numpy, dict(kwargs))))
@@ -143,7 +146,8 @@ def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _try(module: Any, given: Example) -> tuple[int, str]:
-    """How many of two runs worked, with as many rows as given and with twice as many, and the error of the one that did not."""
+    """How many of two runs worked, with as many rows as given and with twice as many, and the error of the one that did
+    not."""
     worked = 0
     try:
         count = rows.length((*given[0], given[1]))
@@ -173,7 +177,8 @@ def _run(module: Any, given: Example, count: int) -> None:
     for path, x in tree.paths(outputs):
         if not isinstance(x, torch.Tensor):
             raise DataError(
-                f"output {path or 'output'!r} is a {type(x).__name__}, expected tensors in a tensor, tuple, list or dict"
+                f"output {path or 'output'!r} is a {type(x).__name__}, expected tensors in a tensor, tuple, list or "
+                "dict"
             )
         if not x.shape or x.shape[0] != count:
             raise DataError(

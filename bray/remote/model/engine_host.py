@@ -94,7 +94,7 @@ class EngineHost:
         engine.forward(*args)
         return time.thread_time() - start < _QUICK_S
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- asking -------------------------------------------------------------------------------------------------------
 
     def ask(self, args: tuple[Any, ...], batch: bool, step: int | None, with_step: bool) -> Awaitable[Any]:
         """The outputs, when awaited."""
@@ -135,7 +135,7 @@ class EngineHost:
             del self._used[oldest]
             self.host.drop_version(oldest)
 
-    # --- engines ----------------------------------------------------------------------------------------------------
+    # --- engines ------------------------------------------------------------------------------------------------------
 
     def _make_engine(self, weights: Weights) -> Any:
         """For engines with constant weights: that of the version that is being published."""
@@ -159,8 +159,9 @@ class EngineHost:
         return TorchEngine(module, record=self._recorded)
 
     def take(self, news: VersionInfo) -> None:
-        """Switch to a newer version, or to an engine that is ready now. In a thread: it waits for a running forward, and for engines that
-        are built. (ONNX Runtime is imported where it is used: importing takes half a second of everybody's time.)"""
+        """Switch to a newer version, or to an engine that is ready now. In a thread: it waits for a running forward,
+        and for engines that are built. (ONNX Runtime is imported where it is used: importing takes half a second of
+        everybody's time.)"""
         cluster = session().cluster
         switched = self._mode is not None and news.graph is not None and self._graph is None
         if switched:

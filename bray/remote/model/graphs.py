@@ -24,15 +24,16 @@ Weights = Mapping[str, np.ndarray]
 
 
 def make_graph(module: Any, args: tuple[Any, ...], weights: Weights, ready: Path | None = None) -> bytes:
-    """The graph of a Model, weights as inputs. `ready` is a file that may hold it already: it is used if it answers as the Model does.
+    """The graph of a Model, weights as inputs. `ready` is a file that may hold it already: it is used if it answers as
+    the Model does.
     ExportError says which operation cannot be exported and why, or that the Model draws random numbers."""
     load_weights(module, weights)
     module.eval()
     drawn = random_operations(module, args)
     if drawn:
         raise ExportError(
-            f"its forward draws random numbers ({', '.join(drawn)}), which ONNX Runtime would draw otherwise. Return the distribution "
-            "and draw outside of forward to use ONNX"
+            f"its forward draws random numbers ({', '.join(drawn)}), which ONNX Runtime would draw otherwise. Return "
+            "the distribution and draw outside of forward to use ONNX"
         )
     rows = _some_rows(args)
     expected = run(TorchEngine(module, record=False), rows)
@@ -58,7 +59,8 @@ def _check(graph: bytes, weights: Weights, rows: tuple[Any, ...], expected: Any)
 
 
 def _some_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Rows to compare answers on: the example's, and random ones in place of its floats (other numbers may be indices)."""
+    """Rows to compare answers on: the example's, and random ones in place of its floats (other numbers may be
+    indices)."""
     rng = np.random.default_rng(0)
 
     def some(x: np.ndarray) -> np.ndarray:

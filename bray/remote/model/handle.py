@@ -1,7 +1,7 @@
 """RemoteModel: a model that can be asked and published to from anywhere in a session.
 
-Two kinds of process are behind it. The keeper (`model/NAME`) holds the newest weights and the files; workers (`model/NAME/0`, ...) answer
-forwards, unless who asks does so itself (`num_workers=0` or `local_mode`).
+Two kinds of process are behind it. The keeper (`model/NAME`) holds the newest weights and the files; workers
+(`model/NAME/0`, ...) answer forwards, unless who asks does so itself (`num_workers=0` or `local_mode`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class RemoteModel:
 
     name                 also of its directory in the run directory: models/NAME
     model                a torch module; the processes that need it get copies
-    forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: running the module shows
-                         which. `forward_kwargs` likewise
-    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of `bray.remote.model.options.ModelOptions`
+    forward_args         an example of what the module takes, numpy or torch, with a batch dimension or without: running
+                         the module shows which. `forward_kwargs` likewise
+    settings             max_batch_size=32, num_workers=2, use_onnx="train", ...: the fields of
+                         `bray.remote.model.options.ModelOptions`
     """
 
     @old_keywords("RemoteModel")
@@ -74,7 +75,7 @@ class RemoteModel:
     def __repr__(self) -> str:
         return f"RemoteModel({self.name!r})"
 
-    # --- asking -----------------------------------------------------------------------------------------------------
+    # --- asking -------------------------------------------------------------------------------------------------------
 
     async def forward(
         self, *args: Any, batch: bool = False, step: int | None = None, with_step: bool = False, **kwargs: Any
@@ -105,7 +106,8 @@ class RemoteModel:
         return out
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
-        """`(outputs, step)` of a batch of arrays, if this process does its forwards itself and they are quick; else None: await `forward`."""
+        """`(outputs, step)` of a batch of arrays, if this process does its forwards itself and they are quick; else
+        None: await `forward`."""
         client = self._client
         if client is None or not client.is_open or client.served is None or client.has_kwargs:
             return None
@@ -143,7 +145,7 @@ class RemoteModel:
             client.definition.explain(e, args, batch)
             raise
 
-    # --- weights ----------------------------------------------------------------------------------------------------
+    # --- weights ------------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -156,10 +158,11 @@ class RemoteModel:
         return self._known().env_steps
 
     def publish_weights(self, weights: Mapping[str, Any], step: int | None = None, env_steps: int = 0) -> Promise:
-        """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1 by default.
+        """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1
+        by default.
 
-        It does not wait; the Promise gives the step. The arrays are copied before it returns. Where publications come faster than they
-        travel, the newest stands for those before it."""
+        It does not wait; the Promise gives the step. The arrays are copied before it returns. Where publications come
+        faster than they travel, the newest stands for those before it."""
         return self._known().publish(weights, step, env_steps)
 
     def get_weights(self) -> tuple[dict[str, np.ndarray], int]:
@@ -182,11 +185,11 @@ class RemoteModel:
         example = self._known().definition.example
         return () if example is None else tree.map(lambda x: torch.from_numpy(np.array(x)), example[0])
 
-    # --- versions ---------------------------------------------------------------------------------------------------
+    # --- versions -----------------------------------------------------------------------------------------------------
 
     def clone(self, step: int = -1, name: str | None = None) -> RemoteModel:
-        """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory, where it is then kept
-        for good. The clone is called NAME-STEP by default; an existing one is found."""
+        """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory,
+        where it is then kept for good. The clone is called NAME-STEP by default; an existing one is found."""
         client = self._known()
         about = client.keeper.call("about", retry=True).result()
         ref, step = client.keeper.call("freeze", step, retry=True).result()
@@ -206,7 +209,8 @@ class RemoteModel:
         return self._known().keeper.call("pool", retry=True).result()
 
     def sample_pool(self, weights: Sequence[float] | None = None) -> int:
-        """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or as `weights` say, in the order of `pool`."""
+        """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or as `weights`
+        say, in the order of `pool`."""
         pool = self.pool
         if not pool:
             raise ConfigError(
@@ -251,7 +255,8 @@ async def forward(model: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _ask_until_it_answers(client: Client, *asked: Any) -> Any:
-    """A model whose workers have not answered yet may still be loading: ask again, as long as whoever waits (a tick has its deadline) does."""
+    """A model whose workers have not answered yet may still be loading: ask again, as long as whoever waits (a tick has
+    its deadline) does."""
     until = time.monotonic() + _LOADING_S
     while True:
         await asyncio.sleep(_AGAIN_S)
@@ -287,8 +292,9 @@ def _start(definition: Definition, module: Any, weights: Mapping[str, np.ndarray
     except Exception as e:
         why = e.__cause__ or e
         raise ConfigError(
-            f"model {name!r} cannot be sent to other processes: {type(module).__name__} could not be pickled ({str(why).splitlines()[0]}). "
-            "A module holds tensors, modules and plain data; make files, locks and the like in forward"
+            f"model {name!r} cannot be sent to other processes: {type(module).__name__} could not be pickled "
+            f"({str(why).splitlines()[0]}). A module holds tensors, modules and plain data; make files, locks and the "
+            "like in forward"
         ) from e
     head = next((node.id for node in cluster.nodes() if node.head), None)
     try:

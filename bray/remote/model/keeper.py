@@ -1,8 +1,8 @@
-"""The keeper of a model: its definition, its newest weights and their step, its files in the run directory. One per model; forwards do not
-pass through it.
+"""The keeper of a model: its definition, its newest weights and their step, its files in the run directory. One per
+model; forwards do not pass through it.
 
-Whoever has an engine follows the keeper with a long poll (`newer`) and fetches weights by reference, once per machine. A keeper that was
-killed restarts from the run directory; a follower that has newer weights offers them to it.
+Whoever has an engine follows the keeper with a long poll (`newer`) and fetches weights by reference, once per machine.
+A keeper that was killed restarts from the run directory; a follower that has newer weights offers them to it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class ModelInfo:
 
 
 class Keeper:
-    """See the module. `module` and `weights` are references; `step` is that of the weights; the run directory may hold newer ones."""
+    """See the module. `module` and `weights` are references; `step` is that of the weights; the run directory may hold
+    newer ones."""
 
     def __init__(self, definition: Definition, module: Any, weights: Any, step: int = 0):
         self.definition = definition
@@ -108,7 +109,7 @@ class Keeper:
         self._due = step  # the last version that was saved or is being saved
         self._set(arrays, step, f"{definition.id[:8]}-{step}")
 
-    # --- starting and ending ----------------------------------------------------------------------------------------
+    # --- starting and ending ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         if self._saved < 0:  # before anybody is answered: whatever a game was played with can be loaded again
@@ -155,7 +156,8 @@ class Keeper:
             return match_weights(self._wanted, weights).weights
         except CheckpointError as e:
             raise CheckpointError(
-                f"model {self.name!r} cannot start from {what}: {e}. Choose another trial or name, or give checkpoint= what fits."
+                f"model {self.name!r} cannot start from {what}: {e}. Choose another trial or name, or give "
+                "checkpoint= what fits."
             ) from None
 
     def _read_checkpoint(self, which: str | int) -> tuple[int, Weights]:
@@ -175,8 +177,8 @@ class Keeper:
             if versions := other.versions(name):
                 return versions[-1], other.load_weights(versions[-1], name)
         raise CheckpointError(
-            f"model {self.name!r}: checkpoint {str(which)!r} is neither a step of this trial nor a weight file (.safetensors), nor a "
-            f"checkpoint or a run directory with weights of {self.name!r}"
+            f"model {self.name!r}: checkpoint {str(which)!r} is neither a step of this trial nor a weight file "
+            f"(.safetensors), nor a checkpoint or a run directory with weights of {self.name!r}"
         )
 
     def _read_state(self) -> dict[str, Any]:
@@ -190,7 +192,7 @@ class Keeper:
     def _write_state(self) -> None:
         write_atomic(self._folder / _STATE, json.dumps(self._state))
 
-    # --- what is newest ---------------------------------------------------------------------------------------------
+    # --- what is newest -----------------------------------------------------------------------------------------------
 
     def about(self) -> ModelInfo:
         return ModelInfo(self.definition, self._module, self._news)
@@ -217,15 +219,15 @@ class Keeper:
         io.loop().call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        """One after the other: answering a Ray call takes milliseconds of both processes, and where many workers share few cores, telling all
-        at once would delay their forwards."""
+        """One after the other: answering a Ray call takes milliseconds of both processes, and where many workers share
+        few cores, telling all at once would delay their forwards."""
         gap = min(GAP_S, MOST_GAPS_S / max(1, len(self._waiting)))
         for i, waiting in enumerate(self._waiting):
             io.loop().call_later(i * gap, _settle, waiting)
 
     async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> VersionInfo | None:
-        """What is newer than what the follower knows, as soon as there is something; None after `wait` seconds. `holds`: the newest step of
-        which the follower has the weights, and could offer them; -1 = none."""
+        """What is newer than what the follower knows, as soon as there is something; None after `wait` seconds.
+        `holds`: the newest step of which the follower has the weights, and could offer them; -1 = none."""
         end = time.monotonic() + wait
         while True:
             news = self._news
@@ -246,7 +248,8 @@ class Keeper:
     def publish(
         self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0, env_steps: int = 0
     ) -> int:
-        """New weights (a reference) of `step`, by default the newest step + `count`. `least` is the newest step that the publisher knows of.
+        """New weights (a reference) of `step`, by default the newest step + `count`. `least` is the newest step that
+        the publisher knows of.
         A publication that is retried has the same tag."""
         with self._lock:
             if tag == self._tag:
@@ -256,8 +259,8 @@ class Keeper:
                 step = max(self._step, least) + count
             elif step < self._step:
                 raise ConfigError(
-                    f"model {self.name!r} is at step {self._step} already, got weights of step {step}. A trainer that goes on from an "
-                    "older checkpoint publishes without a step, or starts counting at model.step"
+                    f"model {self.name!r} is at step {self._step} already, got weights of step {step}. A trainer that "
+                    "goes on from an older checkpoint publishes without a step, or starts counting at model.step"
                 )
             self._take(weights, int(step), tag)
             return self._step
@@ -283,10 +286,11 @@ class Keeper:
             self._due = step
             threading.Thread(target=self._save, name="bray-save", daemon=True).start()
 
-    # --- versions ---------------------------------------------------------------------------------------------------
+    # --- versions -----------------------------------------------------------------------------------------------------
 
     def weights(self, step: int | None = None) -> tuple[Any, int]:
-        """(a reference to the weights, their step) of the newest version, or of an older one that the run directory has."""
+        """(a reference to the weights, their step) of the newest version, or of an older one that the run directory
+        has."""
         with self._lock:
             if step is None or step < 0 or step == self._step:
                 return self._ref, self._step
@@ -320,7 +324,7 @@ class Keeper:
     def pool(self) -> list[int]:
         return list(self._state["pool"])
 
-    # --- files ------------------------------------------------------------------------------------------------------
+    # --- files --------------------------------------------------------------------------------------------------------
 
     async def _save_now_and_then(self) -> None:
         while True:
@@ -362,7 +366,7 @@ class Keeper:
             if step not in kept and not self._run.is_protected(step, self.name):
                 self._run.weights_path(step, self.name).unlink(missing_ok=True)
 
-    # --- ONNX -------------------------------------------------------------------------------------------------------
+    # --- ONNX ---------------------------------------------------------------------------------------------------------
 
     def _export(self) -> None:
         """In a thread: make the graph, once for all versions."""

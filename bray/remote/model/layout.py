@@ -1,8 +1,10 @@
-"""Batches on the wire: columns, whose layout is described once per connection and then called by a number (`bray.tree.layout`).
+"""Batches on the wire: columns, whose layout is described once per connection and then called by a number
+(`bray.tree.layout`).
 
     body = step i64 | rows u32 | layout u32 | length of the description u32 | 4 bytes 0 | description | columns
 
-The description comes with the first batch of a kind on a connection, and with every batch that has no number (layout 0).
+The description comes with the first batch of a kind on a connection, and with every batch that has no number (layout
+0).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ CURRENT = -1
 
 
 def _kind(node: Any, columns: list[np.ndarray]) -> Any:
-    """What decides the layout of a batch: structure, dtypes, shapes of rows. Hashable. The arrays are appended to `columns`."""
+    """What decides the layout of a batch: structure, dtypes, shapes of rows. Hashable. The arrays are appended to
+    `columns`."""
     if type(node) is np.ndarray:
         columns.append(node)
         return node.dtype, node.shape[1:]

@@ -15,13 +15,14 @@ class ModelOptions:
     checkpoint_interval: Count | None = None
     """Steps between checkpoints of the model; `null` = every minute, or as `checkpoint_every_s` says."""
     checkpoint_every_s: Positive = 60.0
-    """Seconds between checkpoints of the model, where `checkpoint_interval` is null. There is one at the start and one at the end too."""
+    """Seconds between checkpoints of the model, where `checkpoint_interval` is null. There is one at the start and one
+    at the end too."""
     keep_checkpoints: Count = 5
-    """Newest checkpoints that stay, of the model and of its trainer. Beside them the best one stays (by the mean return of the last 100
-    episodes, where agents say it): `--mode deploy model1.versions={best: 1}` serves it."""
+    """Newest checkpoints that stay, of the model and of its trainer. Beside them the best one stays (by the mean return
+    of the last 100 episodes, where agents say it): `--mode deploy model1.versions={best: 1}` serves it."""
     checkpoint: Whole | Name | None = None
-    """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint. In deploy mode also the
-    path of another run directory, as `bray train` makes it."""
+    """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint. In
+    deploy mode also the path of another run directory, as `bray train` makes it."""
     max_batch_size: Count = 1
     """Samples that one forward takes together at most."""
     num_workers: Whole = 0
@@ -33,8 +34,8 @@ class ModelOptions:
     memory_per_worker: Whole = 1024
     """Memory of each process, in MB."""
     use_onnx: Literal["train", "infer", "quantize"] | None = None
-    """`train`: an ONNX graph whose weights can be published; `infer`: constant weights, faster; `quantize`: int8; `null`: PyTorch. In deploy mode
-    `null` asks for PyTorch only where the file says it; see "Deploying"."""
+    """`train`: an ONNX graph whose weights can be published; `infer`: constant weights, faster; `quantize`: int8;
+    `null`: PyTorch. In deploy mode `null` asks for PyTorch only where the file says it; see "Deploying"."""
     local_mode: bool = False
     """The process that asks does the forwards itself, whatever `num_workers` says."""
     override_model: bool = True

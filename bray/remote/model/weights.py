@@ -27,7 +27,8 @@ def as_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Weights given as torch tensors or numpy arrays as numpy arrays; they may share the memory of what was given."""
     if not isinstance(weights, Mapping):
         raise DataError(
-            f"expected weights by name, as bray.get_torch_model_weights(model) gives them, got a {type(weights).__name__}"
+            "expected weights by name, as bray.get_torch_model_weights(model) gives them, got a "
+            f"{type(weights).__name__}"
         )
     return {str(name): _as_numpy(name, x) for name, x in weights.items()}
 

@@ -1,4 +1,5 @@
-"""A process that answers for a model: batches come as frames over connections, those that wait together share a forward."""
+"""A process that answers for a model: batches come as frames over connections, those that wait together share a
+forward."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ class ModelWorker:
         await self.listener.close()
         await self.served.host.close()
 
-    # --- frames -----------------------------------------------------------------------------------------------------
+    # --- frames -------------------------------------------------------------------------------------------------------
 
     def _message(self, link: Link, kind: int, number: int, body: memoryview) -> None:
         """A frame is one batch to the ModelHost, whose batcher merges small batches that wait together."""

@@ -37,8 +37,9 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
     count = num_workers or min(len(sources), _MOST_WORKERS)
     if count > len(sources) and not any(map(_shared, sources)):
         logger.warning(
-            "buffer %r: num_workers=%d, but an iterator gives one item after the other, so that each source is read by one worker. To read one "
-            "source with several, give it __len__ and __getitem__, or make it a list of functions that return a sample each.",
+            "buffer %r: num_workers=%d, but an iterator gives one item after the other, so that each source is read "
+            "by one worker. To read one source with several, give it __len__ and __getitem__, or make it a list of "
+            "functions that return a sample each.",
             buffer.name,
             count,
         )
@@ -65,8 +66,8 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
         if not isinstance(e, (TypeError, AttributeError, pickle.PicklingError)):
             raise
         raise ConfigError(
-            f"the sources of buffer {buffer.name!r} cannot be sent to another process ({e}): give objects that can be pickled, or a function "
-            "that makes them there"
+            f"the sources of buffer {buffer.name!r} cannot be sent to another process ({e}): give objects that can be "
+            "pickled, or a function that makes them there"
         ) from None
     promise = Promise()
     promise.set_running_or_notify_cancel()
@@ -75,19 +76,21 @@ def add_source(buffer: Target, sources: Sequence[Any], num_workers: int | None, 
 
 
 def _shared(source: Any) -> bool:
-    """Whether all readers need it: each takes its part of what a function returns, and of items that are loaded by their number."""
+    """Whether all readers need it: each takes its part of what a function returns, and of items that are loaded by
+    their number."""
     return not isinstance(source, Iterable) or indexed(source)
 
 
 def _check(source: Any, i: int, epoch: int) -> None:
     if isinstance(source, (dict, str, bytes)) or not (isinstance(source, Iterable) or callable(source)):
         raise ConfigError(
-            f"source {i}: expected an iterable of samples, or a function that returns a list of them; got {type(source).__name__}"
+            f"source {i}: expected an iterable of samples, or a function that returns a list of them; got "
+            f"{type(source).__name__}"
         )
     if isinstance(source, Iterable) and epoch > 1 and iter(source) is source:
         raise ConfigError(
-            f"source {i}: {type(source).__name__} is an iterator, which can be read once, and epoch is {epoch}: give an object whose "
-            "__iter__ starts anew, such as a list"
+            f"source {i}: {type(source).__name__} is an iterator, which can be read once, and epoch is {epoch}: give "
+            "an object whose __iter__ starts anew, such as a list"
         )
 
 

@@ -26,7 +26,8 @@ _SHORT = 0.02  # seconds: requests that take less ask for more items the next ti
 
 
 def indexed(source: Any) -> bool:
-    """Whether items can be loaded by their number, in any order: it has `__len__` and `__getitem__`. Of lists only those whose items are functions:
+    """Whether items can be loaded by their number, in any order: it has `__len__` and `__getitem__`. Of lists only
+    those whose items are functions:
     samples that are in memory need no loading."""
     if isinstance(source, (list, tuple, np.ndarray)):
         return len(source) > 0 and callable(source[0])
@@ -47,7 +48,8 @@ class Loader:
         self._thread: threading.Thread | None = None
 
     async def load(self, label: str, numbers: range) -> tuple[float, list[Any]]:
-        """(seconds that it took, the items of these numbers). Fewer items come where the next one raises: who asks for that one gets the error."""
+        """(seconds that it took, the items of these numbers). Fewer items come where the next one raises: who asks for
+        that one gets the error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="loads items", daemon=True)
             self._thread.start()
@@ -76,7 +78,8 @@ class Loader:
 
 
 def spread(label: str, numbers: range, readers: list[Member], wait: Callable[[Promise], Any]) -> Iterator[Any]:
-    """The items of these numbers in order, loaded by all `readers` (their method `load`) at the same time. `wait` gives a promise's result."""
+    """The items of these numbers in order, loaded by all `readers` (their method `load`) at the same time. `wait` gives
+    a promise's result."""
     requests: deque[tuple[range, Promise]] = deque()
     turn = cycle(readers)
 

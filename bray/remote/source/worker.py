@@ -43,13 +43,14 @@ class Target(Protocol):
 
 
 class SourceReader:
-    """Reads its sources `epoch` times each, up to 8 at once. One that raises is logged, with its traceback, and stops none of the others.
+    """Reads its sources `epoch` times each, up to 8 at once. One that raises is logged, with its traceback, and stops
+    none of the others.
 
     name     of this member
     sources  (number, source): iterables, or functions that return lists of them. Source i is read by reader i % n of n
     readers  the names of all readers
-    The items of one source are pushed in its order. Where there are fewer sources than readers, those that are left help: they load items of sources
-    that have `__len__` and `__getitem__` for the reader that pushes them.
+    The items of one source are pushed in its order. Where there are fewer sources than readers, those that are left
+    help: they load items of sources that have `__len__` and `__getitem__` for the reader that pushes them.
     How far it is, is noted in the first shard of the buffer: a reader that was killed goes on there.
     """
 
@@ -171,7 +172,8 @@ class SourceReader:
             self._note(label, epoch + 1, 0, now=epoch + 1 == self.epoch)
 
     def _items(self, label: str, source: Any, skip: int) -> Iterator[Any]:
-        """The samples of a source from number `skip` on. Other readers help where there are more of them than sources."""
+        """The samples of a source from number `skip` on. Other readers help where there are more of them than
+        sources."""
         if not indexed(source) or len(self._found) >= len(self._readers):
             return map(load, islice(iter(source), skip, None))
         readers = [self._member(name) for name in self._readers]

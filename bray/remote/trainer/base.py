@@ -25,9 +25,9 @@ class Trainer:
             def loss(self, replay):
                 return F.cross_entropy(self.model(replay["obs"]), replay["action"])
 
-    A constructor of your own takes `(name, config, model)` or `(name, config, model, optimizer)`. Gradients are averaged over all ranks, so
-    a loss that is a mean needs to know nothing of them. `state_dict` and `load_state_dict`, if you write them, put what you keep into checkpoints
-    (arrays, numbers, text).
+    A constructor of your own takes `(name, config, model)` or `(name, config, model, optimizer)`. Gradients are
+    averaged over all ranks, so a loss that is a mean needs to know nothing of them. `state_dict` and `load_state_dict`,
+    if you write them, put what you keep into checkpoints (arrays, numbers, text).
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], model: nn.Module, optimizer: Any = None):
@@ -39,16 +39,18 @@ class Trainer:
         return torch.optim.Adam(model.parameters(), lr=learning_rate)
 
     def handle(self, replay: Any) -> Any:
-        """Prepare a batch, a tree of numpy arrays. Runs in a thread beside training. What it leaves as arrays reaches the loss as tensors on the
-        model's device."""
+        """Prepare a batch, a tree of numpy arrays. Runs in a thread beside training. What it leaves as arrays reaches
+        the loss as tensors on the model's device."""
         return replay
 
     def loss(self, replay: Any, step: int) -> Any:
-        """The loss of a batch: a tensor with one element, or (that, numbers for the log by name). It may also be `loss(self, replay)`."""
+        """The loss of a batch: a tensor with one element, or (that, numbers for the log by name). It may also be
+        `loss(self, replay)`."""
         raise NotImplementedError
 
     def eval(self, replay: Any) -> Any:
-        """Look at a batch of the evaluation's buffer, without gradients; may return numbers for the log by name. By default: the loss."""
+        """Look at a batch of the evaluation's buffer, without gradients; may return numbers for the log by name. By
+        default: the loss."""
         return call_loss(self, replay, 0)
 
 

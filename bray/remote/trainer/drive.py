@@ -1,4 +1,5 @@
-"""A rank of a launched training: the one driver, with hooks that resume, log, publish, evaluate and save. It runs without a cluster too.
+"""A rank of a launched training: the one driver, with hooks that resume, log, publish, evaluate and save. It runs
+without a cluster too.
 
 before_run    resume
 after_step    log, publish, evaluate, save
@@ -223,7 +224,8 @@ class RankDriver(Driver):
         self._settle()
 
     def _send_weights(self, wait: bool) -> None:
-        """Publish what the model is now. While the last ones are still under way newer ones wait, so that slow workers get the newest."""
+        """Publish what the model is now. While the last ones are still under way newer ones wait, so that slow workers
+        get the newest."""
         if not self.ranks.first:
             self._published = self.steps
             return
@@ -283,7 +285,8 @@ class RankDriver(Driver):
             raise self._unsaved
 
     def _save_after(self, error: Exception) -> None:
-        """The user's code has raised: save what was learnt, where this rank can do so alone. Ranks that lost another one start again."""
+        """The user's code has raised: save what was learnt, where this rank can do so alone. Ranks that lost another
+        one start again."""
         saves = self.ranks.first and self._run_dir is not None and self.steps > self._saved
         if not saves or isinstance(error, (Unreachable, Diverged, CheckpointError)) or is_rank_lost(error):
             return
@@ -359,8 +362,8 @@ class RankDriver(Driver):
         saved = run.load_checkpoint()
         if "arrays" not in saved.state:
             raise CheckpointError(
-                f"{run.path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial with its "
-                f"weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
+                f"{run.path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial "
+                f"with its weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
             )
         definition, chosen = self._chosen_start
         if chosen is None or saved.state["json"].get("definition") == definition:  # the latter: this rank was restarted
@@ -368,7 +371,8 @@ class RankDriver(Driver):
         if str(chosen).isdecimal() and int(chosen) in run.steps():
             return run.load_checkpoint(int(chosen))
         logger.warning(
-            "trainer %s: model %s starts from checkpoint %s, of which there is no state of the trainer: optimizer and counters begin anew",
+            "trainer %s: model %s starts from checkpoint %s, of which there is no state of the trainer: optimizer and "
+            "counters begin anew",
             self.name, self.remote_model.name, chosen,
         )  # fmt: skip
         return None

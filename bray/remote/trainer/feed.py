@@ -1,4 +1,5 @@
-"""Batches for a rank: drawn from several buffers by weight, put together, prepared in a thread while the rank trains."""
+"""Batches for a rank: drawn from several buffers by weight, put together, prepared in a thread while the rank
+trains."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from bray.train.source import Source
 class Feed:
     """Batches, one by one; `get` does not wait for longer than it is told to.
 
-    buffers        by name: iterables of trees. They are mixed by `weights` (None: equal shares) as by a SampleBuffer: the shares hold batch by
-                   batch, and a buffer whose turn it is is waited for
+    buffers        by name: iterables of trees. They are mixed by `weights` (None: equal shares) as by a SampleBuffer:
+                   the shares hold batch by batch, and a buffer whose turn it is is waited for
     batch_size     trees of one buffer that are put together to a batch; `batch_kind` says how, as in a BatchBuffer
     prepare        turns a batch into what the rank trains on; runs in the feed's thread
     prefetch_size  batches that are ready beforehand; 0: a batch is made when it is asked for
@@ -47,7 +48,8 @@ class Feed:
         shares = [1.0] * len(buffers) if weights is None else [float(w) for w in weights]
         if not buffers or len(shares) != len(buffers):
             raise ConfigError(
-                f"buffer_weights: expected {len(buffers)} numbers >= 0, one for each of {', '.join(buffers)}, got {weights}"
+                f"buffer_weights: expected {len(buffers)} numbers >= 0, one for each of {', '.join(buffers)}, got "
+                f"{weights}"
             )
         first = turn % len(buffers)
         batches = [_Batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
@@ -64,7 +66,8 @@ class Feed:
         """Batches given again so far."""
 
     def get(self, timeout: float) -> Batch | None:
-        """The next batch; None when there is none in time. Errors of the thread are raised here; EndOfData is one of them."""
+        """The next batch; None when there is none in time. Errors of the thread are raised here; EndOfData is one of
+        them."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bray-feed", daemon=True)
             self._thread.start()
@@ -206,7 +209,8 @@ class BufferBatches(Experience):
 
 
 class PreparedRows:
-    """For a `bray.Trainer` whose agents play with an algorithm: what they push, as batches of rows that the algorithm's Learner would get."""
+    """For a `bray.Trainer` whose agents play with an algorithm: what they push, as batches of rows that the algorithm's
+    Learner would get."""
 
     def __init__(self, buffer: Any, experience: Experience, prepare: Callable[[Any], Any]):
         self.name, self._buffer, self._experience, self._prepare = buffer.name, buffer, experience, prepare

@@ -43,11 +43,14 @@ class RemoteTrainer:
     """Trains a model on `num_workers` ranks.
 
         trainer = bray.RemoteTrainer(num_workers=2)
-        trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)      # a function of your own
-        trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)   # a bray.Trainer, or a Learner
+        trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)      # a function
+        of your own trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)
+        # a bray.Trainer, or a Learner
 
-    name             of its section in `config`, and of its checkpoints where the run has those of another trainer already (`trainers/NAME`)
-    use_gpu, num_workers, cpus_per_worker, gpus_per_worker    where the ranks run: `bray.remote.trainer.options.RankOptions` explains each
+    name             of its section in `config`, and of its checkpoints where the run has those of another trainer
+                     already (`trainers/NAME`)
+    use_gpu, num_workers, cpus_per_worker, gpus_per_worker    where the ranks run:
+    `bray.remote.trainer.options.RankOptions` explains each
     """
 
     @old_keywords("RemoteTrainer")
@@ -66,22 +69,27 @@ class RemoteTrainer:
         self.cpus_per_worker = 1.0 if cpus_per_worker is None else float(cpus_per_worker)
         if self.num_workers < 1 or self.cpus_per_worker < 0:
             raise ConfigError(
-                f"RemoteTrainer {self.name!r}: expected num_workers >= 1 and cpus_per_worker >= 0, got {num_workers} and {cpus_per_worker}"
+                f"RemoteTrainer {self.name!r}: expected num_workers >= 1 and cpus_per_worker >= 0, got {num_workers} "
+                f"and {cpus_per_worker}"
             )
 
     def train(self, train: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Promise:
-        """Start to train, and return a Promise of its end. An error in a rank is the Promise's, and ends `bray.run_until_asked_to_stop`.
+        """Start to train, and return a Promise of its end. An error in a rank is the Promise's, and ends
+        `bray.run_until_asked_to_stop`.
 
-        With a function: `train(*args, **kwargs)` is called on every rank, inside torch's process group (gloo, or nccl on GPUs) and inside the
-        session. Arguments arrive as they are: a name stays a name, and `bray.RemoteModel(name)` finds the model. When the process of a rank
-        dies, all ranks are started again and call the function anew; what it should go on from, it saves itself. The Promise is what the
-        first rank returns (None where that cannot be sent).
+        With a function: `train(*args, **kwargs)` is called on every rank, inside torch's process group (gloo, or nccl
+        on GPUs) and inside the session. Arguments arrive as they are: a name stays a name, and `bray.RemoteModel(name)`
+        finds the model. When the process of a rank dies, all ranks are started again and call the function anew; what
+        it should go on from, it saves itself. The Promise is what the first rank returns (None where that cannot be
+        sent).
 
         Without one, these keywords say what is trained, and the Promise is a summary:
 
-        trainer                   a `bray.Trainer`, a Learner, or either as "module:Class"; may be left out where config[name] has `algo`
+        trainer                   a `bray.Trainer`, a Learner, or either as "module:Class"; may be left out where
+                                  config[name] has `algo`
         model, buffers            names or handles; the model that is trained, and where its batches come from
-        eval                      None, or {buffer, interval, steps}: every `interval` steps, `steps` batches of that buffer go to `Trainer.eval`
+        eval                      None, or {buffer, interval, steps}: every `interval` steps, `steps` batches of that
+                                  buffer go to `Trainer.eval`
         num_steps, batch_size, ...  the fields of `bray.remote.trainer.options.TrainOptions`, each explained there
         config, name              what the Trainer is made with
         hooks                     more `Hook`s of the loop
@@ -258,7 +266,8 @@ class _RayRun(_Run):
             self._made = ranks.put(plan)  # kept here: a restart needs it
         except Exception as e:
             raise ConfigError(
-                f"trainer {plan.name}: its function, class or arguments cannot be sent to other processes ({type(e).__name__}: {e})"
+                f"trainer {plan.name}: its function, class or arguments cannot be sent to other processes "
+                f"({type(e).__name__}: {e})"
             ) from e
         self._listener: Listener = io.run(opened.listen(f"trainer-{plan.name}", self._heard))
 
@@ -285,7 +294,8 @@ class _RayRun(_Run):
 
         class Fit(rt.torch.TorchTrainer):
             def _create_default_callbacks(self) -> list[Any]:
-                """Without the detached process that removes placement groups: they end with the controller that made them."""
+                """Without the detached process that removes placement groups: they end with the controller that made
+                them."""
                 made = super()._create_default_callbacks()
                 return [c for c in made if type(c).__name__ != "PlacementGroupCleanerCallback"]
 
@@ -373,7 +383,8 @@ def _make_verdict(name: str) -> Any:
             if len(self.deaths) == _DEATHS and now - self.deaths[0] < _DEATHS_IN:
                 last = "; ".join(f"rank {r}: {str(e).strip()[-600:]}" for r, e in worker_exceptions.items())
                 raise BrayError(
-                    f"trainer {name}: its ranks died {_DEATHS} times in {now - self.deaths[0]:.0f} s, and are not started again. The last: {last}"
+                    f"trainer {name}: its ranks died {_DEATHS} times in {now - self.deaths[0]:.0f} s, and are not "
+                    f"started again. The last: {last}"
                 )
 
     return Verdict()

@@ -53,7 +53,8 @@ class TrainOptions:
     weights_publish_interval: Count = 1
     """Steps between publishing the weights to the model."""
     num_steps: Count | None = None
-    """Steps to train in all, counted from the model's step when the training began: a run that is resumed makes those that are left, and none
-    where it was done. `null` = until the run is stopped."""
+    """Steps to train in all, counted from the model's step when the training began: a run that is resumed makes those
+    that are left, and none where it was done. `null` = until the run is stopped."""
     checkpoint_interval: Count | None = None
-    """Steps between checkpoints of the trainer (its optimizer, its counters); `null` = as often as the model says by `checkpoint_every_s`."""
+    """Steps between checkpoints of the trainer (its optimizer, its counters); `null` = as often as the model says by
+    `checkpoint_every_s`."""

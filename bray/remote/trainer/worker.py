@@ -139,8 +139,8 @@ def assemble(
 
 
 def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], batch_size: int) -> None:
-    """A rollout has as many samples as a batch of the buffer, times those that the trainer puts together. A sample is a row, or a sequence for a
-    Model with memory."""
+    """A rollout has as many samples as a batch of the buffer, times those that the trainer puts together. A sample is a
+    row, or a sequence for a Model with memory."""
     experience.check_live()
     sizes = [getattr(getattr(b, "settings", None), "batch_size", None) for b in buffers]
     size = next((n for n in sizes if n), None)
@@ -168,8 +168,8 @@ def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
 
 
 def trainer_path(run: Path, name: str) -> Path:
-    """Where a trainer's checkpoints are: in the run directory itself, which makes it one like any other; those of a second trainer in a directory of
-    its own."""
+    """Where a trainer's checkpoints are: in the run directory itself, which makes it one like any other; those of a
+    second trainer in a directory of its own."""
     own = run / "trainers" / name.replace("/", "-")
     if (own / "checkpoints").exists():  # as Bray 0.1 did
         return own
@@ -184,7 +184,8 @@ def trainer_path(run: Path, name: str) -> Path:
 
 
 def described_by(plan: Plan) -> AlgoSetup | None:
-    """The algorithm that plays with the model that is trained: the trainer's own, or that of an agent. It knows spaces and acting rule."""
+    """The algorithm that plays with the model that is trained: the trainer's own, or that of an agent. It knows spaces
+    and acting rule."""
     model = plan.model if isinstance(plan.model, str) else plan.model.name
     sections = {k: v for k, v in plan.config.items() if isinstance(v, Mapping)}
     mine = sections.get(plan.name, {})
@@ -213,12 +214,13 @@ def _algorithm(plan: Plan, cls: Any) -> tuple[AlgoSetup, Any]:
     """The algorithm of a plan, and the class of its Learner where that is another one."""
     if cls is not None and not hasattr(cls, "update"):
         raise ConfigError(
-            f"trainer {plan.name}: expected a bray.Trainer (with `loss`) or a Learner (with `update`), got {plan.trainer!r}"
+            f"trainer {plan.name}: expected a bray.Trainer (with `loss`) or a Learner (with `update`), got "
+            f"{plan.trainer!r}"
         )
     if plan.name not in plan.config:
         raise ConfigError(
-            f"trainer {plan.name}: a Learner is made from config[{plan.name!r}]['algo'], the name of a section with algorithm and env; "
-            f"config has {', '.join(map(repr, plan.config)) or 'nothing'}"
+            f"trainer {plan.name}: a Learner is made from config[{plan.name!r}]['algo'], the name of a section with "
+            f"algorithm and env; config has {', '.join(map(repr, plan.config)) or 'nothing'}"
         )
     return named_setup(plan.config, plan.name), cls
 
@@ -242,8 +244,8 @@ def find_class(given: Any) -> Any:
 
 
 class Failed(Exception):
-    """An error that trying again does not mend: of the user's code, or of ours. It is sealed, because it passes through a process that
-    does not know the user's modules."""
+    """An error that trying again does not mend: of the user's code, or of ours. It is sealed, because it passes through
+    a process that does not know the user's modules."""
 
     def __init__(self, sealed: bytes):
         super().__init__(sealed)
@@ -254,7 +256,8 @@ class Failed(Exception):
 
 
 def rank_main(info: SessionInfo, name: str, address: Address, made: list[Any], use_gpu: bool) -> bytes:
-    """The function that Ray Train runs. Errors of the user's code come back as Failed; others as they are, and then Ray Train begins again."""
+    """The function that Ray Train runs. Errors of the user's code come back as Failed; others as they are, and then Ray
+    Train begins again."""
     from bray.cluster.ray import enter_worker  # it imports Ray
 
     ranks = Ranks()
