@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import bray
-from bray.train.bottleneck import Finding, Machine, Times, find_bottleneck
+from bray.diagnosis.bottleneck import Finding, Machine, Times, find_bottleneck
 
 
 class Plain(gym.Env):

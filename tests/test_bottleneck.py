@@ -11,11 +11,11 @@ import bray
 from benchmarks import advice
 from bray.cli.main import main
 from bray.config import resolve
+from bray.diagnosis.bottleneck import Advisor, Machine, Times, find_bottleneck
 from bray.experiment.saved import with_choices
+from bray.metrics.spent import PHASES, Laps, WorkerTimes
 from bray.spec import EnvSpec, Space
-from bray.train.bottleneck import Advisor, Machine, Times, find_bottleneck
 from bray.train.config import RunConfig
-from bray.train.spent import PHASES, Laps, WorkerTimes
 from tests.test_callbacks import Phased
 
 PPO = {"num_envs": 8, "num_workers": 0, "rollout_length": 128, "minibatches": 16, "epochs": 10, "device": "cpu"}

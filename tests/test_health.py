@@ -14,10 +14,10 @@ from torch import nn
 import bray.experiment.health
 from bray.cli.main import main
 from bray.data.experience import Replay
+from bray.diagnosis.symptoms import Symptoms
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
-from bray.train.symptoms import Symptoms
 from bray.train.units import dead_share
 
 ON = {"num_envs": 8, "rollout_length": 64, "save_figure": False, "checkpoint_freq": 0}

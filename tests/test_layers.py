@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
     {"_version", "compat", "compiled", "errors", "limited_log", "log_format", "named", "tree", "spec", "schedules"},
-    {"config", "metrics", "rundir", "capture", "optim", "target", "distributions", "figures", "video"},
+    {"config", "metrics", "rundir", "capture", "optim", "target", "diagnosis", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
     {"train"},
@@ -35,6 +35,7 @@ WITHIN = {
     "named": {"errors"},
     "schedules": {"errors"},
     "rundir": {"metrics"},
+    "diagnosis": {"metrics"},
     "figures": {"rundir", "metrics"},
     "metrics": {"rundir"},
     "inference": {"capture"},

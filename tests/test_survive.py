@@ -17,14 +17,14 @@ from envs_for_tests import RaisesLater, Scripted
 
 from bray.cli.main import main
 from bray.config import ConfigSource
+from bray.diagnosis.divergence import Health
+from bray.diagnosis.symptoms import Symptoms
 from bray.envs import EnvConfig, make_vec
 from bray.errors import CheckpointError, Diverged, EnvError
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.limited_log import OncePer
 from bray.rundir import RunDir, log_to
-from bray.train.health import Health
-from bray.train.symptoms import Symptoms
 
 HERE = Path(__file__).parent
 TINY = ["num_envs=1", "rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]

@@ -13,8 +13,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from bray.diagnosis.bottleneck import Machine
 from bray.experiment import Experiment
-from bray.train.bottleneck import Machine
 
 
 class Pictures(gym.Env):

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from bray.cli.runs import newest_rows
 from bray.cli.show import plain_table, put, say
+from bray.diagnosis.bottleneck import Finding, Machine, Times, find_bottleneck
 from bray.errors import ConfigError, DataError
 from bray.experiment.saved import read_config
 from bray.metrics import duration
 from bray.rundir import RunDir
-from bray.train.bottleneck import Finding, Machine, Times, find_bottleneck
 
 _MOST = 1 << 22  # bytes of the newest rows: more than a thousand
 _SECTIONS = ("run", "model", "env", "algo")

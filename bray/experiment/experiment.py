@@ -20,6 +20,7 @@ from bray._version import __version__
 from bray.act import GREEDY
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
+from bray.diagnosis.divergence import Health
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
@@ -46,6 +47,7 @@ from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
 from bray.metrics import Sink, TerminalSink
 from bray.metrics.rows import flatten_row
+from bray.metrics.spent import BETWEEN
 from bray.metrics.trackers import make_trackers
 from bray.rundir import Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
@@ -55,12 +57,10 @@ from bray.spec import EnvSpec
 from bray.train.callbacks import make_callbacks
 from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
-from bray.train.health import Health
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.offline import ID as FILES, FileTraining
 from bray.train.source import RolloutWorker
-from bray.train.spent import BETWEEN
 
 logger = logging.getLogger("bray")
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.metrics.spent import BETWEEN, CPU, PHASES, QUEUED
 from bray.train.awaited import CUSTOM, OWN_KEYS, Awaited
 from bray.train.config import RunConfig
-from bray.train.spent import BETWEEN, CPU, PHASES, QUEUED
 
 STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
 """Names that people from RLlib type."""

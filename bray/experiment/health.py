@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bray.config import Resolved
+from bray.diagnosis.bottleneck import Advisor
+from bray.diagnosis.symptoms import DEAD_UNITS, SECTIONS, Symptoms
 from bray.metrics import HEALTH, ITERATION
-from bray.train.bottleneck import Advisor
 from bray.train.driver import Driver
-from bray.train.symptoms import DEAD_UNITS, SECTIONS, Symptoms
 from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
 
 COUNT_UNITS = 20

@@ -28,15 +28,15 @@ from bray.act import Clock
 from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.data.piece import Piece
+from bray.diagnosis.divergence import not_finite
 from bray.errors import UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
+from bray.metrics.spent import PHASES, Cores
 from bray.rundir import RunDir
 from bray.train.device import tiny_as_zero
-from bray.train.health import not_finite
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
-from bray.train.spent import PHASES, Cores
 
 logger = logging.getLogger("bray")
 

@@ -32,6 +32,7 @@ from bray.envs.spaces import usable
 from bray.errors import ConfigError
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import TorchEngine, is_recurrent
+from bray.metrics.spent import Laps
 from bray.rl.draws import use_compiled_draws
 from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
@@ -46,7 +47,6 @@ from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
 from bray.train.local import initial_state, make_side
 from bray.train.source import Source
-from bray.train.spent import Laps
 
 ID = "live"
 """The environment's name of a run whose games call."""

@@ -22,13 +22,13 @@ from bray.envs.make import make_vec
 from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.vector import VecEnv, episode_seed
 from bray.inference.torch_engine import load_weights
+from bray.metrics.spent import WEIGHTS, Cores, Laps
 from bray.train.acting import acting_engine, initial_state
 from bray.train.callbacks import CallbackList
 from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import RolloutWorker
-from bray.train.spent import WEIGHTS, Cores, Laps
 
 
 @dataclass

@@ -18,12 +18,12 @@ from bray.capture import Record
 from bray.capture.transfer import to_device
 from bray.data.experience import Counts
 from bray.data.piece import Piece
+from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.vector import VecEnv
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
-from bray.train.health import blame_policy
 from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")

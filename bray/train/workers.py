@@ -30,11 +30,11 @@ from bray.envs.process import START_TIMEOUT, Lost
 from bray.envs.rewards import Moments
 from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
+from bray.metrics.spent import WEIGHTS, Laps, WorkerTimes
 from bray.train.callbacks import CallbackList, EpisodeMetrics
 from bray.train.player import Plan, Played
 from bray.train.rollout import returns_of
 from bray.train.source import RolloutWorker, Source
-from bray.train.spent import WEIGHTS, Laps, WorkerTimes
 
 logger = logging.getLogger("bray")
 

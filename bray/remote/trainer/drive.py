@@ -22,6 +22,8 @@ from annotated_types import Gt
 
 from bray.config.declare import Count, describe, options
 from bray.data.experience import Batch, EndOfData
+from bray.diagnosis.divergence import Health
+from bray.diagnosis.symptoms import Symptoms
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged, Unreachable
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
@@ -32,10 +34,8 @@ from bray.remote.trainer.feed import Feed
 from bray.remote.trainer.options import TrainOptions
 from bray.rundir import Checkpoint, RunDir, pack_state, unpack_state, writing
 from bray.train.driver import Driver, Hook, Side
-from bray.train.health import Health
 from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.source import Source
-from bray.train.symptoms import Symptoms
 
 logger = logging.getLogger("bray.remote")
 

@@ -25,6 +25,7 @@ from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
 from bray.data.rollouts import Rollouts
+from bray.diagnosis.symptoms import SECTIONS
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
 from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
 from bray.remote.trainer.base import LossLearner
@@ -37,7 +38,6 @@ from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, threads_for
 from bray.train.ranks import Ranks, is_rank_lost
-from bray.train.symptoms import SECTIONS
 
 logger = logging.getLogger("bray.remote")
 

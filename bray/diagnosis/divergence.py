@@ -1,5 +1,5 @@
 """Whether a training is sound. Numbers that are not finite end it, with what and since when; what else looks wrong is
-said (`bray.train.symptoms`)."""
+said (`bray.diagnosis.symptoms`)."""
 
 from __future__ import annotations
 

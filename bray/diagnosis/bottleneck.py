@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bray.metrics import number
-from bray.train.spent import BETWEEN, CPU, PHASES, QUEUED, WEIGHTS
+from bray.metrics.spent import BETWEEN, CPU, PHASES, QUEUED, WEIGHTS
 
 logger = logging.getLogger("bray")
 
