@@ -1,11 +1,13 @@
-"""python -m benchmarks.against [CASE ...] [--rev f9b96a5] [--pairs 5]: is this tree as fast as another commit?
+"""python -m benchmarks.against [CASE ...] [--rev fdd0939] [--pairs 5]: is this tree as fast as another commit?
 
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
-first alternates. Training: environment steps per second of CPU time, after a warm-up, so that other work on the machine
-counts less. `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another
-process. `local`, `remote`, `trajectories`, `small`: the cases of `benchmarks.remote.ours`, of the tree that is
-measured, as items per second of CPU time of all processes. One line per case: medians and the median ratio of the
-pairs.
+first alternates. Training: environment steps per second of CPU time of all processes, after a warm-up, so that other
+work on the machine counts less; `ppo-workers` has two worker processes. `live`, `launched`: rows that PPO learns from
+32 games in another process, per second of CPU time of `bray train --live` and of `bray launch` in one process.
+`serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another process.
+`local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes. These and `live`, `launched`
+are the cases of `benchmarks.remote.ours` and `benchmarks.live` of the tree that is measured. One line per case: medians
+and the median ratio of the pairs.
 """
 
 from __future__ import annotations
@@ -26,20 +28,24 @@ TRAINING = {
     "a2c": ("A2C", "CartPole-v1", 40_000, {}),
     "dqn": ("DQN", "CartPole-v1", 12_000, {}),
     "sac": ("SAC", "Pendulum-v1", 3_000, {}),
+    "ppo-workers": ("PPO", "CartPole-v1", 60_000, {"num_workers": 2}),
 }
+LIVE = ("live", "launched")
 REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
-import json, sys, time
+import json, os, sys
+from benchmarks.serving.__main__ import cpu_seconds, family
 from bray.experiment import Experiment
 run, env, steps, config = json.loads(sys.argv[1])
 training = Experiment(run=run, env=env, config=config).training
-done = lambda: training.env_steps if hasattr(training, "env_steps") else training.rollout.env_steps  # 0.1 had it there
-while done() < steps // 6:
+cpu = lambda: cpu_seconds(family(os.getpid()))
+while training.env_steps < steps // 6:
     training.iterate()
-before, start = done(), time.process_time()
-while done() < steps:
+before, start = training.env_steps, cpu()
+while training.env_steps < steps:
     training.iterate()
-print((done() - before) / (time.process_time() - start))
+print((training.env_steps - before) / (cpu() - start))
+training.close()
 """
 _SERVE = """
 import json, subprocess, sys, tempfile, time
@@ -77,6 +83,8 @@ def measure(tree: Path, case: str, folder: str) -> float:
     """Steps, ticks or items per CPU second with the code under `tree`."""
     if case == "serve":
         words = ["-c", f"GAMES = {_GAMES!r}\n{_SERVE}"]
+    elif case in LIVE:
+        words = ["-m", "benchmarks.live", "--side", case, "--repeat", "1", "--seconds", "12"]
     elif case in REMOTE:
         words = ["-m", "benchmarks.remote.ours", case, "--seconds", "5"]
     else:
@@ -84,13 +92,16 @@ def measure(tree: Path, case: str, folder: str) -> float:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment(tree), cwd=folder)
     if done.returncode:
         raise SystemExit(f"{case} in {tree} failed: {done.stderr.strip()[-400:]}")
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith("{")]
+    if case in LIVE:
+        return float(lines[0]["rows_per_cpu_second"])
     if case in REMOTE:
-        return 1e6 / json.loads([x for x in done.stdout.splitlines() if x.startswith("{")][-1])["cpu_us"]
+        return 1e6 / lines[-1]["cpu_us"]
     return float(done.stdout.split()[-1])
 
 
 def main() -> int:
-    cases = [*TRAINING, "serve", *REMOTE]
+    cases = [*TRAINING, *LIVE, "serve", *REMOTE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *cases], default=[], help=f"{', '.join(cases)}; none: all")
     parser.add_argument("--rev", default=BASE)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.code_size [--against f9b96a5]: how much there is to read in bray/, and which files import each
+"""python -m benchmarks.code_size [--against fdd0939]: how much there is to read in bray/, and which files import each
 other in a circle.
 
 tokens         of the code, without comments and docstrings, so that neither long lines nor short documentation change

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import rl_functions, same_weights, trace_files
+from benchmarks import launched, rl_functions, same_weights, trace_files
 from benchmarks.learning.foes import Foes
 from benchmarks.peers import async_cases
 from benchmarks.same_weights import Trained, difference
 from benchmarks.scale import peers
-from bray import Experiment
+from bray import Experiment, tree
+from bray.cli.main import main
+from bray.data.rows import Decoder
 
 
 def test_the_lines_of_ppo_are_counted(capsys):
@@ -62,6 +64,38 @@ def test_a_difference_is_found_and_the_time_is_none():
     assert "weights" in difference(ours, replace(ours, weights="abd"))
     assert "rows" in difference(ours, replace(ours, rows=(row,)))
     assert "out of memory" in difference(ours, Trained(1.0, error="out of memory"))
+
+
+@pytest.mark.parametrize("case", same_weights.CASES)
+def test_a_case_is_commands_that_end_in_one_run_directory(case, tmp_path, capsys, monkeypatch):
+    job = same_weights.Job(steps=1000, seed=3, folder=tmp_path, data=tmp_path / "data")
+    commands = same_weights.CASES[case](job)
+    assert len(commands) == 1 + ("resume" in case)
+    for words in commands:
+        if words[0] == "launch":
+            monkeypatch.syspath_prepend(tmp_path)  # where the file's module is
+            assert main([*words, "--check"]) == 0
+            assert f"{tmp_path}/run" in capsys.readouterr().out
+        elif "--resume" in words:
+            assert words[words.index("--resume") + 1] == str(tmp_path / "run")
+        else:
+            assert main([*words, "--print-config"]) == 0
+            assert "CartPole-v1" in (out := capsys.readouterr().out) or "Pendulum-v1" in out or "files" in out
+            assert [words[words.index(k) + 1] for k in ("--project", "--trial")] == [str(tmp_path), "run"]
+
+
+def test_rows_of_a_file_are_those_that_agents_push():
+    done = np.arange(5) == 4
+    rng = np.random.default_rng(0)
+    episode = {"obs": rng.standard_normal((6, launched.OBS)), "action": np.arange(5) % 3, "reward": np.ones(5)}
+    rows = list(launched.rows_of(episode | {"terminated": done, "truncated": np.zeros(5, bool)}, stream=2, steps=5))
+    (piece,), counts = Decoder().decode(tree.stack(rows))
+    assert counts.env_steps == 5
+    assert counts.episodes == ((5.0, 5),)
+    for name, column in episode.items():
+        np.testing.assert_array_equal(getattr(piece, name)[:, 0], column)
+    assert piece.terminated[:, 0].tolist() == done.tolist()
+    assert piece.extras["logp"].shape == (5, 1)
 
 
 def test_a_fingerprint_is_of_tensors_not_of_the_header(tmp_path):
