@@ -44,7 +44,8 @@ LAUNCH = {
         model1: {kind: model, module: killed.code, local_mode: true, tensorboard_step: true, checkpoint_every_s: EVERY}
         source1: {kind: source, module: killed.code, epoch: 1000}
         buffer1: {kind: buffer, sources: [source1], batch_size: 4, size: 8, num_workers: 1}
-        trainer1: {kind: trainer, module: killed.code, class: Trainer, model: model1, buffers: [buffer1], cpus_per_worker: 0.1}
+        trainer1: {kind: trainer, module: killed.code, class: Trainer, model: model1, buffers: [buffer1],
+                   cpus_per_worker: 0.1}
     """,
 }
 

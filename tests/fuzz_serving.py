@@ -264,7 +264,8 @@ from bray.serving.workers import serve
 from tests.fuzz_serving import Written
 logging.basicConfig(level="WARNING", stream=sys.stderr)
 Written.file = open(sys.argv[2], "a", buffering=1)  # each line at once, behind those of the other workers
-sys.exit(serve(Written, ServiceConfig(**eval(sys.argv[1])), on_ready=lambda port, admin: print(port, admin, flush=True)))
+config = ServiceConfig(**eval(sys.argv[1]))
+sys.exit(serve(Written, config, on_ready=lambda port, admin: print(port, admin, flush=True)))
 """
 
 

@@ -57,8 +57,10 @@ FILES = {
         source1: {kind: source, module: NAME.code, epoch: 1000}
         buffer1: {kind: buffer, sources: [source1], batch_size: 4, size: 8, num_workers: 1}
         agent1: {kind: agent, module: NAME.code, class: Agent}
-        actor1: {kind: actor, port: 0, agents: [agent1], num_workers: 1, cpus_per_worker: 0.1, memory_per_worker: 64, serialize: json}
-        trainer1: {kind: trainer, module: NAME.code, class: Trainer, model: model1, buffers: [buffer1], cpus_per_worker: 0.1}
+        actor1: {kind: actor, port: 0, agents: [agent1], num_workers: 1, cpus_per_worker: 0.1,
+                 memory_per_worker: 64, serialize: json}
+        trainer1: {kind: trainer, module: NAME.code, class: Trainer, model: model1, buffers: [buffer1],
+                   cpus_per_worker: 0.1}
     """,
 }
 SMALL_RAY = """

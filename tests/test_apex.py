@@ -85,7 +85,8 @@ def random_piece(rng, rows=16, envs=3, choices=4):
     ends &= valid
     terminated = ends & (rng.random((rows, envs)) < 0.5)
     return Piece(
-        obs={"x": rng.standard_normal((rows + 1, envs, 2), np.float32), "action_mask": legal(rng, rows + 1, envs, choices)},
+        obs={"x": rng.standard_normal((rows + 1, envs, 2), np.float32),
+             "action_mask": legal(rng, rows + 1, envs, choices)},
         action=rng.integers(0, choices, (rows, envs)),
         reward=np.where(valid, rng.standard_normal((rows, envs), np.float32), np.float32(0.0)),
         terminated=terminated,
@@ -139,7 +140,15 @@ def test_the_priority_of_a_row_is_its_own_td_error(n):
 
 def row(value, **more):
     one = np.ones(1, bool)
-    return {"obs": np.float32([value]), "action": np.int64([0]), "reward": np.float32([0]), "terminated": ~one, "truncated": ~one, "valid": one, **more}  # fmt: skip
+    return {
+        "obs": np.float32([value]),
+        "action": np.int64([0]),
+        "reward": np.float32([0]),
+        "terminated": ~one,
+        "truncated": ~one,
+        "valid": one,
+        **more,
+    }
 
 
 def test_a_row_enters_the_replay_with_the_priority_that_it_brings(tmp_path):
@@ -174,7 +183,8 @@ def test_rows_of_old_weights_are_stale_from_the_start():
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_priorities_of_a_run_are_those_of_the_weights_that_acted(workers):
     exp = bray.Experiment(
-        run="Ape-X", env="CartPole-v1", use_preset=False, num_workers=workers, num_envs=4 // (workers or 1), vector="inprocess",
+        run="Ape-X", env="CartPole-v1", use_preset=False, num_workers=workers, num_envs=4 // (workers or 1),
+        vector="inprocess",
         learning_starts=10_000, replay_size=1000, fcnet_hiddens=[16], n_step=3, iteration_steps=160, priority_alpha=1.0,
     )  # fmt: skip
     exp.training.iterate()
@@ -217,7 +227,8 @@ def test_r2d2_and_sac_train_with_workers(run):
     env = "Pendulum-v1" if run == "SAC" else "CartPole-v1"
     more = {"max_staleness": 100} if run == "SAC" else {"epsilon": 0.4, "epsilon_spread": 7.0}
     exp = bray.Experiment(
-        run=run, env=env, use_preset=False, num_workers=2, num_envs=2, vector="inprocess", learning_starts=200, train_every=16, **more
+        run=run, env=env, use_preset=False, num_workers=2, num_envs=2, vector="inprocess", learning_starts=200,
+        train_every=16, **more
     )  # fmt: skip
     rows = [exp.training.iterate() for _ in range(3)]
     assert rows[-1]["learner_steps_total"] > 20

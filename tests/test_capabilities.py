@@ -141,23 +141,31 @@ PER = {"prioritized": True}
 OTHER = {
     "PPO": {"rollout_length": 8, "epochs": 1, "minibatches": 1, "lr": 1e-3, "gamma": 0.5, "lambda_": 0.5, "clip": 1e-3,
             "dual_clip": 1.001, "clip_value": 1e-3, "entropy_coef": 1.0, "value_coef": 9.0, "max_grad_norm": 1e-3,
-            "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "normalize_advantage": False, "target_kl": 1e-9, "kl_coef": 1.0, "kl_aim": {"kl_coef": 1.0, "kl_aim": 1e-9},
+            "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "normalize_advantage": False, "target_kl": 1e-9,
+            "kl_coef": 1.0, "kl_aim": {"kl_coef": 1.0, "kl_aim": 1e-9},
             "normalize_value": True, "recompute_advantages": True, "adam_eps": 0.1, "precision": "bfloat16"},
     "A2C": {"rollout_length": 8, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "lambda_": 0.5, "entropy_coef": 1.0,
-            "value_coef": 9.0, "max_grad_norm": 1e-3, "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "normalize_advantage": True},
-    "PG": {"batch_size": 50, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "baseline": False, "normalize_advantage": False, "entropy_coef": 1.0,
-           "max_grad_norm": 1e-3},
+            "value_coef": 9.0, "max_grad_norm": 1e-3, "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1},
+            "normalize_advantage": True},
+    "PG": {"batch_size": 50, "lr": 1e-3, "optimizer": "rmsprop", "gamma": 0.5, "baseline": False,
+           "normalize_advantage": False, "entropy_coef": 1.0, "max_grad_norm": 1e-3},
     "ES": {"lr": 1e-3, "sigma": 0.5, "l2": 1.0},
     "ARS": {"lr": 1e-3, "sigma": 0.5, "top": 1.0},
-    "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "rnd": 1.0, "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "prioritized": True,
-            "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
+    "DQN": {"lr": 1e-3, "gamma": 0.5, "n_step": 3, "double": False, "dueling": True, "noisy": True, "rnd": 1.0,
+            "rnd_lr": {"rnd": 1.0, "rnd_lr": 0.1}, "prioritized": True,
+            "priority_alpha": {**PER, "priority_alpha": 0.0},
+            "priority_beta": {**PER, "priority_beta": {"kind": "linear", "start": 0.4, "end": 1.0, "steps": 100}},
             "initial_priority": {**PER, "initial_priority": "td_error"},
-            "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100, "train_every": 8, "updates": 2, "target_period": 9,
-            "tau": {"tau": 0.1, "target_period": 250}, "epsilon": 0.0, "epsilon_spread": 50.0, "huber": 1e-3, "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
+            "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100,
+            "train_every": 8, "updates": 2, "target_period": 9,
+            "tau": {"tau": 0.1, "target_period": 250}, "epsilon": 0.0, "epsilon_spread": 50.0, "huber": 1e-3,
+            "max_grad_norm": 1e-3, "max_grad_value": 1e-4},
     "SAC": {"lr": 1e-3, "critic_lr": 1e-2, "alpha_lr": 0.1, "gamma": 0.5, "n_step": 3, "initial_alpha": 0.01,
             "adapt_alpha": False, "prioritized": True,
-            "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0}, "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8,
-            "learning_starts": 100, "train_every": 8, "updates": 1, "max_grad_norm": 1e-3, "target_entropy": 3.0, "random_hold": 1, "noise_hold": 8, "tau": 0.5},
+            "priority_alpha": {**PER, "priority_alpha": 0.0}, "priority_beta": {**PER, "priority_beta": 1.0},
+            "replay_size": 40, "max_use": 1, "max_staleness": 2, "batch_size": 8, "learning_starts": 100,
+            "train_every": 8, "updates": 1, "max_grad_norm": 1e-3, "target_entropy": 3.0,
+            "random_hold": 1, "noise_hold": 8, "tau": 0.5},
 }  # fmt: skip
 
 
@@ -725,7 +733,8 @@ def test_keys_of_other_frameworks_are_refused():
 
 SCRIPT = """
     import bray
-    exp = bray.Experiment("PPO", "CartPole-v1", seed=0, trial="six-lines", stop={"episode_return_mean": 195, "env_steps_total": 100_000})
+    stop = {"episode_return_mean": 195, "env_steps_total": 100_000}
+    exp = bray.Experiment("PPO", "CartPole-v1", seed=0, trial="six-lines", stop=stop)
     for result in exp.train():
         pass
 """

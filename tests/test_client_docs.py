@@ -133,7 +133,10 @@ def test_lua_client_of_the_page(tmp_path, protocol):
         local bray = require "bray"
         local client = bray.connect("127.0.0.1", tonumber(arg[1]), arg[2] == "tcp")
         print(client:step("start", "lua-game", ""))
-        for i = 1, 3 do print(client:step("tick", "lua-game", string.rep("obs", i * 10000)) == string.rep("obs", i * 10000)) end
+        for i = 1, 3 do
+            local obs = string.rep("obs", i * 10000)
+            print(client:step("tick", "lua-game", obs) == obs)
+        end
         print(client:step("end", "lua-game", ""))
         print(client:step("auto", "", "stateless"))
         local ok, problem = pcall(client.step, client, "tick", "lua-game", "late")

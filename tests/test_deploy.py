@@ -246,7 +246,8 @@ def test_a_mask_forbids_actions(trained):
 def test_a_memory_belongs_to_its_session_and_its_episode(tmp_path):
     """Two sessions at once, with an end of an episode in between, answer as `bray serve` does."""
     exp = Experiment(
-        run="PPO", env="CartPole-v1", path=tmp_path / "run", use_preset=False, num_envs=2, rollout_length=16, use_lstm=True, seed=3
+        run="PPO", env="CartPole-v1", path=tmp_path / "run", use_preset=False, num_envs=2, rollout_length=16,
+        use_lstm=True, seed=3
     )  # fmt: skip
     for _ in exp.train(stop={"training_iteration": 2}):
         pass
@@ -610,7 +611,8 @@ def launched(folder, *words):
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "bray", "launch", "--config", str(RL), "--mode", "deploy", *words],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RAY_ADDRESS": "local",
+             "RAY_AUTH_MODE": "disabled"},
     )  # fmt: skip
     try:
         lines = []

@@ -237,14 +237,17 @@ _VECTOR = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
 @pytest.mark.parametrize(
     ("observation", "action", "says"),
     [
-        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(6)}, None, "action_mask has 6 entries, the action space has 4 choices"),
-        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(2)}, None, "action_mask has 2 entries, the action space has 4 choices"),
+        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(6)}, None,
+         "action_mask has 6 entries, the action space has 4 choices"),
+        ({"a": _VECTOR, "action_mask": gym.spaces.MultiBinary(2)}, None,
+         "action_mask has 2 entries, the action space has 4 choices"),
         (
             {"a": _VECTOR, "action_mask": gym.spaces.Dict(jump=gym.spaces.MultiBinary(2))},
             gym.spaces.Dict(move=gym.spaces.Discrete(2)),
             "action_mask has ['jump'], the action has ['move']",
         ),
-        ({"a": _VECTOR, "b": gym.spaces.Box(0, 1, (0,), np.float32)}, None, "observation['b'] has no elements, its shape is (0,)"),
+        ({"a": _VECTOR, "b": gym.spaces.Box(0, 1, (0,), np.float32)}, None,
+         "observation['b'] has no elements, its shape is (0,)"),
     ],
 )  # fmt: skip
 def test_spaces_that_cannot_work_are_refused_before_the_first_step(observation, action, says, form):

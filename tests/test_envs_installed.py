@@ -159,7 +159,8 @@ def test_flatten_obs_takes_texts_and_refuses_what_has_no_fixed_size():
 
 MISSING = {
     "module": r"the module 'no_such_module_at_all', which is not installed: pip install no_such_module_at_all$",
-    "variable": r"the environment variable NO_SUCH_VARIABLE_HOME, which is not set: export NO_SUCH_VARIABLE_HOME=\.\.\.$",
+    "variable": r"the environment variable NO_SUCH_VARIABLE_HOME, which is not set: export "
+    r"NO_SUCH_VARIABLE_HOME=\.\.\.$",
     "exit": r"an environment variable that is not set \(Please declare the environment variable",
     "program": r"the program 'no-such-simulator', which is not installed or not on the PATH$",
     "display": r"a display \(Cannot connect to .None.\): run it under `xvfb-run -a`, or set SDL_VIDEODRIVER=dummy",

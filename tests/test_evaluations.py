@@ -13,7 +13,14 @@ from bray.experiment import evaluations
 from bray.experiment.evaluator import Looked
 from bray.rundir import RunDir
 
-SMALL = {"use_preset": False, "rollout_length": 16, "num_envs": 2, "iteration_steps": 0, "vector": "inprocess", "eval_episodes": 3}  # fmt: skip
+SMALL = {
+    "use_preset": False,
+    "rollout_length": 16,
+    "num_envs": 2,
+    "iteration_steps": 0,
+    "vector": "inprocess",
+    "eval_episodes": 3,
+}
 
 
 class Seen(bray.Callbacks):

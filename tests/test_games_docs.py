@@ -25,7 +25,8 @@ def live(tmp_path):
     """A live training with the spaces of the page, over HTTP and TCP."""
     settings = {"rollout_length": 16, "minibatches": 1, "epochs": 1, "rows": 64, "use_tcp": True}
     exp = Experiment(
-        run="PPO", live=True, port=0, obs="float32[2]", actions=2, path=str(tmp_path / "run"), save_figure=False, **settings
+        run="PPO", live=True, port=0, obs="float32[2]", actions=2, path=str(tmp_path / "run"), save_figure=False,
+        **settings
     )  # fmt: skip
     try:
         yield exp.training.source

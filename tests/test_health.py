@@ -169,7 +169,8 @@ OPTIONS = {
 }
 SOUND = {"loss/kl": 0.01, "loss/clip_fraction": 0.1, "loss/entropy": 0.5, "loss/explained_variance": 0.8,
          "loss/value_loss": 5.0, "loss/grad_norm": 3.0, "loss/q": 40.0, "health/dead_units": 0.4,
-         "replay/size": 1000.0, "replay/staleness_mean": 300.0, "env_steps_total": 2000, "learner_steps_total": 1000}  # fmt: skip
+         "replay/size": 1000.0, "replay/staleness_mean": 300.0, "env_steps_total": 2000,
+         "learner_steps_total": 1000}  # fmt: skip
 SIGNS = {
     "loss": ({"loss/value_loss": 1e25}, 1),
     "entropy": ({"loss/entropy": 1e-6}, 5),

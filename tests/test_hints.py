@@ -85,7 +85,8 @@ def test_every_hint_names_something_that_is_there():
 
 JOYRL = """
 general_cfg: {algo_name: DQN, device: cpu, seed: 1, max_episode: 4, max_step: 200}
-algo_cfg: {gamma: 0.95, lr: 0.0001, batch_size: 16, memory_capacity: 500, target_update: 4, learning_starts: 20, train_every: 2,
+algo_cfg: {gamma: 0.95, lr: 0.0001, batch_size: 16, memory_capacity: 500, target_update: 4, learning_starts: 20,
+  train_every: 2,
   value_layers: [{layer_type: linear, layer_dim: [16], activation: relu}]}
 env_cfg: {id: "envs_for_tests:Scripted", terminate_at: 12}
 """

@@ -401,7 +401,8 @@ LIVE = ["train", "--run", "PPO", "--live"]
         ([*LIVE, "--obs", "float32[6]", "--actions", "3", "--eval-freq", "5"], "live games cannot be evaluated in"),
         ([*LIVE, "--obs", "float32[6]", "--actions", "3", "--render"], "cannot be filmed"),
         (["train", "--run", "DQN", "--live", "--obs", "float32[6]", "--actions", "float32[2]"], "Discrete"),
-        (["train", "--run", "DQN", "--live", "--obs", "float32[6]", "--actions", "3", "use_lstm=true"], "use_lstm=false"),
+        (["train", "--run", "DQN", "--live", "--obs", "float32[6]", "--actions", "3", "use_lstm=true"],
+         "use_lstm=false"),
     ],
 )  # fmt: skip
 def test_what_is_refused(words, says, capsys, tmp_path, monkeypatch):

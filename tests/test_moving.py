@@ -203,7 +203,8 @@ PROJECT = {
             async def on_tick(self, state: bray.State):
                 image = np.asarray(state.input["image"], np.float32)
                 logit, action = await bray.forward("model1", {"image": image})
-                state.transition = {"image": image, "logit": logit, "action": np.int64(action), "reward": np.float32(state.input["reward"])}
+                reward = np.float32(state.input["reward"])
+                state.transition = {"image": image, "logit": logit, "action": np.int64(action), "reward": reward}
                 state.output = {"action": int(action)}
 
             async def on_episode(self, episode: list[State], done: bool):
@@ -239,17 +240,19 @@ PROJECT = {
         trial: v0
         mode: train
         dump_state: true
-        model1: {kind: model, module: old_game.net, checkpoint_interval: null, checkpoint: null, max_batch_size: 4, num_workers: 0,
-                 cpus_per_worker: 0.5, gpus_per_worker: 0.0, memory_per_worker: 1024, use_onnx: null, local_mode: true,
-                 override_model: true, tensorboard_graph: false, tensorboard_step: true}
+        model1: {kind: model, module: old_game.net, checkpoint_interval: null, checkpoint: null, max_batch_size: 4,
+                 num_workers: 0, cpus_per_worker: 0.5, gpus_per_worker: 0.0, memory_per_worker: 1024, use_onnx: null,
+                 local_mode: true, override_model: true, tensorboard_graph: false, tensorboard_step: true}
         buffer1: {kind: buffer, enable: train, size: 8, batch_size: 8, num_workers: 2, density: 100}
         agent1: {kind: agent, module: old_game.agents, class: Player}
         metrics: {kind: agent, module: old_game.agents, class: Metrics}
-        actor1: {kind: actor, port: PORT, num_workers: 2, actors_per_worker: 10, cpus_per_worker: 1.0, memory_per_worker: 512,
-                 use_tcp: false, use_gateway: node, agents: [agent1, metrics], episode_length: 8, episode_save_interval: 1000, serialize: json}
-        trainer1: {kind: trainer, enable: train, module: old_game.trainers, class: Trainer1, model: model1, buffers: [buffer1],
-                   buffer_weights: [1.0], use_gpu: null, num_workers: null, cpus_per_worker: null, batch_size: 1, batch_kind: concate,
-                   prefetch_size: 1, max_reuse: 1, learning_rate: null, clip_grad_max_norm: 1.0, weights_publish_interval: 1, num_steps: 6}
+        actor1: {kind: actor, port: PORT, num_workers: 2, actors_per_worker: 10, cpus_per_worker: 1.0,
+                 memory_per_worker: 512, use_tcp: false, use_gateway: node,
+                 agents: [agent1, metrics], episode_length: 8, episode_save_interval: 1000, serialize: json}
+        trainer1: {kind: trainer, enable: train, module: old_game.trainers, class: Trainer1, model: model1,
+                   buffers: [buffer1], buffer_weights: [1.0], use_gpu: null, num_workers: null, cpus_per_worker: null,
+                   batch_size: 1, batch_kind: concate, prefetch_size: 1, max_reuse: 1, learning_rate: null,
+                   clip_grad_max_norm: 1.0, weights_publish_interval: 1, num_steps: 6}
         network: {kind: config, state_space: 4, action_space: 3}
     """,
 }

@@ -138,7 +138,8 @@ TRAIN = """
 import sys
 from bray.cli.main import main
 stop = '{"env_steps_total": 64}'
-sys.exit(main(["train", "--run", "DQN", "--env", "CartPole-v1", "--project", "p", "--trial", "t", "--stop", stop, "learning_starts=32"]))
+where = ["--project", "p", "--trial", "t"]
+sys.exit(main(["train", "--run", "DQN", "--env", "CartPole-v1", *where, "--stop", stop, "learning_starts=32"]))
 """
 
 

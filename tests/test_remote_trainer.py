@@ -554,7 +554,8 @@ import torch
 from tests.trainer_for_tests import drive_of
 from bray.train.driver import Hook
 torch.set_num_threads(1)
-drive_of(path=Path(sys.argv[1]), checkpoint_interval=1, hooks=[Hook("after_step", lambda d: print(d.steps, flush=True))]).train()
+hooks = [Hook("after_step", lambda d: print(d.steps, flush=True))]
+drive_of(path=Path(sys.argv[1]), checkpoint_interval=1, hooks=hooks).train()
 """
 
 

@@ -259,7 +259,8 @@ def lost(ranks, path):
 
 
 SCENARIOS = [
-    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, counted, own_learner, statistics, batch_statistics, lost,
+    equal_steps, one_head_each, mean_gradients, numbers, uneven_speed, stopped_by_one, resumed, ppo, sac, counted,
+    own_learner, statistics, batch_statistics, lost,
 ]  # fmt: skip
 
 

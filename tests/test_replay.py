@@ -711,7 +711,8 @@ def test_cut_ends_what_was_running():
     fill(replay, 3)
     assert len(replay) == 4
     batch = replay.sample(100, np.random.default_rng(0))
-    table = {int(i): (float(r), float(d), float(o[0])) for i, r, d, o in zip(*(batch[k] for k in ("id", "reward", "discount", "next_obs")), strict=True)}  # fmt: skip
+    columns = (batch[k] for k in ("id", "reward", "discount", "next_obs"))
+    table = {int(i): (float(r), float(d), float(o[0])) for i, r, d, o in zip(*columns, strict=True)}
     assert table == {0: (1.5, 0.25, 2), 1: (1, 0.5, 2), 3: (1.5, 0.25, 2), 4: (1, 0.5, 2)}
     sequence = replay.sample_sequences(50, 5, 0, np.random.default_rng(0))
     assert sequence["first"][:, 0].tolist() == [True, False, False, True, False, False]

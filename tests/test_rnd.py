@@ -123,8 +123,10 @@ def test_each_row_of_a_sequence_is_paid_before_rewards_are_summed(monkeypatch):
     monkeypatch.setattr(learner.novelty, "reward", lambda obs, weight: weight.astype(np.float32))
     rows, none = 8, np.zeros((8, 1), bool)
     batch = {
-        "obs": np.zeros((rows + 1, 1, 3), np.float32), "first": np.zeros((rows + 1, 1), bool), "state": {}, "weight": np.ones(1, np.float32),
-        "action": np.zeros((rows, 1), int), "reward": np.zeros((rows, 1), np.float32), "terminated": none, "truncated": none, "valid": ~none,
+        "obs": np.zeros((rows + 1, 1, 3), np.float32), "first": np.zeros((rows + 1, 1), bool), "state": {},
+        "weight": np.ones(1, np.float32),
+        "action": np.zeros((rows, 1), int), "reward": np.zeros((rows, 1), np.float32), "terminated": none,
+        "truncated": none, "valid": ~none,
     }  # fmt: skip
     paid, mean = learner.rewarded(learner.prepare(batch), learner.novelty)
     assert paid["reward"].ravel().tolist() == [

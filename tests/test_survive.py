@@ -369,7 +369,10 @@ class Masked(gym.Env):
 
 
 def test_a_mask_without_a_legal_choice_is_told_with_its_step(tmp_path):
-    says = r"Masked, environment 1, episode 0, step 3: action_mask forbids every choice: leave at least one legal, or end the episode"
+    says = (
+        r"Masked, environment 1, episode 0, step 3: action_mask forbids every choice: "
+        r"leave at least one legal, or end the episode"
+    )
     config = EnvConfig(Masked, num_envs=2, vector="inprocess", per_env=[{"none_at": 9}, {}])
     with make_vec(config, seed=0) as env:
         env.reset()

@@ -131,7 +131,8 @@ def test_an_unknown_game_is_told():
 # --- the files --------------------------------------------------------------------------------------------------------
 
 SEED_KEYS = {  # of the original's launch file
-    "model": "checkpoint_interval checkpoint max_batch_size num_workers cpus_per_worker gpus_per_worker memory_per_worker "
+    "model": "checkpoint_interval checkpoint max_batch_size num_workers cpus_per_worker gpus_per_worker "
+    "memory_per_worker "
     "use_onnx local_mode override_model tensorboard_graph tensorboard_step module kind",
     "source": "kind enable module func num_workers epoch",
     "buffer": "kind enable size batch_size num_workers density",
@@ -139,7 +140,8 @@ SEED_KEYS = {  # of the original's launch file
     "actor": "kind port num_workers actors_per_worker cpus_per_worker memory_per_worker use_tcp use_gateway agents "
     "episode_length episode_save_interval serialize tick_input_proto tick_output_proto",
     "render": "kind module func",
-    "trainer": "kind enable module class model buffers buffer_weights eval use_gpu num_workers cpus_per_worker batch_size "
+    "trainer": "kind enable module class model buffers buffer_weights eval use_gpu num_workers cpus_per_worker "
+    "batch_size "
     "batch_kind prefetch_size max_reuse learning_rate clip_grad_max_norm weights_publish_interval num_steps",
     "config": "kind",
 }

@@ -132,7 +132,8 @@ def test_a_renewed_certificate_is_used_without_a_restart(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("wrong", [
-    {"tls_cert": "/nowhere.pem"}, {"tls_cert": CERT}, {"tls_cert": CERT, "tls_key": str(FILES / "other.key")}, {"tls_cert": __file__},
+    {"tls_cert": "/nowhere.pem"}, {"tls_cert": CERT}, {"tls_cert": CERT, "tls_key": str(FILES / "other.key")},
+    {"tls_cert": __file__},
 ])  # fmt: skip
 def test_a_certificate_that_cannot_be_used_is_one_message(wrong):
     with pytest.raises(ConfigError, match="tls_cert"):

@@ -267,26 +267,41 @@ def score(record: dict[str, Any]) -> dict[str, Any]:
 INTRO = """\
 # Learning curves
 
-Each row: the settings of `bray train --run ... --env ...` (a preset or the defaults, and what was changed), trained until the mean of 10 greedy evaluation episodes (fixed seeds)
-reaches the target. The command that made a row: `python -m benchmarks.learning CASE`. Numbers are interquartile means over the seeds with their 95 % bootstrap intervals
-(`stats.py`); seconds are those of one seed in one thread, among others on the same machine. A seed that was cut off by `--minutes` is unfinished, and has not passed.
+Each row: the settings of `bray train --run ... --env ...` (a preset or the defaults, and what was changed), trained
+until the mean of 10 greedy evaluation episodes (fixed seeds) reaches the target. The command that made a row: `python
+-m benchmarks.learning CASE`. Numbers are interquartile means over the seeds with their 95 % bootstrap intervals
+(`stats.py`); seconds are those of one seed in one thread, among others on the same machine. A seed that was cut off by
+`--minutes` is unfinished, and has not passed.
 
-Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good evaluation, not
-a score that was held. "At the end" is one: training goes to the limit and its last evaluation counts. "Below" is a comparison that must not reach its target: it passes where no evaluation does. In a picture each seed is a thin line to its own end; the mean and its band go as far as all seeds do, to where the
-first one was done (the curves are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five settings tried on seeds 0-2 or 0-3, which are among the
-seeds shown; PPO on Pendulum is one of eight settings tried on seeds 100-109 (the chosen one on all ten) after the first one, which had been
-looked at on seeds 0 and 1, had failed on seed 7: with gamma 0.9 it leaned at full torque near the bottom in some episodes (-541). That run of
-seed 7 was looked at for the cause; the new setting was then run on seeds 0-2 and 7, with nothing changed after. The others are the first setting
-tried, looked at on seed 0 or seeds 0 and 1 (DQN's loss changed from Huber to squared errors after that look). `make test-slow` trains each on
-seed 7, on which none was tuned. C51, QR-DQN, IQN, Rainbow and PQN are one of two settings (PQN: three) tried on seeds 100-102 beside DQN's
-preset; seeds 0-4 were run once, with nothing changed after. PG, ES, ARS, R2D2, TD3, DDPG, CrossQ, SAC on MountainCarContinuous and DQN without memory were tuned on seeds 100-102 and run
-once on those shown, side by side on 16 x86 cores (torch 2.11). SAC, TD3 and CrossQ on HalfCheetah and Hopper were run once, with their
-updates on an H200 that many runs shared: on HalfCheetah with the settings of the presets, given by hand just before 1763197 wrote them down, their noise chosen on seeds 100 and 101; on Hopper with the defaults,
-which nothing was tuned for, but for CrossQ: with critics of [256, 256] seed 1 stood at 340 until 180,000 steps and ended at 721 (seed 0: 3,284), so the default of [512, 512] was tried beside them on seeds 102-105.
-There it was above 2,000 after 40, 40, 40 and 20 thousand steps, the narrow ones after 50, 40, more than 60 and 30; pink noise while learning, on seeds 100 and 101, was later still. The wide ones were then run once on the seeds shown, given by hand at 82dc886. With random actions that were pink from the first step, before 1763197, CrossQ had 3,328 and 3,291 there, SAC 3,224 and 2,927, TD3 2,718 and 2,129. Rainbow and SAC on LunarLander were tuned on seeds 100-102. PPO on MountainCar (its weight of RND and no entropy bonus) was tuned on seeds 100-104. IMPALA, APPO and Ape-X (two workers each) were tuned on seeds 100-102 and run once on those shown; APPO again, with its preset as it was, after its objective had changed.
-R2D2, PPO on Pendulum and PPO without velocities too, after 206dc53 had changed how R2D2 draws sequences and when statistics of observations move.
+Reaching means once: training stops at the first evaluation at or above the target, so these are steps to a first good
+evaluation, not a score that was held. "At the end" is one: training goes to the limit and its last evaluation counts.
+"Below" is a comparison that must not reach its target: it passes where no evaluation does. In a picture each seed is a
+thin line to its own end; the mean and its band go as far as all seeds do, to where the first one was done (the curves
+are in CASE.jsonl, `--draw` makes the pictures from them). How the presets were chosen: PPO on CartPole is one of five
+settings tried on seeds 0-2 or 0-3, which are among the seeds shown; PPO on Pendulum is one of eight settings tried on
+seeds 100-109 (the chosen one on all ten) after the first one, which had been looked at on seeds 0 and 1, had failed on
+seed 7: with gamma 0.9 it leaned at full torque near the bottom in some episodes (-541). That run of seed 7 was looked
+at for the cause; the new setting was then run on seeds 0-2 and 7, with nothing changed after. The others are the first
+setting tried, looked at on seed 0 or seeds 0 and 1 (DQN's loss changed from Huber to squared errors after that look).
+`make test-slow` trains each on seed 7, on which none was tuned. C51, QR-DQN, IQN, Rainbow and PQN are one of two
+settings (PQN: three) tried on seeds 100-102 beside DQN's preset; seeds 0-4 were run once, with nothing changed after.
+PG, ES, ARS, R2D2, TD3, DDPG, CrossQ, SAC on MountainCarContinuous and DQN without memory were tuned on seeds 100-102
+and run once on those shown, side by side on 16 x86 cores (torch 2.11). SAC, TD3 and CrossQ on HalfCheetah and Hopper
+were run once, with their updates on an H200 that many runs shared: on HalfCheetah with the settings of the presets,
+given by hand just before 1763197 wrote them down, their noise chosen on seeds 100 and 101; on Hopper with the defaults,
+which nothing was tuned for, but for CrossQ: with critics of [256, 256] seed 1 stood at 340 until 180,000 steps and
+ended at 721 (seed 0: 3,284), so the default of [512, 512] was tried beside them on seeds 102-105. There it was above
+2,000 after 40, 40, 40 and 20 thousand steps, the narrow ones after 50, 40, more than 60 and 30; pink noise while
+learning, on seeds 100 and 101, was later still. The wide ones were then run once on the seeds shown, given by hand at
+82dc886. With random actions that were pink from the first step, before 1763197, CrossQ had 3,328 and 3,291 there, SAC
+3,224 and 2,927, TD3 2,718 and 2,129. Rainbow and SAC on LunarLander were tuned on seeds 100-102. PPO on MountainCar
+(its weight of RND and no entropy bonus) was tuned on seeds 100-104. IMPALA, APPO and Ape-X (two workers each) were
+tuned on seeds 100-102 and run once on those shown; APPO again, with its preset as it was, after its objective had
+changed. R2D2, PPO on Pendulum and PPO without velocities too, after 206dc53 had changed how R2D2 draws sequences and
+when statistics of observations move.
 
-| case | algorithm, environment | target | within (steps) | passed | last evaluation | steps | seconds | steps, per seed | date, commit |
+| case | algorithm, environment | target | within (steps) | passed | last evaluation | steps | seconds |\
+ steps, per seed | date, commit |
 |---|---|--:|--:|---|---|---|---|---|---|
 """
 

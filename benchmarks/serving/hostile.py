@@ -179,7 +179,8 @@ def reads() -> dict[str, Any]:
         "1 MiB of doubles": (50_000, "float64", json.dumps(np.random.default_rng(0).random(50_000).tolist()).encode()),
         "1 MiB of small integers": (2 * n, "uint8", b"[" + b"1," * (2 * n - 1) + b"1]"),
         "15 MiB of base64": (11 << 20, "uint8", b'{"base64":"' + base64.b64encode(bytes(11 << 20)) + b'"}'),
-        "15 MiB of base64, converted": (11 << 20, "float32", b'{"base64":"' + base64.b64encode(bytes(11 << 20)) + b'","dtype":"uint8"}'),
+        "15 MiB of base64, converted": (11 << 20, "float32",
+                                        b'{"base64":"' + base64.b64encode(bytes(11 << 20)) + b'","dtype":"uint8"}'),
     }  # fmt: skip
     out = {}
     for name, (size, dtype, text) in cases.items():
