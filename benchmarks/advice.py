@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import bray
 from bray.diagnosis.bottleneck import Finding, Machine, Times, find_bottleneck
+from bray.train.machine import this_machine
 
 
 class Plain(gym.Env):
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each training")
     arguments = parser.parse_args()
     for name in arguments.cases or CASES:
-        print(json.dumps(follow(name, arguments.seconds, Machine.here())), flush=True)
+        print(json.dumps(follow(name, arguments.seconds, this_machine())), flush=True)
 
 
 if __name__ == "__main__":

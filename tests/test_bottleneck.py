@@ -174,7 +174,7 @@ def test_phases_of_processes_are_counted_to_the_end():
 
 def test_it_is_said_once_after_a_minute_and_loudly_where_nothing_else_changes(caplog):
     caplog.set_level(logging.INFO, "bray")
-    advisor = Advisor(PPO, TWO)
+    advisor = Advisor(PPO, lambda: TWO)
     for row in rows(59, env=0.9, learn=0.1):
         advisor.look(row)
     assert advisor.said is None
@@ -185,9 +185,9 @@ def test_it_is_said_once_after_a_minute_and_loudly_where_nothing_else_changes(ca
     assert record.getMessage().startswith(
         "env-bound: 90% of the time is stepping environments (perf/env). Try num_workers=2 num_envs=4"
     )
-    again = Advisor(PPO, TWO)
+    again = Advisor(PPO, lambda: TWO)
     again.resume({"time_total_s": 61.0})
-    quiet = Advisor(PPO, TWO)
+    quiet = Advisor(PPO, lambda: TWO)
     for row in rows(100, learn=0.9, env=0.1, steps=1000):
         again.look(row)
         quiet.look(row)

@@ -6,15 +6,15 @@ import pytest
 from envs_for_tests import Scripted
 
 from bray.algos import ALGORITHMS, get_algo, make_policy, takers
+from bray.cli import advise
 from bray.cli.algos import ACTIONS, PROBE, action_spaces, papers
 from bray.cli.main import main
 from bray.config.runfile import presets, scores, settings
+from bray.diagnosis.advise import Advice, Facts, rank
 from bray.errors import BrayError, ConfigError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
 from bray.spec import EnvSpec, Space
-from bray.train import advise
-from bray.train.advise import Facts, rank
 
 CARTPOLE = EnvSpec("CartPole-v1", PROBE.observation, ACTIONS["discrete"])
 OTHER = EnvSpec("Other-v0", PROBE.observation, ACTIONS["discrete"])
@@ -164,26 +164,30 @@ def known(monkeypatch):
     monkeypatch.setattr(advise, "scores", lambda: found)
 
 
-def names(facts):
-    return [advice.name for advice in rank(facts)]
+def ranked(spec, speed, returns):
+    return rank(Facts(speed, returns), advise.candidates(spec))
+
+
+def names(*facts):
+    return [advice.name for advice in ranked(*facts)]
 
 
 def test_what_was_measured_comes_first(known):
-    fast, slow = (rank(Facts(CARTPOLE, speed, (9.0, 20.0))) for speed in (1e5, 100.0))
-    assert fast[0] == advise.Advice("PPO", "measured here: 475 on 5 of 5 seeds, 20,000 steps, 4 s")
+    fast, slow = (ranked(CARTPOLE, speed, (9.0, 20.0)) for speed in (1e5, 100.0))
+    assert fast[0] == Advice("PPO", "measured here: 475 on 5 of 5 seeds, 20,000 steps, 4 s")
     assert slow[0].name == "C51"  # the fewest steps
     assert "DQN" not in [a.name for a in fast[:2]]  # it did not pass on all seeds: it is judged by its kind
-    assert "SAC" not in names(Facts(CARTPOLE, 100.0, ()))
+    assert "SAC" not in names(CARTPOLE, 100.0, ())
 
 
 def test_the_speed_of_steps_decides_without_a_measurement():
-    fast, slow = (rank(Facts(OTHER, speed, (1.0, 2.0))) for speed in (1e5, 100.0))
-    assert fast[0] == advise.Advice("PPO", "uses each step once; they are cheap (100,000 a second)")
-    assert slow[0] == advise.Advice("DQN", "uses each step many times; they are slow (100 a second)")
+    fast, slow = (ranked(OTHER, speed, (1.0, 2.0)) for speed in (1e5, 100.0))
+    assert fast[0] == Advice("PPO", "uses each step once; they are cheap (100,000 a second)")
+    assert slow[0] == Advice("DQN", "uses each step many times; they are slow (100 a second)")
     box = EnvSpec("Arm-v0", PROBE.observation, Space("box", (2,), "float32", -1.0, 1.0))
-    assert names(Facts(box, 100.0, ()))[0] == "SAC"
+    assert names(box, 100.0, ())[0] == "SAC"
     lander = EnvSpec("LunarLander-v3", PROBE.observation, ACTIONS["discrete"])
-    best = [[a.name for a in rank(Facts(lander, speed, ()))[:2]] for speed in (1e5, 100.0)]
+    best = [[a.name for a in ranked(lander, speed, ())[:2]] for speed in (1e5, 100.0)]
     assert best == [
         ["PPO", "Rainbow"],
         ["Rainbow", "PPO"],
@@ -191,10 +195,10 @@ def test_the_speed_of_steps_decides_without_a_measurement():
 
 
 def test_exploration_comes_first_where_chance_makes_no_difference():
-    ranked = rank(Facts(OTHER, 1e5, (-200.0,) * 8))
-    exploring = [a for a in ranked if a.why.startswith("explores with ")]
-    assert exploring == ranked[: len(exploring)]
-    dqn, rainbow = (next(a for a in ranked if a.name == name) for name in ("DQN", "Rainbow"))
+    told = ranked(OTHER, 1e5, (-200.0,) * 8)
+    exploring = [a for a in told if a.why.startswith("explores with ")]
+    assert exploring == told[: len(exploring)]
+    dqn, rainbow = (next(a for a in told if a.name == name) for name in ("DQN", "Rainbow"))
     assert dqn in exploring
     assert dqn.options in ("noisy=true", "rnd=1")
     assert rainbow.options == "" or "noisy" not in rainbow.why  # its layers are noisy already

@@ -11,10 +11,10 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-import bray.experiment.health
+import bray.diagnosis.watch
 from bray.cli.main import main
 from bray.data.experience import Replay
-from bray.diagnosis.symptoms import Symptoms
+from bray.diagnosis.symptoms import CHECKS, Symptoms
 from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.rundir import RunDir
@@ -27,7 +27,7 @@ OFF = {"num_envs": 4, "learning_starts": 100, "train_every": 4, "save_figure": F
 @pytest.fixture(autouse=True)
 def short_iterations(monkeypatch):
     monkeypatch.setattr(Replay, "iteration_steps", 100)
-    monkeypatch.setattr(bray.experiment.health, "COUNT_UNITS", 5)
+    monkeypatch.setattr(bray.diagnosis.watch, "COUNT_UNITS", 5)
 
 
 def trained(algo, env, config, iterations, path=None):
@@ -207,10 +207,10 @@ def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
 
 
 def test_all_causes_are_tried_here_and_documented():
-    assert list(SIGNS) == Symptoms().causes
+    assert list(SIGNS) == list(CHECKS)
     text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
     table = text.partition("\n## When something looks wrong\n")[2].partition("\n## ")[0]
-    assert re.findall(r"^\| `([a-z ]+)` \|", table, re.M) == Symptoms().causes
+    assert re.findall(r"^\| `([a-z ]+)` \|", table, re.M) == list(CHECKS)
 
 
 def test_numbers_that_are_missing_or_not_finite_say_nothing(caplog):

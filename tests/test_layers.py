@@ -13,7 +13,19 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 
 # Each layer may import the layers before it (and modules of its own subpackage).
 LAYERS = [
-    {"_version", "compat", "compiled", "errors", "limited_log", "log_format", "named", "tree", "spec", "schedules"},
+    {
+        "_version",
+        "compat",
+        "compiled",
+        "errors",
+        "http_server",
+        "limited_log",
+        "log_format",
+        "named",
+        "tree",
+        "spec",
+        "schedules",
+    },
     {"config", "metrics", "rundir", "capture", "optim", "target", "diagnosis", "distributions", "figures", "video"},
     {"act", "rl", "nn", "envs", "data", "inference", "serving", "client"},
     {"algos"},
@@ -30,6 +42,7 @@ LAYERS = [
 WITHIN = {
     "compat": {"errors"},
     "errors": {"_version"},
+    "http_server": {"errors"},
     "tree": {"errors"},
     "spec": {"errors"},
     "named": {"errors"},
@@ -55,6 +68,7 @@ RAY_TRAIN = PACKAGE / "remote" / "trainer" / "handle.py"
 """The only file outside of `cluster` that imports Ray: it hands its ranks to Ray Train."""
 NO_TORCH = {
     "act",
+    "diagnosis",
     "distributions",
     "data",
     "serving",

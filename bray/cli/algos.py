@@ -11,6 +11,7 @@ from rich.text import Text
 from bray.cli.options import Algos
 from bray.cli.show import facts, key_table, log_shown, plain_table, put, say
 from bray.config.runfile import presets, scores, settings
+from bray.diagnosis.advise import rank
 from bray.errors import ConfigError
 from bray.metrics import short
 from bray.spec import EnvSpec, Space
@@ -36,7 +37,7 @@ def algos(options: Algos) -> int:
 
 def _list() -> None:
     from bray.algos import ALGORITHMS, get_algo
-    from bray.train.advise import learns_from
+    from bray.cli.advise import learns_from
 
     table = plain_table(
         "name", "learns from", "action spaces", "what it is", "presets, and how many seeds reach their score"
@@ -99,7 +100,7 @@ def action_spaces(algo: Any) -> list[str]:
 
 
 def _explain(name: str, algo: Any) -> None:
-    from bray.train.advise import learns_from
+    from bray.cli.advise import learns_from
 
     say(f"{name} · learns from {learns_from(algo, PROBE)} · {', '.join(action_spaces(algo))}", "bold")
     say(inspect.getdoc(algo) or "", "dim")
@@ -136,11 +137,10 @@ def _scores(name: str) -> None:
 @log_shown()
 def _advise(env: str) -> None:
     """Look at an environment for a moment, and say what fits."""
+    from bray.cli.advise import candidates, look_at
     from bray.envs.config import EnvConfig
-    from bray.train.advise import look_at, rank
 
-    seen = look_at(EnvConfig(id=env))
-    spec = seen.spec
+    spec, seen = look_at(EnvConfig(id=env))
     returns = f"{short(min(seen.returns))} ... {short(max(seen.returns))}" if seen.returns else "no episode ended"
     if seen.sparse:
         returns += ": nothing that chance did made a difference, so exploration decides here"
@@ -153,7 +153,7 @@ def _advise(env: str) -> None:
         ]
     )
     table = plain_table("try", "algorithm", "why")
-    ranked = rank(seen)
+    ranked = rank(seen, candidates(spec))
     for place, advice in enumerate(ranked, 1):
         table.add_row("first" if place == 1 else str(place), Text(advice.name, "bold"), advice.why)
     say()

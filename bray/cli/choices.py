@@ -13,8 +13,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from bray.diagnosis.bottleneck import Machine
 from bray.experiment import Experiment
+from bray.train.machine import this_machine
 
 
 class Pictures(gym.Env):
@@ -52,7 +52,7 @@ class Way:
 
 def time_choices(env: Any, seconds: float) -> list[Way]:
     """Each way to compute, for about so many seconds; the first is what a run does by itself."""
-    machine, before = Machine.here(), torch.get_num_threads()
+    machine, before = this_machine(), torch.get_num_threads()
     try:
         chosen = _measure(env, {}, seconds)
         others: list[dict[str, Any]] = [{"record": False}]

@@ -28,6 +28,7 @@ from bray.cli.doctor_run import examine
 from bray.cli.options import Doctor
 from bray.cli.show import say
 from bray.errors import how_to_install
+from bray.train.machine import cores
 
 _FEATURES = {  # flag of /proc/cpuinfo -> how people call it
     "amx_bf16": "AMX bf16",
@@ -139,11 +140,10 @@ def _cpu() -> list[Check]:
     )
     flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.M) or [""])[0].split())
     found = [word for flag, word in _FEATURES.items() if flag in flags]
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return [
         Check("cpu", name),
         Check("cpu features", ", ".join(found) or "none of those Bray knows"),
-        Check("cores", f"{usable} usable of {os.cpu_count()}"),
+        Check("cores", f"{cores()} usable of {os.cpu_count()}"),
     ]
 
 

@@ -14,13 +14,14 @@ from rich.text import Text
 from bray.cli.runs import newest_rows
 from bray.cli.show import plain_table, put, say
 from bray.diagnosis.bottleneck import Finding, Machine, Times, find_bottleneck
+from bray.diagnosis.symptoms import SECTIONS
 from bray.errors import ConfigError, DataError
 from bray.experiment.saved import read_config
 from bray.metrics import duration
 from bray.rundir import RunDir
+from bray.train.machine import this_machine
 
 _MOST = 1 << 22  # bytes of the newest rows: more than a thousand
-_SECTIONS = ("run", "model", "env", "algo")
 
 
 def examine(path: Path, as_json: bool) -> int:
@@ -36,7 +37,7 @@ def examine(path: Path, as_json: bool) -> int:
             f"{path}: its rows do not say where the time goes. They do after the second iteration of `bray train`, "
             "not for `bray launch`"
         )
-    options, machine = _options(directory), Machine.here()
+    options, machine = _options(directory), this_machine()
     found = find_bottleneck(times, options, machine)
     if as_json:
         print(json.dumps(_report(times, found, machine), indent=2))
@@ -53,7 +54,7 @@ def _options(directory: RunDir) -> dict[str, Any]:
     if not (directory.path / "config.yaml").exists():
         return {}
     config = read_config(directory).values
-    sections = [config[name] for name in _SECTIONS if isinstance(config.get(name), dict)]
+    sections = [config[name] for name in ("run", *SECTIONS) if isinstance(config.get(name), dict)]
     return {str(k): v for section in sections for k, v in section.items()}
 
 

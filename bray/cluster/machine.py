@@ -7,6 +7,8 @@ import os
 import subprocess
 from dataclasses import dataclass
 
+from bray.train.machine import cores
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -19,7 +21,7 @@ class Machine:
 
     @classmethod
     def look(cls) -> Machine:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cpus = cores()
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20
         try:
             asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10)

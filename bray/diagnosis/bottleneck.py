@@ -7,11 +7,9 @@ and config may come from any run directory.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,44 +34,16 @@ CROWDED = 0.3
 """Share of its time that a process waits for a core, from which there are too few of them."""
 SHORT_STEP_S = 3e-3
 """Seconds of a gradient step below which most of it is not arithmetic: fewer and larger ones take less time."""
+_CORES = (CPU, QUEUED)
 MOST_WORKERS, MOST_ENVS = 32, 64
 MORE = 4
 """Times as many environments, or as few minibatches, as an advice goes at once."""
-_WORDS = {
-    "env": "env-bound",
-    "forward": "inference-bound",
-    "transfer": "transfer-bound",
-    "learn": "learner-bound",
-    "idle": "waiting",
-    "other": "bookkeeping",
-    "evaluation": "evaluation-bound",
-    BETWEEN: "between iterations",
-}
-_DOING = {
-    "env": "stepping environments",
-    "forward": "choosing actions",
-    "transfer": "copying weights and pieces between processes",
-    "learn": "the update",
-    "idle": "waiting for games or for the slowest worker",
-    "other": "storing rows, callbacks and the rest",
-    "evaluation": "evaluations",
-    BETWEEN: "spent between iterations",
-}
 
 
 @dataclass(frozen=True)
 class Machine:
     cores: int
     gpus: int = 0
-
-    @classmethod
-    def here(cls) -> Machine:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if importlib.util.find_spec("torch") is None:
-            return cls(cores)
-        import torch
-
-        return cls(cores, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 @dataclass(frozen=True)
@@ -102,27 +72,27 @@ class Times:
         if len(told) < 2:
             return None
         first, told = told[0], told[1:]
-        iterating = _sum(told, "time_this_iter_s")
         evaluating, between = _evaluating(told), _sum(told, f"perf/{BETWEEN}") / 1e3
-        wall = iterating + evaluating + between
-        learner = {phase: _sum(told, f"perf/{phase}") / 1e3 / wall for phase in PHASES}
+        wall = _sum(told, "time_this_iter_s") + evaluating + between
+        learner, learner_cores = ({k: _sum(told, f"perf/{k}") / 1e3 / wall for k in keys} for keys in (PHASES, _CORES))
         learner |= {"evaluation": evaluating / wall, BETWEEN: between / wall}
-        worked = {phase: _sum(told, f"perf/worker_{phase}") for phase in PHASES}
-        all_ = sum(worked.values()) or 1.0
-        waited = {w: _sum(told, f"perf/worker_idle/{w}") / all_ for w in range(1, 1 + _workers(told[-1]))}
+        worked = sum(_sum(told, f"perf/worker_{phase}") for phase in PHASES) or 1.0
+        workers = sum(isinstance(key, str) and key.startswith("perf/worker_idle/") for key in told[-1])
+        worker, worker_cores = (
+            {k: _sum(told, f"perf/worker_{k}") / worked for k in keys if workers} for keys in (PHASES, _CORES)
+        )
+        copying = _sum(told, f"perf/worker_{WEIGHTS}") / worked
         steps = (number(told[-1], "learner_steps_total") or 0.0) - (number(first, "learner_steps_total") or 0.0)
-        worker = {phase: ms / all_ for phase, ms in worked.items()} if waited else {}
-        cores = {k: _sum(told, f"perf/{k}") / 1e3 / wall for k in (CPU, QUEUED)}
-        copying = _sum(told, f"perf/{WEIGHTS}") / 1e3 / wall
+        step = _sum(told, "perf/learn") / 1e3 / steps * (1.0 - min(0.9, learner_cores[QUEUED])) if steps > 0 else None
         return cls(
             wall,
             learner,
             worker,
-            waited,
-            cores,
-            {k: _sum(told, f"perf/worker_{k}") / all_ for k in (CPU, QUEUED)} if waited else {},
-            copying + learner["idle"] * _share(_sum(told, f"perf/worker_{WEIGHTS}") / all_, worker),
-            _sum(told, "perf/learn") / 1e3 / steps * (1.0 - min(0.9, cores[QUEUED])) if steps > 0 else None,
+            {w: _sum(told, f"perf/worker_idle/{w}") / worked for w in range(1, 1 + workers)},
+            learner_cores,
+            worker_cores,
+            _sum(told, f"perf/{WEIGHTS}") / 1e3 / wall + learner["idle"] * _share(copying, worker),
+            step,
         )
 
     @property
@@ -151,10 +121,6 @@ class Times:
     def queued(self) -> float:
         """How much of its time a process waits for a core that others have."""
         return max(cores.get(QUEUED, 0.0) for cores in (self.learner_cores, self.worker_cores))
-
-    def free(self, machine: Machine) -> int:
-        """Cores that the run may have: others use some where there is a queue."""
-        return max(1, round(machine.cores * (1.0 - min(1.0, self.queued))))
 
 
 @dataclass(frozen=True)
@@ -201,21 +167,20 @@ def find_bottleneck(times: Times, options: Mapping[str, Any], machine: Machine) 
     if share < MOST:
         parts = ", ".join(f"{k} {v:.0%}" for k, v in sorted(wall.items(), key=lambda kv: -kv[1]) if v >= 0.005)
         return Finding("balanced", f"nothing stands out ({parts})", share)
-    told = f"{share:.0%} of the time is {_DOING[phase]} ({_key(phase, times)})"
-    rule = _RULES.get(phase)
-    note, changes = rule(times, _Options(options), machine) if rule else ("", [])
-    best = sorted((c for c in changes if c.gain >= LEAST_GAIN), key=lambda c: not c.same)
+    name, doing, rule = _PHASES[phase]
+    note, changes = rule(_Run(times, options, machine))
     if times.queued > CROWDED:
         busy = f"there are more processes than cores: one waits {times.queued:.0%} of its time for them"
         note = f"{note}; {busy}" if note else busy
-    return Finding(_WORDS[phase], told, share, note, tuple(best))
+    best = sorted((c for c in changes if c.gain >= LEAST_GAIN), key=lambda c: not c.same)
+    return Finding(name, f"{share:.0%} of the time is {doing} ({_key(phase, times)})", share, note, tuple(best))
 
 
 class Advisor:
     """Looks at the rows of a run, and says once what holds it up, after about a minute. `options`: as in
     `find_bottleneck`."""
 
-    def __init__(self, options: Mapping[str, Any], machine: Machine | None = None):
+    def __init__(self, options: Mapping[str, Any], machine: Callable[[], Machine]):
         self._options, self._machine = options, machine
         self._rows: list[Mapping[str, Any]] = []
         self._seconds = 0.0
@@ -236,7 +201,7 @@ class Advisor:
         self._done, rows, self._rows = True, self._rows, []
         if (times := Times.of(rows)) is None:
             return
-        self.said = found = find_bottleneck(times, self._options, self._machine or Machine.here())
+        self.said = found = find_bottleneck(times, self._options, self._machine())
         loud = any(change.same and change.gain >= LOUD_GAIN for change in found.changes)
         logger.log(logging.WARNING if loud else logging.INFO, "%s `bray doctor RUN_DIR` says more.", found)
 
@@ -244,40 +209,70 @@ class Advisor:
 # --- what to change ---------------------------------------------------------------------------------------------------
 
 
-class _Options:
-    """Options of a run that may be anything: it comes from a file."""
+@dataclass(frozen=True)
+class _Run:
+    """What advice rests on. The options may be anything: they come from a file."""
 
-    def __init__(self, options: Mapping[str, Any]):
-        self._options = options
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._options
+    times: Times
+    options: Mapping[str, Any]
+    machine: Machine
 
     def count(self, name: str, default: int = 0) -> int:
-        value = self._options.get(name)
+        value = self.options.get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
 
     @property
-    def on_cpu(self) -> bool:
-        return self._options.get("device", "cpu") == "cpu"
+    def could_use_gpu(self) -> bool:
+        return bool(self.machine.gpus) and self.options.get("device", "cpu") == "cpu"
 
     @property
     def replays(self) -> bool:
-        return "replay_size" in self
+        return "replay_size" in self.options
 
     @property
-    def in_processes(self) -> bool:
-        """Whether environments are in processes already, which compute while this one waits for them."""
-        return self._options.get("vector") == "subprocess" or self._options.get("step_timeout") is not None
-
-    @property
-    def takes_workers(self) -> bool:
-        return self.replays or "rollout_length" in self
+    def env_waits(self) -> bool:
+        """Whether environments wait more than they compute, and this process with them: it does not where they are in
+        processes already."""
+        alone = self.options.get("vector") != "subprocess" and self.options.get("step_timeout") is None
+        return alone and self.times.env_waits
 
     @property
     def envs(self) -> int:
         """Of all processes."""
         return self.count("num_envs", 1) * max(1, self.count("num_workers"))
+
+    @property
+    def cores(self) -> int:
+        """Cores that the run may have: others use some where there is a queue."""
+        return max(1, round(self.machine.cores * (1.0 - min(1.0, self.times.queued))))
+
+    def more_workers(self) -> list[Change]:
+        """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them,
+        so that it learns the same."""
+        now, total = self.count("num_workers"), self.envs
+        most = MOST_WORKERS if self.env_waits else min(MOST_WORKERS, self.cores)
+        workers = max(w for w in range(1, most + 1) if total % w == 0) if total > 1 else most
+        if workers <= max(1, now) or not (self.replays or "rollout_length" in self.options):
+            return []
+        playing = self.times.wall["env"] + self.times.wall["forward"]
+        factor = workers / max(1, now)
+        gain = _speedup(playing, factor)
+        if self.replays and not now:  # it plays while it learns
+            gain = 1.0 / max(1.0 - playing, playing / factor)
+        keys = {"num_workers": workers, "num_envs": max(1, total // workers)}
+        return [Change(keys, gain if self.env_waits else min(gain, float(self.cores)), same=total > 1)]
+
+    def more_envs(self, share: float) -> list[Change]:
+        """One forward for more environments takes little longer. Rollouts keep their size: as many times shorter."""
+        envs, length = self.count("num_envs", 1), self.count("rollout_length")
+        if "num_envs" not in self.options or envs * MORE > MOST_ENVS or (length and length // MORE < 8):
+            return []
+        keys = {"num_envs": envs * MORE} | ({"rollout_length": length // MORE} if length else {})
+        return [Change(keys, _speedup(share, MORE), same=False)]
+
+
+Advice = tuple[str, list[Change]]
+"""A note, and changes."""
 
 
 def _speedup(share: float, factor: float) -> float:
@@ -285,134 +280,100 @@ def _speedup(share: float, factor: float) -> float:
     return 1.0 / max(1.0 - share + share / factor, 1e-3)
 
 
-def _env(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    changes = _more_workers(times, options, machine)
-    if times.env_waits and not options.in_processes:
+def _env(run: _Run) -> Advice:
+    changes = run.more_workers()
+    if run.env_waits:
         return "the environment waits more than it computes", changes
-    return (
-        ""
-        if changes or times.queued > CROWDED
-        else "all cores play already: a faster environment or more cores would help",
-        changes,
-    )
+    if changes or run.times.queued > CROWDED:
+        return "", changes
+    return "all cores play already: a faster environment or more cores would help", []
 
 
-def _forward(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    wall, changes = times.wall, []
-    if machine.gpus and options.on_cpu and not options.count("num_workers"):
+def _forward(run: _Run) -> Advice:
+    wall, changes = run.times.wall, []
+    if run.could_use_gpu and not run.count("num_workers"):
         changes.append(Change({"device": "cuda"}, _speedup(wall["forward"] + wall["learn"], math.inf)))
-    changes += _more_workers(times, options, machine)
-    changes += _more_envs(options, wall["forward"])
-    return "", changes
+    return "", changes + run.more_workers() + run.more_envs(wall["forward"])
 
 
-def _learn(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    share, changes = times.wall["learn"], []
-    step, cores = times.step_seconds, times.free(machine)
+def _learn(run: _Run) -> Advice:
+    share, step, cores, count = run.times.wall["learn"], run.times.step_seconds, run.cores, run.count
+    changes: list[Change] = []
+
+    def change(name: str, value: Any, factor: float, same: bool = True) -> None:
+        changes.append(Change({name: value}, _speedup(share, factor), same))
+
+    def fewer(name: str, times: int) -> None:
+        less = max(1, count(name) // times)
+        change(name, less, count(name) / less, same=False)
+
     long_steps = step is not None and step >= SHORT_STEP_S
     note = "more workers will not help"
-    if long_steps and machine.gpus and options.on_cpu:
-        changes.append(Change({"device": "cuda"}, _speedup(share, math.inf)))
-    elif long_steps and options.on_cpu and cores > 1 and options.count("threads", 1) == 1:
-        changes.append(Change({"threads": cores}, _speedup(share, cores)))
+    if long_steps and run.could_use_gpu:
+        change("device", "cuda", math.inf)
+    elif long_steps and run.options.get("device", "cpu") == "cpu" and cores > 1 and count("threads", 1) == 1:
+        change("threads", cores, cores)
     beside = 1.0 / max(share, 1.0 - share)
-    if options.replays and not options.count("num_workers") and cores > 1 and beside >= LEAST_WORKER_GAIN:
+    if run.replays and not count("num_workers") and cores > 1 and beside >= LEAST_WORKER_GAIN:
         note = "one worker plays while it learns, more will not help"
         changes.append(Change({"num_workers": 1}, beside))
-    if options.count("minibatches") > 1 and not long_steps:
-        fewer = max(1, options.count("minibatches") // MORE)
-        changes.append(_fewer(options, "minibatches", fewer, share))
-    if options.count("epochs") > 1:
-        changes.append(_fewer(options, "epochs", max(1, options.count("epochs") // 2), share))
-    if options.count("updates") > 1:
-        changes.append(_fewer(options, "updates", options.count("updates") // 2, share))
-    elif options.count("train_every"):
-        changes.append(Change({"train_every": 2 * options.count("train_every")}, _speedup(share, 2.0), same=False))
+    if count("minibatches") > 1 and not long_steps:
+        fewer("minibatches", MORE)
+    if count("epochs") > 1:
+        fewer("epochs", 2)
+    if count("updates") > 1:
+        fewer("updates", 2)
+    elif count("train_every"):
+        change("train_every", 2 * count("train_every"), 2.0, same=False)
     return note if step is None else f"{note}; a gradient step takes {1e3 * step:.2g} ms", changes
 
 
-def _fewer(options: _Options, name: str, value: int, share: float) -> Change:
-    return Change({name: value}, _speedup(share, options.count(name) / value), same=False)
-
-
-def _transfer(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+def _transfer(run: _Run) -> Advice:
     """In one process nothing is copied, but environments are stepped one after the other."""
-    wall, workers = times.wall, options.count("num_workers")
-    kept = wall["learn"] + wall["other"]
-    changes = []
-    if times.worker and kept + workers * wall["env"] + wall["forward"] < 1.0:
-        least = kept + wall["env"] + wall["forward"]
-        changes.append(Change({"num_workers": 0, "num_envs": options.envs}, 1.0 / max(least, 1e-3)))
-    if times.weights > 0.5 * wall["transfer"]:
-        if length := options.count("rollout_length"):
-            changes.append(Change({"rollout_length": 2 * length}, _speedup(times.weights, 2.0), same=False))
-        return "most of it are weights, once for each piece: longer pieces need them less often", changes
-    return "most of it are pieces: smaller observations (uint8, fewer pixels) are copied sooner", changes
+    times, wall, changes = run.times, run.times.wall, []
+    kept = wall["learn"] + wall["other"] + wall["forward"]
+    if times.worker and kept + run.count("num_workers") * wall["env"] < 1.0:
+        gain = 1.0 / max(kept + wall["env"], 1e-3)
+        changes.append(Change({"num_workers": 0, "num_envs": run.envs}, gain))
+    if times.weights <= 0.5 * wall["transfer"]:
+        return "most of it are pieces: smaller observations (uint8, fewer pixels) are copied sooner", changes
+    if length := run.count("rollout_length"):
+        changes.append(Change({"rollout_length": 2 * length}, _speedup(times.weights, 2.0), same=False))
+    return "most of it are weights, once for each piece: longer pieces need them less often", changes
 
 
-def _idle(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    if not times.worker_idle:
+def _idle(run: _Run) -> Advice:
+    idle = run.times.worker_idle
+    if not idle:
         return "more games at once, or faster ones, would give it more to learn from", []
-    slowest = min(times.worker_idle, key=lambda w: times.worker_idle[w])
+    slowest = min(idle, key=lambda w: idle[w])
     return f"worker {slowest} is the slowest, the others wait for it at the end of each round", []
 
 
-def _other(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    return "callbacks of episodes are called for each step", _more_envs(options, times.wall["other"])
+def _other(run: _Run) -> Advice:
+    return "callbacks of episodes are called for each step", run.more_envs(run.times.wall["other"])
 
 
-def _evaluation(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
-    if not options.count("eval_freq"):
-        return "", []
-    rarer = {"eval_freq": MORE * options.count("eval_freq")}
-    return "", [Change(rarer, _speedup(times.wall["evaluation"], MORE))]
+def _evaluation(run: _Run) -> Advice:
+    every, share = run.count("eval_freq"), run.times.wall["evaluation"]
+    return "", [Change({"eval_freq": MORE * every}, _speedup(share, MORE))] if every else []
 
 
-def _between(times: Times, options: _Options, machine: Machine) -> tuple[str, list[Change]]:
+def _between(run: _Run) -> Advice:
     return "on_train_result, other callbacks of the training and checkpoints: do less there, or less often", []
 
 
-def _more_workers(times: Times, options: _Options, machine: Machine) -> list[Change]:
-    """As many as the cores take, or as the waiting of environments allows; the environments are dealt out to them, so
-    that it learns the same."""
-    now, total = options.count("num_workers"), options.envs
-    if not options.takes_workers:
-        return []
-    cores, waits = times.free(machine), times.env_waits and not options.in_processes
-    most = MOST_WORKERS if waits else min(MOST_WORKERS, cores)
-    fits = [w for w in range(1, most + 1) if total % w == 0] if total > 1 else [most]
-    workers = max(fits)
-    if workers <= max(1, now):
-        return []
-    wall = times.wall
-    playing = wall["env"] + wall["forward"]
-    factor = workers / max(1, now)
-    gain = _speedup(playing, factor)
-    if options.replays and not now:  # it plays while it learns
-        gain = 1.0 / max(1.0 - playing, playing / factor)
-    keys = {"num_workers": workers, "num_envs": max(1, total // workers)}
-    return [Change(keys, gain if waits else min(gain, float(cores)), same=total > 1)]
-
-
-def _more_envs(options: _Options, share: float) -> list[Change]:
-    """One forward for more environments takes little longer. Rollouts keep their size: as many times shorter."""
-    envs, length = options.count("num_envs", 1), options.count("rollout_length")
-    if "num_envs" not in options or envs * MORE > MOST_ENVS or (length and length // MORE < 8):
-        return []
-    keys = {"num_envs": envs * MORE} | ({"rollout_length": length // MORE} if length else {})
-    return [Change(keys, _speedup(share, MORE), same=False)]
-
-
-_RULES = {
-    "env": _env,
-    "forward": _forward,
-    "transfer": _transfer,
-    "learn": _learn,
-    "idle": _idle,
-    "other": _other,
-    "evaluation": _evaluation,
-    BETWEEN: _between,
+_PHASES: dict[str, tuple[str, str, Callable[[_Run], Advice]]] = {
+    "env": ("env-bound", "stepping environments", _env),
+    "forward": ("inference-bound", "choosing actions", _forward),
+    "transfer": ("transfer-bound", "copying weights and pieces between processes", _transfer),
+    "learn": ("learner-bound", "the update", _learn),
+    "idle": ("waiting", "waiting for games or for the slowest worker", _idle),
+    "other": ("bookkeeping", "storing rows, callbacks and the rest", _other),
+    "evaluation": ("evaluation-bound", "evaluations", _evaluation),
+    BETWEEN: ("between iterations", "spent between iterations", _between),
 }
+"""What a run that mostly does this is, what it does, and what to say."""
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -429,10 +390,6 @@ def _evaluating(rows: Sequence[Mapping[str, Any]]) -> float:
         return 0.0
     known = _sum(rows[1:], "time_this_iter_s") + _sum(rows[1:], f"perf/{BETWEEN}") / 1e3
     return max(0.0, (totals[-1] or 0.0) - (totals[0] or 0.0) - known)
-
-
-def _workers(row: Mapping[str, Any]) -> int:
-    return sum(isinstance(key, str) and key.startswith("perf/worker_idle/") for key in row)
 
 
 def _share(part: float, phases: Mapping[str, float]) -> float:

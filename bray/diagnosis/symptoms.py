@@ -1,8 +1,10 @@
 """What looks wrong in the numbers of a run, in words: said once per cause, with what usually helps.
 
-Each rule looks at a result row and gives a sentence where it looks bad; it is said when 5 of the last 10 rows do. The
-limits are far from what healthy runs show (the pages of docs/algorithms tell what that is): a warning is to be
-believed.
+A check is a function of a run's rows and options that yields a sentence, with cause and cure, where the newest row
+looks bad. It is said when 5 of the last 10 rows do. A number that a row does not have is NaN, for which no comparison
+holds: a check asks what is bad, and says nothing where it cannot know. The limits are far from what healthy runs show (the pages of
+docs/algorithms tell what that is): a warning is to be believed. To add one, write the function here under `@check`, a
+line for the table of docs/algorithms.md, and its signs in tests/test_health.py.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from bray.metrics import number, short
+from bray.metrics import ENV_STEPS, number, short
 
 logger = logging.getLogger("bray")
 
 DEAD_UNITS = "health/dead_units"
 """The key of a row, where they were counted."""
 SECTIONS = ("model", "env", "algo")
-"""Of a config: their options are what rules look at and advice names."""
+"""Of a config: their options are what checks look at and advice names."""
+PATIENCE = 5
+"""How many of the last rows, twice as many, have to look bad."""
 HUGE = 1e20
 """A loss beyond this is no loss any more: the next square of it is infinite."""
 KL_FAR = 0.06
@@ -38,235 +42,227 @@ DEAD = 0.9
 FEW_ROWS = 12.0
 """Rows of a gradient step below which it mostly follows chance."""
 STALE = 4.0
-"""Times the age that transitions have where learning and gathering keep pace."""
-_LOWER_LR = ("lower", "lr")
-_SCALE = (("set", "normalize_rewards"), ("set", "clip_rewards"))
+"""How many times older than usual replayed transitions may be. Usual is the number of gradient steps that are made
+while half of the replay is filled."""
+_SCALE = ("set normalize_rewards", "set clip_rewards")
+_BEGINNINGS = (("loss/entropy", "episode_return_mean"), ("loss/grad_norm",))  # what checks ask `Rows.first` for
+
+
+class Rows:
+    """What is kept of the rows of a run so far: the newest two, how it began, and the largest return. `options`: as
+    `Symptoms` has them."""
+
+    def __init__(self, options: Mapping[str, Any] | None = None, patience: int = PATIENCE):
+        self._options, self.beginning = options, 2 * patience
+        self.now: Mapping[str, Any] = {}
+        self.before: Mapping[str, Any] = {}
+        self.largest_return = math.nan
+        """Of all episodes, whatever its sign."""
+        self._first: dict[tuple[str, ...], list[list[float]]] = {keys: [] for keys in _BEGINNINGS}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for keys, first in self._first.items():
+            values = [self[key] for key in keys]
+            if len(first) < self.beginning and not any(map(math.isnan, values)):
+                first.append(values)
+        self.before, self.now = self.now, row
+        returns = (number(row, f"episode_return_{end}") for end in ("min", "max"))
+        self.largest_return = max([*(abs(x) for x in returns if x is not None), self.largest_return])
+
+    def __getitem__(self, key: str) -> float:
+        """A finite number of the newest row; NaN where it has none."""
+        found = number(self.now, key)
+        return math.nan if found is None else found
+
+    def first(self, *keys: str) -> list[list[float]]:
+        """The first of the rows before the newest that have all of these numbers."""
+        return self._first[keys]
+
+    def since_last(self, key: str) -> float:
+        """How much a count has grown since the row before."""
+        return self[key] - (number(self.before, key) or 0.0)
+
+    def option(self, name: str) -> Any:
+        return (self._options or {}).get(name)
+
+    @property
+    def rewards_are_scaled(self) -> bool:
+        """Whether the learner sees other rewards than the log tells."""
+        return bool(self.option("normalize_rewards") or self.option("clip_rewards"))
+
+    def value_scale(self, return_: float) -> float:
+        """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever."""
+        gamma = self.option("gamma")
+        if not isinstance(gamma, (int, float)):
+            return math.nan
+        return return_ * max(1.0 / (max(self["episode_length_mean"], 1.0) * max(1.0 - gamma, 1e-6)), 1.0)
+
+    def helps(self, *cures: str) -> str:
+        """`Usually helps: lower lr (0.1 now) or set target_kl.`, with options that this run has. A cure is a verb and
+        the name of an option; one that is `set` already is left out."""
+        told = []
+        for verb, name in (cure.split() for cure in cures):
+            value = self.option(name)
+            if (self._options is None or name in self._options) and not (verb == "set" and value):
+                shown = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+                told.append(f"{verb} {name}" + (f" ({short(value)} now)" if shown else ""))
+        *most, last = told or [""]
+        return f"Usually helps: {', '.join(most)}{' or ' if most else ''}{last}." if told else ""
+
+
+Check = Callable[[Rows], Iterator[str]]
+CHECKS: dict[str, tuple[int, Check]] = {}
+"""By cause: how many times the usual patience it takes (0: one row is enough), and the check."""
+
+
+def check(cause: str, patience: int = 1) -> Callable[[Check], Check]:
+    def register(function: Check) -> Check:
+        CHECKS[cause] = patience, function
+        return function
+
+    return register
 
 
 class Symptoms:
-    """Looks at every result row of a run. `options`: those of `SECTIONS`, by name; without them all that might help is
-    named."""
+    """Looks at every result row of a run and says what is wrong. `options`: those of `SECTIONS`, by name; without them
+    all that might help is named."""
 
-    def __init__(self, options: Mapping[str, Any] | None = None, patience: int = 5):
-        """`patience`: how many of the last rows, twice as many, have to look bad."""
-        self.options, self.patience = options, patience
+    def __init__(self, options: Mapping[str, Any] | None = None, patience: int = PATIENCE):
         self.told: list[str] = []
         """Causes, in the order in which they were said."""
-        self._first: dict[str, float] = {}
-        self._largest = 0.0
-        self._counted = [0.0, 0.0]  # environment and learner steps of the last row
-        self._norms: list[float] = []
-        self._rules: dict[str, tuple[int, Callable[[Mapping[str, Any]], str]]] = {
-            "loss": (1, self._loss),
-            "entropy": (patience, self._entropy),
-            "step size": (patience, self._step_size),
-            "value function": (4 * patience, self._value_function),
-            "action values": (patience, self._action_values),
-            "reward scale": (patience, self._reward_scale),
-            "gradients": (patience, self._gradients),
-            "dead units": (1, self._dead_units),
-            "stale replay": (patience, self._stale_replay),
-            "small minibatches": (1, self._small_minibatches),
-        }
-        self._bad = {cause: deque[bool](maxlen=2 * most) for cause, (most, _) in self._rules.items()}
-
-    @property
-    def causes(self) -> list[str]:
-        """All that it looks for."""
-        return list(self._rules)
+        self._rows = Rows(options, patience)
+        self._bad = {cause: deque[bool](maxlen=2 * max(1, n * patience)) for cause, (n, _) in CHECKS.items()}
 
     def resume(self, row: Mapping[str, Any], told: Iterable[str]) -> None:
         """Go on after this row; the causes `told` are not said again."""
         self.told += told
-        self._counted = _counts(row)
+        self._rows.now = {key: row.get(key) for key in (ENV_STEPS, "learner_steps_total")}
 
     def look(self, row: Mapping[str, Any]) -> list[str]:
         """Say what is to be said of this row; returns the causes that were said so far."""
-        for cause, (patience, rule) in self._rules.items():
+        self._rows.add(row)
+        for cause, (_, function) in CHECKS.items():
             if cause in self.told:
                 continue
-            sentence = rule(row)
-            self._bad[cause].append(bool(sentence))
-            if sentence and sum(self._bad[cause]) >= patience:
+            bad, sentence = self._bad[cause], next(function(self._rows), "")
+            bad.append(bool(sentence))
+            if sentence and 2 * sum(bad) >= (bad.maxlen or 0):
                 self.told.append(cause)
                 logger.warning("%s", sentence)
         return self.told
 
-    # --- rules --------------------------------------------------------------------------------------------------------
 
-    def _loss(self, row: Mapping[str, Any]) -> str:
-        for key, value in row.items():
-            if key.startswith("loss/") and "loss" in key[5:] and abs(value or 0.0) > HUGE:
-                return f"{key} is {value:.3g}: this run is lost, nothing is learnt from such numbers. " + self._helps(
-                    _LOWER_LR, ("set", "max_grad_norm"), ("set", "clip_rewards")
-                )
-        return ""
+# --- checks -----------------------------------------------------------------------------------------------------------
 
-    def _entropy(self, row: Mapping[str, Any]) -> str:
-        """A policy that always does the same, and is no better than at the start. (Entropies of continuous actions have
-        no zero: they only pass it.)"""
-        entropy, got = number(row, "loss/entropy"), number(row, "episode_return_mean")
-        if entropy is None or got is None:
-            return ""
-        at_first, worst = self._first.setdefault("entropy", abs(entropy)), self._first.setdefault("return", got)
-        if abs(entropy) >= max(1e-3, CERTAIN * at_first) or got > worst + 0.05 * abs(worst):
-            return ""
-        return (
-            f"the policy always does the same (entropy {entropy:.2g}) and its return of {short(got)} is no better "
-            f"than at the start ({short(worst)}): this run is lost. Begin another one. "
-            + self._helps(_LOWER_LR, ("raise", "entropy_coef"))
+
+@check("loss", patience=0)
+def loss(rows: Rows) -> Iterator[str]:
+    for key, value in rows.now.items():
+        if key.startswith("loss/") and "loss" in key[5:] and abs(value or 0.0) > HUGE:
+            cures = rows.helps("lower lr", "set max_grad_norm", "set clip_rewards")
+            yield f"{key} is {value:.3g}: this run is lost, nothing is learnt from such numbers. {cures}"
+
+
+@check("entropy")
+def entropy(rows: Rows) -> Iterator[str]:
+    """A policy that always does the same, and is no better than at the start. (Entropies of continuous actions have no
+    zero: they only pass it.)"""
+    now, got = rows["loss/entropy"], rows["episode_return_mean"]
+    at_first, worst = next(iter(rows.first("loss/entropy", "episode_return_mean")), (now, got))
+    if abs(now) < max(1e-3, CERTAIN * abs(at_first)) and got <= worst + 0.05 * abs(worst):
+        yield (
+            f"the policy always does the same (entropy {now:.2g}) and its return of {short(got)} is no better than at "
+            f"the start ({short(worst)}): this run is lost. Begin another one. "
+            + rows.helps("lower lr", "raise entropy_coef")
         )
 
-    def _step_size(self, row: Mapping[str, Any]) -> str:
-        kl, clipped = number(row, "loss/kl"), number(row, "loss/clip_fraction")
-        if (kl or 0.0) <= KL_FAR and (clipped or 0.0) <= CLIPPED:
-            return ""
-        seen = [f"kl {kl:.2g}, usual is below 0.02"] if (kl or 0.0) > KL_FAR else []
-        seen += [f"{clipped:.0%} of the rows are clipped, usual is below 20 %"] if (clipped or 0.0) > CLIPPED else []
-        return (
-            f"the policy moves too far in each update ({'; '.join(seen)}): it forgets what it learnt. "
-            + self._helps(_LOWER_LR, ("lower", "epochs"), ("set", "target_kl"))
-        )
 
-    def _value_function(self, row: Mapping[str, Any]) -> str:
-        """Worse than a constant, and wrong by much: where all returns are equal, explained variance means nothing."""
-        explained, loss = number(row, "loss/explained_variance"), number(row, "loss/value_loss")
-        scale = 1.0 if self._scaled else self._value_scale(row)
-        if explained is None or loss is None or scale is None:
-            return ""
-        if explained > UNEXPLAINED or math.sqrt(2.0 * loss) < 0.1 * scale:
-            return ""
-        return (
+@check("step size")
+def step_size(rows: Rows) -> Iterator[str]:
+    kl, clipped = rows["loss/kl"], rows["loss/clip_fraction"]
+    seen = [f"kl {kl:.2g}, usual is below 0.02"] if kl > KL_FAR else []
+    seen += [f"{clipped:.0%} of the rows are clipped, usual is below 20 %"] if clipped > CLIPPED else []
+    if seen:
+        cures = rows.helps("lower lr", "lower epochs", "set target_kl")
+        yield f"the policy moves too far in each update ({'; '.join(seen)}): it forgets what it learnt. {cures}"
+
+
+@check("value function", patience=4)
+def value_function(rows: Rows) -> Iterator[str]:
+    """Worse than a constant, and wrong by much: where all returns are equal, explained variance means nothing."""
+    explained, loss = rows["loss/explained_variance"], rows["loss/value_loss"]
+    scale = 1.0 if rows.rewards_are_scaled else rows.value_scale(rows.largest_return)
+    if explained <= UNEXPLAINED and math.sqrt(2.0 * loss) >= 0.1 * scale:
+        yield (
             f"the value function is worse than a constant (explained variance {explained:.2f}), so advantages are "
-            "noise. " + self._helps(("lower", "lr"), ("raise", "num_envs"), ("raise", "rollout_length"), *_SCALE)
+            "noise. " + rows.helps("lower lr", "raise num_envs", "raise rollout_length", *_SCALE)
         )
 
-    def _action_values(self, row: Mapping[str, Any]) -> str:
-        q, scale = number(row, "loss/q"), self._value_scale(row)
-        if q is None or scale is None or self._scaled or abs(q) <= Q_BEYOND * max(scale, 1.0):
-            return ""
-        return (
+
+@check("action values")
+def action_values(rows: Rows) -> Iterator[str]:
+    q, scale = rows["loss/q"], rows.value_scale(rows.largest_return)
+    if not rows.rewards_are_scaled and abs(q) > Q_BEYOND * max(scale, 1.0):
+        yield (
             f"action values are far beyond what the rewards allow (loss/q is {q:.3g}, returns suggest {scale:.3g} at "
             "most): they feed on themselves. "
-            + self._helps(
-                _LOWER_LR, ("lower", "critic_lr"), ("raise", "target_period"), ("lower", "tau"), ("set", "double")
-            )
+            + rows.helps("lower lr", "lower critic_lr", "raise target_period", "lower tau", "set double")
         )
 
-    def _reward_scale(self, row: Mapping[str, Any]) -> str:
-        """Large rewards that the network has not followed: its values explain nothing, or are far from what they should
-        be."""
-        scale = self._value_scale(row, row.get("episode_return_mean"))
-        if scale is None or self._scaled or scale < REWARD_SCALE:
-            return ""
-        explained, q = number(row, "loss/explained_variance"), number(row, "loss/q")
-        if (explained is None or explained > 0.5) and (q is None or abs(q) > 0.1 * scale):
-            return ""
-        return (
-            f"rewards are large (returns of {short(row['episode_return_mean'])}, so values of about {scale:.2g}), and "
-            "a network gets there in many small steps. " + self._helps(*_SCALE)
+
+@check("reward scale")
+def reward_scale(rows: Rows) -> Iterator[str]:
+    """Large rewards that the network has not followed: its values explain nothing, or are far from what they should
+    be."""
+    got = rows["episode_return_mean"]
+    scale = rows.value_scale(abs(got))
+    not_followed = rows["loss/explained_variance"] <= 0.5 or abs(rows["loss/q"]) <= 0.1 * scale
+    if not rows.rewards_are_scaled and scale >= REWARD_SCALE and not_followed:
+        yield (
+            f"rewards are large (returns of {short(got)}, so values of about {scale:.2g}), and a network gets there in "
+            f"many small steps. {rows.helps(*_SCALE)}"
         )
 
-    def _gradients(self, row: Mapping[str, Any]) -> str:
-        """Grown by orders of magnitude since the start."""
-        norm = number(row, "loss/grad_norm")
-        if norm is None:
-            return ""
-        if len(self._norms) < 2 * self.patience:
-            self._norms.append(norm)
-            return ""
-        usual = statistics.median(self._norms)
-        if norm <= GRADIENTS_GROWN * max(usual, 1e-3):
-            return ""
-        return f"gradients have grown from {usual:.2g} to {norm:.2g}. " + self._helps(
-            _LOWER_LR, ("lower", "critic_lr"), ("set", "max_grad_norm"), *_SCALE
-        )
 
-    def _dead_units(self, row: Mapping[str, Any]) -> str:
-        dead = number(row, DEAD_UNITS)
-        if dead is None or dead < DEAD:
-            return ""
-        return (
+@check("gradients")
+def gradients(rows: Rows) -> Iterator[str]:
+    """Grown by orders of magnitude since the start."""
+    norm, first = rows["loss/grad_norm"], rows.first("loss/grad_norm")
+    usual = statistics.median(x for (x,) in first) if len(first) == rows.beginning else math.inf
+    if norm > GRADIENTS_GROWN * max(usual, 1e-3):
+        cures = rows.helps("lower lr", "lower critic_lr", "set max_grad_norm", *_SCALE)
+        yield f"gradients have grown from {usual:.2g} to {norm:.2g}. {cures}"
+
+
+@check("dead units", patience=0)
+def dead_units(rows: Rows) -> Iterator[str]:
+    dead = rows[DEAD_UNITS]
+    if dead >= DEAD:
+        yield (
             f"{dead:.0%} of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end), "
             "and no gradient moves them any more. Begin another run. "
-            + self._helps(_LOWER_LR, ("set", "layer_norm"), ("change", "fcnet_activation"), *_SCALE)
+            + rows.helps("lower lr", "set layer_norm", "change fcnet_activation", *_SCALE)
         )
 
-    def _stale_replay(self, row: Mapping[str, Any]) -> str:
-        """Transitions much older than they get where learning and gathering keep pace: half of what a replay of this
-        size holds."""
-        age, size = number(row, "replay/staleness_mean"), number(row, "replay/size")
-        steps, updates = number(row, "env_steps_total"), number(row, "learner_steps_total")
-        if not (age and size and steps and updates) or age <= STALE * max(100.0, 0.5 * size * updates / steps):
-            return ""
-        return (
+
+@check("stale replay")
+def stale_replay(rows: Rows) -> Iterator[str]:
+    age, steps = rows["replay/staleness_mean"], max(rows[ENV_STEPS], 1.0)
+    usual = 0.5 * rows["replay/size"] * rows["learner_steps_total"] / steps
+    if age > STALE * max(usual, 100.0):
+        yield (
             f"what is learnt from is {short(round(age))} gradient steps old: more is learnt than gathered. "
-            + self._helps(
-                ("set", "max_staleness"), ("raise", "train_every"), ("lower", "updates"), ("lower", "replay_size")
-            )
+            + rows.helps("set max_staleness", "raise train_every", "lower updates", "lower replay_size")
         )
 
-    def _small_minibatches(self, row: Mapping[str, Any]) -> str:
-        """Few environments, and as many pieces as for many of them."""
-        pieces, epochs = (number(self.options or {}, name) for name in ("minibatches", "epochs"))
-        before, self._counted = self._counted, _counts(row)
-        steps, updates = (now - then for now, then in zip(self._counted, before, strict=True))
-        if (
-            not pieces
-            or pieces == 1
-            or not epochs
-            or steps <= 0
-            or updates <= 0
-            or steps * epochs / updates >= FEW_ROWS
-        ):
-            return ""
-        return (
+
+@check("small minibatches", patience=0)
+def small_minibatches(rows: Rows) -> Iterator[str]:
+    """Few environments, and as many pieces as for many of them."""
+    minibatches, epochs = rows.option("minibatches"), rows.option("epochs")
+    steps, updates = rows.since_last(ENV_STEPS), rows.since_last("learner_steps_total")
+    if minibatches and minibatches > 1 and epochs and steps > 0 and updates > 0 and steps * epochs / updates < FEW_ROWS:
+        yield (
             f"each gradient step learns from {short(max(1, round(steps * epochs / updates)))} rows only, and follows "
-            "chance more than the rewards. "
-            + self._helps(("lower", "minibatches"), ("raise", "num_envs"), ("raise", "rollout_length"))
+            "chance more than the rewards. " + rows.helps("lower minibatches", "raise num_envs", "raise rollout_length")
         )
-
-    # --- what they share ----------------------------------------------------------------------------------------------
-
-    @property
-    def _scaled(self) -> bool:
-        """Whether the learner sees other rewards than the log tells."""
-        options = self.options or {}
-        return bool(options.get("normalize_rewards") or options.get("clip_rewards"))
-
-    def _value_scale(self, row: Mapping[str, Any], return_: float | None = None) -> float | None:
-        """The discounted return that episodes of this return suggest: all of it, or its mean reward for ever. Default:
-        the largest return so far."""
-        low, high, length = (number(row, f"episode_{k}") for k in ("return_min", "return_max", "length_mean"))
-        gamma = (self.options or {}).get("gamma")
-        if low is None or high is None or not length or not isinstance(gamma, (int, float)):
-            return None
-        self._largest = max(abs(low), abs(high), self._largest)
-        size = self._largest if return_ is None else abs(return_)
-        return size * max(1.0, 1.0 / (length * max(1.0 - gamma, 1e-6)))
-
-    def _helps(self, *what: tuple[str, str]) -> str:
-        """`Usually helps: lower lr (0.1 now) or set target_kl.`, with options that this run has."""
-        options = self.options
-        known = [(verb, name) for verb, name in what if options is None or name in options]
-        told = [
-            f"{verb} {name}{self._now(name)}" for verb, name in known if verb != "set" or not (options or {}).get(name)
-        ]
-        if not told:
-            return ""
-        return f"Usually helps: {' or '.join(_listed(told))}."
-
-    def _now(self, name: str) -> str:
-        value = (self.options or {}).get(name)
-        return f" ({short(value)} now)" if isinstance(value, (int, float, str)) and not isinstance(value, bool) else ""
-
-
-def _counts(row: Mapping[str, Any]) -> list[float]:
-    """Environment and learner steps so far."""
-    return [number(row, key) or 0.0 for key in ("env_steps_total", "learner_steps_total")]
-
-
-def _listed(words: Iterable[str]) -> list[str]:
-    """`[a, b, c]` -> `["a, b", "c"]`, to be joined by a word."""
-    *most, last = words
-    return [", ".join(most), last] if most else [last]

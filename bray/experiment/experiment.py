@@ -21,12 +21,13 @@ from bray.act import GREEDY
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.diagnosis.divergence import Health
+from bray.diagnosis.symptoms import SECTIONS
+from bray.diagnosis.watch import Watch
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.experiment.evaluations import Evaluations
 from bray.experiment.goals import Score, awaited_of, check_stop, current, reached
-from bray.experiment.health import Watch
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import (
@@ -59,6 +60,7 @@ from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy, seeded
+from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining
 from bray.train.source import RolloutWorker
 
@@ -124,7 +126,7 @@ class Experiment:
         self._saved_time = time.monotonic()  # when the state that was saved was that of the run
         self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
-        self._health, self._watch = Health(), Watch(self.config)
+        self._health, self._watch = Health(), Watch(self.config.options("run", *SECTIONS), this_machine)
         self._callbacks = make_callbacks()
         self._callbacks_go_on: dict[str, Any] = {}  # by the checkpoint that is resumed, until `train` has them
         self._told_replay = False  # that it is too large for checkpoints
@@ -332,7 +334,7 @@ class Experiment:
         finally:
             self._lap()
             row["time_total_s"] = self._time
-        row |= self._watch.look(row, self.training)
+        row |= self._watch.look(row, self.training.dead_units)
         self._callbacks.on_train_result(self, row)
         if self._stop_requested and not self.hurries:
             evaluations.finish(row, self._callbacks)

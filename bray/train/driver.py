@@ -13,6 +13,7 @@ Counters, result rows and the state of a training exist here once.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from bray.rundir import RunDir
 from bray.train.device import tiny_as_zero
 from bray.train.ranks import DistributedLearner, Ranks
 from bray.train.source import Source
+from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
 
 logger = logging.getLogger("bray")
 
@@ -476,6 +478,12 @@ class Driver:
             return None
         rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
         return tree.map(lambda x: np.ascontiguousarray(x[-rows:]), obs)
+
+    def dead_units(self) -> float | None:
+        """The share of units that are dead in the layer that has most of them, as the newest observations tell: None
+        for a model without units that can die, NaN before there are observations."""
+        obs = self.recent_observations(SAMPLE, SAMPLE_BYTES)
+        return math.nan if obs is None else dead_share(self.model, obs)
 
     def _weights_now(self) -> dict[str, np.ndarray]:
         """As they are; they change as training goes on, so whoever keeps them copies them."""

@@ -4,7 +4,6 @@ when it is asked to."""
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -27,6 +26,7 @@ from bray.train.acting import acting_engine, initial_state
 from bray.train.callbacks import CallbackList
 from bray.train.central import Answers, CentralEngine, Line
 from bray.train.config import RunConfig
+from bray.train.machine import cores
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.source import RolloutWorker
 
@@ -251,11 +251,6 @@ def group_numbers(run: RunConfig, num_envs: int) -> list[range]:
     groups = min(num_envs, run.env_groups or (2 if run.inference == "central" else 1))
     edges = [round(num_envs * g / groups) for g in range(groups + 1)]
     return [range(a, b) for a, b in itertools.pairwise(edges)]
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Bits:

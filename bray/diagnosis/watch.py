@@ -3,26 +3,23 @@ up."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from bray.config import Resolved
-from bray.diagnosis.bottleneck import Advisor
-from bray.diagnosis.symptoms import DEAD_UNITS, SECTIONS, Symptoms
+from bray.diagnosis.bottleneck import Advisor, Machine
+from bray.diagnosis.symptoms import DEAD_UNITS, Symptoms
 from bray.metrics import HEALTH, ITERATION
-from bray.train.driver import Driver
-from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
 
 COUNT_UNITS = 20
 """Iterations between two looks for dead units: not seconds, so that another run of the seed has the same rows."""
 
 
 class Watch:
-    """Looks at each row of a run before it is written."""
+    """Looks at each row of a run before it is written. `options`: those of the run by name, from all its sections."""
 
-    def __init__(self, config: Resolved):
-        self.symptoms = Symptoms(config.options(*SECTIONS))
-        self.advisor = Advisor(config.options("run", *SECTIONS))
+    def __init__(self, options: Mapping[str, Any], machine: Callable[[], Machine]):
+        self.symptoms, self.advisor = Symptoms(options), Advisor(options, machine)
         self._has_units = True  # that can die, until a look finds none
 
     def resume(self, row: Mapping[str, Any] | None) -> None:
@@ -31,15 +28,14 @@ class Watch:
         self.advisor.resume(row)
         self.symptoms.resume(row or {}, [cause for cause in said.split(", ") if cause])
 
-    def look(self, row: Mapping[str, Any], training: Driver) -> dict[str, Any]:
+    def look(self, row: Mapping[str, Any], dead_units: Callable[[], float | None]) -> dict[str, Any]:
         """What belongs into the row: the share of dead units where they were counted, and the causes that were said so
-        far."""
+        far. `dead_units()` is None for a network without any that can die, NaN where it cannot be told yet."""
         self.advisor.look(row)
         seen: dict[str, Any] = {}
         if self._has_units and row[ITERATION] % COUNT_UNITS == 0:
-            obs = training.recent_observations(SAMPLE, SAMPLE_BYTES)
-            if obs is not None and (dead := dead_share(training.model, obs)) is not None:
-                seen[DEAD_UNITS] = dead
-            self._has_units = obs is None or bool(seen)
+            dead = dead_units()
+            self._has_units = dead is not None
+            seen = {} if dead is None or math.isnan(dead) else {DEAD_UNITS: dead}
         told = self.symptoms.look({**row, **seen})
         return seen | ({HEALTH: ", ".join(told)} if told else {})
