@@ -255,7 +255,7 @@ def test_a_memory_that_single_steps_cannot_train_is_refused_before_anything_star
 
 @pytest.mark.parametrize("store", ["uniform", "prioritized"])
 @pytest.mark.parametrize("user", ["agent1", "trainer1"])
-def test_a_buffer_that_draws_single_rows_is_refused_before_there_is_a_component(store, user, tmp_path):
+def test_a_buffer_that_replays_is_refused_before_there_is_a_component(store, user, tmp_path):
     file = launch_file(CASES["dqn"], tmp_path)
     graph = yaml.safe_load(file.read_text())
     graph["buffer1"]["store"] = store
@@ -268,8 +268,7 @@ def test_a_buffer_that_draws_single_rows_is_refused_before_there_is_a_component(
     try:
         with pytest.raises(
             ConfigError,
-            match=f"buffer 'buffer1' has store: {store}.*Leave out store: the algorithm keeps its own replay "
-            ".*prioritized",
+            match=r"buffer1.store .*: it is gone, a buffer is a queue: .*An algorithm keeps its own replay: .*prioritized",
         ):
             build(load(file), session, started.append)
         assert started == []

@@ -114,7 +114,7 @@ def test_an_error_while_pushing_is_kept(caplog):
     def changes(rng):
         return {"x": np.zeros(2 if next(made) < 5 else 3)}
 
-    fake = FakeBuffer("b", changes, size=100, batch_size=4, num_workers=1, store="uniform")
+    fake = FakeBuffer("b", changes, size=100, batch_size=4, num_workers=1)
     deadline = time.monotonic() + 10
     while fake.error is None and time.monotonic() < deadline:
         time.sleep(0.02)

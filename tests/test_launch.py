@@ -254,11 +254,13 @@ def test_yaml_anchors_share_settings(tmp_path):
         (("kind: buffer,", "kind: buffer, sources: [s],"),
          "buffer1.sources (x.yaml:4): there is no source 's'; the file has no source at all"),
         (("kind: buffer,", "kind: buffer, store: uniform,"),
-         "buffer1.store (x.yaml:4): uniform draws batches: expected `batch_size: ...` beside it"),
+         "buffer1.store (x.yaml:4): it is gone, a buffer is a queue: each sample is taken once, oldest first. An "
+         "algorithm keeps its own replay: `settings: {replay_size: ..., prioritized: true}` of its section. A "
+         "bray.Trainer keeps a bray.ReplayBuffer or a bray.PrioritizedBuffer"),
         (("kind: buffer,", "kind: buffer, max_reuse: 3,"),
-         "buffer1.max_reuse (x.yaml:4): a queue gives each sample once"),
+         "buffer1.max_reuse (x.yaml:4): it is gone, a buffer is a queue"),
         (("kind: buffer,", "kind: buffer, batch_size: 2, store: uniform, pushed_per_sampled: [3, 1],"),
-         "buffer1.pushed_per_sampled (x.yaml:4): expected [least, most], got [3.0, 1.0]"),
+         "buffer1.pushed_per_sampled (x.yaml:4): it is gone, a buffer is a queue"),
         (("kind: buffer,", "kind: buffer, density: 200,"),
          "buffer1.density (x.yaml:4): expected a whole number >= 1 and <= 100, got 200"),
         (("class: A}", "class: A, model: modle1}"),
@@ -568,7 +570,7 @@ def test_a_launch_file_fits_the_schema():
         ("trainer1", {"model": None}, "None is not of type 'string'"),
         ("trainer1", {"eval": {"bufer": "x"}}, "is not valid under any of the given schemas"),
         ("actor1", {"prt": 3}, "'prt' was unexpected"),
-        ("buffer1", {"store": "stack"}, "'stack' is not valid"),
+        ("buffer1", {"store": "uniform"}, "'store' was unexpected"),
     ],
 )
 def test_a_typo_does_not_fit_the_schema(name, change, said):

@@ -96,8 +96,7 @@ VALUES = {  # a value for each key that is not the default
         "override_model": False,
         "tensorboard_graph": True, "tensorboard_step": True,
     },
-    "buffer": {"size": 9, "batch_size": 3, "num_workers": 4, "density": 5, "alpha": 0.5, "beta": 0.6, "eps": 0.1},
-    "replay": {"store": "prioritized", "max_reuse": 3, "pushed_per_sampled": (0.5, 2.0)},
+    "buffer": {"size": 9, "batch_size": 3, "num_workers": 4, "density": 5},
     "actor": {
         "port": 9, "num_workers": 3, "actors_per_worker": 4, "cpus_per_worker": 2.0, "memory_per_worker": 64,
         "use_tcp": True,
@@ -122,15 +121,11 @@ VALUES = {  # a value for each key that is not the default
 
 @pytest.mark.parametrize(("what", "key"), [(w, k) for w, values in VALUES.items() for k in values])
 def test_every_key_reaches_its_component(what, key, file):
-    component = {"serve": "actor1", "train": "trainer1", "add_source": "source1", "replay": "buffer1"}.get(
-        what, f"{what}1"
-    )
-    more = ["buffer1.store=uniform", "buffer1.batch_size=3"] if what == "replay" else []
+    component = {"serve": "actor1", "train": "trainer1", "add_source": "source1"}.get(what, f"{what}1")
     value = VALUES[what][key]
     text = {True: "true", False: "false"}.get(value, list(value) if isinstance(value, tuple) else value)
-    made_by = {"replay": "buffer"}.get(what, what)
-    assert made_with(file, made_by, key, *more) != value
-    assert made_with(file, made_by, key, *more, f"{component}.{key}={text}") == value
+    assert made_with(file, what, key) != value
+    assert made_with(file, what, key, f"{component}.{key}={text}") == value
 
 
 def made_with(file, what, key, *keys):

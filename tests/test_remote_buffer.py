@@ -15,12 +15,11 @@ import pytest
 
 from bray import tree
 from bray.cluster import io
-from bray.data import PrioritizedBuffer
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
 from bray.remote.buffer import connection, reader, slabs, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
 from bray.remote.buffer.iterators import PrefetchBuffer
-from bray.remote.buffer.stores import Queue
+from bray.remote.buffer.queue import Queue
 from bray.remote.buffer.worker import BufferShard
 from tests.buffer_for_tests import session_of
 
@@ -368,126 +367,13 @@ def test_numbers_count_per_shard(session):
     assert all(s["pushed"] == 10 for s in numbers["shards"])  # in turn
 
 
-# --- sampled stores ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, LARGE])
-@pytest.mark.parametrize("store", ["uniform", "prioritized"])
-def test_batches_are_drawn_and_nothing_is_taken_out(session, store, size):
-    buffer = RemoteBuffer("b", size=8, batch_size=4, num_workers=2, store=store)
-    assert buffer.numbers()["waiting"] == 0
-    for i in range(20):
-        buffer.push(sample(i, size)).result(10)
-    seen = set()
-    for _ in range(60):
-        batch = buffer.pop(10)
-        assert batch["x"].shape == (4, size)
-        assert (batch["x"] == batch["i"][:, None]).all()
-        assert batch["id"].shape == (4, 3)
-        assert batch["id"].dtype == np.int64
-        np.testing.assert_array_equal(batch["weight"], np.ones(4, np.float32))
-        seen |= set(batch["i"].tolist())
-    assert seen == set(range(20))
-    assert buffer.numbers()["waiting"] == 20
-    assert buffer.numbers()["popped"] == 240
-
-
-def test_a_draw_waits_for_the_first_sample(session):
-    buffer = RemoteBuffer("b", size=8, batch_size=4, num_workers=3, store="prioritized")
-    timer = threading.Timer(0.2, lambda: buffer.push(sample(7)))
-    timer.start()
-    assert list(buffer.pop(10)["i"]) == [7, 7, 7, 7]
-
-
-@pytest.mark.parametrize("num_shards", [2, 3])
-def test_draws_and_weights_are_those_of_one_store(session, num_shards):
-    n, alpha, beta = 24, 0.7, 0.5
-    buffer = RemoteBuffer(
-        "b", size=n, batch_size=8, num_workers=num_shards, store="prioritized", alpha=alpha, beta=beta, eps=1e-3
-    )
-    for i in range(n):
-        buffer.push({"i": i}).result(10)
-    priorities = np.random.default_rng(0).exponential(size=n) + 0.1
-    known = {}
-    while len(known) < n:
-        batch = buffer.pop(10)
-        known |= {int(i): tuple(d) for i, d in zip(batch["i"], batch["id"], strict=True)}
-    ids = np.array([known[i] for i in range(n)])
-    assert set(ids[:, 0]) == set(range(num_shards))
-    buffer.update_priorities(ids, priorities)
-    wait_until(lambda: abs(sum(s["mass"] for s in buffer.numbers()["shards"]) - p_sum(priorities, alpha)) < 1e-9)
-    buffer.pop(10)  # the shares are those of the last answer: this one still had the old ones
-    p = (priorities + 1e-3) ** alpha
-    p /= p.sum()
-    counts = np.zeros(n)
-    for _ in range(800):
-        batch = buffer.pop(10)
-        np.add.at(counts, batch["i"], 1)
-        expected = (n * p[batch["i"]]) ** -beta
-        np.testing.assert_allclose(batch["weight"], expected / expected.max(), rtol=1e-5)
-    assert ((counts - 6400 * p) ** 2 / (6400 * p)).sum() < 55  # 23 degrees of freedom: 0.9998
-    single = PrioritizedBuffer(n, alpha=alpha, beta=beta, eps=1e-3, seed=0)
-    single.extend(range(n))
-    single.update_priorities(np.arange(n), priorities)
-    alone = np.zeros(n)
-    for _ in range(800):
-        np.add.at(alone, single.sample(8), 1)
-    both = counts + alone
-    assert ((counts - alone) ** 2 / both).sum() < 55
-    buffer.beta = 1.0
-    batch = buffer.pop(10)
-    expected = 1 / p[batch["i"]]
-    np.testing.assert_allclose(batch["weight"], expected / expected.max(), rtol=1e-5)
-
-
-def p_sum(priorities, alpha):
-    return float(((priorities + 1e-3) ** alpha).sum())
-
-
-def test_priorities_of_overwritten_samples_are_counted(session):
-    buffer = RemoteBuffer("b", size=2, batch_size=4, num_workers=1, store="prioritized")
-    buffer.push(*({"i": i} for i in range(8))).result(10)
-    batch = buffer.pop(10)
-    buffer.push(*({"i": i} for i in range(8, 16))).result(10)
-    buffer.update_priorities(batch["id"], np.full(4, 99.0))
-    wait_until(lambda: buffer.numbers()["late_priorities"] == 4)
-    assert buffer.numbers()["shards"][0]["mass"] == pytest.approx(8.0)
-    assert buffer.numbers()["dropped"] >= 4  # never drawn
-
-
-@pytest.mark.parametrize("store", ["uniform", "prioritized"])
-def test_max_reuse_bounds_how_often_a_sample_is_drawn(session, store):
-    buffer = RemoteBuffer("b", size=10, batch_size=2, num_workers=2, store=store, max_reuse=3)
-    buffer.push(*({"i": i} for i in range(10))).result(10)
-    counts = np.zeros(10, int)
-
-    def pop_all():
-        while True:
-            np.add.at(counts, buffer.pop(0.5)["i"], 1)
-
-    with pytest.raises(TimeoutError):
-        pop_all()
-    assert (counts >= 3).sum() >= 9  # a last one alone makes no batch of two different ones, but may be drawn twice
-    assert counts.max() <= 4  # looked at after each batch
-    buffer.push({"i": 10}).result(10)
-    assert list(buffer.pop(10)["i"]) in ([10, 10], [9, 10], [10, 9])
-
-
-def test_priorities_that_make_no_sense_are_refused(session):
-    buffer = RemoteBuffer("b", size=2, batch_size=2, num_workers=1, store="prioritized")
-    buffer.push({"i": 0}).result(10)
-    ids = buffer.pop(10)["id"]
-    with pytest.raises(DataError, match=r"nan at position 1\. The loss has probably diverged"):
-        buffer.update_priorities(ids, np.array([1.0, np.nan]))
-    with pytest.raises(DataError, match=r"one \(shard, generation, slot\) per priority"):
-        buffer.update_priorities(ids, np.ones(3))
-    with pytest.raises(ConfigError, match="beta is between 0 and 1"):
-        buffer.beta = 1.5
-    queue = RemoteBuffer("q")
-    with pytest.raises(ConfigError, match="priorities need 'prioritized'"):
-        queue.update_priorities(ids, np.ones(2))
-    with pytest.raises(ConfigError, match="is a queue"):
-        queue.beta = 0.5
+@pytest.mark.parametrize("key", ["store", "alpha", "beta", "eps", "max_reuse", "pushed_per_sampled"])
+def test_who_asks_for_replay_is_told_what_to_write(session, key):
+    with pytest.raises(ConfigError, match=rf"buffer 'b': {key}: it is gone, .*replay_size.*PrioritizedBuffer.*handle"):
+        RemoteBuffer("b", batch_size=2, **{key: "uniform"})
+    with pytest.raises(ConfigError, match="buffer 'b': store: it is gone"):
+        RemoteBuffer("b", 4, 2, 1, 100, "prioritized")
+    assert RemoteBuffer("b", size=4, store="queue").settings == RemoteBuffer("b").settings
 
 
 def test_an_ended_buffer_says_so(session):
@@ -630,7 +516,7 @@ def test_without_shared_memory_samples_go_through_the_socket(session, monkeypatc
         raise OSError
 
     monkeypatch.setattr(slabs, "Window", no_window)
-    for name, kwargs in (("b", {}), ("c", {"batch_size": 2}), ("d", {"batch_size": 2, "store": "uniform"})):
+    for name, kwargs in (("b", {}), ("c", {"batch_size": 2})):
         buffer = RemoteBuffer(name, num_workers=1, **kwargs)
         buffer.push(*(sample(i, LARGE) for i in range(4))).result(10)
         assert buffer.numbers()["shared_bytes"] == 0

@@ -177,9 +177,9 @@ def test_a_message_that_announces_more_than_it_holds_is_refused():
 
 def test_rows_of_an_answer_are_the_readers_to_write():
     chunk = chunk_of({"x": np.arange(4.0)})
-    body = memoryview(b"".join(map(bytes, m.answer(m.ROWS, m.ShardState(waiting=3), chunk))))
+    body = memoryview(b"".join(map(bytes, m.answer(m.ROWS, 3, chunk))))
     answer = m.Answer(body, Layouts())
-    assert answer.facts.waiting == 3
+    assert answer.waiting == 3
     row = answer.chunk.row(0)
     row["x"][:] = -1
     assert isinstance(answer.chunk, Chunk)

@@ -195,28 +195,6 @@ def test_a_shard_that_dies_all_the_time(session):
     assert count > 50
 
 
-def test_a_prioritized_buffer_goes_on_when_a_shard_dies(session):
-    buffer = RemoteBuffer("b", size=16, batch_size=4, num_workers=2, store="prioritized")
-    for i in range(32):
-        buffer.push({"i": i}).result(10)
-    old = buffer.pop(10)
-    for _ in range(5):
-        next(buffer)
-    restart(session, "buffer/b/1")
-    for i in range(100, 132):
-        buffer.push({"i": i}, drop=False).result(10)
-    buffer.update_priorities(old["id"], np.full(4, 50.0))
-    seen = set()
-    end = time.monotonic() + 20
-    while not any(i >= 100 for i in seen) or len(seen) < 30:
-        batch = next(buffer)
-        assert batch["i"].shape == (4,)
-        seen |= set(batch["i"].tolist())
-        assert time.monotonic() < end
-    if (old["id"][:, 0] == 1).any():
-        assert session.cluster.hosted("buffer/b/1").worker.numbers()["late_priorities"] > 0
-
-
 def test_a_new_shard_is_told_of_the_sources(session):
     buffer = RemoteBuffer("b", num_workers=1)
     buffer.add_source([sample(i) for i in range(5)]).result(10)

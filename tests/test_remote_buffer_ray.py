@@ -221,31 +221,3 @@ def test_a_killed_reader_goes_on_where_it_was(ray_session):  # noqa: F811
     assert len(got) < 300 + 290  # it did not begin anew
     assert len({int(s["pid"]) for s in got}) == 2
     promise.result(30)
-
-
-def test_priorities_over_processes(ray_session, players):  # noqa: F811
-    buffer = RemoteBuffer("p", size=16, batch_size=8, num_workers=2, store="prioritized", alpha=1.0, eps=0.0, beta=1.0)
-    count = 0
-    # until the links to both shards are up
-    while count < 16 or not all(s["pushed"] for s in buffer.numbers()["shards"]):
-        assert count < 64  # 128 rows would push the first ones out
-        buffer.push({"i": count}).result(30)
-        count += 1
-        time.sleep(0.1 if count > 16 else 0.0)
-    known = {}
-    while len(known) < count:
-        batch = buffer.pop(30)
-        known |= {int(i): tuple(d) for i, d in zip(batch["i"], batch["id"], strict=True)}
-    assert {d[0] for d in known.values()} == {0, 1}
-    priorities = np.arange(1.0, count + 1)
-    buffer.update_priorities(np.array([known[i] for i in range(count)]), priorities)
-    wait_until(lambda: sum(s["mass"] for s in buffer.numbers()["shards"]) == pytest.approx(priorities.sum()))
-    buffer.pop(10)
-    counts = np.zeros(count)
-    for _ in range(200):
-        batch = next(buffer)
-        np.add.at(counts, batch["i"], 1)
-        np.testing.assert_allclose(batch["weight"], (batch["i"].min() + 1) / (batch["i"] + 1), rtol=1e-5)
-    expected = 1600 * priorities / priorities.sum()
-    chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 3 * count  # 0.9999 of chances with 15 degrees of freedom, more with more

@@ -21,11 +21,18 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
         exec(compile(code, str(PAGE), "exec"), names)
         assert names["batch"]["x"].shape == (32, 3)
         assert names["end"].result()["samples"] == 3200
-        replay = bray.RemoteBuffer("replay", size=64, batch_size=4, store="prioritized")
-        replay.push_batch({"x": np.zeros((50, 3), np.float32)}).result(30)
-        batch = replay.pop(timeout=30)
-        assert set(batch) == {"x", "id", "weight"}  # as the page calls them
-        replay.update_priorities(batch["id"], np.ones(4))
+        seen = []
+
+        class Replayed(names["Replayed"]):
+            def loss(self, replay, step):
+                seen.append((len(replay["x"]), len(self.kept)))
+                return super().loss(replay, step)
+
+        end = bray.RemoteTrainer("r").train(
+            trainer=Replayed, model="policy", buffers=["samples"], num_steps=3, prefetch_size=0
+        )
+        assert end.result(120)["steps"] == 3
+        assert seen == [(64, 32), (64, 64), (64, 96)]
         with pytest.raises(ConfigError, match=r"unknown setting 'num_worker'.*Did you mean 'num_workers'"):
             bray.RemoteModel("other", names["net"], (np.zeros(3, np.float32),), num_worker=1)
     finally:

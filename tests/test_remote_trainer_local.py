@@ -245,20 +245,6 @@ def test_prioritized_replay_gets_priorities_and_follows_the_schedule_of_beta(mon
     assert len(np.unique(leaves[leaves > 0])) > 5  # new samples have one priority; these have got their own
 
 
-@pytest.mark.parametrize("store", ["uniform", "prioritized"])
-def test_a_learner_keeps_its_own_replay_and_not_the_buffer(store):
-    section = {"kind": "config", **DQN}
-    setup = algo_setup(section)
-    RemoteModel("m", setup.make_model(), setup.forward_args())
-    RemoteBuffer("b", size=8, batch_size=16, num_workers=1, store=store)
-    config = {"t": {"algo": "dqn"}, "dqn": section}
-    said = (
-        f"trainer t: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay .*replay_size"
-    )
-    with pytest.raises(ConfigError, match=said):
-        RemoteTrainer("t").train(model="m", buffers=["b"], num_steps=1, config=config).result(60)
-
-
 @pytest.mark.parametrize("algorithm", ["PPO", "DQN"])
 def test_a_trainer_of_ones_own_over_agents_with_an_algorithm_gets_what_its_learner_would(algorithm):
     """Rows with advantages, or replayed transitions: what agents push is prepared by their algorithm."""

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 from bray.config import ConfigSource, load_yaml, parse_assignments, resolve
 from bray.config.declare import options
 from bray.errors import ConfigError, UnknownName, did_you_mean
-from bray.launch.settings import KINDS, ActorSettings, BufferSettings, LaunchSettings, TrainerSettings
+from bray.launch.settings import KINDS, ActorSettings, LaunchSettings, TrainerSettings
+from bray.remote.buffer.options import without_store
 from bray.remote.trainer.options import gpus_of_rank
 
 _TOP = tuple(f.name for f in dataclasses.fields(LaunchSettings))
@@ -237,6 +238,8 @@ class _Reader:
         *inside, leaf = path
         for part in inside[1:]:
             cls = next(a for a in typing.get_args(typing.get_type_hints(cls)[part]) if a is not type(None))
+        if leaf in (gone := getattr(cls, "GONE", {})):
+            return f"{'.'.join(path)} ({self.where(*path)}): {gone[leaf]}"
         hint = did_you_mean(leaf, [o.key for o in options(cls).values()], most=99)
         own = " Settings of your own belong in a `kind: config` component." if "Did you mean" not in hint else ""
         return f"unknown key {'.'.join([*inside, leaf])!r} ({self.where(*inside, leaf)}).{hint}{own}"
@@ -288,6 +291,8 @@ class _Reader:
             inner = source.values.get(name)
             if isinstance(inner, dict):
                 kept = {k: v for k, v in inner.items() if k != "kind" and k not in extra}
+                if kind == "buffer":
+                    kept = without_store(kept)
                 sources.append(ConfigSource(source.name, {name: kept}, source.lines, source.texts))
         settings = self.resolved(name, cls, sources)
         if settings is not None:
@@ -395,8 +400,6 @@ class _Reader:
                 needs(name, ("model",), s.model, "An agent needs its model wherever it acts: enable it there too.")
             elif c.kind == "actor":
                 self.check_actor(c, ports)
-            elif c.kind == "buffer":
-                self.check_buffer(c)
             elif c.kind == "trainer":
                 self.check_weights(c)
                 needs(name, ("model",), s.model, "Enable it, or disable the trainer.")
@@ -419,16 +422,6 @@ class _Reader:
             )
         elif not sum(weights):
             self.problem((c.name, "buffer_weights"), "expected a weight above 0, all are 0")
-
-    def check_buffer(self, c: Component) -> None:
-        s: BufferSettings = c.settings
-        if s.store != "queue" and s.batch_size is None:
-            self.problem((c.name, "store"), f"{s.store} draws batches: expected `batch_size: ...` beside it")
-        for key in ("max_reuse", "pushed_per_sampled"):
-            if s.store == "queue" and getattr(s, key) is not None:
-                self.problem((c.name, key), "a queue gives each sample once; this is for store: uniform or prioritized")
-        if s.pushed_per_sampled is not None and s.pushed_per_sampled[0] > s.pushed_per_sampled[1]:
-            self.problem((c.name, "pushed_per_sampled"), f"expected [least, most], got {list(s.pushed_per_sampled)}")
 
     def check_actor(self, c: Component, ports: dict[int, str]) -> None:
         s: ActorSettings = c.settings

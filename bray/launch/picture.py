@@ -140,7 +140,7 @@ def about(c: Component) -> str:
         return f"{s.func} · {s.epoch} epochs" if s.epoch > 1 else s.func
     if c.kind == "buffer":
         batches = f"{s.size} × {s.batch_size}" if s.batch_size else f"{s.size} samples"
-        return f"{s.store} · {batches} · {s.num_workers} {_plural(s.num_workers, 'process')}"
+        return f"queue · {batches} · {s.num_workers} {_plural(s.num_workers, 'process')}"
     if c.kind == "agent":
         return s.class_ if s.algo is None else f"{s.class_} · {s.algo}"
     if c.kind == "actor":

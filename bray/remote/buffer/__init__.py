@@ -1,2 +1,2 @@
-"""Buffers: shards that hold samples (`worker.py`, `stores.py`), handles that push and pop them (`handle.py`), and
-iterators to stack on those."""
+"""Buffers: shards that hold samples in queues (`worker.py`, `queue.py`), handles that push and pop them (`handle.py`),
+and iterators to stack on those."""

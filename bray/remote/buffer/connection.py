@@ -6,15 +6,13 @@ import os
 import threading
 from typing import Any
 
-import numpy as np
-
 from bray.cluster import io
 from bray.cluster.local import LocalCluster
 from bray.cluster.session import ClusterSession, session
 from bray.errors import BrayError, Unreachable
+from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.ports import LocalPort, Port, RemotePort
-from bray.remote.buffer.reader import QueueReader, Reader, Sampler
-from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.reader import QueueReader, Reader
 from bray.remote.buffer.writer import LocalWriter, RemoteWriter
 
 FLUSH_TIMEOUT = 5.0
@@ -27,7 +25,7 @@ class BufferConnection:
     writer: LocalWriter | RemoteWriter
     reader: Reader
 
-    def __init__(self, settings: BufferSettings, here: ClusterSession):
+    def __init__(self, settings: BufferDefinition, here: ClusterSession):
         self.settings = settings
         self.source = ("", False)
         """The source that this process reads into the buffer, and whether it has ended."""
@@ -42,8 +40,7 @@ class BufferConnection:
 
     def _make_reader(self, ports: Any) -> Reader:
         self.ports: list[Port] = ports
-        kind = QueueReader if self.settings.store == "queue" else Sampler
-        return kind(self.settings, ports, self._run)
+        return QueueReader(self.settings, ports, self._run)
 
     def _run(self, function: Any) -> None:
         """Call a function where ports may be used."""
@@ -52,15 +49,6 @@ class BufferConnection:
     def read(self) -> Reader:
         """The reader, connected."""
         return self.reader
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        def send() -> None:
-            for port in self.ports:
-                mine = ids[:, 0] == port.index
-                if mine.any():
-                    port.set_priorities(ids[mine, 1:], priorities[mine])
-
-        self._run(send)
 
     def close(self) -> None: ...
 
@@ -144,7 +132,7 @@ _lock = threading.Lock()
 _of_parent: list[Any] = []
 
 
-def connection(settings: BufferSettings) -> BufferConnection:
+def connection(settings: BufferDefinition) -> BufferConnection:
     """The connection of this process and session to a buffer."""
     here = session()
     key = here.token, settings.name

@@ -19,17 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.errors import ConfigError, DataError, Ended, MissingComponent, UnknownName, Unreachable
+from bray.errors import ConfigError, Ended, MissingComponent, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
-from bray.remote.buffer.options import BufferOptions
+from bray.remote.buffer.options import BufferDefinition, BufferOptions, without_store
 from bray.remote.buffer.pending import Pushed
-from bray.remote.buffer.reader import PREFETCH, Reader, Sampler
-from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.reader import PREFETCH, Reader
 from bray.remote.buffer.worker import BufferShard
 from bray.tree import NestedArray
 
@@ -41,21 +38,22 @@ class RemoteBuffer:
     it was made with.
 
     name      unique in the session
-    settings  size=8, batch_size=128, store="uniform", ...: the fields of `bray.remote.buffer.options.BufferOptions`,
-              each explained there. The first ones may be given by position, in that order
+    settings  size=8, batch_size=128, ...: the fields of `bray.remote.buffer.options.BufferOptions`, each explained
+              there. The first ones may be given by position, in that order
 
-    "queue" gives each sample to one consumer, oldest first; a full queue drops its oldest samples, or lets pushes wait
-    (`drop=False`). "uniform" and "prioritized" hold the newest size * batch_size samples; batches are drawn from them
-    and carry `id` and `weight`.
+    It is a queue: each sample goes to one consumer, oldest first. A full one drops its oldest samples, or lets pushes
+    wait (`drop=False`).
     """
 
     def __init__(self, name: str, *by_position: Any, **settings: Any):
         known = [f.name for f in fields(BufferOptions)]
-        for key in settings:
+        asked = without_store(dict(**dict(zip((*known, *BufferOptions.GONE), by_position, strict=False)), **settings))
+        for key in asked:
+            if key in BufferOptions.GONE:
+                raise ConfigError(f"buffer {name!r}: {key}: {BufferOptions.GONE[key]}")
             if key not in known:
                 raise UnknownName("setting", key, known, f"buffer {name!r}")
-        asked = BufferSettings(name, **dict(zip(known, by_position, strict=False)), **settings)
-        self.settings = _find_or_make(asked)
+        self.settings = _find_or_make(BufferDefinition(name, **asked))
 
     @property
     def name(self) -> str:
@@ -155,42 +153,6 @@ class RemoteBuffer:
             while True:
                 yield await self._pop_async(None, PREFETCH)
 
-    # --- priorities ---------------------------------------------------------------------------------------------------
-
-    @property
-    def beta(self) -> float:
-        """Exponent of the importance weights of the batches that this process draws."""
-        reader = connection(self.settings).read()
-        return reader.beta if isinstance(reader, Sampler) else self.settings.beta
-
-    @beta.setter
-    def beta(self, beta: float) -> None:
-        if not 0.0 <= beta <= 1.0:
-            raise ConfigError(f"beta is between 0 and 1, got {beta}")
-        reader = connection(self.settings).read()
-        if not isinstance(reader, Sampler):
-            raise ConfigError(f"buffer {self.name!r} is a queue: only draws by priority have importance weights")
-        reader.beta = float(beta)
-
-    def update_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        """New priorities, such as TD errors, for drawn samples, by the `id` of their batch. Does not wait; samples
-        overwritten meanwhile are left alone, and counted (`late_priorities` of `numbers`)."""
-        ids, priorities = np.asarray(ids), np.asarray(priorities, np.float64).reshape(-1)
-        if self.settings.store != "prioritized":
-            raise ConfigError(f"buffer {self.name!r} has store={self.settings.store!r}: priorities need 'prioritized'")
-        if ids.shape != (len(priorities), 3) or ids.dtype.kind not in "iu":
-            raise DataError(
-                f"one (shard, generation, slot) per priority, as batch['id'] has them: got {ids.dtype} {ids.shape} "
-                f"for {len(priorities)} priorities"
-            )
-        if not np.isfinite(priorities).all():
-            bad = int(np.flatnonzero(~np.isfinite(priorities))[0])
-            raise DataError(
-                f"priorities are finite numbers, got {priorities[bad]} at position {bad}. The loss has probably "
-                "diverged."
-            )
-        connection(self.settings).set_priorities(ids, priorities)
-
     # --- sources ------------------------------------------------------------------------------------------------------
 
     def add_source(
@@ -238,8 +200,6 @@ class RemoteBuffer:
         keys = ("pushed", "popped", "dropped", "lost", "waiting", "behind", "bytes", "shared_bytes")
         total: dict[str, Any] = {key: sum(s[key] for s in shards) for key in keys}
         total["dropped"] += connection(self.settings).writer.dropped
-        if self.settings.store == "prioritized":
-            total["late_priorities"] = sum(s["late_priorities"] for s in shards)
         return {**total, "shards": shards}
 
     def flush(self, timeout: float = FLUSH_TIMEOUT) -> None:
@@ -253,7 +213,7 @@ def _leave(reader: Reader, promise: Promise) -> None:
         reader.put_back(promise.result())
 
 
-def _handle(settings: BufferSettings) -> RemoteBuffer:
+def _handle(settings: BufferDefinition) -> RemoteBuffer:
     made = RemoteBuffer.__new__(RemoteBuffer)
     made.settings = settings
     return made
@@ -267,7 +227,7 @@ def find(name: str) -> RemoteBuffer:
     return _handle(_found(name))
 
 
-def _found(name: str) -> BufferSettings:
+def _found(name: str) -> BufferDefinition:
     member = session().cluster.find(f"buffer/{name}/0")
     end = time.monotonic() + _FIND_TIMEOUT
     while True:  # not `retry=True`: this may be the io loop itself, which then has no time for it
@@ -279,7 +239,7 @@ def _found(name: str) -> BufferSettings:
             time.sleep(0.2)
 
 
-def _find_or_make(asked: BufferSettings) -> BufferSettings:
+def _find_or_make(asked: BufferDefinition) -> BufferDefinition:
     cluster = session().cluster
     try:
         there = _found(asked.name)
@@ -290,10 +250,10 @@ def _find_or_make(asked: BufferSettings) -> BufferSettings:
             if not cluster.names(f"buffer/{asked.name}/"):
                 raise
             there = _found(asked.name)  # another process was faster
-    if asked not in (there, BufferSettings(asked.name)):
+    if asked not in (there, BufferDefinition(asked.name)):
         different = [
             f"{key}={getattr(there, key)!r} (not {getattr(asked, key)!r})"
-            for key in BufferSettings.__dataclass_fields__
+            for key in BufferDefinition.__dataclass_fields__
             if getattr(there, key) != getattr(asked, key)
         ]
         raise ConfigError(f"buffer {asked.name!r} is there with other settings: {', '.join(different)}")
@@ -305,7 +265,7 @@ def _find_or_make(asked: BufferSettings) -> BufferSettings:
     return there
 
 
-def _make(asked: BufferSettings) -> BufferSettings:
+def _make(asked: BufferDefinition) -> BufferDefinition:
     cluster = session().cluster
 
     def start(index: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,7 +13,7 @@ from bray.remote.buffer.columns import Chunk
 from bray.remote.buffer.slabs import SlabAddress
 from bray.tree.layout import ALIGN, Layout, Layouts, aligned
 
-OPEN, SLAB, PUSH, LENT, FREED, POP, WITHDRAW, RELEASE, DRAW, PRIORITIES, SEES = range(1, 12)
+OPEN, SLAB, PUSH, LENT, FREED, POP, WITHDRAW, RELEASE, SEES = range(1, 10)
 # OPEN        request  Hello                                                         -> Welcome
 # SLAB        request  the producer's slab                                           -> SEEN or UNSEEN
 # PUSH        request  samples                                                       -> receipt
@@ -23,8 +22,6 @@ OPEN, SLAB, PUSH, LENT, FREED, POP, WITHDRAW, RELEASE, DRAW, PRIORITIES, SEES = 
 # POP         request  a batch, or samples                                           -> answer, as soon as there is one
 # WITHDRAW    post     pops without an answer are to be answered NOTHING
 # RELEASE     post     the consumer does not use these leases any more
-# DRAW        request  rows at these fractions of the priority mass                  -> answer
-# PRIORITIES  post     new priorities
 # SEES        post     the consumer can map the shard's slab
 
 LARGE = 1 << 16
@@ -36,13 +33,10 @@ NOTHING, ENDED, ROWS, LEASE = range(4)  # kinds of answers
 _PUSH = struct.Struct("<?3xIQ")  # drop, rows, length of the layout
 _LENT = struct.Struct("<QQQ")  # number of the loan, offset and size of the slot
 _RECEIPT = struct.Struct("<q?")  # samples waiting in the shard, whether anyone but sources pushes
-_ANSWER = struct.Struct("<B3xIIqdddq")  # kind, rows, length of the layout, ShardState
+_ANSWER = struct.Struct("<B3xIIq")  # kind, rows, length of the layout, samples that wait in the shard
 _LEASE = struct.Struct("<QQQ16sII")  # number of the lease, offset, slab (fd, nonce), first row, rows in the slot
-_DRAW = struct.Struct("<IId")  # wait?, rows, largest priority known
 
 pack_receipt, read_receipt = _RECEIPT.pack, _RECEIPT.unpack_from
-pack_draw, read_draw = _DRAW.pack, _DRAW.unpack_from
-DRAW_SIZE = _DRAW.size
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -61,18 +55,6 @@ class Welcome(msgspec.Struct, array_like=True):
 
     generation: int
     slab: tuple[int, int, bytes]
-
-
-@dataclass(slots=True)
-class ShardState:
-    """The state of a shard, told with every answer."""
-
-    waiting: int = 0
-    before: float = 0.0
-    """The mass that the draw was made from."""
-    mass: float = 0.0
-    largest: float = 1.0
-    rows: int = 0
 
 
 def _with_layout(head: bytes, layout: Layout) -> bytes:
@@ -129,13 +111,12 @@ class Lease(NamedTuple):
     total: int
 
 
-def answer(kind: int, facts: ShardState, chunk: Chunk | None = None, lease: int = 0) -> list[Any]:
-    """The parts of an answer to POP or DRAW."""
-    numbers = facts.waiting, facts.before, facts.mass, facts.largest, facts.rows
+def answer(kind: int, waiting: int, chunk: Chunk | None = None, lease: int = 0) -> list[Any]:
+    """The parts of an answer to POP."""
     if chunk is None:
-        return [_ANSWER.pack(kind, 0, 0, *numbers)]
+        return [_ANSWER.pack(kind, 0, 0, waiting)]
     layout = chunk.layout
-    head = _ANSWER.pack(kind, chunk.rows, len(layout.spec), *numbers)
+    head = _ANSWER.pack(kind, chunk.rows, len(layout.spec), waiting)
     if kind == LEASE:
         slab: SlabAddress = chunk.held.memory.address
         where = _LEASE.pack(lease, chunk.held.offset, slab.fd, slab.nonce, chunk.first, chunk.total)
@@ -146,11 +127,10 @@ def answer(kind: int, facts: ShardState, chunk: Chunk | None = None, lease: int 
 class Answer:
     """An answer as the consumer reads it: a `chunk`, or the `lease` of one, or neither."""
 
-    __slots__ = ("chunk", "facts", "kind", "layout", "lease", "rows")
+    __slots__ = ("chunk", "kind", "layout", "lease", "rows", "waiting")
 
     def __init__(self, body: memoryview, layouts: Layouts):
-        self.kind, self.rows, length, *facts = _ANSWER.unpack_from(body)
-        self.facts = ShardState(*facts)
+        self.kind, self.rows, length, self.waiting = _ANSWER.unpack_from(body)
         self.chunk: Chunk | None = None
         self.lease: Lease | None = None
         if self.kind == LEASE:

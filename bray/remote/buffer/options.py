@@ -1,18 +1,29 @@
-"""The options of a RemoteBuffer."""
+"""What a RemoteBuffer is made with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Positive, Share
+from bray.config.declare import Count
+from bray.errors import ConfigError
+
+_OF_REPLAY = ("store", "alpha", "beta", "eps", "max_reuse", "pushed_per_sampled")
+_GONE = (
+    "it is gone, a buffer is a queue: each sample is taken once, oldest first. An algorithm keeps its own replay: "
+    "`settings: {replay_size: ..., prioritized: true}` of its section. A bray.Trainer keeps a bray.ReplayBuffer or a "
+    "bray.PrioritizedBuffer and draws from it in `handle` (docs/remote.md)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BufferOptions:
     """What a RemoteBuffer can be told, in Python and in launch files."""
+
+    GONE: ClassVar[dict[str, str]] = dict.fromkeys(_OF_REPLAY, _GONE)
+    """Keys of earlier versions: what to write instead."""
 
     size: Count = 512
     """Batches that it holds (samples, where `batch_size` is null); a full one drops the oldest."""
@@ -22,16 +33,38 @@ class BufferOptions:
     """Processes that hold it."""
     density: Annotated[int, Interval(ge=1, le=100)] = 100
     """Per cent of its processes that a producer connects to, at least one; less saves connections and memory."""
-    store: Literal["queue", "uniform", "prioritized"] = "queue"
-    """`queue`: each sample is taken once, in order; `uniform` and `prioritized`: replay, drawn again and again."""
-    alpha: Amount = 0.6
-    """Of `prioritized`: a priority counts as `(|p| + eps) ** alpha`."""
-    beta: Share = 0.4
-    """Of `prioritized`: exponent of the importance weights."""
-    eps: Amount = 1e-5
-    """Of `prioritized`: what is added to every priority."""
-    max_reuse: Count | None = None
-    """Of replay: a sample that was drawn so often is drawn no more; `null` = no limit."""
-    pushed_per_sampled: tuple[Amount, Positive] | None = None
-    """Of replay: the least and the most rows that come in per row drawn; drawing or pushing waits. `null` = no
-    limit."""
+
+
+def without_store(values: dict[str, Any]) -> dict[str, Any]:
+    """`store: queue`, which earlier versions asked for, is what every buffer is."""
+    return {key: value for key, value in values.items() if (key, value) != ("store", "queue")}
+
+
+@dataclass(frozen=True)
+class BufferDefinition(BufferOptions):
+    """How a buffer was made, known to all its handles."""
+
+    name: str
+    """Unique in the session."""
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"the name of a buffer is not empty and has no '/': got {self.name!r}")
+        for key, value in (("size", self.size), ("batch_size", self.batch_size), ("num_workers", self.num_workers)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"buffer {self.name!r}: {key} is a whole number of at least 1, got {value!r}")
+        if not 1 <= self.density <= 100:
+            raise ConfigError(
+                f"buffer {self.name!r}: density is the percentage of its workers that a producer connects to, "
+                f"1 to 100; got {self.density!r}"
+            )
+
+    @property
+    def shards(self) -> int:
+        """Number of shards: none without room for a batch."""
+        return min(self.num_workers, self.size)
+
+    def capacity(self, shard: int) -> int:
+        """Samples that a shard holds; all shards together hold `size` batches."""
+        batches = self.size // self.shards + (shard < self.size % self.shards)
+        return batches * (self.batch_size or 1)

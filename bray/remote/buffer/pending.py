@@ -16,7 +16,7 @@ import numpy as np
 
 from bray.errors import DataError
 from bray.remote.buffer.columns import Chunk, read_batch
-from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.slabs import Slab, Slot
 from bray.tree.layout import Layout, Layouts
 
@@ -127,7 +127,7 @@ class SampleCheck:
     """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds
     out."""
 
-    def __init__(self, settings: BufferSettings):
+    def __init__(self, settings: BufferDefinition):
         self._layouts = Layouts()
         self._batched = settings.batch_size is not None
         self._first: Layout | None = None

@@ -19,7 +19,6 @@ from bray.cluster.session import ClusterSession
 from bray.errors import DataError, LinkLost, MissingComponent, Unreachable
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import ShardState
 from bray.remote.buffer.slabs import SlabAddress, Window, look_into
 from bray.remote.buffer.worker import BufferShard
 from bray.serving.link import Link, machine_id
@@ -32,15 +31,13 @@ RETRY_S = 0.5
 _GIVE_UP = 6  # a shard that was missing this often will not come back
 _UNMAP_AFTER = 60.0  # slabs that nothing came from for this long
 
-Got = Callable[[int, Chunk | None, ShardState], None]
+Got = Callable[[int, Chunk | None], None]
 
 
 class Port(Protocol):
-    """A shard, as its consumers see it. `got(kind, chunk, facts)` is called when the answer comes."""
+    """A shard, as its consumers see it. `got(kind, chunk)` is called when the answer comes."""
 
     index: int
-    facts: ShardState
-    """As of its last answer."""
     gone: bool
     """It will not come back."""
 
@@ -49,8 +46,6 @@ class Port(Protocol):
 
     def pop(self, most: int, got: Got) -> None: ...
     def withdraw(self) -> None: ...
-    def draw(self, at: np.ndarray, wait: bool, largest: float, got: Got) -> None: ...
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None: ...
 
 
 class LocalPort:
@@ -61,24 +56,16 @@ class LocalPort:
 
     def __init__(self, index: int, shard: BufferShard):
         self.index, self.shard = index, shard
-        self.facts = ShardState()
 
     def pop(self, most: int, got: Got) -> None:
-        self.shard.pop(most, lambda kind, pieces, facts: self._got(got, kind, pieces, facts), self)
+        self.shard.pop(most, lambda kind, pieces, _: self._got(got, kind, pieces), self)
 
     def withdraw(self) -> None:
         self.shard.withdraw(self)
 
-    def draw(self, at: np.ndarray, wait: bool, largest: float, got: Got) -> None:
-        self.shard.draw(at, wait, largest, lambda kind, pieces, facts: self._got(got, kind, pieces, facts))
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        self.shard.set_priorities(ids, priorities)
-
-    def _got(self, got: Got, kind: int, pieces: list[Chunk], facts: ShardState) -> None:
-        self.facts = facts
+    def _got(self, got: Got, kind: int, pieces: list[Chunk]) -> None:
         chunk = pieces[0] if len(pieces) == 1 else join(pieces, private) if pieces else None
-        got(kind, chunk, facts)
+        got(kind, chunk)
 
 
 class RemotePort:
@@ -88,7 +75,8 @@ class RemotePort:
         self.session, self.index, self.owner = session, index, owner
         self.name = name
         self.link: Any = None
-        self.facts = ShardState()
+        self.waiting = 0
+        """Samples in the shard, by its last answer."""
         self.gone = False
         self.others_push = False
         """Whether anyone but sources pushes to this buffer, so that it does not end with them. A restarted shard is
@@ -151,11 +139,11 @@ class RemotePort:
         self.link, self._ended = link, ended
 
     def _down(self) -> None:
-        self._had = self.facts.waiting
+        self._had = self.waiting
         about = f"about {self._had} samples that waited there are lost" if self._had else "nothing is known to be lost"
         logger.warning("%s is gone: %s. The other shards go on, and this one is waited for", self.name, about)
         self.link = None
-        self._windows, self._kept, self._freed, self.facts = {}, {}, deque(), ShardState()
+        self._windows, self._kept, self._freed, self.waiting = {}, {}, deque(), 0
         self.owner.port_down(self)
 
     def _handle(self, link: Link, kind: int, number: int, body: memoryview) -> None:
@@ -173,14 +161,6 @@ class RemotePort:
         if self.up:
             self.link.post(m.WITHDRAW)
 
-    def draw(self, at: np.ndarray, wait: bool, largest: float, got: Got) -> None:
-        self.release()
-        self._ask(got, m.DRAW, m.pack_draw(wait, len(at), largest), m.pack_numbers(at))
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        if self.up:
-            self.link.post(m.PRIORITIES, m.pack_numbers(ids.astype(np.int64), priorities.astype(np.float64)))
-
     def release(self) -> None:
         """Tell the shard which leases are not used here any more."""
         if self._freed and self.up:
@@ -196,7 +176,7 @@ class RemotePort:
 
     def _ask(self, got: Got, kind: int, *pieces: bytes) -> None:
         if not self.up:
-            got(m.NOTHING, None, ShardState())
+            got(m.NOTHING, None)
             return
         self.link.request(kind, *pieces).add_done_callback(lambda f: self._answered(f, got))
 
@@ -204,15 +184,15 @@ class RemotePort:
         if future.cancelled() or (error := future.exception()) is not None:
             if not future.cancelled() and not isinstance(error, LinkLost):
                 self.owner.port_failed(self, error)
-            got(m.NOTHING, None, ShardState())
+            got(m.NOTHING, None)
             return
         answer = m.Answer(future.result(), self._layouts)
-        self.facts = answer.facts
+        self.waiting = answer.waiting
         kind, chunk = answer.kind, answer.chunk
         if answer.lease is not None:
             chunk = self._look(answer, answer.lease)
             kind = m.NOTHING if chunk is None else m.ROWS
-        got(kind, chunk, answer.facts)
+        got(kind, chunk)
 
     def _window(self, slab: SlabAddress) -> Window | None:
         window = self._windows[slab.nonce][0] if slab.nonce in self._windows else look_into(slab)

@@ -10,16 +10,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from bray.errors import BrayError, Ended
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import ShardState
+from bray.remote.buffer.columns import Chunk
+from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.ports import Port
-from bray.remote.buffer.settings import BufferSettings
-from bray.remote.buffer.stores import split, weigh
 from bray.tree import NestedArray
 
 PREFETCH = 2
@@ -56,7 +52,7 @@ class Reader:
     """Fetched batches, and the callers that wait for one. `run` calls a function where ports may be used: on the io
     loop, or at once."""
 
-    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
+    def __init__(self, settings: BufferDefinition, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         self._settings, self._ports, self._run = settings, ports, run
         self._lock = threading.RLock()
         self._waiters: deque[_Waiter] = deque()
@@ -173,7 +169,7 @@ def _settle(promise: Promise, result: Any = None, error: BaseException | None = 
 class QueueReader(Reader):
     """Reads a queue: each batch, or sample, goes to one consumer."""
 
-    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
+    def __init__(self, settings: BufferDefinition, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         super().__init__(settings, ports, run)
         self._ready: deque[Chunk] = deque()
         self._row = 0  # of the first one in there
@@ -225,7 +221,7 @@ class QueueReader(Reader):
                 most, wait = self._most if self.prefetch else 1, self._wait
             port.pop(most, lambda *answer, port=port, most=most, wait=wait: self._got(port, most, wait, *answer))
 
-    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None, facts: ShardState) -> None:
+    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None) -> None:
         with self._lock:
             self._asked[port] -= 1
             if kind == m.ENDED:
@@ -245,132 +241,3 @@ class QueueReader(Reader):
         for port, asked in self._asked.items():
             if asked:
                 port.withdraw()
-
-
-class Sampler(Reader):
-    """Draws from all shards as if they were one store: each shard gives rows in proportion to its share of the
-    priorities."""
-
-    def __init__(self, settings: BufferSettings, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
-        super().__init__(settings, ports, run)
-        self._rng = np.random.default_rng()
-        self._ready: deque[_Draw] = deque()
-        self._drawing = 0
-        self._known = False  # whether there is something to draw from
-        self._looking = False
-        self.beta = settings.beta
-
-    def _next(self) -> Make | None:
-        return self._ready.popleft().batch if self._ready else None
-
-    def _is_low(self) -> bool:
-        return len(self._ready) + self._drawing < self.prefetch
-
-    def _ask(self) -> None:
-        while True:
-            with self._lock:
-                wanted = max(len(self._waiters), self.prefetch)
-                if len(self._ready) + self._drawing >= wanted or self._looking:
-                    return
-                masses = np.array([p.facts.mass if p.up else 0.0 for p in self._ports])
-                if self._known and masses.sum() > 0.0:
-                    self._drawing += 1
-                else:
-                    self._looking, self._known = True, False
-            if self._looking:
-                self._look()
-                return
-            self._draw(masses)
-
-    def _look(self) -> None:
-        """Wait until one of the shards has rows, then ask all of them for their mass."""
-        ports = [p for p in self._ports if p.up]
-        largest = self._largest()
-
-        def found(kind: int, chunk: Chunk | None, facts: ShardState) -> None:
-            with self._lock:
-                if self._known or not self._looking or not facts.mass:
-                    return
-                self._known = True
-            left = len(ports)
-
-            def heard(*_: Any) -> None:
-                nonlocal left
-                with self._lock:
-                    left -= 1
-                    if left:
-                        return
-                    self._looking = False
-                self._ask()
-
-            for port in ports:
-                port.draw(_NOWHERE, False, largest, heard)
-
-        for port in ports:
-            port.draw(_NOWHERE, True, largest, found)
-
-    def port_up(self, port: Any) -> None:
-        self._look_anew()
-
-    def port_down(self, port: Any) -> None:
-        self._look_anew()
-
-    def _look_anew(self) -> None:
-        with self._lock:
-            self._looking = self._known = False
-        self._ask()
-
-    def _largest(self) -> float:
-        return max(p.facts.largest for p in self._ports)
-
-    def _draw(self, masses: np.ndarray) -> None:
-        assert self._settings.batch_size is not None
-        draw = _Draw(masses / masses.sum(), self)
-        places = split(masses, self._settings.batch_size, self._rng)
-        asked = [(p, at) for p, at in zip(self._ports, places, strict=True) if p.up]
-        left, largest = len(asked), self._largest()
-
-        def drawn(port: Port, kind: int, chunk: Chunk | None, facts: ShardState) -> None:
-            nonlocal left
-            with self._lock:
-                left -= 1
-                draw.count += facts.rows
-                if chunk is not None:
-                    draw.pieces.append((port.index, chunk, facts.before))
-                if left:
-                    return
-                self._drawing -= 1
-                whole = sum(c.rows for _, c, _ in draw.pieces) == self._settings.batch_size
-                if whole:
-                    self._ready.append(draw)
-                else:  # a shard died, or all its rows have retired
-                    self._known = False
-            self._serve()
-            self._ask()
-
-        for port, at in asked:
-            # shards that give no rows are asked too, for their mass
-            port.draw(at, bool(len(at)), largest, lambda *answer, port=port: drawn(port, *answer))
-
-
-_NOWHERE = np.empty(0)
-
-
-class _Draw:
-    """A batch in pieces, one from each shard."""
-
-    def __init__(self, shares: np.ndarray, sampler: Sampler):
-        self.shares, self.sampler = shares, sampler
-        self.count = 0
-        self.pieces: list[tuple[int, Chunk, float]] = []
-
-    def batch(self) -> NestedArray:
-        """Put together: the samples, `id` int64[B, 3] (shard, generation, slot) and `weight` float32[B]."""
-        chunks = [c for _, c, _ in self.pieces]
-        out = (chunks[0] if len(chunks) == 1 else join(chunks, private)).batch()
-        shard = np.concatenate([np.full(c.rows, i) for i, c, _ in self.pieces])
-        # the probability of a row: that of its shard, times its part of what the shard had when it was drawn
-        factor = np.concatenate([np.full(c.rows, self.shares[i] / before) for i, c, before in self.pieces])
-        out["id"] = np.column_stack([shard, out["id"]])
-        out["weight"] = weigh(out["weight"] * factor, self.count, self.sampler.beta)
-        return out

@@ -1,6 +1,6 @@
-"""A shard of a buffer: a store, the pushes that wait for room in it, and the pops and draws that wait for samples.
+"""A shard of a buffer: a queue, the pushes that wait for room in it, and the pops that wait for samples.
 
-`push`, `pop` and `draw` take a function that is called when they are done. In one process they are called directly,
+`push` and `pop` take a function that is called when they are done. In one process they are called directly,
 from any thread; the producers and consumers of other processes reach them through links (`messages.py`).
 """
 
@@ -19,30 +19,28 @@ import numpy as np
 
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.errors import ConfigError, DataError
+from bray.errors import DataError
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private
-from bray.remote.buffer.messages import ShardState
-from bray.remote.buffer.settings import BufferSettings
+from bray.remote.buffer.options import BufferDefinition
+from bray.remote.buffer.queue import Queue
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
-from bray.remote.buffer.stores import Queue, Ring
 from bray.serving.link import Address, Link, Listener
 from bray.tree.layout import Layouts
 
 logger = logging.getLogger("bray.remote")
 
 MAX_LEASED = 1 << 30  # bytes of shared memory that one consumer may hold; beyond it gets copies
-_ASK_LIMIT_AGAIN = 1.0
 
-Give = Callable[[int, list[Chunk], ShardState], None]
-"""Called with the answer to a pop or draw: kind, pieces of the batch, facts."""
+Give = Callable[[int, list[Chunk], int], None]
+"""Called with the answer to a pop: kind, pieces of the batch, samples that wait."""
 
 
 class ShardAddress(NamedTuple):
     """How a shard is reached."""
 
     address: Address
-    settings: BufferSettings
+    settings: BufferDefinition
 
 
 class _Pop(NamedTuple):
@@ -56,30 +54,17 @@ class _Pop(NamedTuple):
 class BufferShard:
     """One of the workers of a RemoteBuffer."""
 
-    def __init__(self, settings: BufferSettings, index: int):
+    def __init__(self, settings: BufferDefinition, index: int):
         self.settings, self.index = settings, index
         self._lock = threading.RLock()
-        capacity = settings.capacity(index)
-        self._queue: Queue | None = None
-        self._ring: Ring | None = None
-        if settings.store == "queue":
-            self._queue = Queue(capacity, settings.batch_size)
-        else:
-            self._ring = Ring(
-                capacity, settings.store == "prioritized", settings.alpha, settings.eps, settings.max_reuse
-            )
-        self._store: Any = self._queue or self._ring
-        self._limit = settings.make_limit()
+        self._queue = Queue(settings.capacity(index), settings.batch_size)
         self._pushes: deque[tuple[Chunk, Callable[..., None]]] = deque()  # wait for room
         self._pops: deque[_Pop] = deque()  # wait for samples
-        self._draws: deque[Callable[[], None]] = deque()  # wait for the rate limit
-        self._looks: deque[Callable[[], None]] = deque()  # wait for the first row
         self._consumers: set[Any] = set()
         self._sources: dict[str, bool] = {}  # name: ended
         self._progress: dict[str, Any] = {}
         self._others_push = False
         self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._timer = False
         self.pushed = self.popped = self.dropped = self.lost = 0
         self.behind = 0
         """Samples that wait for room."""
@@ -94,11 +79,11 @@ class BufferShard:
     # --- the shard, from any thread -----------------------------------------------------------------------------------
 
     def push(self, chunk: Chunk, drop: bool, done: Callable[[BaseException | None], None], source: str = "") -> None:
-        """Take samples. `done(None)` is called when they are in the store (evicting the oldest ones with `drop`),
+        """Take samples. `done(None)` is called when they are in the queue (evicting the oldest ones with `drop`),
         `done(error)` when they cannot be."""
         with self._lock:
             try:
-                self._store.check(chunk.layout)
+                self._queue.check(chunk.layout)
             except DataError as e:
                 self._call(done, e)
             else:
@@ -115,16 +100,13 @@ class BufferShard:
 
     def _put_now(self, chunk: Chunk) -> None:
         queue = self._queue
-        if queue is not None:
-            if chunk.rows > queue.capacity:
-                self.dropped += chunk.rows - queue.capacity
-                chunk = chunk.part(chunk.rows - queue.capacity, chunk.rows)
-            if (excess := chunk.rows - queue.room) > 0:
-                queue.drop(excess)
-                self.dropped += excess
-        self._store.put(chunk)
-        if self._limit is not None:
-            self._limit.pushed(chunk.rows)
+        if chunk.rows > queue.capacity:
+            self.dropped += chunk.rows - queue.capacity
+            chunk = chunk.part(chunk.rows - queue.capacity, chunk.rows)
+        if (excess := chunk.rows - queue.room) > 0:
+            queue.drop(excess)
+            self.dropped += excess
+        queue.put(chunk)
 
     def pop(self, most: int, give: Give, consumer: Any = None) -> None:
         """Ask for a batch, or for at most `most` samples. `give` is called when there are some, or when the buffer has
@@ -141,58 +123,12 @@ class BufferShard:
             mine = [p for p in self._pops if p.consumer == consumer]
             self._pops = deque(p for p in self._pops if p.consumer != consumer)
             for pop in mine:
-                self._call(pop.give, m.NOTHING, [], self._facts())
+                self._call(pop.give, m.NOTHING, [], self._queue.rows)
         self._run_calls()
-
-    def draw(
-        self,
-        at: np.ndarray,
-        wait: bool,
-        largest: float,
-        give: Give,
-        memory: Callable[[int], Any] = private,
-    ) -> None:
-        """Rows at these fractions of the mass; with `wait`, as soon as the rate limit allows a draw. To wait until
-        there are rows, ask for none."""
-        ring = self._ring
-        if ring is None:
-            raise ConfigError("a queue is popped, not drawn from")
-
-        def now() -> None:
-            before = ring.mass
-            chunks = [ring.draw(at, memory)] if len(at) and before > 0.0 else []
-            rows = chunks[0].rows if chunks else 0
-            self.popped += rows
-            if rows and self._limit is not None:
-                self._limit.sampled(rows)
-            facts = self._facts()
-            facts.before = before
-            self._call(give, m.ROWS if chunks else m.NOTHING, chunks, facts)
-
-        with self._lock:
-            ring.largest = max(ring.largest, largest)
-            if wait:
-                (self._draws if len(at) else self._looks).append(now)
-            else:
-                now()
-            self._serve()
-        self._run_calls()
-
-    def set_priorities(self, ids: np.ndarray, priorities: np.ndarray) -> None:
-        if self._ring is None:
-            raise ConfigError("a queue has no priorities: make the buffer with store='prioritized'")
-        with self._lock:
-            self._ring.set_priorities(ids, priorities)
 
     def _serve(self) -> None:
         """Put and give out everything that can be."""
-        if self._queue is not None:
-            self._serve_queue(self._queue)
-        else:
-            self._serve_ring()
-
-    def _serve_queue(self, queue: Queue) -> None:
-        moved = True
+        queue, moved = self._queue, True
         while moved:
             moved = False
             while self._pushes and queue.room > 0:
@@ -212,46 +148,11 @@ class BufferShard:
                 share = max(1, queue.rows // len(self._consumers))  # of single samples: leave some for the others
                 pieces = queue.take(min(pop.most, share))
                 self.popped += sum(p.rows for p in pieces)
-                self._call(pop.give, m.ROWS, pieces, self._facts())
+                self._call(pop.give, m.ROWS, pieces, queue.rows)
         if ended and not queue.rows:
             for pop in self._pops:
-                self._call(pop.give, m.ENDED, [], self._facts())
+                self._call(pop.give, m.ENDED, [], 0)
             self._pops.clear()
-
-    def _serve_ring(self) -> None:
-        limit, ring = self._limit, self._ring
-        assert ring is not None
-        moved = True
-        while moved:
-            moved = False
-            while self._pushes and (limit is None or limit.may_push()):
-                chunk, done = self._pushes.popleft()
-                self._put_now(chunk)
-                self.behind -= chunk.rows
-                self._call(done, None)
-                moved = True
-            while self._draws and (limit is None or limit.may_sample()):
-                self._draws.popleft()()
-                moved = True
-            while self._looks and ring.mass > 0.0:
-                self._looks.popleft()()
-        if (
-            self._pushes and not self._timer
-        ):  # the count of samples drawn decays with time, and then pushing is free again
-            self._timer = True
-            io.loop().call_soon_threadsafe(lambda: io.loop().call_later(_ASK_LIMIT_AGAIN, self._again))
-
-    def _again(self) -> None:
-        with self._lock:
-            self._timer = False
-            self._serve()
-        self._run_calls()
-
-    def _facts(self) -> ShardState:
-        ring = self._ring
-        if ring is None:
-            return ShardState(self._store.rows)
-        return ShardState(ring.rows, 0.0, ring.mass, ring.largest, ring.rows)
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         self._calls.append((function, args))
@@ -290,31 +191,24 @@ class BufferShard:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def numbers(self) -> dict[str, Any]:
-        """Samples pushed, popped (or drawn), dropped, lost (in a crash, about), waiting, behind (waiting for room),
+        """Samples pushed, popped, dropped, lost (in a crash, about), waiting, behind (waiting for room),
         asking (requests of consumers that wait for samples); bytes of the samples,
         bytes of shared memory."""
         with self._lock:
-            out = {
+            return {
                 "shard": self.index,
                 "pid": os.getpid(),
                 "pushed": self.pushed,
                 "popped": self.popped,
                 "dropped": self.dropped,
                 "lost": self.lost,
-                "waiting": self._store.rows,
+                "waiting": self._queue.rows,
                 "behind": self.behind,
                 "asking": len(self._pops),
-                "bytes": self._store.nbytes,
+                "bytes": self._queue.nbytes,
                 "shared_bytes": self._borrowed + (self._slab.used if self._slab is not None else 0),
                 "links": len(self.listener.links) if self.listener is not None else 0,
             }
-            if self._ring is not None:
-                out |= {
-                    "dropped": self._ring.overwritten_unused,
-                    "late_priorities": self._ring.late,
-                    "mass": self._ring.mass,
-                }
-            return out
 
     # --- links --------------------------------------------------------------------------------------------------------
 
@@ -324,7 +218,7 @@ class BufferShard:
         self._slab = Slab()
         self.listener = await session().listen(f"buffer/{self.settings.name}/{self.index}", self._handle, self._gone)
 
-    def described(self) -> BufferSettings:
+    def described(self) -> BufferDefinition:
         return self.settings
 
     def opening(self) -> ShardAddress:
@@ -358,15 +252,6 @@ class BufferShard:
         elif kind == m.RELEASE:
             for lease in np.frombuffer(body, np.int64).tolist():
                 peer.release(lease)
-        elif kind == m.DRAW:
-            wait, rows, largest = m.read_draw(body)
-            at = np.frombuffer(body, np.float64, rows, m.DRAW_SIZE)
-            give: Give = lambda *answer: self._give(link, number, *answer)  # noqa: E731
-            self.draw(at, bool(wait), largest, give, lambda n: self._memory(peer, n))
-        elif kind == m.PRIORITIES:
-            rows = len(body) // 24
-            ids = np.frombuffer(body, np.int64, 2 * rows).reshape(rows, 2)
-            self.set_priorities(ids, np.frombuffer(body, np.float64, rows, 16 * rows))
         elif kind == m.SEES:
             peer.sees = True
         else:
@@ -414,7 +299,7 @@ class BufferShard:
         if error is not None:
             link.fail(number, error)
         else:
-            link.reply(number, m.pack_receipt(self._store.rows, self._others_push))
+            link.reply(number, m.pack_receipt(self._queue.rows, self._others_push))
 
     def _memory(self, peer: _Peer, nbytes: int) -> tuple[Any, Any]:
         """Where a batch for this consumer is put together."""
@@ -424,25 +309,24 @@ class BufferShard:
         slot = self._slab.take(nbytes)
         return slot.data(), slot
 
-    def _give(self, link: Link, number: int, kind: int, pieces: list[Chunk], facts: ShardState) -> None:
+    def _give(self, link: Link, number: int, kind: int, pieces: list[Chunk], waiting: int) -> None:
         peer: _Peer = link.data
         if link.closed:
-            if self._queue is not None:  # it left while it was being served
-                self.dropped += sum(p.rows for p in pieces)
+            self.dropped += sum(p.rows for p in pieces)  # it left while it was being served
             return
         if not pieces:
-            link.reply(number, *m.answer(kind, facts))
+            link.reply(number, *m.answer(kind, waiting))
             return
         chunk = pieces[0] if len(pieces) == 1 else join(pieces, lambda n: self._memory(peer, n))
         if chunk.held is None or not peer.sees or peer.leased + chunk.held.size > MAX_LEASED:
             if chunk.held is not None:  # its slot may be reused before the socket has taken all of it
                 chunk = join([chunk], private)
-            link.reply(number, *m.answer(m.ROWS, facts, chunk))
+            link.reply(number, *m.answer(m.ROWS, waiting, chunk))
             return
         self._leases += 1
         peer.leases[self._leases] = chunk.held
         peer.leased += chunk.held.size
-        link.reply(number, *m.answer(m.LEASE, facts, chunk, self._leases))
+        link.reply(number, *m.answer(m.LEASE, waiting, chunk, self._leases))
 
     def _gone(self, link: Link) -> None:
         """A producer or consumer has died or left: free its leases, forget its pops."""

@@ -26,9 +26,9 @@ from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, stack
+from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.pending import PendingBatch, Pushed, Receipt, SampleCheck
 from bray.remote.buffer.ports import LocalPort, RemotePort
-from bray.remote.buffer.settings import BufferSettings
 from bray.remote.buffer.slabs import Slab, Slot
 from bray.remote.buffer.worker import BufferShard
 from bray.tree.layout import Layout
@@ -50,7 +50,7 @@ def _overloaded(name: str, rows: int) -> Overloaded:
 class LocalWriter:
     """Pushes to shards of this process."""
 
-    def __init__(self, settings: BufferSettings, ports: list[LocalPort]):
+    def __init__(self, settings: BufferDefinition, ports: list[LocalPort]):
         self._settings, self._ports = settings, ports
         self._check = SampleCheck(settings)
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class RemoteWriter:
     """Pushes to shards of other processes. `push`, `push_batch` and `flush` may be called from any thread, all else on
     the io loop."""
 
-    def __init__(self, settings: BufferSettings, ports: list[RemotePort]):
+    def __init__(self, settings: BufferDefinition, ports: list[RemotePort]):
         self._settings = settings
         self._targets = {port: _Target(port) for port in ports}
         start = random.randrange(len(ports))  # each producer begins with another shard
@@ -342,7 +342,7 @@ class RemoteWriter:
         else:
             self._sent.discard(batch)
             if error is None:
-                target.port.facts.waiting, target.port.others_push = m.read_receipt(future.result())
+                target.port.waiting, target.port.others_push = m.read_receipt(future.result())
             batch.finish(error)
             batch.forget_rows()
         self._flush()
