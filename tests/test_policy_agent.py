@@ -705,24 +705,6 @@ def test_what_cannot_be_learned_is_refused_before_a_session_starts():
         AgentActor({"agent1": PolicyAgent}, make_config(section(), None, Buffer()))
 
 
-@pytest.mark.parametrize("store", ["uniform", "prioritized"])
-def test_a_buffer_that_draws_single_rows_is_refused(store):
-    buffer = Buffer()
-    buffer.settings = SimpleNamespace(store=store)
-    said = (
-        f"agent1: buffer 'b' has store: {store}.*Leave out store: the algorithm keeps its own replay "
-        ".*replay_size.*prioritized"
-    )
-    with pytest.raises(ConfigError, match=said):
-        AgentActor({"agent1": PolicyAgent}, make_config(section(), ModelHost("m", Prefers()), buffer))
-    # in a launch file: before there is a model, a buffer or a game
-    config = {"m1": {"algo": "ppo"}, "ppo": section(), "b": {"kind": "buffer", "store": store}}
-    for user in ({"agent1": {"algo": "ppo", "buffer": "b"}}, {"trainer1": {"algo": "ppo", "buffers": ["b"]}}):
-        with pytest.raises(ConfigError, match=f"buffer 'b' has store: {store}"):
-            build_model("m1", config | user)
-    build_model("m1", config | {"agent1": {"algo": "ppo", "buffer": "b2"}, "b2": {"kind": "buffer", "store": "queue"}})
-
-
 # --- the section ------------------------------------------------------------------------------------------------------
 
 

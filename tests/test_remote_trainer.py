@@ -706,7 +706,7 @@ def test_samples_of_agents_reach_the_learner_as_the_loops_would():
     samples = next(parts.ToyRollouts(setup, remote))
     samples["ended"][5] = 3.0, 15
     rollouts = MemoryBuffer([samples], end=True)
-    rollouts.settings = SimpleNamespace(batch_size=128, store="queue")
+    rollouts.settings = SimpleNamespace(batch_size=128)
     seen = []
     drive = parts.learner_drive(setup, remote, [rollouts], hooks=[Hook("before_step", lambda d: seen.append(d.batch))])
     summary = drive.train()

@@ -62,7 +62,6 @@ class MemoryBuffer:
         self.make = batches if callable(batches) else lambda i: batches[i] if i < len(batches) else None
         self.taken = 0
         self.more = threading.Event()
-        self.priorities = []
 
     def __iter__(self):
         return self
@@ -76,9 +75,6 @@ class MemoryBuffer:
             return next(self)
         self.taken += 1
         return batch
-
-    def update_priorities(self, ids, priorities):
-        self.priorities.append((ids, priorities))
 
 
 def net(seed=0, dropout=0.0):

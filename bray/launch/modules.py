@@ -147,14 +147,6 @@ def check_modules(graph: Graph, deployed: Collection[str] = ()) -> None:
                 modules.algorithm(c.settings.algo)
         except BrayError as e:
             problems.append(str(e))
-    trained = graph.of_kind("trainer")  # without one nothing is pushed, and nothing of training is to be imported
-    if any(getattr(c.settings, "algo", None) is not None for c in trained.values()):
-        from bray.remote.algo import refuse_stores
-
-        try:
-            refuse_stores(graph.config)
-        except BrayError as e:
-            problems.append(str(e))
     if not problems:
         return
     problems = list(dict.fromkeys(problems))

@@ -100,33 +100,9 @@ def refuse_memory(setup: AlgoSetup, name: str) -> None:
         )
 
 
-def refuse_store(name: str, buffer: str, store: str) -> None:
-    """What agents push are rows of trajectories, and only a queue hands them out as they follow each other."""
-    if store != "queue":
-        raise ConfigError(
-            f"{name}: buffer {buffer!r} has store: {store}, which draws single rows. Leave out store: the algorithm "
-            "keeps its own replay (settings: {replay_size: ..., prioritized: true})"
-        )
-
-
-def refuse_stores(config: Mapping[str, Any]) -> None:
-    """The same for all agents and trainers of a launch file, before any of them is there."""
-    for name, section in config.items():
-        if not isinstance(section, Mapping) or section.get("algo") is None:
-            continue
-        for buffer in (section.get("buffer"), *(section.get("buffers") or ())):
-            if isinstance(buffer, str) and isinstance(config.get(buffer), Mapping):
-                refuse_store(name, buffer, config[buffer].get("store") or "queue")
-
-
-def store_of(buffer: Any) -> str:
-    return getattr(getattr(buffer, "settings", None), "store", "queue")
-
-
 def build_model(name: str, config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """For `kind: model` with `module: bray.remote.algo` and `algo: NAME`: the Model that the section NAME describes."""
     setup = named_setup(config, name)
-    refuse_stores(config)
     return setup.make_model(), setup.forward_args()
 
 

@@ -66,7 +66,7 @@ def stop_waiting() -> None:
 def make_player(name: str, config: Any) -> Player:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
-    from bray.remote.algo import exploring_model, named_setup, refuse_store, store_of
+    from bray.remote.algo import exploring_model, named_setup
     from bray.rl.draws import use_compiled_draws
 
     use_compiled_draws()
@@ -81,9 +81,7 @@ def make_player(name: str, config: Any) -> Player:
     sink = None
     if section.get("buffer") is not None and learns:
         _refuse(name, setup)
-        buffer = _find_buffer(section["buffer"])
-        refuse_store(name, getattr(buffer, "name", ""), store_of(buffer))
-        sink = BufferSink(name, buffer, wait_s, model)
+        sink = BufferSink(name, _find_buffer(section["buffer"]), wait_s, model)
         model = exploring_model(setup, model, config)
     experience = setup.make_experience()
     rewards = RewardTransform(setup.env_config, 1, setup.config.gamma)

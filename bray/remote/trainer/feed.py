@@ -140,8 +140,7 @@ class _Batches:
                 f"samples of buffer {self._name!r} cannot be put together with batch_kind={self._kind!r}: {e}. "
                 "Samples of different shapes come as a list with batch_kind=None."
             ) from None
-        ids = data["id"] if isinstance(data, dict) and "id" in data else None
-        return Batch(data if self._prepare is None else self._prepare(data), self._rows, ids, self._name)
+        return Batch(data if self._prepare is None else self._prepare(data), self._rows, origin=self._name)
 
 
 def count_rows(batch: Any) -> int:
@@ -186,8 +185,8 @@ class BufferSource(Source):
 class BufferBatches(Experience):
     """Opaque samples of buffers, for a `bray.Trainer`: `accumulate` batches a step."""
 
-    def __init__(self, feed: Feed, buffers: Mapping[str, Any], accumulate: int = 1):
-        self.feed, self._buffers, self._accumulate = feed, buffers, accumulate
+    def __init__(self, feed: Feed, accumulate: int = 1):
+        self.feed, self._accumulate = feed, accumulate
         self._have: list[Batch] = []
 
     def next(self, clock: Any, timeout: float = 0.0) -> Batch | None:
@@ -197,12 +196,7 @@ class BufferBatches(Experience):
                 return None
             self._have.append(batch)
         have, self._have = self._have, []
-        return Batch([b.data for b in have], sum(b.rows for b in have), have)
-
-    def feedback(self, batch: Batch, priorities: np.ndarray | None, version: int) -> None:
-        for part in batch.ids:
-            if part.ids is not None and priorities is not None:
-                self._buffers[part.origin].update_priorities(part.ids, priorities)
+        return Batch([b.data for b in have], sum(b.rows for b in have))
 
     def wait_reason(self) -> str:
         return f"nothing comes from {self.feed.names}: is anything pushed there?"
@@ -224,6 +218,3 @@ class PreparedRows:
                 self._experience.add(piece)
             while (batch := self._experience.next(Clock(self._steps))) is not None:
                 yield self._prepare(batch.data)
-
-    def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """A loss gives none."""

@@ -27,7 +27,7 @@ from bray.cluster.session import SessionInfo, session
 from bray.data.rollouts import Rollouts
 from bray.diagnosis.symptoms import SECTIONS
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
-from bray.remote.algo import AlgoSetup, named_setup, refuse_store, store_of
+from bray.remote.algo import AlgoSetup, named_setup
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
@@ -114,7 +114,7 @@ def assemble(
             rows, s.buffer_weights, s.batch_size, s.batch_kind, learner.handle_batch, s.prefetch_size, s.max_reuse,
             ranks.rank,
         )  # fmt: skip
-        side = Side(model, None, BufferBatches(feed, rows, s.accumulate), learner)
+        side = Side(model, None, BufferBatches(feed, s.accumulate), learner)
         eval_feed = None
         if eval_buffer is not None and ranks.first:
             eval_feed = Feed({"eval": eval_buffer}, None, s.batch_size, s.batch_kind, learner.handle_batch, 0)
@@ -122,8 +122,6 @@ def assemble(
             raise ConfigError("eval needs a bray.Trainer with a method `eval`")
         return RankDriver(plan.name, side, [], remote_model, s, eval_feed=eval_feed, ranks=ranks, feeds=[feed], **place)
     setup, cls = _algorithm(plan, cls)
-    for name, buffer in buffers.items():
-        refuse_store(f"trainer {plan.name}", name, store_of(buffer))
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
     use_threads(threads_for(setup.spec, next(model.parameters()).device))
@@ -158,7 +156,6 @@ def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
     for section in plan.config.values():
         if isinstance(section, Mapping) and section.get("buffer") == name and section.get("algo") is not None:
             agent = next(k for k, v in plan.config.items() if v is section)
-            refuse_store(agent, name, store_of(buffer))
             setup = named_setup(plan.config, agent)
             experience = setup.make_experience()
             fit_experience(setup, experience, [buffer], 1)
