@@ -9,8 +9,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from bray import tree
 from bray.experiment import VOLATILE, Experiment
-from bray.experiment.progress import open_sinks
 from bray.rundir import RunDir
+from bray.train.progress import open_sinks
 
 ON = {"num_envs": 3, "rollout_length": 8}
 OFF = {"learning_starts": 300, "train_every": 20, "batch_size": 16, "replay_size": 700}

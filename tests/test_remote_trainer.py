@@ -477,7 +477,7 @@ def test_checkpoints_at_the_start_by_steps_by_time_and_at_the_end(tmp_path, monk
     drive_of(path=tmp_path / "b", num_steps=10).train()
     assert saved == [0, 10]
     saved.clear()
-    monkeypatch.setattr(drive_module, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(drive_module, "SAVE_EVERY", 1e-9)
     drive_of(path=tmp_path / "c", num_steps=3).train()
     assert saved == [0, 1, 2, 3]
 
@@ -840,5 +840,5 @@ def test_it_goes_on_while_the_disk_is_full(tmp_path, monkeypatch, caplog, frees)
     with contextlib.nullcontext() if frees else pytest.raises(DiskFull, match="or the same bray launch again"):
         drive.train()
     assert steps == list(range(10))
-    assert caplog.text.count("Training goes on, and tries to save again") == 1
+    assert caplog.text.count("Training goes on, and tries to write again") == 1
     assert RunDir.open(tmp_path / "t").pointer("latest") == (10 if frees else 0)

@@ -25,7 +25,7 @@ from bray.launch.modules import check_modules
 from bray.launch.spaces import check_networks
 
 if TYPE_CHECKING:
-    from bray.launch.build import Run
+    from bray.launch.build import Launched
 
 PROGRESS_EVERY = 10.0
 """Seconds between two lines about the progress."""
@@ -172,7 +172,7 @@ def _run(graph: Graph, options: Launch, reads_only: bool) -> int:
         return _wait(run, options)
 
 
-def _wait(run: Run, options: Launch) -> int:
+def _wait(run: Launched, options: Launch) -> int:
     """Until the run is done, has failed, or is asked to stop."""
     from bray.cluster import session as sessions
 

@@ -23,7 +23,7 @@ _MOST_DEEP = 4  # folders below the one that is named
 _TAIL = 1 << 16  # bytes: the last row of result.jsonl is in there
 
 
-class Run(NamedTuple):
+class RunSummary(NamedTuple):
     """What the table says of a run."""
 
     path: Path
@@ -76,23 +76,23 @@ def find_runs(root: Path) -> Iterator[Path]:
         inside[:] = [] if deep >= _MOST_DEEP else sorted(name for name in inside if not name.startswith("."))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunSummary:
     """Its facts, from files that are small; one that cannot be read is named in `trouble`."""
     times = [os.lstat(path / name).st_mtime for name in ("result.jsonl", "config.yaml") if (path / name).exists()]
     when = times[0] if times else 0.0
     try:
         return _read(path, when)
     except (BrayError, OSError, ValueError, TypeError) as e:
-        return Run(path, "", "", None, None, None, when, f"cannot be read: {e}".partition("\n")[0])
+        return RunSummary(path, "", "", None, None, None, when, f"cannot be read: {e}".partition("\n")[0])
 
 
-def _read(path: Path, when: float) -> Run:
+def _read(path: Path, when: float) -> RunSummary:
     directory = RunDir.open(path)
     latest, best = (_meta(directory, which) for which in ("latest", "best"))
     config = read_config(directory).values if (path / "config.yaml").exists() else {}
     run, env = config.get("run") or {}, config.get("env") or {}
     score, last = best.get("eval/return_mean"), _last_row(path)
-    return Run(
+    return RunSummary(
         path,
         str(run.get("algorithm") or latest.get("algorithm") or "–"),
         str(env.get("id") or latest.get("env") or "–"),

@@ -18,20 +18,24 @@ COUNT_UNITS = 20
 class Watch:
     """Looks at each row of a run before it is written. `options`: those of the run by name, from all its sections."""
 
-    def __init__(self, options: Mapping[str, Any], machine: Callable[[], Machine]):
-        self.symptoms, self.advisor = Symptoms(options), Advisor(options, machine)
+    def __init__(self, options: Mapping[str, Any] | None, machine: Callable[[], Machine] | None = None):
+        """`options` is None where no algorithm of ours learns; without a `machine` nothing is said of speed."""
+        self.symptoms = Symptoms(options)
+        self.advisor = None if machine is None else Advisor(options or {}, machine)
         self._has_units = True  # that can die, until a look finds none
 
     def resume(self, row: Mapping[str, Any] | None) -> None:
         """Go on after this row: what was said in it is not said again."""
         said = (row or {}).get(HEALTH) or ""
-        self.advisor.resume(row)
+        if self.advisor is not None:
+            self.advisor.resume(row)
         self.symptoms.resume(row or {}, [cause for cause in said.split(", ") if cause])
 
     def look(self, row: Mapping[str, Any], dead_units: Callable[[], float | None]) -> dict[str, Any]:
         """What belongs into the row: the share of dead units where they were counted, and the causes that were said so
         far. `dead_units()` is None for a network without any that can die, NaN where it cannot be told yet."""
-        self.advisor.look(row)
+        if self.advisor is not None:
+            self.advisor.look(row)
         seen: dict[str, Any] = {}
         if self._has_units and row[ITERATION] % COUNT_UNITS == 0:
             dead = dead_units()

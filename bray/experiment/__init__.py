@@ -11,8 +11,8 @@ progress.py     result rows, their files, their picture                  export.
 
 from bray.experiment.experiment import Experiment, torch_engine
 from bray.experiment.export import export_graph
-from bray.experiment.goals import OWN_KEYS, ROW_KEYS, VOLATILE
 from bray.experiment.policy import ServedPolicy
+from bray.train.goals import OWN_KEYS, ROW_KEYS, VOLATILE
 
 __all__ = [
     "OWN_KEYS",

@@ -9,10 +9,10 @@ from bray.envs.process import Lost
 from bray.envs.registry import sent
 from bray.errors import BrayError, DiskFull
 from bray.experiment.evaluator import Evaluator, Looked, Plan, Task, look_at
-from bray.experiment.goals import Score
 from bray.experiment.policy import ServedPolicy
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
+from bray.train.goals import Score
 
 logger = logging.getLogger("bray")
 

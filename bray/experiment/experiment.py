@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +17,43 @@ from bray._version import __version__
 from bray.act import GREEDY
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
-from bray.diagnosis.divergence import Health
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
-from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
+from bray.errors import CheckpointError, ConfigError
 from bray.experiment.evaluations import Evaluations
-from bray.experiment.goals import Score, awaited_of, check_stop, current, reached
+from bray.experiment.places import check_playable, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
-from bray.experiment.progress import Picture, Rows, describe, open_sinks, when_and_where
 from bray.experiment.saved import (
     changed_by,
-    fits_state,
     import_check,
     made_from,
-    meta_of,
     named_in_script,
     read_config,
     read_launch,
-    why_inexact,
     with_choices,
 )
-from bray.experiment.setup import Check, check_playable, home_of, run_path, set_up
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
-from bray.limited_log import OncePer
 from bray.metrics import Sink, TerminalSink
-from bray.metrics.rows import flatten_row
-from bray.metrics.spent import BETWEEN
 from bray.metrics.trackers import make_trackers
-from bray.rundir import Checkpoint, RunDir, default_run_dir
+from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, default_run_dir
 from bray.rundir.trust import Answer
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
-from bray.train.callbacks import make_callbacks
+from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import resolve_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining
+from bray.train.progress import Picture, Rows, describe, open_sinks
+from bray.train.run import Run
+from bray.train.setup import Check, set_up
 from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
@@ -110,8 +102,7 @@ class Experiment:
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"])
         self._path = run_path(path, project, trial, self.config["run"].algorithm)
-        self._dir: RunDir | None = None
-        self._training: LocalTraining | LiveTraining | FileTraining | None = None
+        self._run: Run | None = None
         self._weights: Mapping[str, np.ndarray] | None = None
         self._spec: EnvSpec | None = None
         self._served: ServedPolicy | None = None
@@ -119,48 +110,39 @@ class Experiment:
         """The checkpoint that was loaded, and its step."""
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
-        self._time = 0.0
-        self._lapped, self._between = 0.0, 0.0
-        self._saved_at = -1
-        self._saved_step = 0  # gradient steps in the newest checkpoint
-        self._saved_time = time.monotonic()  # when the state that was saved was that of the run
-        self._save_seconds = self._try_again = self._looked_at = 0.0
-        self._once = OncePer()
-        self._health, self._watch = Health(), Watch(self.config.options("run", *SECTIONS), this_machine)
-        self._callbacks = make_callbacks()
-        self._callbacks_go_on: dict[str, Any] = {}  # by the checkpoint that is resumed, until `train` has them
-        self._told_replay = False  # that it is too large for checkpoints
-        self._told_envs = False  # what a function of the user did to them is in no checkpoint
-        self._evaluations: Evaluations | None = None
-        self.last_row: dict[str, Any] | None = None
-        """The newest result row."""
-        self._stop_requested = False
-        self.hurries = False
-        """Whether a signal asked for the end: nothing is waited for then."""
         self._plays = True
-        self._begins = True  # not with the state of a run that is resumed
-        self.exact = self.config["env"].wait_num is None and not self.live
-        """Whether another run of this seed, or a resumed one, is the same run."""
+        self._resumes = False
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
     @property
-    def training(self) -> LocalTraining | LiveTraining | FileTraining:
-        if self._training is None:
-            self._check_plays()
-            c = self.config
-            parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
-            if self.live:
-                self._training = LiveTraining(*parts, c["live"])
-            elif "data" in c.sections:
-                self._training = FileTraining(*parts, c["data"])
-            else:
-                self._training = LocalTraining(*parts, home=home_of(c["run"]))
+    def run(self) -> Run:
+        """Its training and what is written of it."""
+        if self._run is None:
+            training = self._make_training()
+            watch = Watch(self.config.options("run", *SECTIONS), this_machine)
+            about = {"env": self.env_id}
+            self._run = Run(training, self.config["run"], self._open_dir, self._score, watch, owner=self, about=about)
+            self._run.exact = self.config["env"].wait_num is None and not self.live
             if self._weights is not None:
-                self._training.set_weights(self._weights)
-            elif c["run"].init_from is not None and self._begins:
-                self.init_from(c["run"].init_from, names=c["run"].init_map, partial=c["run"].init_partial)
-        return self._training
+                training.set_weights(self._weights)
+            elif (run := self.config["run"]).init_from is not None and not self._resumes:
+                self.init_from(run.init_from, names=run.init_map, partial=run.init_partial)
+        return self._run
+
+    @property
+    def training(self) -> LocalTraining | LiveTraining | FileTraining:
+        return self.run.training  # type: ignore[return-value]
+
+    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
+        self._check_plays()
+        c = self.config
+        parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
+        if self.live:
+            return LiveTraining(*parts, c["live"])
+        if "data" in c.sections:
+            return FileTraining(*parts, c["data"])
+        return LocalTraining(*parts, home=home_of(c["run"]))
 
     @property
     def path(self) -> Path:
@@ -169,16 +151,16 @@ class Experiment:
             self._path = default_run_dir(self.env_id, algo_name(self.config["run"].algorithm))
         return self._path
 
-    def _run_dir(self) -> RunDir:
-        if self._dir is None:
-            self._dir = RunDir.create(self.path)
-            self._dir.write_config(with_choices(self.config, self.training.spec))
-            self._dir.write_spec(self.training.spec)
+    def _open_dir(self) -> RunDir:
+        directory = RunDir.create(self.path, resume=self._resumes)
+        directory.write_config(with_choices(self.config, self.training.spec))
+        if not self._resumes:
+            directory.write_spec(self.training.spec)
             policy = make_policy(self.algo, self.config["algo"], self.training.spec)
             about = {"algorithm": self.config["run"].algorithm}
-            self._dir.write_policy(about | describe_policy(policy, self.training.model))
+            directory.write_policy(about | describe_policy(policy, self.training.model))
             self._warn_of_script()
-        return self._dir
+        return directory
 
     def _warn_of_script(self) -> None:
         """Of names that only this script knows."""
@@ -203,10 +185,11 @@ class Experiment:
         trains only while it is asked for them. Saves as configured and at the end. `callbacks`: `bray.Callbacks`, one
         or several, beside those of the config. `show=False` leaves out the window that `run.show_figure` asks for."""
         stop = check_stop(stop) if stop is not None else self.config["run"].stop
-        self._callbacks = make_callbacks(self.config["run"].callbacks, callbacks)
-        saved, self._callbacks_go_on = self._callbacks_go_on, {}
-        self._callbacks.set_state(saved)
-        return Rows(self._train(stop, sinks, show))
+        own = make_callbacks(self.config["run"].callbacks, callbacks)
+        if self._run is not None:
+            own.set_state(self._run.saved_callbacks)
+            self._run.saved_callbacks = {}
+        return Rows(self._train(stop, sinks, own, show))
 
     def fit(
         self, stop: Mapping[str, float] | None = None, progress: bool = True, callbacks: Any = None
@@ -221,58 +204,27 @@ class Experiment:
         return self.last_row or {}
 
     def _train(
-        self, stop: Mapping[str, float], sinks: Sequence[Sink], show: bool
+        self, stop: Mapping[str, float], sinks: Sequence[Sink], callbacks: CallbackList, show: bool
     ) -> Generator[dict[str, Any], None, None]:
-        run = self.config["run"]
-        trackers = make_trackers(run.track, self.path, self._title, self.config.rows())
-        training, directory = self.training, self._run_dir()
-        self._stop_requested, self.hurries, graph = False, False, self._graph_export()
-        evaluations = self._evaluations = Evaluations(self, directory, self._score)
-        awaited = [self._score.awaited, *awaited_of(stop)]
-        self._looked_at = began = time.monotonic()
+        config, run = self.config["run"], self.run
+        trackers = make_trackers(config.track, self.path, self._title, self.config.rows())
+        training, directory = run.training, run.directory
+        run.callbacks, run.stop_requested, run.hurries, graph = callbacks, False, False, self._graph_export()
+        evaluations = Evaluations(self, directory, self._score)
         training.start()
         for source in training.sources:
-            source.watch(self._callbacks)
+            source.watch(callbacks)
         with rundir.logging_to(directory.log), self._closing(graph), open_sinks(directory, [*trackers, *sinks]) as out:
-            if training.iteration or not self._begins:  # rows may be newer than the checkpoint of step 0, too
+            if training.iteration or self._resumes:  # rows may be newer than the checkpoint of step 0, too
                 out.truncate_after(training.iteration, training.env_steps)
             self._log_start()
-            self._lapped, self._between = time.perf_counter(), 0.0
             try:
-                self._callbacks.on_train_start(self)
-                if not training.iteration and not self.saved:
-                    self.save()  # a run can be resumed from its first second
-                while not self._stop_requested and not reached(stop, self.last_row):
-                    row = self._iterate(stop)
-                    if row is None:
-                        break
-                    try:
-                        self._complete(row, stop)
-                    finally:  # the next checkpoint holds this iteration, whatever a callback raises
-                        self.last_row = row
-                        self._unless_full(partial(out.write, row))
-                    self._health.check(row, training.lost_weights)
-                    for key in awaited:
-                        key.look(row, bool(run.eval_freq))
-                    self._save_when_due(row)
-                    evaluations.begin_when_due()
-                    graph.tend(time.monotonic() - began)
-                    self._between = self._lap()
-                    yield row
-                    self._lapped = time.perf_counter()  # what the caller did is not the training's
-            except Exception as e:
-                self._save_after(e)
-                raise
-            except BaseException:  # the caller has had enough, or Ctrl-C
-                self._save_last()
-                raise
-            else:
-                self._save_last()
+                yield from run.rows(stop, out, evaluations, graph.tend)
             finally:
                 evaluations.close()
-                if self.last_row is not None and run.save_figure:
+                if self.last_row is not None and config.save_figure:
                     self._draw(stop)
-        if self.last_row is not None and run.show_figure and show:
+        if self.last_row is not None and config.show_figure and show:
             self.show_figure(stop)
 
     @contextlib.contextmanager
@@ -281,12 +233,12 @@ class Experiment:
         try:
             yield
         finally:
-            graph.close(0.0 if self._stop_requested else GRAPH_WAIT_S, lambda: self.hurries)
+            graph.close(0.0 if self.run.stop_requested else GRAPH_WAIT_S, lambda: self.hurries)
 
     def _graph_export(self) -> GraphExport:
         """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports
         could not make the model."""
-        there = (self._run_dir().models / "default" / "graph.onnx").exists()
+        there = (self.run.directory.models / "default" / "graph.onnx").exists()
         no_module = any(key.startswith(("run.", "model.")) for key in named_in_script(self.config))
         return GraphExport(self.path, None if there or no_module else self.config["run"].export_graph_after_s)
 
@@ -294,50 +246,27 @@ class Experiment:
         run = self.config["run"]
         logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
         if why := self.training.depends_on_timing:
-            self.exact = False
+            self.run.exact = False
             logger.warning(
                 "%s: what is learned depends on timing, another run of this seed will differ (exact: false in "
                 "meta.json)",
                 why,
             )
 
-    def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
-        """One iteration; None when the data has ended."""
-        training, between = self.training, self._between + self._lap()
-        try:
-            row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
-        except Exception as e:
-            if (cause := self._health.cause(e, training.lost_weights())) is not None:
-                raise cause from e
-            raise
-        self._lap()
-        self._between = 0.0
-        if row is None:
-            return None
-        return row | {f"perf/{BETWEEN}": 1e3 * between, "time_total_s": self._time, **when_and_where()}
+    @property
+    def last_row(self) -> dict[str, Any] | None:
+        """The newest result row."""
+        return None if self._run is None else self._run.last_row
 
-    def _lap(self) -> float:
-        """Seconds since the last call; they count in `time_total_s`."""
-        last, self._lapped = self._lapped, time.perf_counter()
-        self._time += self._lapped - last
-        return self._lapped - last
+    @property
+    def exact(self) -> bool:
+        """Whether another run of this seed, or a resumed one, is the same run."""
+        return self.run.exact
 
-    def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
-        """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations
-        beside the training."""
-        evaluations, ends = self._evaluations, bool(reached(stop, row))
-        assert evaluations is not None
-        try:
-            evaluations.look(row, self._callbacks)
-            if ends:
-                evaluations.finish(row, self._callbacks)
-        finally:
-            self._lap()
-            row["time_total_s"] = self._time
-        row |= self._watch.look(row, self.training.dead_units)
-        self._callbacks.on_train_result(self, row)
-        if self._stop_requested and not self.hurries:
-            evaluations.finish(row, self._callbacks)
+    @property
+    def hurries(self) -> bool:
+        """Whether a signal asked for the end: nothing is waited for then."""
+        return self._run is not None and self._run.hurries
 
     @property
     def reached(self) -> dict[str, float]:
@@ -347,130 +276,43 @@ class Experiment:
     @property
     def saved(self) -> bool:
         """Whether this experiment's own run directory holds a checkpoint."""
-        return self._dir is not None and bool(self._dir.steps())
+        return self._run is not None and self._run.saved
 
     @property
     def all_saved(self) -> bool:
         """Whether the newest checkpoint holds all iterations."""
-        return self._training is not None and self._saved_at == self._training.iteration
+        return self._run is not None and self._run.all_saved
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         """`fn(env)` for every environment of the training, in whatever process it is; what it returned, in their order.
         It takes effect before their next step: `exp.foreach_env(lambda env: env.set_phase(2))`."""
-        self._told_envs = True
+        self.run.told_envs = True
         return [result for source in self.training.sources for result in source.foreach_env(fn)]
 
     def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
         """`fn(worker)` in every rollout worker, or here without any: `index`, `envs`, `model`, `policies`; what it
         returned, in their order."""
-        self._told_envs = True
+        self.run.told_envs = True
         return [result for source in self.training.sources for result in source.foreach_worker(fn)]
 
     def request_stop(self, hurry: bool = False) -> None:
         """End `train` after the iteration under way, or at once where it waits for games. An evaluation beside the
         training (`eval_parallel`) is waited for where a callback asks; with `hurry`, which is for signal handlers, it
         is dropped."""
-        self._stop_requested, self.hurries = True, self.hurries or hurry
-        if self._training is not None:
-            self._training.stop()
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
-    def _save_when_due(self, row: Mapping[str, Any]) -> None:
-        run, score = self.config["run"], self._score
-        now = time.monotonic()
-        due = run.checkpoint_freq and row["training_iteration"] % run.checkpoint_freq == 0
-        if every := run.checkpoint_updates:
-            due = due or row["learner_steps_total"] // every > self._saved_step // every
-        # Save now if waiting for the next iteration, and for writing the checkpoint then, would exceed
-        # checkpoint_every_s.
-        until, self._looked_at = 2 * now - self._looked_at + self._save_seconds, now
-        late = run.checkpoint_every_s and until - self._saved_time >= run.checkpoint_every_s
-        better = score.key.startswith("eval/") and score.is_better(score.of(current(row)))
-        if (due or late or better) and now >= self._try_again:
-            self._unless_full(self.save)
-
-    def _unless_full(self, write: Callable[[], Any]) -> None:
-        """Write something; on a full disk, warn and go on, and try again after a minute. Rows are kept in memory and
-        the last checkpoint stays valid.
-        At the end of the run a disk that is still full is an error."""
-        try:
-            write()
-        except DiskFull as e:
-            self._try_again = time.monotonic() + _TRY_AGAIN
-            if self._once.due():
-                logger.warning("%s Training goes on, and tries to write again every minute.", e)
-
-    def _save_last(self) -> None:
-        if self.training.iteration and self._saved_at != self.training.iteration:
-            self.save()
-
-    def _save_after(self, error: Exception) -> None:
-        """Save what was learnt before an error. The error is raised by the caller whether this works or not."""
-        if isinstance(error, Diverged):
-            return
-        try:
-            self._save_last()
-        except BrayError as e:
-            logger.error("what was learnt after iteration %d could not be saved: %s", max(0, self._saved_at), e)
+        if self._run is not None:
+            self._run.request_stop(hurry)
 
     def save(self) -> Path:
         """A checkpoint of everything, and `best` if it is; returns its directory."""
-        training, directory, run = self.training, self._run_dir(), self.config["run"]
-        began = time.monotonic()
-        row, step = self.last_row or {}, training.learner.steps
-        now = current(row)
-        best = self._score.is_better(score := self._score.of(now))
-        best_score = score if best else self._score.best
-        replay_dir = directory.path / "replay"
-        how = run.checkpoint_replay
-        size = training.experience.nbytes
-        keeps_replay = how == "always" or (how == "auto" and size <= _AUTO_REPLAY_BYTES)
-        if how == "auto" and not keeps_replay and not self._told_replay:
-            self._told_replay = True
-            logger.warning(
-                "the replay (%.1f GiB when full) is not saved with checkpoints: a resumed run fills it anew. "
-                "checkpoint_replay=always saves it, =never is silent",
-                size / 2**30,
-            )
-        with rundir.writing(replay_dir, "the previous checkpoint is kept"):
-            state = training.get_state(replay_dir if keeps_replay else None)
-        if lost := training.lost_weights(state["arrays"]["learner"]):
-            raise self._health.diverged(f"{lost} are not finite")
-        recent = training.recent_observations()
-        state["json"] |= {"best": best_score, "best_by": self._score.name, "time": self._time, "row": flatten_row(row)}
-        callbacks, refused = self._callbacks_state()
-        state["json"] |= {"callbacks": json.dumps(callbacks), "told_envs": self._told_envs}
-        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        meta = meta_of(training, run, self.env_id, now) | {
-            "exact": self.exact and state["json"]["exact"] and not self._told_envs
-        }
-        meta |= {"score": score, "score_by": self._score.name}
-        spare = self._evaluations.looked_at if self._evaluations is not None else set()
-        kept = {"keep": run.keep_checkpoints, "keep_best": run.keep_best, "spare": spare}
-        path = directory.save_checkpoint(step, training.weights(), state, meta, best=best, **kept)
-        self._score.best = best_score
-        self._saved_at, self._saved_time, self._saved_step = training.iteration, began, step
-        with rundir.writing(replay_dir, "the new checkpoint is safe"):
-            training.prune_replay(replay_dir, step, state, directory)
-        self._save_seconds = time.monotonic() - began
-        if refused is not None:
-            raise refused
-        self._callbacks.on_checkpoint(self, path)
+        path = self.run.save()
+        assert path is not None
         return path
-
-    def _callbacks_state(self) -> tuple[dict[str, Any], Exception | None]:
-        """With the error of one that cannot say it: what was learnt is saved all the same, before that is raised."""
-        try:
-            return self._callbacks_go_on | self._callbacks.get_state(), None
-        except Exception as e:
-            return {}, e
 
     # --- curves -------------------------------------------------------------------------------------------------------
 
     def _draw(self, stop: Mapping[str, float]) -> None:
         try:
-            out = self._run_dir().folder("figures") / "learning_curve.png"
+            out = self.run.directory.folder("figures") / "learning_curve.png"
             figures.learning_curve(self.path, out, self._title, stop.get("episode_return_mean"))
         except Exception as e:  # a picture must not lose a trained agent
             logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
@@ -482,7 +324,7 @@ class Experiment:
     def plot(self, out: str | Path | None = None) -> Picture:
         """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show
         what this returns."""
-        run = self.loaded[0].parents[1] if self.loaded is not None and self._dir is None else self.path
+        run = self.loaded[0].parents[1] if self.loaded is not None and self._written is None else self.path
         if not (run / "result.jsonl").exists():
             raise ConfigError("there is no learning curve to draw yet: train first, or load a run")
         file = Path(out) if out is not None else run / "figures" / "learning_curve.png"
@@ -491,8 +333,7 @@ class Experiment:
         )
 
     def __repr__(self) -> str:
-        place = self._dir.path if self._dir is not None else None
-        return describe(self._title, self.last_row, place, self.loaded[0] if self.loaded else None)
+        return describe(self._title, self.last_row, self._written, self.loaded[0] if self.loaded else None)
 
     def show_figure(self, stop: Mapping[str, float] | None = None) -> None:
         """The learning curve in a window, until that is closed; where none can be opened, a warning says why."""
@@ -543,7 +384,7 @@ class Experiment:
             raise ConfigError(f"a run keeps its algorithm when it is resumed: leave out run={overrides['run']!r}")
         sources = [*sources, ConfigSource("python", overrides)] if overrides else sources
         directory = RunDir.open(path)
-        if (directory.path / "trainer.json").exists():
+        if (directory.path / TRAINER_JSON).exists():
             raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")
         saved = read_config(directory)
         if "live" not in saved.values and any("live" in source.values for source in sources):
@@ -554,7 +395,7 @@ class Experiment:
         checkpoint = directory.load_checkpoint("latest")
         sources, check = changed_by(saved, sources, env, import_check(directory, trust, env))
         exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check)
-        exp._begins = False
+        exp._resumes = True
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
         try:
@@ -568,34 +409,18 @@ class Experiment:
 
     def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> str:
         """Take over the state of a checkpoint of a run, and its directory; returns why that is not exact, in words."""
-        path, state = directory.path, checkpoint.state
+        path = directory.path
         with made_from(path):
-            training = self.training
-        trained_on, spec = EnvSpec.from_json(directory.read_json("spec.json")), training.spec
+            run = self.run
+        trained_on, spec = EnvSpec.from_json(directory.read_json("spec.json")), self.training.spec
         if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
             trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
         if trained_on != spec:
             raise CheckpointError(
                 f"{path}: the environment has other spaces than at training time; resume needs the same ones"
             )
-        with fits_state(path):
-            if "experience" not in state["json"]:
-                raise CheckpointError(
-                    f"{path} was trained by an older Bray, whose training state has another form: start from its "
-                    f"weights with --init-from {path}"
-                )
-            saved = state["json"]
-            why = why_inexact(saved, training.set_state(state, checkpoint.weights, path / "replay"))
-            callbacks = json.loads(saved.get("callbacks", "{}"))
-            self._callbacks_go_on = {name: [dict(state) for state in mine] for name, mine in callbacks.items()}
-            self.exact = not why
-            self._time, self.last_row = float(saved["time"]), dict(saved["row"] or {}) or None
-            self._watch.resume(self.last_row)
-            if saved.get("best_by", self._score.name) == self._score.name:
-                self._score.best = None if saved["best"] is None else float(saved["best"])
-        self._saved_at, self._saved_step = training.iteration, training.learner.steps
-        self._dir = RunDir.create(path, resume=True)
-        self._dir.write_config(with_choices(self.config, training.spec))
+        why = run.resume(path, checkpoint.state, checkpoint.weights)
+        _ = run.directory  # from now on it is this process's
         return why
 
     def init_from(
@@ -617,7 +442,7 @@ class Experiment:
         """The policy as it is served: made from the spec and the weights alone."""
         if self._served is None:
             spec = self._spec or self.training.spec
-            model = self._training.model if self._training is not None else self._trained_model(spec)
+            model = self._run.training.model if self._run is not None else self._trained_model(spec)
             self._served = ServedPolicy(make_policy(self.algo, self.config["algo"], spec), model, spec)
         return self._served
 
@@ -703,10 +528,10 @@ class Experiment:
         """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`).
         Blocks until a signal comes and returns the exit code; with `block=False` a server in a thread (`.port`,
         `.close()`, a `with`)."""
-        if self._training is not None and (self._saved_at != self._training.iteration or not self.saved):
+        if self._run is not None and not (self.saved and self.all_saved):
             self.save()
-        if self._dir is not None:
-            path, version = self._dir.path, "latest"
+        if self._written is not None:
+            path, version = self._written, "latest"
         elif self.loaded is not None:
             path, version = self.loaded[0].parent.parent, str(self.loaded[1])
         else:
@@ -714,11 +539,14 @@ class Experiment:
         given = {"port": port, "versions": {version: 1.0}, **settings}
         return serve_run(path, given, torch_engine, block)
 
+    @property
+    def _written(self) -> Path | None:
+        """The run directory, where something was written."""
+        return self._run.directory.path if self._run is not None and self._run.has_directory else None
+
     def close(self) -> None:
-        if self._training is not None:
-            self._training.close()
-        if self._dir is not None:
-            self._dir.close()
+        if self._run is not None:
+            self._run.close()
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from bray._version import __version__
 from bray.config import ConfigSource, Resolved, parse_yaml
 from bray.errors import BrayError, CheckpointError
-from bray.experiment.setup import Check, set_up
 from bray.named import in_script
 from bray.rundir import RunDir
 from bray.rundir.trust import Answer, check, named, named_by_launch
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig
 from bray.train.device import resolve_device
-from bray.train.driver import Driver
 from bray.train.local import threads_for
+from bray.train.setup import Check, set_up
 
 
 def read_config(directory: RunDir) -> ConfigSource:
@@ -38,25 +31,6 @@ def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
         return config
     run = replace(config["run"], threads=threads_for(spec, resolve_device(config["run"].device)))
     return Resolved({**config.sections, "run": run}, {**config.provenance, "run.threads": "chosen by rule"})
-
-
-def meta_of(training: Driver, run: RunConfig, env: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """`meta.json` of a checkpoint: for people, and for tools that look at many runs."""
-    return {
-        "bray": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "algorithm": run.algorithm,
-        "env": env,
-        "seed": run.seed,
-        "training_iteration": training.iteration,
-        "env_steps_total": training.env_steps,
-        "learner_steps_total": training.learner.steps,
-        "episode_return_mean": row.get("episode_return_mean"),
-        "eval/return_mean": row.get("eval/return_mean"),
-    }
 
 
 def changed_by(
@@ -105,28 +79,6 @@ def read_launch(directory: RunDir, trust: Answer) -> dict[str, Any] | None:
     return launch
 
 
-def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
-    """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`:
-    whether all that was saved is back."""
-    why, experience = [], state["experience"]
-    lost = experience.get("came") and experience.get("rows") is False
-    if lost:
-        why.append("the replay was not saved (checkpoint_replay), it fills anew")
-    if state.get("midway"):
-        why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")
-    elif not restored and not lost:
-        why.append(
-            "the environments cannot go on where they were (their state cannot be restored exactly, or other workers "
-            "play them): new episodes start"
-        )
-    if state.get("told_envs"):
-        why.append(
-            "what foreach_env or foreach_worker told the environments is not saved: tell them again, now or in "
-            "on_train_start of a callback"
-        )
-    return "; ".join(why)
-
-
 @contextmanager
 def made_from(path: Path | None) -> Iterator[None]:
     """Turn an error while building what a run's config describes (too large for this machine, say) into one message
@@ -139,18 +91,4 @@ def made_from(path: Path | None) -> Iterator[None]:
         raise CheckpointError(
             f"{path}: what its config.yaml describes cannot be made here ({type(e).__name__}: {str(e)[:200]}). "
             "`--debug` shows where"
-        ) from e
-
-
-@contextmanager
-def fits_state(path: Path) -> Iterator[None]:
-    """Turn an error while loading a training state (wrong types or shapes) into one message that names the run."""
-    try:
-        yield
-    except BrayError:
-        raise
-    except Exception as e:  # numpy, torch and Python have many for this
-        raise CheckpointError(
-            f"{path}: its training state does not fit its config ({type(e).__name__}: {str(e)[:200]}). Resume another "
-            f"checkpoint, or start from its weights with --init-from {path}. `--debug` shows where"
         ) from e

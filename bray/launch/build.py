@@ -45,7 +45,7 @@ _TRAINING_DRAIN_S = 2.0
 
 
 @dataclass
-class Run:
+class Launched:
     """The components of a Graph, at work."""
 
     graph: Graph
@@ -119,14 +119,14 @@ def find_part(name: str) -> Any:
     return getattr(import_module(_HOMES[name]), name)
 
 
-def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda name: None) -> Run:
+def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda name: None) -> Launched:
     """Construct the components in the order in which they need each other. `started` hears the name of each one that is
     up.
 
     An error of the user's own code (`build_model` and the like) comes as it was raised, with a note about the
     component.
     """
-    run, modules = Run(graph, session), Modules(graph)
+    run, modules = Launched(graph, session), Modules(graph)
     find_part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
     _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
@@ -144,7 +144,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     return run
 
 
-def _deploy(run: Run) -> None:
+def _deploy(run: Launched) -> None:
     """In deploy mode: find the models that need no torch, and prepare what the processes of their actors share."""
     run.deployed, reasons = find_deployed(run.graph)
     for name, reason in reasons.items():
@@ -162,7 +162,7 @@ def _deploy(run: Run) -> None:
         run.session.close_hooks.append(open_deployments(run.deployments, shared))
 
 
-def _model(run: Run, modules: Modules, c: Component) -> None:
+def _model(run: Launched, modules: Modules, c: Component) -> None:
     """`build_model(name, config)` makes the model, a RemoteModel registers it. One that is deployed from files is
     opened by its actors."""
     if c.name in run.deployed:
@@ -193,7 +193,7 @@ def _model(run: Run, modules: Modules, c: Component) -> None:
         )  # fmt: skip
 
 
-def _buffer(run: Run, modules: Modules, c: Component) -> None:
+def _buffer(run: Launched, modules: Modules, c: Component) -> None:
     """A RemoteBuffer, and the sources that fill it. A source of two buffers is read once for each."""
     s = c.settings
     buffer = run.buffers[c.name] = find_part("RemoteBuffer")(c.name, **values_of(s, BufferOptions))
@@ -210,7 +210,7 @@ def _buffer(run: Run, modules: Modules, c: Component) -> None:
         buffer.add_source(*iterables, num_workers=source.settings.num_workers, epoch=source.settings.epoch, name=name)
 
 
-def _actor(run: Run, modules: Modules, c: Component) -> None:
+def _actor(run: Launched, modules: Modules, c: Component) -> None:
     """A RemoteActor that serves its agents, or an Actor class of the user's own."""
     s, graph = c.settings, run.graph
     deployment = run.deployments.get(c.name)
@@ -248,7 +248,7 @@ def _training_drain(graph: Graph, actor: str) -> dict[str, float]:
     return {} if given or not graph.of_kind("trainer") else {"drain_timeout_s": _TRAINING_DRAIN_S}
 
 
-def _trainer(run: Run, modules: Modules, c: Component) -> None:
+def _trainer(run: Launched, modules: Modules, c: Component) -> None:
     """A RemoteTrainer that trains its model from its buffers; its failure ends the run."""
     s = c.settings
     trainer = run.trainers[c.name] = find_part("RemoteTrainer")(name=c.name, **values_of(s, RankOptions))

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.algos import algo_name, get_algo, make_experience, make_policy
+from bray.algos import algo_name, make_experience, make_policy
 from bray.capture import Record
-from bray.config import ConfigSource, Resolved, resolve
+from bray.cluster.session import current
+from bray.config import ConfigSource, Resolved
 from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
@@ -37,9 +38,10 @@ from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
 from bray.remote.model.handle import RemoteModel
+from bray.rundir import TRAINER_JSON, read_json
 from bray.spec import EnvSpec
-from bray.train.config import RunConfig
 from bray.train.live import LiveEngine
+from bray.train.setup import set_up
 
 KEYS = ("algorithm", "env", "settings", "model")
 """What a section may say, beside what every component may."""
@@ -50,17 +52,25 @@ def algo_setup(section: Mapping[str, Any], name: str = "algo") -> AlgoSetup:
     """The algorithm that a section describes; `name` is the section's, for messages. Equal sections share one setup in
     a process: an environment is made to see its spaces."""
     try:
-        return _cached(json.dumps(section), name)
+        return _cached(json.dumps(section), name, _begins_with_presets())
     except TypeError:  # a class in place of a name
-        return _make(section, name)
+        return _make(section, name, _begins_with_presets())
+
+
+def _begins_with_presets() -> bool:
+    """Whether the trial of this session has the settings of presets. One that began before launched trainings had them
+    goes on without."""
+    opened = current()
+    claim = None if opened is None else opened.path / TRAINER_JSON
+    return claim is None or not claim.exists() or bool(read_json(claim).get("presets"))
 
 
 @lru_cache(maxsize=64)
-def _cached(section: str, name: str) -> AlgoSetup:
-    return _make(json.loads(section), name)
+def _cached(section: str, name: str, use_preset: bool) -> AlgoSetup:
+    return _make(json.loads(section), name, use_preset)
 
 
-def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
+def _make(section: Mapping[str, Any], name: str, use_preset: bool) -> AlgoSetup:
     for key in section:
         if key not in KEYS and key not in _COMMON:
             raise UnknownName("key", str(key), KEYS, f"in {name}, which describes an algorithm")
@@ -70,21 +80,22 @@ def _make(section: Mapping[str, Any], name: str) -> AlgoSetup:
             f"{name} describes an algorithm: expected {', '.join(KEYS)}; {' and '.join(missing)} missing. For example: "
             f"{name}: {{kind: config, algorithm: PPO, env: 'module:Class'}}"
         )
-    algo = get_algo(section["algorithm"])
     env = section["env"]
     values = {
-        "run": {"algorithm": algo_name(section["algorithm"])},
         "env": dict(env) if isinstance(env, Mapping) else {"id": env},
         "model": dict(section.get("model") or {}),
         "algo": dict(section.get("settings") or {}),
     }
-    sources = [ConfigSource(f"section {name}", values)]
-    defaults = getattr(algo, "DEFAULTS", None)
-    if defaults:
-        sources.insert(0, ConfigSource(f"defaults of {algo_name(algo)}", defaults))
-    sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
-    config = resolve(sections, sources)
-    setup = AlgoSetup(algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
+    made = set_up(
+        section["algorithm"],
+        None,
+        [ConfigSource(f"section {name}", values)],
+        use_preset,
+        check=None if use_preset else lambda config: None,
+        launched=True,
+    )
+    config = made.config
+    setup = AlgoSetup(made.algo, config["algo"], env_spec(config["env"]), config["model"], config["env"], config)
     if setup.model_config.use_lstm:
         refuse_memory(setup, name)
     return setup

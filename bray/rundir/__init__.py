@@ -18,12 +18,13 @@ from bray.rundir.checkpoints import Checkpoint
 from bray.rundir.files import plain, write_atomic, writing
 from bray.rundir.log import log_to, logging_to
 from bray.rundir.reader import check_seal, open_plain, read_json, read_plain, seal
-from bray.rundir.run import RunDir, default_run_dir, new_run_dir
+from bray.rundir.run import TRAINER_JSON, RunDir, default_run_dir, new_run_dir
 from bray.rundir.state import pack_state, unpack_state
 from bray.rundir.trust import UntrustedRun
 from bray.rundir.weights import match_weights, read_weights
 
 __all__ = [
+    "TRAINER_JSON",
     "Checkpoint",
     "RunDir",
     "UntrustedRun",

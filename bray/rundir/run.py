@@ -21,6 +21,8 @@ from bray.rundir.log import logger
 from bray.rundir.reader import read_dict, read_text
 from bray.rundir.trust import named, named_by_launch, remember
 
+TRAINER_JSON = "trainer.json"
+"""Which trainer of a launched run has its checkpoints here."""
 _SIGNS = ("config.yaml", "result.jsonl", "params.json", "checkpoints", "models")  # any of these makes a directory a run
 _FOLDERS = ("figures", "videos", "trajectories", "episodes", "replay")
 _locks: dict[Path, int] = {}  # directories this process writes to
@@ -90,7 +92,7 @@ class RunDir(Checkpoints):
 
     def is_blank(self) -> bool:
         """Whether a run ended before its first checkpoint, so that nothing is lost where another one begins here."""
-        rows, others = self.result_jsonl, ("params.json", "trainer.json")  # of other kinds of runs
+        rows, others = self.result_jsonl, ("params.json", TRAINER_JSON)  # of other kinds of runs
         if (
             (self.path / ".lock").resolve() in _locks
             or not self.checkpoints.is_dir()

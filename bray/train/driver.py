@@ -204,7 +204,7 @@ class Driver:
             came = came or bool(pieces)
         return came
 
-    def learn(self, total: _Means | None = None, one: bool = False) -> int:
+    def learn(self, total: Means | None = None, one: bool = False) -> int:
         """Every batch that is due, or with `one` a single one; how many there were."""
         count = 0
         for side in self.sides.values():
@@ -241,13 +241,6 @@ class Driver:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
-
-    def run(self) -> None:
-        """Batch after batch, until somebody stops it or the data has ended."""
-        self.call("before_run")
-        while (batch := self.next_batch()) is not None:
-            self._learn_from(self.side, batch)
-        self.call("after_run")
 
     def next_batch(self) -> Batch | None:
         """Wait until every rank has a batch; None when one wants to end or has no more data. The ranks tell each other
@@ -303,7 +296,7 @@ class Driver:
         self._midway = True
         start, steps, cores = time.perf_counter(), self.totals.env_steps, Cores()
         self._learn_seconds = 0.0
-        means = _Means()
+        means = Means()
         every = self.experience.iteration_steps
         until = (steps // every + 1) * every if every else steps
         left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
@@ -313,21 +306,27 @@ class Driver:
         try:
             if self.side.iterate is not None:
                 own = self.side.iterate(self)
-            elif self.experience.ends_with_batch:
-                self._iterate_to_batch(means, until, most_episodes)
             else:
-                self._iterate_to_step(means, max(until, steps + 1), most_episodes)
+                self._learn_until(until, means, most_episodes)
         except EndOfData as e:
             logger.info("%straining ends: %s", self.label, e)
             self.ended = True
         self._midway = False
-        if not means.count and not own and (self.ended or (self.stopped and self.totals.env_steps == steps)):
+        nothing = self.ended or self.finished or (self.stopped and self.totals.env_steps == steps)
+        if not means.count and not own and nothing:
             return None
         self.iteration += 1
         row = self._row(means.row() | own, steps, time.perf_counter() - start)
         return row | {f"perf/{k}": 1e3 * v for k, v in cores.take().items()}
 
-    def _iterate_to_batch(self, means: _Means, until: int, most_episodes: int | None) -> None:
+    def _learn_until(self, until: int, means: Means, most_episodes: int | None) -> None:
+        """The gathering and learning of an iteration, up to so many environment steps."""
+        if self.experience.ends_with_batch:
+            self._iterate_to_batch(means, until, most_episodes)
+        else:
+            self._iterate_to_step(means, max(until, self.totals.env_steps + 1), most_episodes)
+
+    def _iterate_to_batch(self, means: Means, until: int, most_episodes: int | None) -> None:
         """Until there have been so many environment steps, and what they make due is learnt from."""
         totals = self.totals
         while not (learnt := self.learn(means, one=True)) or totals.env_steps < until:
@@ -346,7 +345,7 @@ class Driver:
                 self._watch(False)
         self._watch(True)
 
-    def _iterate_to_step(self, means: _Means, until: int, most_episodes: int | None) -> None:
+    def _iterate_to_step(self, means: Means, until: int, most_episodes: int | None) -> None:
         """Until there have been so many environment steps, learning whenever a batch is due."""
         totals, exact = self.totals, self._exact
         while totals.env_steps < until and (exact or not self.stopped):
@@ -359,6 +358,8 @@ class Driver:
 
     ended = False
     """Whether the data has ended."""
+    finished = False
+    """Whether all that was asked for is learnt, though more data may come."""
 
     @property
     def _exact(self) -> bool:
@@ -402,9 +403,9 @@ class Driver:
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             **self.totals.episodes.row(),
-            **{f"loss/{k}": v for k, v in self._with_numbers(losses).items()},
+            **{loss_key(k): v for k, v in self._with_numbers(losses).items()},
             **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
-            **{f"policy/{k}": v for k, v in self.policy.numbers(self.clock).items()},
+            **{f"policy/{k}": v for k, v in (self.policy.numbers(self.clock) if self.policy else {}).items()},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
             **{k: v for source in self.sources for k, v in source.numbers().items()},
             "env_steps_per_second": (self.totals.env_steps - steps) / seconds,
@@ -412,6 +413,22 @@ class Driver:
         }
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> int:
+        """What a checkpoint is of; it only grows."""
+        return self.iteration
+
+    saves_by_step = False
+    """Whether it asks for checkpoints after steps itself; else they are due after iterations."""
+
+    def saves_after(self, error: BaseException) -> bool:
+        """Whether what was learnt can be saved after this error."""
+        return True
+
+    def meta(self) -> dict[str, Any]:
+        """More of `meta.json`."""
+        return {}
 
     def get_state(self, replay_dir: Path | None = None) -> dict[str, Any]:
         """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to
@@ -449,7 +466,9 @@ class Driver:
         self.iteration = int(json["iteration"])
         self.totals = Totals(int(json["env_steps"]), dropped=int(json["dropped"]))
         self.totals.episodes.set_state(arrays["episodes"])
-        exact = self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
+        exact = self.ranks.size == 1  # several fill theirs anew
+        if exact:
+            exact = self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
         goes_on = True
         for i, source in enumerate(self.sources):
             saved = {"arrays": arrays["sources"][str(i)], "json": json["sources"][i]}
@@ -516,7 +535,12 @@ class Driver:
             source.close()
 
 
-class _Means:
+def loss_key(name: str) -> str:
+    """The key of a metric in a row. A user's loss may name a group itself."""
+    return name if "/" in name else f"loss/{name}"
+
+
+class Means:
     """Means of the numbers of several updates; read once, since reading a tensor waits for its device."""
 
     def __init__(self) -> None:
@@ -525,7 +549,8 @@ class _Means:
         self._total: Tensor | None = None
 
     def add(self, update: Any) -> None:
-        self._names = update.names
+        if update.names != self._names:  # a user's loss may name others from now on
+            self._names, self._total, self.count = update.names, None, 0
         self._total = update.values if self._total is None else self._total + update.values
         self.count += 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,24 +50,34 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def make_side(algo: Any, run: RunConfig, spec: EnvSpec, model_config: Any, config: Any) -> Side:
-    """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner."""
-    device = resolve_device(run.device)
+def make_side(
+    algo: Any,
+    run: RunConfig,
+    spec: EnvSpec,
+    model_config: Any,
+    config: Any,
+    model: nn.Module | None = None,
+    learner: Any = None,
+) -> Side:
+    """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner.
+    `model`: one that is there already, on its device; `learner`: a class in place of the algorithm's."""
+    device = resolve_device(run.device) if model is None else next(model.parameters()).device
     tune(device, wait_asleep=run.num_workers > 0)  # workers need the cores
     use_threads(run.threads or threads_for(spec, device))
-    with seeded(run.seed):
+    with seeded(run.seed) if model is None else nullcontext():
         policy = make_policy(algo, config, spec)
-        model = algo.make_model(config, spec, model_config)
-        if not isinstance(model, nn.Module):
-            raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
-        model = model.to(device)
+        if model is None:
+            model = algo.make_model(config, spec, model_config)
+            if not isinstance(model, nn.Module):
+                raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
+            model = model.to(device)
         policy.draws = getattr(model, "draws", None) or {}
-        learner = algo.Learner(config, spec, model, model_config, seed=run.seed, record=run.record)
+        made = (learner or algo.Learner)(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
     experience.seed(run.seed)
     if run.iteration_steps is not None:
         experience.iteration_steps = run.iteration_steps
-    return Side(model, policy, experience, learner, config=config, iterate=getattr(algo, "iterate", None))
+    return Side(model, policy, experience, made, config=config, iterate=getattr(algo, "iterate", None))
 
 
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:

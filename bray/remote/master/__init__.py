@@ -15,6 +15,7 @@ from bray.remote.master.handle import (
     numbers,
     query,
     register,
+    reported,
     set,
     set_tensorboard_step,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "numbers",
     "query",
     "register",
+    "reported",
     "set",
     "set_tensorboard_step",
 ]

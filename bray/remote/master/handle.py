@@ -193,6 +193,16 @@ def numbers() -> dict[str, dict[str, float | None]]:
     return _ask("numbers")
 
 
+def reported() -> dict[str, Any]:
+    """What agents and other processes have reported, for a row of the trainer that asks; it writes the session's rows
+    from then on. Empty where the master does not answer."""
+    try:
+        return _ask("reported")
+    except BrayError as e:
+        logger.warning("a row has only what its trainer knows: %s", e)
+        return {}
+
+
 def flush() -> None:
     """Send what `merge` has gathered in this process."""
     try:

@@ -121,7 +121,7 @@ class Master:
         self._last_step: int | None = None  # the newest known step of that model
         self._step_is_final = False
         self._seconds, self._rows, self._since = 0.0, 0, time.monotonic()
-        self._dirty = False
+        self._dirty = self._rows_elsewhere = False
         self._pending: list[tuple[bytes, int | None]] = []  # summaries
         self._once = OncePer()
         self._restore()
@@ -142,6 +142,7 @@ class Master:
         for end in (self._row, self._save, self._board.close, self._sinks.close):
             try:
                 end()
+                self._rows_elsewhere = False  # a session without a trainer may come next
             except (BrayError, OSError) as e:
                 logger.error("the master could not write its last numbers: %s", e)
 
@@ -186,6 +187,14 @@ class Master:
         """All kinds of all numbers, by name."""
         with self._lock:
             return {_tag(*key): series.numbers(time.monotonic()) for key, series in self._series.items()}
+
+    def reported(self) -> dict[str, Any]:
+        """What agents and other processes have reported, for the row of the trainer that asks. From now on that one
+        writes the rows; those of TensorBoard stay here."""
+        self._rows_elsewhere = True
+        with self._lock:
+            row, _ = self._numbers_now(time.monotonic(), trainers=False)
+            return row | (self._episodes.row() if self._episodes.total else {})
 
     def _elapsed(self) -> float:
         return self._seconds + time.monotonic() - self._since
@@ -246,15 +255,18 @@ class Master:
             self._board.put(self._x(), Summary(value=values))
             self._board.flush()
         finally:
-            if points:
+            if points and not self._rows_elsewhere:
                 self._sinks.write(head | row)
 
-    def _numbers_now(self, now: float) -> tuple[dict[str, Any], dict[str, float]]:
-        """(a row, TensorBoard's points by tag), without the episodes. The lock is held."""
+    def _numbers_now(self, now: float, trainers: bool = True) -> tuple[dict[str, Any], dict[str, float]]:
+        """(a row, TensorBoard's points by tag), without the episodes, and without what `trainers` reported. The lock is
+        held."""
         row: dict[str, Any] = {}
         points: dict[str, float] = {}
         steps: list[dict[str, Any]] = []
         for (name, labels), series in self._series.items():
+            if not trainers and "trainer" in dict(labels):
+                continue
             tag, numbers = _tag(name, labels), series.numbers(now)
             if name == _ENV_STEPS:
                 steps.append(numbers)
@@ -365,6 +377,7 @@ class Master:
                 "model": self._model,
                 "seconds": self._elapsed(),
                 "rows": self._rows,
+                "rows_elsewhere": self._rows_elsewhere,
             }
             write_atomic(self._state, pack_state(state))
 
@@ -380,6 +393,7 @@ class Master:
                 self._episodes.set_state(state["episodes"])
             self._values, self._counters = state["values"], state["counters"]
             self._model, self._seconds, self._rows = state["model"], state["seconds"], state["rows"]
+            self._rows_elsewhere = state.get("rows_elsewhere", False)
         except (DataError, KeyError, TypeError, ValueError) as e:
             logger.error("%s is damaged and set aside; the master starts from zero: %s", self._state, e)
             self._state.rename(self._state.with_suffix(".damaged"))

@@ -1,9 +1,9 @@
-"""A rank of a launched training: the one driver, with hooks that resume, log, publish, evaluate and save. It runs
-without a cluster too.
+"""A rank of a launched training: the Driver and the Run of `bray train`, over a RemoteModel and buffers. The ranks
+agree before each step who has a batch, who wants to end and whether a checkpoint is due. It runs without a cluster too.
 
 before_run    resume
 after_step    log, publish, evaluate, save
-after_run     save, publish
+after_run     publish
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ import numpy as np
 import torch
 from annotated_types import Gt
 
+from bray.config import Resolved
 from bray.config.declare import Count, describe, options
 from bray.data.experience import Batch, EndOfData
-from bray.diagnosis.divergence import Health
-from bray.diagnosis.symptoms import Symptoms
-from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged, Unreachable
+from bray.diagnosis.symptoms import SECTIONS
+from bray.diagnosis.watch import Watch
+from bray.errors import BrayError, CheckpointError, ConfigError, Unreachable
+from bray.figures import read_results
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
-from bray.limited_log import OncePer
-from bray.metrics import ENV_STEPS, ITERATION
+from bray.metrics import ENV_STEPS, ITERATION, Sinks
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
 from bray.remote.trainer.options import TrainOptions
-from bray.rundir import Checkpoint, RunDir, pack_state, unpack_state, writing
-from bray.train.driver import Driver, Hook, Side
+from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, pack_state, unpack_state
+from bray.train.config import RunConfig
+from bray.train.driver import Driver, Hook, Means, Side, loss_key
+from bray.train.goals import Score
+from bray.train.progress import open_sinks
 from bray.train.ranks import Ranks, is_rank_lost
+from bray.train.run import Run
 from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
 
 SAVE_EVERY = 60.0
 """Seconds between checkpoints where neither a number of steps nor the model's `checkpoint_every_s` is given."""
-_KEEP = 5
+ROW_S = 5.0
+"""Seconds of an iteration, at least: a row of a cluster asks all of its processes for their numbers."""
 _EVAL_WAIT = 30.0
 _REPORT_EVERY = 60.0
-_SYMPTOM_STEPS = 500  # gradient steps in a row that look bad before it is said
 _LOCK_PATIENCE = 15.0  # a rank that was killed may hold the directory a moment longer
 
 
@@ -75,7 +80,8 @@ class RankDriver(Driver):
     remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step, env_steps) -> Promise`
     eval_feed     batches of the evaluation
     merge         `merge(name, value, **labels)`: takes numbers for the log
-    options       of the algorithm, by name: what the words about its health may speak of
+    reported      what agents and other processes have reported, for a row
+    config        of the algorithm: what the words about its health may speak of
     """
 
     def __init__(
@@ -91,12 +97,14 @@ class RankDriver(Driver):
         about: Callable[[RunDir], None] | None = None,
         ranks: Ranks | None = None,
         merge: Callable[..., None] = lambda *a, **k: None,
+        reported: Callable[[], dict[str, Any]] = dict,
         feeds: Sequence[Feed] = (),
-        options: Mapping[str, Any] | None = None,
+        config: Resolved | None = None,
     ):
         self.name, self.remote_model = name, remote_model
         self.settings = s = settings or Settings()
-        self._merge, self._run_path, self._about, self._feeds = merge, run_path, about, feeds
+        self._merge, self._reported_by_others = merge, reported
+        self._run_path, self._about, self._feeds = run_path, about, feeds
         self._by_loss = isinstance(side.learner, LossLearner)
         if s.accumulate > 1 and not self._by_loss:
             raise ConfigError(f"accumulate={s.accumulate} needs a bray.Trainer; a Learner makes its own minibatches")
@@ -107,45 +115,63 @@ class RankDriver(Driver):
         """The model's step when this training began."""
         self.resumed: int | None = None
         """The step of the checkpoint that this process went on from."""
-        self._published = self._saved = self._evaluated = self._reuses = 0
-        self._saved_at = self._reported_at = time.monotonic()
-        self._save_every: float | None = None
-        self._keep = _KEEP
+        self._published = self._evaluated = self._reuses = 0
+        self._reported_at = time.monotonic()
         self._reported = 0
         self._publishing: Promise | None = None
         self._publish_step = 0
-        self._run_dir: RunDir | None = None
-        self._owns_dir = True
-        self._best: float | None = None
-        self._unsaved: DiskFull | None = None  # why the last checkpoint is not there
-        self._once = OncePer()
-        self._health, self._symptoms = Health(), Symptoms(options, _SYMPTOM_STEPS)
+        self._owns_dir = False
+        self._alone = False  # the other ranks do not take part in what is saved
         self._since, self._begun = time.monotonic(), 0
         ours = [
             Hook("before_run", RankDriver._resume, 10),
             Hook("after_step", RankDriver._log, 20),
             Hook("after_step", RankDriver._publish, 30),
             Hook("after_step", RankDriver._evaluate, 40),
-            Hook("after_step", RankDriver._save, 50),
-            Hook("after_run", RankDriver._save_last, 10),  # before anything that may wait for others
+            Hook("after_step", lambda driver: driver.run.save_when_due(driver.save_now), 50),
             Hook("after_run", RankDriver._publish_last, 20),
         ]
         super().__init__([side], sources, [*ours, *s.hooks], ranks)
         self.label = f"trainer {name}, rank {self.ranks.rank} of {self.ranks.size}: "
+        kept = RunConfig(
+            algorithm="" if config is None else config["run"].algorithm,
+            checkpoint_updates=s.checkpoint_interval or 0,
+            checkpoint_every_s=0.0 if s.checkpoint_interval else self._asks_model("checkpoint_every_s") or SAVE_EVERY,
+            keep_checkpoints=self._asks_model("keep_checkpoints") or RunConfig.keep_checkpoints,
+        )
+        self.run = Run(
+            self,
+            kept,
+            None if run_path is None else self._open_dir,
+            Score(kept),
+            Watch(None if config is None else config.options("run", *SECTIONS)),
+            about={"env": None if config is None else config["env"].id},
+            model=remote_model.name,
+        )
+        self.run.exact = False
+
+    def _asks_model(self, key: str) -> Any:
+        return getattr(self.remote_model, key, None) if self.ranks.first else None
 
     def train(self) -> dict[str, Any]:
         """Run to the end; the summary."""
         try:
-            self.run()
+            self.call("before_run")
+            with self._open_sinks() as out:
+                for _ in self.run.rows({}, out):
+                    pass
+            self.call("after_run")
         except Exception as e:
-            self._save_after(e)
+            if self._alone and self.run.all_saved:
+                e.add_note(f"step {self.steps} is saved: the same command goes on from there")
             raise
         finally:
-            self.close()
             for feed in (*self._feeds, *([self._eval_feed] if self._eval_feed else [])):
                 feed.close()
-            if self._run_dir is not None and self._owns_dir:
-                self._run_dir.close()
+            if self._owns_dir:
+                self.run.close()
+            else:
+                self.close()
         seconds = time.monotonic() - self._since
         return {
             "name": self.name,
@@ -163,9 +189,31 @@ class RankDriver(Driver):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """Who has asked to stop meanwhile is not forgotten."""
+
+    def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
+        row = super().iterate(most_episodes)
+        if row is None or not self.ranks.first:
+            return row
+        others = self._reported_by_others()
+        return {**row, **others} if self._by_loss else {**others, **{k: v for k, v in row.items() if v is not None}}
+
+    def _learn_until(self, until: int, means: Means, most_episodes: int | None) -> None:
+        self._midway = False  # it saves after any step
+        end = time.monotonic() + ROW_S
+        while (batch := self.next_batch()) is not None:
+            began = time.monotonic()
+            self._learn_from(self.side, batch)
+            means.add(self.update)
+            self._learn_seconds += time.monotonic() - began
+            if time.monotonic() >= end and self.totals.env_steps >= until:
+                break
+
     def next_batch(self) -> Batch | None:
         most = self.settings.num_steps
-        if most is not None and self.steps >= self.first + most:
+        self.finished = most is not None and self.steps >= self.first + most
+        if self.finished:
             return None
         began = time.monotonic()
         batch = super().next_batch()
@@ -188,8 +236,7 @@ class RankDriver(Driver):
         return batch
 
     def wants_to_save(self) -> bool:
-        by_time = self.ranks.first and self.settings.checkpoint_interval is None
-        return by_time and time.monotonic() > self._saved_at + (self._save_every or SAVE_EVERY)
+        return self.ranks.first and self.run.is_late()
 
     def _learn_from(self, side: Side, batch: Batch) -> None:
         began = time.monotonic()
@@ -200,17 +247,15 @@ class RankDriver(Driver):
 
     def _log(self) -> None:
         assert self.update is not None
-        metrics = self._with_numbers(self.update.metrics)
-        row: dict[str, float] = {ITERATION: self.steps, ENV_STEPS: self.env_steps}
-        row |= {k if "/" in k else f"loss/{k}": v for k, v in metrics.items()}
-        self._health.check(row, self.lost_weights)
-        self._symptoms.look(row)
+        metrics = {loss_key(k): v for k, v in self._with_numbers(self.update.metrics).items()}
+        # before it is published
+        self.run.health.check({ITERATION: self.steps, ENV_STEPS: self.env_steps, **metrics}, self.lost_weights)
         for name, value in metrics.items():  # on every rank: the log has their mean
-            self._merge(name if "/" in name else f"loss/{name}", value, trainer=self.name)
+            self._merge(name, value, trainer=self.name)
         now = time.monotonic()
         if self.ranks.first and now > self._reported_at + _REPORT_EVERY:
             rate = (self.steps - self._reported) / (now - self._reported_at)
-            shown = ", ".join(f"{k} {v:.4g}" for k, v in list(metrics.items())[:4])
+            shown = ", ".join(f"{k.removeprefix('loss/')} {v:.4g}" for k, v in list(metrics.items())[:4])
             logger.info("trainer %s: step %d, %.1f steps/s, %s", self.name, self.steps, rate, shown)
             self._reported_at, self._reported = now, self.steps
 
@@ -273,87 +318,68 @@ class RankDriver(Driver):
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        interval = self.settings.checkpoint_interval
-        if self.save_now or (interval is not None and self.steps - self._saved >= interval):
-            self._checkpoint()
+    saves_by_step = True
 
-    def _save_last(self) -> None:
-        if self.steps > self._saved:
-            self._checkpoint()
-        if self._unsaved is not None:
-            raise self._unsaved
+    @property
+    def position(self) -> int:
+        return self.steps  # the ranks agree on steps, not on rows
 
-    def _save_after(self, error: Exception) -> None:
-        """The user's code has raised: save what was learnt, where this rank can do so alone. Ranks that lost another
-        one start again."""
-        saves = self.ranks.first and self._run_dir is not None and self.steps > self._saved
-        if not saves or isinstance(error, (Unreachable, Diverged, CheckpointError)) or is_rank_lost(error):
-            return
-        try:
-            self._checkpoint(alone=True)
-        except Exception as e:
-            logger.warning("trainer %s: step %d could not be saved: %s", self.name, self.steps, e)
-        else:
-            error.add_note(f"step {self.steps} is saved: the same command goes on from there")
+    def saves_after(self, error: BaseException) -> bool:
+        """Where this rank can do so alone: after an error of the user's code. Ranks that lost another one start
+        again."""
+        lost = isinstance(error, (Unreachable, CheckpointError)) or is_rank_lost(error)
+        self._alone = self.ranks.first and isinstance(error, Exception) and not lost
+        return self._alone
 
-    def _checkpoint(self, alone: bool = False) -> None:
-        """`alone`: the other ranks do not take part, and their random numbers are not saved."""
-        self.save_now = False
-        if self._run_path is None:
-            return
-        state = pack_state({"process": random_state(), "learner": self._rng_state()})
-        states = [state] if alone else self.ranks.gather(state)
-        self._saved, self._saved_at = self.steps, time.monotonic()
-        if not self.ranks.first:
-            return
-        try:
-            with writing(self._run_path, "the previous checkpoint is kept"):
-                self._write_checkpoint(states)
-            self._unsaved = None
-        except DiskFull as e:
-            self._unsaved = e
-            if self._once.due():
-                logger.warning("trainer %s: %s Training goes on, and tries to save again.", self.name, e)
+    def meta(self) -> dict[str, Any]:
+        return {"trainer": self.name, "ranks": self.ranks.size, "samples": self.rows}
 
-    def _write_checkpoint(self, states: list[bytes]) -> None:
-        assert self._run_dir is not None
-        row = self.totals.episodes.row()
-        score = row.get("episode_return_mean")
-        best = score is not None and (self._best is None or score > self._best)
-        replay = self._replay_dir()
-        state = self.get_state(replay)
-        if lost := self.lost_weights(state["arrays"]["learner"]):
-            raise self._health.diverged(f"{lost} are not finite")
-        recent = self.recent_observations()
-        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
-        best_score = score if best else self._best
-        state["json"] |= {"first": self.first, "rows": self.rows, "best": best_score, "ranks": states}
-        state["json"]["definition"] = self._chosen_start[0]
-        meta = {
-            "trainer": self.name,
-            "ranks": self.ranks.size,
-            "samples": self.rows,
-            "env_steps_total": self.env_steps,
-            "learner_steps_total": self.steps,
-            "episode_return_mean": row.get("episode_return_mean"),
-        }
-        self._run_dir.save_checkpoint(
-            self.steps, self._weights_now(), state, meta, name=self.remote_model.name, best=best, keep=self._keep
-        )
-        self._best = best_score
-        if replay is not None:
-            self.prune_replay(replay, self.steps, state, self._run_dir)
+    def get_state(self, replay_dir: Path | None = None) -> dict[str, Any]:
+        """With the random numbers of all ranks; of this one, where the others do not take part."""
+        mine = pack_state({"process": random_state(), "learner": self._rng_state()})
+        ranks = [mine] if self._alone else self.ranks.gather(mine)
+        state = super().get_state(replay_dir)
+        state["json"] |= {"first": self.first, "rows": self.rows, "ranks": ranks, "definition": self._chosen_start[0]}
+        return state
 
-    def _replay_dir(self) -> Path | None:
-        """Where the experience keeps what is too large for a checkpoint: of one rank alone, up to 2 GiB."""
-        if self._run_path is None or self.ranks.size > 1 or self.experience.nbytes > 2 << 30:
-            return None
-        return self._run_path / "replay"
+    def set_state(
+        self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
+    ) -> bool:
+        mine, saved = self._rng_state(), state["json"]  # each rank draws its own numbers
+        super().set_state(state, weights, replay_dir)
+        self.first, self.rows = int(saved["first"]), int(saved["rows"])
+        if self.ranks.rank < len(saved["ranks"]):
+            drawn = unpack_state(saved["ranks"][self.ranks.rank])
+            set_random_state(drawn["process"])
+            mine = drawn["learner"]
+        self._set_rng_state(mine)
+        return False  # games go on by themselves
 
     def _rng_state(self) -> Any:
         rng = getattr(self.learner, "rng", None)
         return None if rng is None else rng.bit_generator.state
+
+    def _set_rng_state(self, state: Any) -> None:
+        if state is not None:
+            self.learner.rng.bit_generator.state = state
+
+    def _open_dir(self) -> RunDir:
+        assert self._run_path is not None
+        self._owns_dir = not (self._run_path / TRAINER_JSON).exists()  # else the session has locked it
+        directory = open_run(self._run_path) if self._owns_dir else RunDir(self._run_path)
+        if self._about is not None:
+            self._about(directory)
+        return directory
+
+    def _open_sinks(self) -> Sinks:
+        if self._run_path is None or not self.ranks.first:
+            return Sinks([])
+        out = open_sinks(self.run.directory, board=False)  # the session's master has TensorBoard's
+        if self.resumed is not None:
+            if self.run.last_row is None:  # rows of before launched trainings counted them
+                self.iteration = max((row[ITERATION] for row in read_results(self._run_path)), default=0)
+            out.truncate_after(self.iteration, self.env_steps)
+        return out
 
     def _find_saved(self, run: RunDir) -> Checkpoint | None:
         """The checkpoint to go on from: the newest, or the one of the step that the model was told to start from."""
@@ -386,55 +412,36 @@ class RankDriver(Driver):
         start: dict[str, Any] = {}
         if self.ranks.first:
             weights, step = self.remote_model.get_weights()
-            self._save_every = getattr(self.remote_model, "checkpoint_every_s", None)
-            self._keep = getattr(self.remote_model, "keep_checkpoints", _KEEP)
             start = {"weights": dict(weights), "model_step": int(step), "saved": None}
-            if self._run_path is not None:
-                self._owns_dir = not (self._run_path / "trainer.json").exists()  # else the session has locked it
-                self._run_dir = open_run(self._run_path) if self._owns_dir else RunDir(self._run_path)
-                if self._about is not None:
-                    self._about(self._run_dir)
-                if (saved := self._find_saved(self._run_dir)) is not None:
-                    start.update(weights=saved.weights, saved=saved.state, step=saved.step)
+            if self._run_path is not None and (saved := self._find_saved(self.run.directory)) is not None:
+                start.update(weights=saved.weights, saved=saved.state, step=saved.step)
             if start["saved"] is None:
                 # parts of a Learner that no model holds (critics) are as the first rank drew them
                 start["drawn"] = self.learner.state_dict()
         start = unpack_state(self.ranks.broadcast(pack_state(start) if self.ranks.first else b""))
-        load_weights(self.model, start["weights"])  # in place: the optimizer may hold views of them
-        mine = self._rng_state()  # each rank draws its own numbers
         if start["saved"] is None:
+            mine = self._rng_state()
+            load_weights(self.model, start["weights"])  # in place: the optimizer may hold views of them
             self.learner.load_state_dict(start["drawn"])
+            self._set_rng_state(mine)
             self.first = self.learner.steps = start["model_step"]
         else:
-            arrays, saved = start["saved"]["arrays"], start["saved"]["json"]
-            self.learner.load_state_dict({"parts": arrays["learner"], **saved["learner"]})
-            self.first, self.rows, self.resumed = int(saved["first"]), int(saved["rows"]), int(start["step"])
-            self.totals.env_steps, self._best = int(saved["env_steps"]), saved["best"]
-            self.totals.episodes.set_state(arrays["episodes"])
-            if self.ranks.size == 1:
-                replay = None if self._run_path is None else self._run_path / "replay"
-                self.experience.set_state({"arrays": arrays["experience"], "json": saved["experience"]}, replay)
-                self.experience.cut()
-            for source, state in zip(self.sources, saved["sources"], strict=False):
-                source.set_state({"arrays": {}, "json": state}, self.clock)
-            if self.ranks.rank < len(saved["ranks"]):
-                state = unpack_state(saved["ranks"][self.ranks.rank])
-                set_random_state(state["process"])
-                mine = state["learner"]
+            assert self._run_path is not None
+            self.resumed = int(start["step"])
+            self.run.resume(self._run_path, start["saved"], start["weights"])
             # Versions that were published after the checkpoint, before a crash, are not given twice.
             self.learner.steps = max(self.steps, start["model_step"])
+            self.run.saved_at = self.steps
             if self.ranks.first:
                 logger.info("trainer %s goes on from the checkpoint of step %d", self.name, self.resumed)
-        if mine is not None:
-            self.learner.rng.bit_generator.state = mine
-        self._saved = self._evaluated = self._reported = self.steps
+        self._evaluated = self._reported = self.steps
         self._published = start["model_step"]
         if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
-        if self.resumed is None or self._chosen_start[1] is not None:
-            self._checkpoint()  # the run can be continued, served and evaluated from its first second
+        if self._chosen_start[1] is not None:
+            self.run.save()  # so that a rank that is restarted goes on from here
         self.model.train()
-        self._since = self._last_batch = time.monotonic()  # who has asked to stop meanwhile is not forgotten
+        self._since = self._last_batch = time.monotonic()
         self._begun = self.steps
 
 

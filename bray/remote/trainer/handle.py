@@ -108,7 +108,7 @@ class RemoteTrainer:
         key = (opened.namespace, plan.name)
         if plan.train is None and key in _running and not _running[key].done():
             raise ConfigError(f"trainer {plan.name!r} is training already: give the second one another name")
-        run = _LocalRun(opened, plan, self) if opened.cluster.kind == "local" else _RayRun(opened, plan, self)
+        run = _LocalRanks(opened, plan, self) if opened.cluster.kind == "local" else _RayRanks(opened, plan, self)
         if plan.train is None:
             _running[key] = run.promise
         opened.watch(f"trainer {plan.name}", run.promise)
@@ -152,7 +152,7 @@ class RemoteTrainer:
 _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
 
 
-class _Run:
+class _Ranks:
     """A training under way."""
 
     def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
@@ -190,7 +190,7 @@ class _Run:
             self.promise.result(_END_PATIENCE if self.plan.train is None else 0.0)
 
 
-class _LocalRun(_Run):
+class _LocalRanks(_Ranks):
     """One rank, in a thread of this process."""
 
     def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
@@ -248,7 +248,7 @@ def _end_group() -> None:
 _making = threading.Lock()
 
 
-class _RayRun(_Run):
+class _RayRanks(_Ranks):
     """Ranks in processes of Ray Train, which starts all of them again when one dies."""
 
     def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,17 @@ from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
 from bray.data.rollouts import Rollouts
-from bray.diagnosis.symptoms import SECTIONS
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
 from bray.remote.algo import AlgoSetup, named_setup
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
 from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, PreparedRows
-from bray.rundir import RunDir, read_json, write_atomic
+from bray.rundir import TRAINER_JSON, RunDir, read_json, write_atomic
 from bray.serving.link import Address, Link
-from bray.train.device import device_of, use_threads
+from bray.train.device import device_of
 from bray.train.driver import Side
 from bray.train.live import COLUMNS
-from bray.train.local import describe_policy, threads_for
+from bray.train.local import describe_policy, make_side
 from bray.train.ranks import Ranks, is_rank_lost
 
 logger = logging.getLogger("bray.remote")
@@ -75,7 +74,7 @@ def execute(plan: Plan, device: torch.device, started: Callable[[RankDriver], No
 def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
     """The loop over the components that the plan names."""
     from bray.remote.buffer.handle import RemoteBuffer
-    from bray.remote.master import merge
+    from bray.remote.master import merge, reported
     from bray.remote.model.handle import RemoteModel
 
     def found(given: Any) -> Any:
@@ -89,9 +88,11 @@ def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
     setup = described_by(plan)
     about = None if setup is None else partial(describe_run, setup, model, remote_model.name, plan.config)
     by_name = {b.name: b for b in buffers}
-    return assemble(
-        plan, model, remote_model, by_name, eval_buffer, ranks=ranks, run_path=path, merge=merge, about=about
-    )
+    place: dict[str, Any] = {"run_path": path, "merge": merge, "about": about}
+    if path == session().path and ranks.first:  # the session's rows are this trainer's
+        place["reported"] = reported
+        reported()
+    return assemble(plan, model, remote_model, by_name, eval_buffer, ranks=ranks, **place)
 
 
 def assemble(
@@ -124,16 +125,13 @@ def assemble(
     setup, cls = _algorithm(plan, cls)
     if eval_buffer is not None:
         raise ConfigError("eval needs a bray.Trainer with a method `eval`")
-    use_threads(threads_for(setup.spec, next(model.parameters()).device))
     # A recording cannot hold the conversation between ranks.
-    learner = setup.make_learner(model, plan.seed + 10_007 * ranks.rank, ranks.size == 1, cls)
-    experience = setup.make_experience()
-    experience.seed(plan.seed + 10_007 * ranks.rank)
-    fit_experience(setup, experience, buffers.values(), s.batch_size)
+    run = replace(setup.resolved["run"], seed=plan.seed + 10_007 * ranks.rank, record=ranks.size == 1)
+    side = make_side(setup.algo, run, setup.spec, setup.model_config, setup.config, model, cls)
+    fit_experience(setup, side.experience, buffers.values(), s.batch_size)
     feed = Feed(buffers, s.buffer_weights, 1, "concate", None, s.prefetch_size, 0, ranks.rank)
-    side = Side(model, setup.make_policy(), experience, learner, config=setup.config)
-    options = setup.resolved.options(*SECTIONS)
-    return RankDriver(plan.name, side, [BufferSource(feed)], remote_model, s, ranks=ranks, options=options, **place)
+    config = setup.resolved
+    return RankDriver(plan.name, side, [BufferSource(feed)], remote_model, s, ranks=ranks, config=config, **place)
 
 
 def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], batch_size: int) -> None:
@@ -170,10 +168,10 @@ def trainer_path(run: Path, name: str) -> Path:
     own = run / "trainers" / name.replace("/", "-")
     if (own / "checkpoints").exists():  # as Bray 0.1 did
         return own
-    claim = run / "trainer.json"
+    claim = run / TRAINER_JSON
     if not claim.exists():
         ours = run / f".trainer-{secrets.token_hex(4)}.json"
-        write_atomic(ours, json.dumps({"name": name}))
+        write_atomic(ours, json.dumps({"name": name, "presets": True}))
         with contextlib.suppress(FileExistsError):  # another trainer that starts now was first
             os.link(ours, claim)
         ours.unlink()

@@ -56,14 +56,11 @@ class Picture:
         return str(self.path)
 
 
-def open_sinks(directory: RunDir, more: Sequence[Sink]) -> Sinks:
-    """The files of a run that hold its rows, and `more`."""
-    files: list[Sink] = [
-        TensorBoardSink(directory.tensorboard),  # first: after a kill it has every row that result.jsonl has
-        JsonlSink(directory.result_jsonl),
-        CsvSink(directory.progress_csv),
-    ]
-    return Sinks([*files, *more])
+def open_sinks(directory: RunDir, more: Sequence[Sink] = (), board: bool = True) -> Sinks:
+    """The files of a run that hold its rows, and `more`; TensorBoard's unless another process writes them."""
+    # first: after a kill it has every row that result.jsonl has
+    files: list[Sink] = [TensorBoardSink(directory.tensorboard)] if board else []
+    return Sinks([*files, JsonlSink(directory.result_jsonl), CsvSink(directory.progress_csv), *more])
 
 
 def when_and_where() -> dict[str, Any]:

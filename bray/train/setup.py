@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from bray.algos import ALGORITHMS, algo_name, get_algo
@@ -15,13 +14,11 @@ from bray.config.declare import Excludes, Needs, options, show
 from bray.config.runfile import other_versions, preset, spread_sections
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError
-from bray.experiment.goals import STOP_ALIASES, check_stop
 from bray.nn.catalog import ModelConfig
-from bray.rundir import new_run_dir
 from bray.train.config import DataConfig, LiveConfig, RunConfig
+from bray.train.goals import STOP_ALIASES, check_stop
 from bray.train.live import ID as LIVE
 from bray.train.offline import ID as FILES
-from bray.train.workers import Home
 
 logger = logging.getLogger("bray")
 
@@ -42,10 +39,17 @@ Check = Callable[[Mapping[str, Any]], None]
 
 
 def set_up(
-    run: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, live: bool, check: Check | None = None
+    run: Any,
+    env: Any,
+    sources: Sequence[ConfigSource],
+    use_preset: bool = True,
+    live: bool = False,
+    check: Check | None = None,
+    launched: bool = False,
 ) -> Setup:
     """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked
-    before anything is imported: for the algorithm, and for all the rest once it is merged."""
+    before anything is imported: for the algorithm, and for all the rest once it is merged. `launched`: games of a
+    launch file play; a preset says how to learn, not when to stop or how many environments Bray steps."""
     given = [spread_sections(source) for source in sources]
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
@@ -68,7 +72,7 @@ def set_up(
         layers.append(ConfigSource(f"defaults of {name}", defaults))
     # A preset's goal and evaluations are of training in an environment, not from files.
     if use_preset and isinstance(env, str) and not from_files:
-        layers += _preset_of(name, env)
+        layers += _preset_of(name, env, [ModelConfig, algo.Config] if launched else None)
     layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
@@ -90,9 +94,13 @@ def _of_others(algo: str, key: str) -> str:
     return f" {algo} has none; it is a key of {', '.join(others)}." if others else ""
 
 
-def _preset_of(algo: str, env: str) -> list[ConfigSource]:
-    """Its preset; where there is one for another version of the environment only, that is said."""
+def _preset_of(algo: str, env: str, only: Sequence[type] | None) -> list[ConfigSource]:
+    """Its preset, or the keys of some sections `only`; where there is one for another version of the environment only,
+    that is said."""
     if found := preset(algo, env):
+        if only is not None:
+            known = {"model", "algo", *(key.rstrip("_") for section in only for key in options(section))}
+            found = replace(found, values={k: v for k, v in found.values.items() if k.rstrip("_") in known})
         return [found]
     if others := other_versions(algo, env):
         logger.warning(
@@ -126,26 +134,18 @@ def _refuse_idle(config: Resolved) -> None:
                     )
 
 
-def _on_ray(run: RunConfig) -> bool:
+def on_ray(run: RunConfig) -> bool:
+    """Whether rollout workers are Ray's."""
     return run.cluster == "ray" or (run.cluster is None and run.address is not None)
 
 
 def _refuse_empty_cluster(run: RunConfig) -> None:
-    if _on_ray(run) and not run.num_workers:
+    if on_ray(run) and not run.num_workers:
         said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
         raise ConfigError(
             f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers "
             "8), or leave it out"
         )
-
-
-def home_of(run: RunConfig) -> Callable[[], Home] | None:
-    """What makes the place where rollout workers live; None = processes of this machine."""
-    if not _on_ray(run):
-        return None
-    from bray.remote.players import RayPlayers  # it imports Ray
-
-    return partial(RayPlayers, run)
 
 
 def _told(config: Resolved, section: str, name: str) -> str:
@@ -197,30 +197,3 @@ def _with_last_stop(sources: Sequence[ConfigSource]) -> list[ConfigSource]:
                 replaced = replaced or whole
         out.insert(0, replace(source, values=values))
     return out
-
-
-def run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:
-    """The run directory that was asked for; None: a new one under runs/."""
-    if path is None and not project and not trial:
-        return None
-    if path is not None and (project or trial):
-        raise ConfigError("give either a path or project and trial, not both")
-    if path is not None:
-        return Path(path)
-    folder = Path(project or "runs")
-    return folder / trial if trial else new_run_dir(folder, algo)
-
-
-def check_playable(env: str) -> None:
-    """Refuse a run that has no environment to play in."""
-    if env == FILES:
-        raise ConfigError(
-            "this run learnt from files and has no environment to play in; `bray train --data ... --env ENV` names "
-            "one to play in afterwards"
-        )
-    if env == LIVE:
-        raise ConfigError(
-            "this run learnt from live games and has no environment to play in: `bray serve RUN_DIR` answers its "
-            "games. A run of `bray train --live --env module:Class`, in place of --obs and --actions, can be played "
-            "by Bray too"
-        )
