@@ -48,6 +48,11 @@ def rollout_batch(n=32, seed=0):
     }
 
 
+def named(batch):
+    """The rows as a gradient step gets them."""
+    return unpack(to_torch(pack(batch), torch.device("cpu")))
+
+
 def slow_ppo(outputs, batch, clip, dual_clip=None, clip_value=None):
     """One row at a time, in float64: policy loss, value loss, entropy, kl, clip fraction."""
     sums, count = np.zeros(5), 0.0
@@ -77,9 +82,10 @@ def test_ppo_losses_equal_an_independent_loop(options):
     config, model, learner = make(ppo, DISCRETE, minibatches=1, **options)
     batch = rollout_batch()
     outputs = {k: v.detach().numpy() for k, v in model(torch.from_numpy(batch["obs"])).items()}
-    got = learner.gradient_step(to_torch(pack(batch), learner.device), torch.arange(32)).numpy()
+    got = learner.gradient_step(named(batch)).metrics
     expected = slow_ppo(outputs, batch, config.clip, config.dual_clip, config.clip_value)
-    np.testing.assert_allclose(got[:5], expected, rtol=1e-4, atol=1e-5)
+    names = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction")
+    np.testing.assert_allclose([got[k] for k in names], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_ppo_gradient_equals_finite_differences():
@@ -87,7 +93,6 @@ def test_ppo_gradient_equals_finite_differences():
     -|g|^2."""
     config, model, learner = make(ppo, DISCRETE, minibatches=1, max_grad_norm=None, entropy_coef=0.05)
     batch = rollout_batch()
-    columns, index = to_torch(pack(batch), learner.device), torch.arange(32)
 
     def loss():
         with torch.no_grad():
@@ -96,7 +101,7 @@ def test_ppo_gradient_equals_finite_differences():
         return policy + config.value_coef * value - config.entropy_coef * entropy
 
     flat, start = learner.optimizer.flat, learner.optimizer.flat.clone()
-    learner.gradient_step(columns, index)
+    learner.gradient_step(named(batch))
     grad = learner.optimizer.m / 0.1  # after one step of Adam from zero
     with torch.no_grad():
         direction = grad / grad.norm()
@@ -123,7 +128,7 @@ def test_rows_of_weight_zero_change_nothing():
     results = []
     for b in (batch, other):
         _, _, learner = make(ppo, DISCRETE, minibatches=1)
-        learner.gradient_step(to_torch(pack(b), learner.device), torch.arange(32))
+        learner.gradient_step(named(b))
         results.append(learner.optimizer.flat.clone())
     assert torch.equal(*results)
 
@@ -137,8 +142,8 @@ def test_a2c_losses_equal_an_independent_loop():
     logp = out["dist"] - np.log(np.exp(out["dist"]).sum(-1, keepdims=True))
     policy = np.mean([-logp[i, batch["action"][i]] * batch["advantage"][i] for i in rows])
     value = np.mean([0.5 * (out["value"][i] - batch["target"][i]) ** 2 for i in rows])
-    got = learner.gradient_step(to_torch(pack(batch), learner.device)).numpy()
-    np.testing.assert_allclose(got[:2], [policy, value], rtol=1e-4)
+    got = learner.gradient_step(named(batch)).metrics
+    np.testing.assert_allclose([got["policy_loss"], got["value_loss"]], [policy, value], rtol=1e-4)
 
 
 def replay_batch(spec, n=16, seed=0):

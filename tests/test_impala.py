@@ -119,7 +119,7 @@ def test_impalas_update_equals_an_independent_loop(memory):
     want = [float(x.detach()) for x in (policy, error, entropy)]
     want += [np.mean([min(0.9, ratio[i]) for i in rows]), norm]
     got = learner.update(learner.prepare(data), Clock())
-    assert got.names == impala.METRICS
+    assert got.names == ("policy_loss", "value_loss", "entropy", "rho", "grad_norm")
     np.testing.assert_allclose(got.values.numpy(), want, rtol=1e-4)
     assert learner.steps == 1
 

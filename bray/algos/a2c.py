@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from bray import distributions
 from bray.act import Clock
 from bray.algos import ppo, rnd, rows
-from bray.algos.base import Update, to_torch
-from bray.algos.packing import pack, unpack
+from bray.algos.base import Update
 from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -53,7 +52,6 @@ class Config:
     """Standardise the advantages of each rollout."""
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "grad_norm")
 Policy = ppo.Policy
 """The same acting as PPO's."""
 
@@ -66,7 +64,7 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
     return rows.rollouts(config, model)
 
 
-class Learner(rnd.Learner):
+class Learner(rows.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -82,7 +80,8 @@ class Learner(rnd.Learner):
             eps=1e-5,
             betas=(0.9, 0.99),
         )
-        return {"optimizer": self.optimizer, **self.explore()}
+        self.novelty, explorer = rnd.make_novelty(self)
+        return {"optimizer": self.optimizer, **explorer}
 
     def prepare(self, data: Piece) -> Any:
         return data if self.novelty else self.advantages(data)
@@ -92,27 +91,22 @@ class Learner(rnd.Learner):
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
     def update(self, batch: Any, clock: Clock) -> Update:
-        extra: dict[str, float] = {}
-        if self.novelty:
-            batch, extra["novelty"] = self.novelty.rewarded(batch)
-            batch = self.advantages(batch)
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
-        extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        seen = rows.flat_obs(batch), batch["weight"].reshape(-1)
-        with rows.statistics_of_what_acted(self.model, *seen, first=not self.steps):
-            values = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw())).cpu()
-        self.steps += 1
-        return Update((*METRICS, *extra), torch.cat([values, torch.tensor(list(extra.values()))]))
+        numbers: dict[str, float] = {}
+        if self.novelty:
+            batch, numbers["novelty"] = self.novelty.rewarded(batch)
+            batch = self.advantages(batch)
+        numbers["explained_variance"] = rows.explained_variance(batch)
+        with rows.statistics_of_what_acted(self.model, batch["obs"], batch["weight"], first=not self.steps):
+            return self.step_on(batch) | numbers
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
-        """METRICS."""
-        c, old = self.config, unpack(batch)
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+        c, weight = self.config, batch["weight"]
         new = rows.actor_critic(self.model, batch, draws)
-        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
-        policy_loss = -logp * old["advantage"]
-        value_loss = losses.value_loss(new["value"], old["target"])
-        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
-        grad_norm = self.optimizer.step(loss)
-        means = torch.mv(torch.stack([policy_loss, value_loss, entropy]).detach(), old["weight"])
-        return torch.cat([means, grad_norm.unsqueeze(0)])
+        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], batch["action"], batch.get("mask"))
+        policy_loss = -logp * batch["advantage"]
+        value_loss = losses.value_loss(new["value"], batch["target"])
+        loss = torch.dot(weight, policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
+        numbers = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        return Update.of(numbers | {"grad_norm": self.optimizer.step(loss)}, weight)

@@ -8,7 +8,6 @@ from typing import Literal
 from bray.algos import dqn
 from bray.config.declare import Amount, Count, ShareSchedule
 
-METRICS = dqn.METRICS
 make_model, experience, Policy, Learner = dqn.make_model, dqn.experience, dqn.Policy, dqn.Learner
 """All of it is DQN's; only the defaults differ. The actors are rollout workers (`num_workers`)."""
 DEFAULTS = {"env": {"num_envs": 8}}

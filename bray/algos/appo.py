@@ -27,7 +27,6 @@ from bray.rl import returns
 from bray.spec import EnvSpec
 
 DEFAULTS = ppo.DEFAULTS
-METRICS = ppo.METRICS
 make_model, Policy = ppo.make_model, impala.Policy
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bray import tree
 from bray.act import Clock, standard_normals
@@ -33,9 +35,41 @@ class Update:
     values: Tensor
     priorities: np.ndarray | None = None
 
+    @classmethod
+    @torch.no_grad()
+    def of(cls, numbers: Mapping[str, Tensor], weight: Tensor | None = None) -> Update:
+        """Numbers by name; those with an entry per row become the sum of these times `weight`, whose shape they
+        have."""
+        parts = []
+        for per_row, run in groupby(numbers.values(), lambda x: x.dim() > 0):
+            joined = torch.stack(list(run))
+            parts.append(_sums(joined, weight) if per_row else joined)
+        return cls(tuple(numbers), torch.cat(parts) if len(parts) > 1 else parts[0])
+
+    @classmethod
+    def mean(cls, updates: Sequence[Update]) -> Update:
+        """The mean of each number over several gradient steps."""
+        return cls(updates[0].names, torch.stack([u.values for u in updates]).mean(0).cpu())
+
+    def __or__(self, more: Mapping[str, float]) -> Update:
+        """With more numbers behind its own."""
+        if not more:
+            return self
+        return Update((*self.names, *more), torch.cat([self.values, self.values.new_tensor(list(more.values()))]))
+
     @property
     def metrics(self) -> dict[str, float]:
         return dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+# A gradient step returns one, and a recording returns tensors: the names are part of its structure.
+pytree.register_pytree_node(Update, lambda u: ([u.values], u.names), lambda x, names: Update(names, *x))
+
+
+def _sums(rows: Tensor, weight: Tensor | None) -> Tensor:
+    """Weighted sums over all axes but the first."""
+    assert weight is not None
+    return torch.mv(rows, weight) if weight.dim() == 1 else (weight * rows).sum((1, 2))
 
 
 def to_torch(batch: Any, device: torch.device) -> Any:
@@ -75,7 +109,7 @@ class Learner:
             raise ConfigError(
                 f"{type(self).__name__}.build: expected what checkpoints hold, by name, got {self._parts}"
             )
-        self._step = capture(self.gradient_step, enabled=self.record)
+        self._step = capture(self.make_step(), self.record, f"{type(self).__name__}.gradient_step")
         terms = getattr(model_config, "loss_terms", None)
         self.terms = Terms(terms, model, self._parts) if terms else None
         """Terms of the user's own in the Model's loss."""
@@ -99,8 +133,12 @@ class Learner:
         raise NotImplementedError
 
     def gradient_step(self, *args: Any) -> Any:
-        """Forward, losses, gradients, optimizers: a function of tensors."""
+        """Forward, losses, gradients, optimizers: a function of tensors, such as `Update.of` returns."""
         raise NotImplementedError
+
+    def make_step(self) -> Callable[..., Any]:
+        """What is recorded and called by `update`: here the gradient step itself."""
+        return self.gradient_step
 
     def rows_of(self, batch: Any, *rest: Any) -> Any:
         """The rows that a gradient step with these arguments learns from."""

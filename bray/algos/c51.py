@@ -16,7 +16,6 @@ from bray.nn.catalog import ModelConfig
 from bray.rl import losses
 from bray.spec import EnvSpec
 
-METRICS = dqn.METRICS
 Policy, experience = dqn.Policy, dqn.experience
 """As DQN acts and replays: by the means of the distributions."""
 

@@ -17,7 +17,7 @@ from bray.config.declare import Count, Positive, RateSchedule
 from bray.nn import catalog
 from bray.target import Target
 
-METRICS, DEFAULTS = sac.METRICS, sac.DEFAULTS
+DEFAULTS = sac.DEFAULTS
 Policy, experience, make_model = sac.Policy, sac.experience, sac.make_model
 """As SAC acts and replays."""
 

@@ -84,9 +84,6 @@ class Config(Noise, OffPolicy):
     steps."""
 
 
-METRICS = ("critic_loss", "actor_loss", "q", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("deterministic", spec, model)
 
@@ -112,7 +109,8 @@ class Learner(base.Learner):
     `values`, `actor_loss`."""
 
     config: Config
-    metrics: tuple[str, ...] = METRICS
+    actor_numbers: tuple[str, ...] = ("actor_loss",)
+    """What `actor_loss` returns: rows have these before the first step of the actor too."""
     num_critics, policy_delay = 1, 1
 
     def build(self) -> dict[str, Any]:
@@ -120,7 +118,7 @@ class Learner(base.Learner):
         self.critic = self.make_critic().to(self.device)
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm)
         self.critic_optimizer = Optimizer(self.critic.parameters(), c.critic_lr, max_grad_norm=c.max_grad_norm)
-        self.actor_values = torch.zeros(len(self.metrics) - 3, device=self.device)  # of the last step of the actor
+        self.actor_values = torch.zeros(len(self.actor_numbers), device=self.device)  # of the last step of the actor
         self._actor_step = capture(self.actor_step, enabled=self.record)
         parts = {"critic": self.critic, "optimizer": self.optimizer, "critic_optimizer": self.critic_optimizer}
         self.targets = self.make_targets()
@@ -140,24 +138,27 @@ class Learner(base.Learner):
             update_normalizers(module, batch["obs"], batch["weight"])
         self.optimizer.set_lr(self.lr(clock.env_steps))
         tensors, draws = to_torch(self.columns(batch), self.device), self.draw(2)
-        values, td_error = self._step(tensors, *(x[1] for x in draws))
+        critic, td_error = self._step(tensors, *(x[1] for x in draws))
         self.steps += 1
         if self.steps % self.policy_delay == 0:
             self._actor_step(tensors, *(x[0] for x in draws))
-        values = torch.cat([values[:1], self.actor_values, values[1:]])
-        return Update(self.metrics, values, td_error.cpu().numpy() if self.config.prioritized else None)
+        first, *rest = critic.names  # a row has the actor's numbers behind the critics' loss
+        values = torch.cat([critic.values[:1], self.actor_values, critic.values[1:]])
+        priorities = td_error.cpu().numpy() if self.config.prioritized else None
+        return Update((first, *self.actor_numbers, *rest), values, priorities)
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What the two steps read of a batch."""
         return {k: batch[k] for k in ("obs", "action", "reward", "discount", "next_obs", "weight")}
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:
-        """A step of the critics: their METRICS, and the size of the TD errors."""
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, Tensor]:
+        """A step of the critics, and the size of the TD errors."""
         q, q_next = self.values(batch, drawn(self.model, draws))
         td_error = losses.td_error(q, batch["reward"], batch["discount"], q_next)
         critic_loss = 0.5 * (batch["weight"] * td_error.square()).mean(-1).sum()
         grad_norm = self.critic_optimizer.step(critic_loss)
-        return torch.stack([critic_loss.detach(), q.detach().mean(), grad_norm]), td_error.detach().abs().mean(0)
+        numbers = {"critic_loss": critic_loss, "q": q.detach().mean(), "grad_norm": grad_norm}
+        return Update.of(numbers), td_error.detach().abs().mean(0)
 
     def values(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, Tensor]:
         """Values of the actions taken `[n, B]`, and of the next observation `[B]`."""
@@ -170,14 +171,14 @@ class Learner(base.Learner):
         return self.target_actor(batch["next_obs"], *draws)["mu"]
 
     def actor_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
-        """A step of the actor; then the targets follow. Its METRICS."""
-        loss, *others = self.actor_loss(batch, drawn(self.model, draws))
-        self.optimizer.step(loss)
+        """A step of the actor; then the targets follow."""
+        numbers = self.actor_loss(batch, drawn(self.model, draws))
+        self.optimizer.step(numbers["actor_loss"])
         for target in self.targets.values():
             target.follow()
-        return self.actor_values.copy_(torch.stack([loss.detach(), *others]))
+        return self.actor_values.copy_(torch.stack([numbers[name].detach() for name in self.actor_numbers]))
 
-    def actor_loss(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, ...]:
+    def actor_loss(self, batch: dict[str, Any], draws: Any) -> dict[str, Tensor]:
         """What the actor goes down, and what else is logged of it: here up the first critic."""
         action = self.model(batch["obs"], *draws)["mu"]
-        return (-self.critic(batch["obs"], action, 1).mean(),)
+        return {"actor_loss": -self.critic(batch["obs"], action, 1).mean()}

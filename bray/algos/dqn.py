@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bray import act, tree
 from bray.act import Clock
-from bray.algos import rnd
+from bray.algos import base, rnd
 from bray.algos.base import Update, drawn, to_torch
 from bray.config.declare import Amount, Count, Excludes, Positive, RateSchedule, Share, ShareSchedule, Whole
 from bray.data.experience import Replay
@@ -101,9 +101,6 @@ class Config:
             )
 
 
-METRICS = ("loss", "q", "td_error", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig, **head: Any) -> nn.Module:
     """head: what else the Q network of a relative of DQN is made of."""
     if model.use_lstm:
@@ -138,7 +135,7 @@ class Policy(act.Policy):
         return replace(piece, outputs={}, extras={**piece.extras, "priority": error})
 
 
-class Learner(rnd.Learner):
+class Learner(base.Learner):
     """In the trainer: replayed transitions in, better weights and new priorities out."""
 
     config: Config
@@ -149,21 +146,24 @@ class Learner(rnd.Learner):
             self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, max_grad_value=c.max_grad_value
         )
         self.target = Target(self.model, self.optimizer, c.tau or 1.0)
-        return {"optimizer": self.optimizer, "target": self.target, **self.explore()}
+        self.novelty, explorer = rnd.make_novelty(self)
+        return {"optimizer": self.optimizer, "target": self.target, **explorer}
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         for module in (self.model, self.target.module):  # both see the same scale
             self.observe(module, batch)
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        extra: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if self.novelty:
-            batch, extra["novelty"] = self.rewarded(batch, self.novelty)
-        values, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
+            batch, numbers["novelty"] = self.rewarded(batch, self.novelty)
+        update, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:
             self.target.copy()
-        values = torch.cat([values, values.new_tensor(list(extra.values()))]) if extra else values
-        return Update((*METRICS, *extra), values, error.cpu().numpy() if self.config.prioritized else None)
+        update |= numbers
+        if self.config.prioritized:
+            update.priorities = error.cpu().numpy()
+        return update  # type: ignore[no-any-return]
 
     def rewarded(self, batch: dict[str, Any], novelty: rnd.Novelty) -> tuple[dict[str, Any], float]:
         """With a reward for how new the observation is that each transition ends with, and the mean of these."""
@@ -180,8 +180,8 @@ class Learner(rnd.Learner):
         mask = self.layout.legal(batch["next_obs"])
         return columns if mask is None else columns | {"next_mask": mask}
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Tensor, Tensor]:
-        """METRICS, and the size of the errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> tuple[Update, Tensor]:
+        """And the size of the errors. The three forwards draw their noise apart (Fortunato et al. 2018)."""
         online, target, choose = (drawn(self.model, [x[i] for x in draws]) for i in range(3))
         sample_loss, error, q = self.errors(batch, online, target, choose)
         loss = torch.mean(batch["weight"] * sample_loss)
@@ -189,7 +189,7 @@ class Learner(rnd.Learner):
         if self.config.tau is not None:
             self.target.follow()
         error = error.detach().abs()
-        return torch.stack([loss.detach(), q.detach().mean(), error.mean(), grad_norm]), error
+        return Update.of({"loss": loss, "q": q.mean(), "td_error": error.mean(), "grad_norm": grad_norm}), error
 
     def errors(self, batch: dict[str, Any], online: Any, target: Any, choose: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Per transition: its loss, the error that its priority comes from, and Q of the action taken. The last three

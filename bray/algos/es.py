@@ -44,9 +44,6 @@ class Config:
     """Weight decay, as a part of the gradient."""
 
 
-METRICS = ("grad_norm", "weight_norm")
-
-
 def make_model(config: Any, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     if model.use_lstm:
         raise ConfigError("ES and ARS without memory is what is here: set use_lstm=false, or use PPO or A2C")
@@ -105,10 +102,9 @@ class Learner(base.Learner):
         update_normalizers(self.model, batch["obs"])
         noise = directions(int(batch["key"][0]), len(returns) // 2, *self.model.draws[NOISE])
         weight = self.weights(returns[0::2], returns[1::2]).astype(np.float32)
-        values = self._step(torch.from_numpy(weight).to(self.device), torch.from_numpy(noise).to(self.device)).cpu()
+        update: Update = self._step(*(torch.from_numpy(x).to(self.device) for x in (weight, noise)))
         self.steps += 1
-        fitness = torch.tensor([returns.mean(), returns.max(), returns.std()], dtype=values.dtype)
-        return Update((*METRICS, "return_mean", "return_max", "return_std"), torch.cat([values, fitness]))
+        return update | {"return_mean": returns.mean(), "return_max": returns.max(), "return_std": returns.std()}
 
     def weights(self, plus: np.ndarray, minus: np.ndarray) -> np.ndarray:
         """How far each direction counts `[M]`: 1 / (B sigma) of the difference of the centred ranks of its two
@@ -116,11 +112,11 @@ class Learner(base.Learner):
         ranks = centred_ranks(np.concatenate([plus, minus]))
         return (ranks[: len(plus)] - ranks[len(plus) :]) / (2 * len(plus) * self.config.sigma)
 
-    def gradient_step(self, weight: Tensor, noise: Tensor) -> Tensor:
-        """Up the estimated gradient; METRICS."""
+    def gradient_step(self, weight: Tensor, noise: Tensor) -> Update:
+        """Up the estimated gradient."""
         theta = self.optimizer.flat
         grad_norm = self.optimizer.apply(self.config.l2 * theta - weight @ noise)
-        return torch.stack([grad_norm, torch.linalg.vector_norm(theta)])
+        return Update.of({"grad_norm": grad_norm, "weight_norm": torch.linalg.vector_norm(theta)})
 
 
 def centred_ranks(x: np.ndarray) -> np.ndarray:

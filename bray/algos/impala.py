@@ -59,9 +59,6 @@ class Config:
     """Gradients are scaled down to this norm; null = off."""
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "rho", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("actor_critic", spec, model)
 
@@ -116,16 +113,14 @@ class Learner(base.Learner):
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
         self.optimizer.set_lr(self.lr(clock.env_steps))
         self.follow_schedules(clock)
-        seen = tree.map(lambda x: x[:-1].reshape(-1, *x.shape[2:]), batch["obs"])
-        weight = batch["valid"].reshape(-1).astype(np.float32)
-        with rows.statistics_of_what_acted(self.model, seen, weight, first=not self.steps):
-            values = self._step(to_torch(batch, self.device), *(x[0] for x in self.draw())).cpu()
+        seen, valid = tree.map(lambda x: x[:-1], batch["obs"]), batch["valid"].astype(np.float32)
+        with rows.statistics_of_what_acted(self.model, seen, valid, first=not self.steps):
+            update: Update = self._step(to_torch(batch, self.device), *(x[0] for x in self.draw()))
         self.steps += 1
-        return Update(METRICS, values)
+        return update
 
-    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Tensor:
-        """METRICS."""
-        c = self.config
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+        c, weight = self.config, batch["weight"]
         dist, value = rows.evaluate(self.model, batch, draws)
         logp, entropy = distributions.log_prob_entropy(self.layout, dist[:-1], batch["action"], batch.get("mask"))
         ratio = (logp.detach() - batch["logp"]).exp()
@@ -134,10 +129,10 @@ class Learner(base.Learner):
         target, advantage = returns.vtrace(value.detach(), batch["reward"], *flags, ratio, c.gamma, c.lambda_, *clips)
         policy_loss = -logp * advantage
         value_loss = losses.value_loss(value[:-1], target)
-        loss = torch.sum(batch["weight"] * (policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy))
-        grad_norm = self.optimizer.step(loss)
-        numbers = torch.stack([policy_loss, value_loss, entropy, ratio.clamp(max=c.rho_clip)]).detach()
-        return torch.cat([(batch["weight"] * numbers).sum((1, 2)), grad_norm.unsqueeze(0)])
+        loss = torch.sum(weight * (policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy))
+        numbers = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}
+        numbers |= {"rho": ratio.clamp(max=c.rho_clip), "grad_norm": self.optimizer.step(loss)}
+        return Update.of(numbers, weight)
 
     def rows_of(self, batch: dict[str, Any], *draws: Tensor) -> dict[str, Any]:
         taken: dict[str, Any] = {k: batch[k] for k in ("action", "logp", "weight", "mask") if k in batch}

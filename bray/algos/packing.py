@@ -20,8 +20,10 @@ def piece_size(rows: int, pieces: int) -> int:
 
 
 def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
-    """FLOATS as one array `[5, ...]`. Weights are scaled so that those of one of `minibatches` of `piece_size` sum to
-    one: a weighted mean is then a dot product."""
+    """FLOATS as one array `[5, ...]`, where the batch has them. Weights are scaled so that those of one of
+    `minibatches` of `piece_size` sum to one: a weighted mean is then a dot product."""
+    if not batch.keys() >= set(FLOATS):
+        return batch
     rows = batch["weight"].shape[-1]
     scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
     floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
@@ -35,15 +37,18 @@ def take(batch: dict[str, Any], index: Tensor) -> dict[str, Any]:
     return {k: tree.map(lambda x, k=k: x.index_select(axes.get(k, axis), index), v) for k, v in batch.items()}
 
 
-def unpack(batch: dict[str, Any], size: int | None = None) -> dict[str, Tensor]:
-    """The columns of a packed batch as rows `[N, ...]`: FLOATS, `action`, and `mask` where there is one. `size`: the
-    `piece_size` for which the weights were scaled; those of a minibatch with one more sum to one as well."""
-    columns: dict[str, Tensor] = {k: batch[k] for k in ("action", "mask") if k in batch}
-    floats = batch["floats"]
+def unpack(batch: dict[str, Any], size: int | None = None) -> dict[str, Any]:
+    """A packed batch by the names of its columns: FLOATS, `action` and `mask` are rows `[N, ...]`, what the Model reads
+    stays as it is. `size`: the `piece_size` for which the weights were scaled; those of a minibatch with one more sum
+    to one as well."""
+    if "floats" not in batch:
+        return batch
+    columns = dict(batch)
+    floats, taken = columns.pop("floats"), batch["floats"].shape[-1]
     if "first" in batch:
-        columns, floats = {k: x.flatten(0, 1) for k, x in columns.items()}, floats.flatten(1)
-    columns |= dict(zip(FLOATS, floats.unbind(0), strict=True))
-    taken = batch["floats"].shape[-1]
+        columns |= {k: columns[k].flatten(0, 1) for k in ("action", "mask") if k in columns}
+        floats = floats.flatten(1)
+    columns |= zip(FLOATS, floats.unbind(0), strict=True)
     if size is not None and taken > size:
         columns["weight"] = columns["weight"] * (size / taken)
     return columns

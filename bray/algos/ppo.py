@@ -6,6 +6,7 @@ T steps per rollout, B environments, N = T * B rows; L rows per sequence and S s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ from bray import act, distributions, tree
 from bray.act import Clock
 from bray.algos import rnd, rows
 from bray.algos.base import Update, to_torch
-from bray.algos.packing import pack, piece_size, take, unpack
 from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -85,9 +85,6 @@ class Config:
     """Arithmetic of the network in updates; bfloat16 pays on CPUs with AMX and on GPUs."""
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "kl", "clip_fraction", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("actor_critic", spec, model)
 
@@ -105,7 +102,7 @@ class Policy(act.Policy):
         super().__init__(spec.layout, act.make_rule("dist"))
 
 
-class Learner(rnd.Learner):
+class Learner(rows.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -121,15 +118,71 @@ class Learner(rnd.Learner):
         self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
         self.returns = RunningNorm(())
+        self.novelty, explorer = rnd.make_novelty(self)
         return {
             "optimizer": self.optimizer,
             **({"kl_coef": self.kl_coef} if c.kl_coef else {}),
             **({"returns": self.returns} if c.normalize_value else {}),
-            **self.explore(),
+            **explorer,
         }
 
     def prepare(self, data: Piece) -> Any:
         return data if self.novelty else self.rows_to_learn(data)
+
+    def update(self, batch: Any, clock: Clock) -> Update:
+        c = self.config
+        self.optimizer.set_lr(self.lr(clock.env_steps))
+        self.follow_schedules(clock)
+        numbers: dict[str, float] = {}
+        if self.novelty:
+            batch, numbers["novelty"] = self.novelty.rewarded(batch)
+            batch = self.rows_to_learn(batch)
+        piece, batch = batch.get("piece"), {k: x for k, x in batch.items() if k != "piece"}
+        numbers["explained_variance"] = rows.explained_variance(batch)
+        batch = self.in_new_units(batch)
+        steps: list[Update] = []
+        with rows.statistics_of_what_acted(self.model, batch["obs"], batch["weight"], first=not self.steps):
+            for epoch in range(c.epochs):
+                if epoch == 0:
+                    one_pass = self.bind(batch)
+                elif c.recompute_advantages:
+                    one_pass = self.bind(self.advantage_rows(self.with_new_values(piece)))
+                last = one_pass()
+                steps += last
+                if c.target_kl is not None and last[-1].metrics["kl"] > c.target_kl:
+                    break
+        return Update.mean(steps) | numbers | self.adapt_kl_coef(last)
+
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+        """One minibatch: L = -L_clip + value_coef L_value - entropy_coef S."""
+        c, weight = self.config, batch["weight"]
+        with rows.autocast(self.device, c.precision):
+            new = rows.actor_critic(self.model, batch, draws)
+        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], batch["action"], batch.get("mask"))
+        ratio = (logp - batch["logp"]).exp()
+        policy_loss = self.policy_loss(ratio, batch["advantage"])
+        if c.kl_coef:
+            policy_loss = policy_loss + self.kl_coef * losses.kl_estimate(batch["logp"], logp)
+        value_loss = losses.value_loss(new["value"], batch["target"], batch["value"], c.clip_value)
+        loss = torch.dot(weight, policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
+        grad_norm = self.optimizer.step(loss)
+        with torch.no_grad():
+            change = ratio - 1.0
+            numbers = {
+                "policy_loss": policy_loss,
+                "value_loss": value_loss,
+                "entropy": entropy,
+                "kl": change - ratio.log(),  # Schulman's low-variance estimate of KL(old, new)
+                "clip_fraction": (change.abs() > c.clip).float(),
+                "grad_norm": grad_norm,
+            }
+        return Update.of(numbers, weight)
+
+    def policy_loss(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        """Of each row, ratio = pi/pi_old; another one in a class of your own is another surrogate."""
+        return losses.clipped_surrogate(ratio, advantage, self.config.clip, self.config.dual_clip)
+
+    # --- rows and options ---------------------------------------------------------------------------------------------
 
     def rows_to_learn(self, data: Piece) -> dict[str, Any]:
         batch = self.advantage_rows(data)
@@ -141,85 +194,36 @@ class Learner(rnd.Learner):
             data = replace(data, outputs={"value": self.returns.restore(data.outputs["value"])})
         return rows.advantage_rows(data, self.layout, c.gamma, c.lambda_, c.normalize_advantage)
 
-    def update(self, batch: Any, clock: Clock) -> Update:
-        extra: dict[str, float] = {}
-        if self.novelty:
-            batch, extra["novelty"] = self.novelty.rewarded(batch)
-            batch = self.rows_to_learn(batch)
-        c = self.config
-        self.optimizer.set_lr(self.lr(clock.env_steps))
-        self.follow_schedules(clock)
-        extra["explained_variance"] = rows.explained_variance(batch["value"], batch["target"], batch["weight"])
-        if c.normalize_value:
-            # the old values move with the statistics, as the network's own do: `clip_value` bounds what learning
-            # changes
-            said = self.returns.standardize(batch["value"])
-            self.returns.update(batch["target"], batch["weight"])
-            batch = batch | {"value": self.returns.restore(said)}
-        piece = batch.get("piece")
-        batch = {k: x for k, x in batch.items() if k != "piece"}
-        results: list[Tensor] = []
-        seen = rows.flat_obs(batch), batch["weight"].reshape(-1)
-        with rows.statistics_of_what_acted(self.model, *seen, first=not self.steps):
-            for epoch in range(c.epochs):
-                before = len(results)
-                if epoch == 0:
-                    step = self.bind(batch)
-                elif piece is not None:
-                    step = self.bind(self.advantage_rows(self.with_new_values(piece)))
-                for index in rows.minibatches(self.rng, batch["weight"].shape[-1], c.minibatches):
-                    results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
-                    self.steps += 1
-                if c.target_kl is not None and Update(METRICS, results[-1]).metrics["kl"] > c.target_kl:
-                    break
-        means = torch.stack(results).mean(0).cpu()
-        update = Update((*METRICS, *extra), torch.cat([means, torch.tensor(list(extra.values()))]))
-        return self.with_kl_coef(update, results[before:]) if c.kl_coef else update
+    def in_new_units(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """`normalize_value`: the statistics of returns move, and the old values with them, as the network's own do:
+        `clip_value` bounds what learning changes."""
+        if not self.config.normalize_value:
+            return batch
+        said = self.returns.standardize(batch["value"])
+        self.returns.update(batch["target"], batch["weight"])
+        return batch | {"value": self.returns.restore(said)}
 
-    def bind(self, batch: dict[str, Any]) -> Any:
-        """`gradient_step` on the rows of this batch."""
+    def bind(self, batch: dict[str, Any]) -> Callable[[], list[Update]]:
+        """`passes_over` these rows, whose values and targets are in units of the network."""
         if self.config.normalize_value:
             batch = batch | {k: self.returns.standardize(batch[k]) for k in ("value", "target")}
-        return self._step.bind(to_torch(pack(batch, self.config.minibatches), self.device))
-
-    def rows_of(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> dict[str, Any]:
-        return take(batch, index)
-
-    def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
-        """One minibatch; METRICS."""
-        c, minibatch = self.config, take(batch, index)
-        with rows.autocast(self.device, c.precision):
-            new = rows.actor_critic(self.model, minibatch, draws)
-        old = unpack(minibatch, piece_size(batch["floats"].shape[-1], c.minibatches))
-        logp, entropy = distributions.log_prob_entropy(self.layout, new["dist"], old["action"], old.get("mask"))
-        policy_loss, ratio = losses.ppo_clip(logp, old["logp"], old["advantage"], c.clip, c.dual_clip)
-        if c.kl_coef:
-            policy_loss = policy_loss + self.kl_coef * losses.kl_estimate(old["logp"], logp)
-        value_loss = losses.value_loss(new["value"], old["target"], old["value"], c.clip_value)
-        loss = torch.dot(old["weight"], policy_loss + c.value_coef * value_loss - self.entropy_coef * entropy)
-        grad_norm = self.optimizer.step(loss)
-        with torch.no_grad():
-            change = ratio - 1.0
-            kl = change - ratio.log()  # Schulman's low-variance estimate of KL(old, new)
-            clipped = (change.abs() > c.clip).float()
-            means = torch.mv(torch.stack([policy_loss, value_loss, entropy, kl, clipped]), old["weight"])
-        return torch.cat([means, grad_norm.unsqueeze(0)])
-
-    # --- options ------------------------------------------------------------------------------------------------------
+        return self.passes_over(batch)
 
     @torch.no_grad()
     def with_new_values(self, piece: Piece) -> Piece:
-        """The rollout with the values of the weights as they are now."""
+        """`recompute_advantages`: the rollout with the values of the weights as they are now."""
         obs = tree.map(lambda x: x.flatten(0, 1), to_torch(piece.seen, self.device))
         value = self.model(obs)["value"].float().cpu().numpy().reshape(piece.first.shape)
         return replace(piece, outputs={"value": value})
 
-    def with_kl_coef(self, update: Update, last: list[Tensor]) -> Update:
-        """Adapt the weight of the penalty to the KL of the last epoch; it joins the numbers of the update."""
-        c, kl = self.config, Update(METRICS, torch.stack(last).mean(0)).metrics["kl"]
-        names, values = (*update.names, "kl_coef"), torch.cat([update.values, self.kl_coef.cpu().reshape(1)])
+    def adapt_kl_coef(self, last: list[Update]) -> dict[str, float]:
+        """The weight of the KL penalty, where there is one; then it follows the KL of the last epoch."""
+        c = self.config
+        if not c.kl_coef:
+            return {}
+        before, kl = float(self.kl_coef), Update.mean(last).metrics["kl"]
         if kl > 1.5 * c.kl_aim:
             self.kl_coef *= 2.0
         elif kl < c.kl_aim / 1.5:
             self.kl_coef /= 2.0
-        return Update(names, values)
+        return {"kl_coef": before}

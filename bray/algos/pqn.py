@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from bray import tree
 from bray.act import Clock
-from bray.algos import base, dqn, rows
-from bray.algos.base import Update, drawn, to_torch
-from bray.algos.packing import take
+from bray.algos import dqn, rows
+from bray.algos.base import Update, drawn
 from bray.config.declare import Amount, RateSchedule, ShareSchedule
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -60,9 +59,6 @@ class Config:
     """Gradients are scaled down to this norm; null = off."""
 
 
-METRICS = ("loss", "q", "td_error", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     if model.use_lstm:
         raise ConfigError("PQN without memory is what is here: set use_lstm=false, or use PPO")
@@ -79,7 +75,7 @@ class Policy(dqn.Policy):
     keeps = ("q",)
 
 
-class Learner(base.Learner):
+class Learner(rows.Learner):
     """In the trainer: rollouts in, better weights out."""
 
     config: Config
@@ -106,28 +102,15 @@ class Learner(base.Learner):
         return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), columns)
 
     def update(self, batch: dict[str, Any], clock: Clock) -> Update:
-        c = self.config
         update_normalizers(self.model, batch["obs"], batch["weight"])
         self.optimizer.set_lr(self.lr(clock.env_steps))
-        step = self._step.bind(to_torch(batch, self.device))
-        results = []
-        for _ in range(c.epochs):
-            for index in rows.minibatches(self.rng, len(batch["weight"]), c.minibatches):
-                results.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
-                self.steps += 1
-        return Update(METRICS, torch.stack(results).mean(0).cpu())
+        one_pass = self.passes_over(batch)
+        return Update.mean([step for _ in range(self.config.epochs) for step in one_pass()])
 
-    def rows_of(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> dict[str, Any]:
-        return take(batch, index)
-
-    def gradient_step(self, batch: dict[str, Any], index: Tensor, *draws: Tensor) -> Tensor:
-        """One minibatch; METRICS."""
-        minibatch = take(batch, index)
-        weight = minibatch["weight"] / minibatch["weight"].sum().clamp(min=1.0)
-        outputs = self.model(minibatch["obs"], *drawn(self.model, draws))
-        q = losses.select(outputs["q"], minibatch["action"])
-        error = q - minibatch["target"]
+    def gradient_step(self, batch: dict[str, Any], *draws: Tensor) -> Update:
+        weight = batch["weight"] / batch["weight"].sum().clamp(min=1.0)
+        q = losses.select(self.model(batch["obs"], *drawn(self.model, draws))["q"], batch["action"])
+        error = q - batch["target"]
         loss = torch.dot(weight, 0.5 * error.square())
-        grad_norm = self.optimizer.step(loss)
-        means = torch.mv(torch.stack([q, error.abs()]).detach(), weight)
-        return torch.cat([loss.detach().unsqueeze(0), means, grad_norm.unsqueeze(0)])
+        numbers = {"loss": loss, "q": q, "td_error": error.abs(), "grad_norm": self.optimizer.step(loss)}
+        return Update.of(numbers, weight)

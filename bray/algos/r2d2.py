@@ -28,7 +28,6 @@ from bray.nn.normalize import update_normalizers
 from bray.rl import losses
 from bray.spec import EnvSpec
 
-METRICS = dqn.METRICS
 Policy = dqn.Policy
 """As DQN acts; the memory travels beside it."""
 DEFAULTS = {"model": {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64], "fcnet_activation": "relu"}}

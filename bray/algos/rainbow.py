@@ -11,7 +11,6 @@ from pydantic import Field
 from bray.algos import c51
 from bray.config.declare import ShareSchedule
 
-METRICS = c51.METRICS
 make_model, experience, Policy, Learner = c51.make_model, c51.experience, c51.Policy, c51.Learner
 """All of it is C51's; only the defaults differ."""
 

@@ -77,16 +77,11 @@ class Novelty(nn.Module):
         return replace(piece, reward=piece.reward + bonus), float(bonus.sum() / max(1, np.count_nonzero(piece.valid)))
 
 
-class Learner(base.Learner):
-    """A Learner whose Config may have `rnd` and `rnd_lr`."""
-
-    novelty: Novelty | None = None
-
-    def explore(self) -> dict[str, Any]:
-        """Make what `rnd` asks for; returns what checkpoints hold of it. Called by `build`, last."""
-        c = self.config
-        if not getattr(c, "rnd", 0.0):  # PG has no such option
-            return {}
-        self.novelty = Novelty(self.spec, self.model_config, c.rnd, c.rnd_lr, self.device)
-        self.novelty_optimizer = self.novelty.optimizer  # where several ranks look for gradients to average
-        return {"novelty": self.novelty, "novelty_optimizer": self.novelty_optimizer}
+def make_novelty(learner: base.Learner) -> tuple[Novelty | None, dict[str, Any]]:
+    """What `rnd` in a Learner's Config asks for, and what checkpoints hold of it. Called by its `build`, last: weights
+    are drawn."""
+    c = learner.config
+    if not getattr(c, "rnd", 0.0):  # PG has no such option
+        return None, {}
+    novelty = Novelty(learner.spec, learner.model_config, c.rnd, c.rnd_lr, learner.device)
+    return novelty, {"novelty": novelty, "novelty_optimizer": novelty.optimizer}

@@ -7,8 +7,9 @@ T steps, B games, N = T * B rows; L rows per sequence and S sequences where the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from bray import tree
-from bray.algos.base import drawn
+from bray.algos import base
+from bray.algos.base import Update, drawn, to_torch
+from bray.algos.packing import pack, piece_size, take, unpack
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.nn.normalize import update_normalizers
@@ -24,6 +27,43 @@ from bray.rl import returns
 from bray.spec import ActionLayout
 
 logger = logging.getLogger("bray")
+
+
+class Learner(base.Learner):
+    """A Learner of rows. Its `gradient_step(batch, *draws)` gets them by name, all of them or, where the Config has
+    `minibatches`, one piece: those that `advantage_rows` makes, with weights that sum to one."""
+
+    def step_on(self, batch: dict[str, Any]) -> Update:
+        """One gradient step on all rows."""
+        update: Update = self._step(to_torch(pack(batch), self.device), *(x[0] for x in self.draw()))
+        self.steps += 1
+        return update
+
+    def passes_over(self, batch: dict[str, Any]) -> Callable[[], list[Update]]:
+        """A function that goes once over the rows in a new order: a gradient step for each of the `minibatches`."""
+        pieces = self.config.minibatches
+        step = self._step.bind(to_torch(pack(batch, pieces), self.device))
+
+        def one_pass() -> list[Update]:
+            updates = []
+            for index in minibatches(self.rng, batch["weight"].shape[-1], pieces):
+                updates.append(step(torch.from_numpy(index).to(self.device), *(x[0] for x in self.draw())))
+                self.steps += 1
+            return updates
+
+        return one_pass
+
+    def make_step(self) -> Callable[..., Any]:
+        return partial(self._on_rows, self.gradient_step)
+
+    def _on_rows(self, step: Callable[..., Any], packed: dict[str, Any], *rest: Tensor) -> Any:
+        if not hasattr(self.config, "minibatches"):
+            return step(unpack(packed), *rest)
+        size = piece_size(packed["floats" if "floats" in packed else "weight"].shape[-1], self.config.minibatches)
+        return step(unpack(take(packed, rest[0]), size), *rest[1:])
+
+    def rows_of(self, packed: dict[str, Any], *rest: Tensor) -> dict[str, Any]:
+        return take(packed, rest[0]) if hasattr(self.config, "minibatches") else packed
 
 
 def rollouts(config: Any, model: Any, **more: Any) -> Rollouts:
@@ -128,11 +168,6 @@ def _cut(x: np.ndarray, length: int) -> np.ndarray:
     return np.ascontiguousarray(pieces.reshape(length, -1, *x.shape[2:]))
 
 
-def flat_obs(batch: dict[str, Any]) -> Any:
-    """The observations of rows `[N, ...]`, also where the batch holds sequences `[L, S, ...]`."""
-    return tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch["obs"]) if "first" in batch else batch["obs"]
-
-
 def actor_critic(model: nn.Module, batch: dict[str, Any], draws: tuple[Tensor, ...] = ()) -> dict[str, Tensor]:
     """`dist [N, P]` and `value [N]` for the rows of a batch, whether the Model has a memory or not."""
     noise = drawn(model, draws)
@@ -180,8 +215,10 @@ def minibatches(rng: np.random.Generator, rows: int, pieces: int) -> Iterator[np
 
 @contextmanager
 def statistics_of_what_acted(model: nn.Module, obs: Any, weight: np.ndarray, first: bool) -> Iterator[None]:
-    """Learn inside it: the statistics of observations move afterwards, so that ratios and gradients are those of what
-    acted. At the first update of all they move before: what acted knew none."""
+    """Learn inside it: the statistics by which the Model normalises observations move afterwards, so that ratios and
+    gradients are those of the Model that acted. Before the `first` update there are no statistics yet, and they are
+    made of its own rows. `obs [..., *]` has the leading axes of `weight`."""
+    obs, weight = tree.map(lambda x: x.reshape(-1, *x.shape[weight.ndim :]), obs), weight.reshape(-1)
     if first:
         update_normalizers(model, obs, weight)
     yield
@@ -189,9 +226,9 @@ def statistics_of_what_acted(model: nn.Module, obs: Any, weight: np.ndarray, fir
         update_normalizers(model, obs, weight)
 
 
-def explained_variance(value: np.ndarray, target: np.ndarray, weight: np.ndarray) -> float:
+def explained_variance(batch: dict[str, Any]) -> float:
     """1 - Var(target - value) / Var(target) over the rows that count; 0 where the targets do not vary."""
-    value, target = value[weight > 0], target[weight > 0]
+    value, target = (batch[k][batch["weight"] > 0] for k in ("value", "target"))
     variance = float(np.var(target)) if target.size else 0.0
     return 1.0 - float(np.var(target - value)) / variance if variance > 1e-12 else 0.0
 

@@ -53,9 +53,6 @@ class Config(Continuous):
     """The target critics move this fraction of the way after every gradient step."""
 
 
-METRICS = ("critic_loss", "actor_loss", "alpha", "entropy", "q", "grad_norm")
-
-
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("squashed_gaussian", spec, model)
 
@@ -77,7 +74,7 @@ class Learner(ddpg.Learner):
     """In the trainer: replayed transitions in, better weights out. Critics and their targets never leave it."""
 
     config: Config  # type: ignore[assignment]
-    metrics = METRICS
+    actor_numbers = ("actor_loss", "alpha", "entropy")
     num_critics = 2
 
     def build(self) -> dict[str, Any]:
@@ -102,12 +99,13 @@ class Learner(ddpg.Learner):
             q_next = self.target(next_obs, next_action).amin(0) - self.log_alpha.exp() * next_logp
         return self.critic(batch["obs"], batch["action"]), q_next
 
-    def actor_loss(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, ...]:
+    def actor_loss(self, batch: dict[str, Any], draws: Any) -> dict[str, Tensor]:
         action, logp = squashed_sample(self.model(batch["obs"], *draws)["dist"], batch["noise"])
         alpha = self.log_alpha.detach().exp()
         loss = torch.mean(alpha * logp - self.critic(batch["obs"], action).amin(0))
         target = self.config.target_entropy
-        return loss, alpha.squeeze(), self.adapt(-logp.detach(), -float(self.layout.size) if target is None else target)
+        entropy = self.adapt(-logp.detach(), -float(self.layout.size) if target is None else target)
+        return {"actor_loss": loss, "alpha": alpha.squeeze(), "entropy": entropy}
 
     def adapt(self, entropy: Tensor, target: Tensor | float) -> Tensor:
         """A step of the temperature towards the entropy aimed at; returns the mean entropy."""

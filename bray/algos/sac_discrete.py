@@ -18,7 +18,7 @@ from bray.nn.catalog import ModelConfig
 from bray.rl import losses
 from bray.spec import EnvSpec
 
-METRICS, DEFAULTS = sac.METRICS, sac.DEFAULTS
+DEFAULTS = sac.DEFAULTS
 experience = sac.experience
 
 
@@ -62,18 +62,15 @@ class Learner(sac.Learner):
         q = self.critic(batch["obs"])
         return losses.select(q, batch["action"].expand(len(q), -1)), (probs * q_next).sum(-1)
 
-    def actor_loss(self, batch: dict[str, Any], draws: Any) -> tuple[Tensor, ...]:
+    def actor_loss(self, batch: dict[str, Any], draws: Any) -> dict[str, Tensor]:
         probs, logp = policy(self.model(batch["obs"], *draws)["dist"], batch.get("mask"))
         alpha = self.log_alpha.detach().exp()
         with torch.no_grad():
             q = self.critic(batch["obs"]).amin(0)
         loss = (probs * (alpha * logp - q)).sum(-1).mean()
         choices = batch["mask"].sum(-1) if "mask" in batch else torch.full_like(loss.detach(), probs.shape[-1])
-        return (
-            loss,
-            alpha.squeeze(),
-            self.adapt(-(probs * logp).sum(-1).detach(), self.config.entropy_scale * choices.log()),
-        )
+        entropy = self.adapt(-(probs * logp).sum(-1).detach(), self.config.entropy_scale * choices.log())
+        return {"actor_loss": loss, "alpha": alpha.squeeze(), "entropy": entropy}
 
 
 def policy(logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from bray.algos import ddpg
 from bray.config.declare import Amount, Count
 
-METRICS, DEFAULTS = ddpg.METRICS, ddpg.DEFAULTS
+DEFAULTS = ddpg.DEFAULTS
 Policy, experience, make_model = ddpg.Policy, ddpg.experience, ddpg.make_model
 """As DDPG acts and replays."""
 

@@ -19,18 +19,22 @@ from bray.rl.transforms import rescale, unrescale
 def ppo_clip(
     logp: Tensor, logp_old: Tensor, advantage: Tensor, clip: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r) A), r = pi/pi_old (Schulman et al. 2017), and r. Dual clip (Ye et al. 2020): at least c A where
-    A < 0.
+    """`clipped_surrogate` of r = pi/pi_old, and r."""
+    ratio = (logp - logp_old).exp()
+    return clipped_surrogate(ratio, advantage, clip, dual_clip), ratio
+
+
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float, dual_clip: float | None = None) -> Tensor:
+    """-min(r A, clip(r) A), r = pi/pi_old (Schulman et al. 2017). Dual clip (Ye et al. 2020): at least c A where A < 0.
 
     Only one side of the clip can be the minimum, 1 + clip where A > 0 and 1 - clip where A < 0: min(r A, A + clip |A|).
     A `where` on constants has a third of the backward operations of `minimum` and `clamp`.
     """
-    ratio = (logp - logp_old).exp()
     gain, bound = ratio * advantage, advantage + clip * advantage.abs()
     objective = torch.where(gain < bound, gain, bound)
     if dual_clip is not None:
         objective = torch.where(advantage < 0.0, torch.maximum(objective, dual_clip * advantage), objective)
-    return -objective, ratio
+    return -objective
 
 
 def kl_estimate(logp: Tensor, logp_other: Tensor, kind: str = "k3") -> Tensor:

@@ -168,7 +168,8 @@ class DistributedLearner:
         self._buffers: list[Tensor] = []
         if ranks.size == 1:
             return
-        for part in vars(learner).values():
+        held = (*vars(learner).values(), *getattr(learner, "_parts", {}).values())
+        for part in {id(part): part for part in held}.values():
             if isinstance(part, Optimizer):
                 part.average = self._average
             elif isinstance(part, torch.optim.Optimizer):
