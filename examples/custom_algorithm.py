@@ -73,17 +73,15 @@ class Learner(base.Learner):
 
     def update(self, batch: dict[str, Any], clock: act.Clock) -> base.Update:
         self.steps += 1
-        values = self._step(base.to_torch(batch, self.device))  # `gradient_step`, recorded
-        return base.Update(("policy_loss", "value_loss", "entropy"), values)
+        return self._step(base.to_torch(batch, self.device))  # `gradient_step`, recorded
 
-    def gradient_step(self, b: dict[str, Any]) -> torch.Tensor:
+    def gradient_step(self, b: dict[str, Any]) -> base.Update:
         weight = b["weight"] / b["weight"].sum()
         outputs = self.model(b["obs"])
         logp, entropy = distributions.log_prob_entropy(self.layout, outputs["dist"], b["action"], b.get("mask"))
-        losses = [-logp * b["advantage"], (outputs["value"] - b["target"]).square(), entropy]
-        policy_loss, value_loss, entropy = means = torch.mv(torch.stack(losses), weight)
-        self.optimizer.step(policy_loss + 0.5 * value_loss - self.config.entropy_coef * entropy)
-        return means.detach()
+        policy_loss, value_loss = -logp * b["advantage"], (outputs["value"] - b["target"]).square()
+        self.optimizer.step(torch.dot(weight, policy_loss + 0.5 * value_loss - self.config.entropy_coef * entropy))
+        return base.Update.of({"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy}, weight)
 
 
 class Reinforce:

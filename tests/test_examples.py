@@ -35,6 +35,18 @@ def test_an_algorithm_of_ones_own_learns(from_root, tmp_path, monkeypatch, capsy
     assert "examples.custom_algorithm:Reinforce on CartPole-v1" in capsys.readouterr().out
 
 
+def test_another_surrogate_of_ppo_learns(from_root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stop = ["--stop", '{"env_steps_total": 16000}']
+    monkeypatch.setattr(sys, "argv", ["own_surrogate.py", "--trial", "mine", *stop, "minibatches=8", "lr=1e-3"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / "own_surrogate.py"), run_name="__main__")
+    assert end.value.code == 0
+    returns = [row["episode_return_mean"] for row in read_results(tmp_path / "runs" / "mine")]
+    assert returns[0] < 30
+    assert returns[-1] > 60
+
+
 def test_an_algorithm_takes_under_100_lines():
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) < 100
 

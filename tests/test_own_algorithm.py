@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import bray
-from bray.algos import a2c
+from bray.algos import a2c, get_algo, ppo
 from bray.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +85,53 @@ def test_a_config_needs_no_keys_that_the_algorithm_does_not_use(tmp_path):
     (row,) = islice(exp.train(), 1)
     exp.close()
     assert row["learner_steps_total"] == 1
+
+
+class Unclipped(ppo.Learner):
+    """PPO without its clip."""
+
+    def policy_loss(self, ratio, advantage):
+        return -ratio * advantage
+
+
+def rows_of(run, path, **more):
+    keys = {**SMALL, "epochs": 4, "minibatches": 4, "lr": 1e-2, **more}
+    exp = bray.Experiment(run, "CartPole-v1", path=path, **keys)
+    rows = list(islice(exp.train(), 3))
+    exp.close()
+    return [{k: v for k, v in row.items() if k.startswith("loss/")} for row in rows]
+
+
+def test_the_surrogate_of_ppo_can_be_changed_alone(tmp_path):
+    """Without a clip it is what a clip that is never reached leaves, number by number."""
+    never = rows_of("PPO", tmp_path / "never", clip=1e6)
+    assert rows_of(Unclipped, tmp_path / "mine", clip=1e6) == never
+    assert rows_of("PPO", tmp_path / "ppo", clip=0.01) != rows_of(Unclipped, tmp_path / "again", clip=0.01)
+
+
+@dataclass(frozen=True)
+class Longer(ppo.Config):
+    rollout_length: int = 32
+
+
+class Alone(Unclipped):
+    Config, DEFAULTS = Longer, {"env": {"num_envs": 3}}
+
+
+def test_what_an_algorithm_leaves_out_is_as_in_the_one_that_it_is_derived_from():
+    made = get_algo(Unclipped)
+    for name in ("Config", "make_model", "experience", "Policy", "DEFAULTS"):
+        assert getattr(made, name) is getattr(ppo, name), name
+    assert made.Learner is Unclipped
+    assert get_algo(f"{__name__}:Unclipped").DEFAULTS == ppo.DEFAULTS
+    assert bray.Experiment(Unclipped, "CartPole-v1").config["env"].num_envs == 8
+    own = get_algo(Alone)
+    assert (own.Config, own.DEFAULTS, own.Policy) == (Longer, {"env": {"num_envs": 3}}, ppo.Policy)
+    parts = {name: getattr(a2c, name) for name in ("Config", "make_model", "Policy", "Learner")}
+    assert get_algo(SimpleNamespace(**parts)).DEFAULTS == a2c.DEFAULTS
+    assert get_algo(SimpleNamespace(**parts, DEFAULTS={})).DEFAULTS == {}
+    with pytest.raises(ConfigError, match="it needs Config, make_model, Policy, Learner; Config, make_model, Policy"):
+        get_algo(bray.algos.base.Learner)
 
 
 class Masked(gym.Env):

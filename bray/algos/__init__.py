@@ -1,8 +1,10 @@
-"""Algorithms by name. Each is one module with five names: Config, make_model, experience, Policy, Learner.
+"""Algorithms by name. Each is one module with five names: Config, make_model, experience, Policy, Learner; a sixth,
+DEFAULTS, says what it changes in the other sections.
 
 `register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one
 without touching this package; anything with the attributes will do. `experience` may be left out: see
-`make_experience`.
+`make_experience`. So may whatever is to be as in the algorithm whose Learner its own is derived from, and such a Learner
+alone is an algorithm: see `_completed`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
@@ -38,6 +42,7 @@ ALGORITHMS: dict[str, Any] = {
     "ARS": "bray.algos.ars",
 }
 NAMES = ("Config", "make_model", "Policy", "Learner")
+OPTIONAL = ("experience", "DEFAULTS", "iterate")
 
 
 def register_algo(name: str, algo: Any, replace: bool = False) -> None:
@@ -64,17 +69,34 @@ def get_algo(name: Any) -> Any:
             raise UnknownName("algorithm", name, ALGORITHMS, "--run; your own is module:Name")
     if isinstance(algo, str):
         algo = _import(algo)
+    algo = _completed(algo)
     _check(algo, algo_name(name))
     return algo
+
+
+def _completed(algo: Any) -> Any:
+    """An algorithm with the names that it leaves to those from whose Learners its own is derived; such a Learner alone
+    leaves all the others."""
+    learner = getattr(algo, "Learner", algo)
+    modules = {c: sys.modules.get(c.__module__) for c in getattr(learner, "__mro__", ())}
+    pages = [module for c, module in modules.items() if getattr(module, "Learner", None) is c]
+    places = [algo, *pages][::-1]  # the nearest one last
+    found = {n: getattr(place, n) for place in places for n in (*NAMES, *OPTIONAL) if hasattr(place, n)}
+    if all(hasattr(algo, n) for n in found):
+        return algo
+    about = ("__module__", "__name__", "__qualname__", "__doc__")
+    return SimpleNamespace(**found | {"Learner": learner} | {n: getattr(algo, n) for n in about if hasattr(algo, n)})
 
 
 CONTRACT = """
     Config                               a dataclass: @dataclass(frozen=True), a type and a default for each field
     make_model(config, spec, model) -> nn.Module
     experience(config, spec, model)      Rollouts or Replay; left out: by the Config's rollout_length or replay_size
+    DEFAULTS                             {"env": {"num_envs": 8}}, say: its own defaults of other sections; may be left out
     Policy(config, spec)                 a bray.act.Policy
     Learner(config, spec, model, model_config, seed=0, record=True)    a bray.algos.base.Learner
     Learner.update(batch, clock) -> bray.algos.base.Update(names, values, priorities=None)
+  What is left out of one whose Learner is derived from ours is as in ours: class Mine(bray.algos.ppo.Learner) is enough.
   examples/custom_algorithm.py is one, docs/algorithms.md tells more."""
 """What an algorithm has; shown where one of these is wrong."""
 
