@@ -3,11 +3,10 @@ no page of another site may ask for anything."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
+from bray.http_server import address, host_name, is_same_origin
 from bray.serving.access import ADMIN_TOKEN, Audit, Tokens
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import Refusal
@@ -15,8 +14,7 @@ from bray.serving.protocol import Refusal
 PROBES = ("/healthz", "/readyz", "/metrics")
 """Read-only, with nothing in them but numbers: any machine may ask, under any name."""
 MAX_ADMIN = 64
-"""Connections to the admin port that have not sent their request; one more closes the oldest, since a probe sends it at
-once."""
+"""Connections to the admin port that have not sent their request."""
 
 
 class AdminGuard:
@@ -37,25 +35,17 @@ class AdminGuard:
         return found
 
     def _foreign(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        host, origin = headers.get("host", "").lower(), headers.get("origin")
         other_site = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-        if other_site or (origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}")):
+        if other_site or not is_same_origin(headers):
             return Refusal(403, "foreign_origin", "pages of other sites may not use the admin port")
-        # A page whose name was pointed at this machine (DNS rebinding) is of the same origin: its name tells.
-        if path not in PROBES and host and not self._known(host):
+        name, host = host_name(headers), headers.get("host", "").lower()
+        if path not in PROBES and host and name not in self._names and address(name) is None:
             return Refusal(403, "foreign_host", f"the admin port is not called {host[:100]!r}: admin_names adds a name")
         return None
 
-    def _known(self, host: str) -> bool:
-        try:
-            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
-        except ValueError:  # an odd bracket
-            return False
-        return name in self._names or is_address(name)
-
     def _needs_token(self, method: str, path: str, headers: Mapping[str, str], peer: str) -> Refusal | None:
-        change = method not in ("GET", "HEAD")
-        if not change and (path in PROBES or is_loopback(peer)):
+        change, ip = method not in ("GET", "HEAD"), address(peer)
+        if not change and (path in PROBES or (ip is not None and ip.is_loopback)):
             return None
         kind, _, token = headers.get("authorization", "").partition(" ")
         if not self.tokens.valid:
@@ -68,19 +58,3 @@ class AdminGuard:
         if kind.lower() != "bearer" or not self.tokens.allow(token.strip().encode()):
             return Refusal(401, "bad_admin_token", "expected the header Authorization: Bearer ADMIN_TOKEN")
         return None
-
-
-def is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(peer: str) -> bool:
-    if not is_address(peer):
-        return False
-    ip = ipaddress.ip_address(peer.partition("%")[0])
-    mapped = getattr(ip, "ipv4_mapped", None)
-    return (mapped or ip).is_loopback

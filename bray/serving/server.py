@@ -15,12 +15,13 @@ from typing import Any
 
 from bray._version import __version__
 from bray.errors import ConfigError
+from bray.http_server import HttpServer, Reply, Request, listening
 from bray.serving.admin import MAX_ADMIN, AdminGuard
 from bray.serving.config import ServiceConfig
 from bray.serving.connection import Front
 from bray.serving.http import HttpConnection
 from bray.serving.metrics import Numbers, prometheus
-from bray.serving.protocol import KIND_NAMES, REASONS
+from bray.serving.protocol import KIND_NAMES
 from bray.serving.sessions import LATENCY_BOUNDS, Sessions
 from bray.serving.tcp import FirstByte
 from bray.serving.tls import HANDSHAKE_S, ServerTls
@@ -30,23 +31,6 @@ logger = logging.getLogger("bray.serving")
 
 Route = Callable[[str, str, bytes], Awaitable[tuple[int, str, bytes]]]
 """Answers (method, path, body) with (status, content type, body)."""
-
-
-def listening(host: str, port: int, shared: bool) -> socket.socket:
-    """A socket for a port; `shared`: with the other workers, and then with anybody who asks for the same."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        sock.bind((host, port))
-    except OSError as e:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({e.strerror or e}): choose another --port or --host"
-        ) from None
-    return sock
 
 
 def admin_of(config: ServiceConfig, port: int) -> int:
@@ -75,10 +59,7 @@ class Server:
         """What else ends with this worker."""
         self._started = time.time()
         self._server: asyncio.Server | None = None
-        self._admin: asyncio.Server | None = None
-        self._asking: dict[
-            asyncio.StreamWriter, None
-        ] = {}  # clients of the admin port whose request is not here yet, oldest first
+        self._admin: HttpServer | None = None
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -104,10 +85,10 @@ class Server:
         workers.
         `admin`: the admin port's socket, where whichever worker is awake is to answer."""
         shared = self.config.workers > 1 if shared is None else shared
-        sock = listening(self.config.host, self.config.port, shared)
+        sock = listening(self.config.host, self.config.port, shared=shared)
         self.port = sock.getsockname()[1]
         try:
-            admin_sock = admin or listening(self.config.admin_host, admin_of(self.config, self.port), shared)
+            admin_sock = admin or listening(self.config.admin_host, admin_of(self.config, self.port), shared=shared)
         except ConfigError:
             sock.close()
             raise
@@ -118,7 +99,8 @@ class Server:
             tls = {"ssl": self._tls.context, "ssl_handshake_timeout": HANDSHAKE_S}
         loop = self.sessions.loop
         self._server = await loop.create_server(lambda: make(self.front), sock=sock, backlog=1024, **tls)
-        self._admin = await asyncio.start_server(self._serve_admin, sock=admin_sock)
+        self._admin = HttpServer(self._answer_admin, max_waiting=MAX_ADMIN)
+        await self._admin.listen(admin_sock)
         self._sweeper = asyncio.create_task(self._sweep())
 
     async def _sweep(self) -> None:
@@ -218,53 +200,19 @@ class Server:
         known = ["healthz", "readyz", "metrics", "version", *self.routes]
         return 404, "text/plain", f"there are {', '.join('/' + name for name in known)}\n".encode()
 
-    async def _serve_admin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._asking[writer] = None
-        if len(self._asking) > MAX_ADMIN:
-            oldest = next(iter(self._asking))
-            del self._asking[oldest]
-            oldest.transport.abort()
-        try:
-            async with asyncio.timeout(10.0):  # for what the client sends; what it asks for may take longer
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                first, *lines = head.split("\r\n")
-                method, path, *_ = [*first.split(" "), "", ""]
-                headers = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-                length = int(headers.get("content-length", "0"))
-                if not 0 <= length <= 1 << 20 or not method.isalpha():
-                    raise ValueError("a body that is too large, or no request")
-                body = await reader.readexactly(length)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, ValueError, ConnectionError):
-            await self._answer_admin(writer, 400, "text/plain", b"not a request\n")
-            return
-        finally:
-            self._asking.pop(writer, None)
-        peer = str((writer.get_extra_info("peername") or ("",))[0])
-        refusal = self._guard.refusal(method, path.split("?", 1)[0], headers, peer)
+    async def _answer_admin(self, request: Request) -> Reply:
+        method, path = request.method, request.target
+        refusal = self._guard.refusal(method, request.path, request.headers, request.peer)
         if refusal is not None:
-            await self._answer_admin(writer, refusal.status, "application/json", refusal.body)
-            return
+            return Reply(refusal.status, refusal.body, "application/json")
+        status = 500
         try:
-            answer = await self.admin(method, path, body)
-        except Exception:
-            logger.exception("admin request failed")
-            answer = (500, "text/plain", b"failed; the log has it\n")
-        if method not in ("GET", "HEAD"):
-            self.access.audit.changed(peer, f"{method} {path[:100]!r} {body[:200]!r} was answered with {answer[0]}")
-        await self._answer_admin(writer, *answer)
-
-    async def _answer_admin(self, writer: asyncio.StreamWriter, status: int, kind: str, body: bytes) -> None:
-        head = (
-            f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: "
-            f"{len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        try:
-            writer.write(head.encode() + body)
-            await asyncio.wait_for(writer.drain(), 10.0)
-        except (ConnectionError, TimeoutError):
-            pass
+            status, kind, body = await self.admin(method, path, request.body)
         finally:
-            writer.close()
+            if method not in ("GET", "HEAD"):
+                what = f"{method} {path[:100]!r} {request.body[:200]!r} was answered with {status}"
+                self.access.audit.changed(request.peer, what)
+        return Reply(status, body, kind)
 
 
 def _resident() -> float:

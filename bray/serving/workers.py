@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from bray.errors import BrayError, ConfigError
+from bray.http_server import listening
 from bray.serving.actor import FAILURES
 from bray.serving.config import ServiceConfig
 from bray.serving.node import NodeGateway
-from bray.serving.server import Server, admin_of, listening
+from bray.serving.server import Server, admin_of
 from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")

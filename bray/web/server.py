@@ -15,24 +15,23 @@ somebody else that is open in the same browser can neither read episodes nor sta
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import contextlib
 import inspect
 import json
 import logging
-import os
 import re
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
+from bray.http_server import HttpServer, Reply, Request, host_name, is_same_origin, listening
 from bray.rundir import open_plain
 from bray.web.describe import describe
 from bray.web.render import LIMIT, Export, Render, RenderCache, RenderError, VideoExports
@@ -45,9 +44,9 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".
 _FILES = {"/": "render.html", "/render.js": "render.js", "/render.css": "render.css", "/icon.svg": "icon.svg"}
 _VIDEO = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.(mp4|gif)")
 _VIDEO_TYPES = {".mp4": "video/mp4", ".gif": "image/gif"}
-_LOCAL = ("127.0.0.1", "localhost", "[::1]")
+_LOCAL = ("127.0.0.1", "localhost", "::1")
 _MAX_BODY = 1 << 16
-_PART = 1 << 18  # bytes of a video that are in memory at once
+_WORKERS = 32  # requests that are answered at once
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; media-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -72,14 +71,20 @@ class RenderServer:
         self.project, self.renders = project, RenderCache(renders, limit)
         self.exports = VideoExports(project, self.renders)
         self.host = host
-        try:
-            self._http = _Http((host, port), self)
-        except OSError as e:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({e.strerror or e}); --port 0 takes any free port"
-            ) from None
-        self.port: int = self._http.server_address[1]
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.1,), name="bray-web", daemon=True)
+        self._gets: dict[str, Callable[..., Any]] = {
+            "/api/start": self.start,
+            "/api/episodes": self.episodes,
+            "/api/episode": self.episode,
+            "/api/frame": self.frame,
+            "/api/export": self.exports.find,
+        }
+        self._posts = {"/api/export": self.exports.start, "/api/stop": self.exports.stop}
+        sock = listening(host, port, "--port 0 takes any free port")
+        sock.listen()  # now: whoever reads the address may ask at once
+        self.port: int = sock.getsockname()[1]
+        self._workers = ThreadPoolExecutor(_WORKERS, "bray-web")
+        self._loop, self._closed = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, args=(sock,), name="bray-web", daemon=True)
         self._thread.start()
 
     @property
@@ -87,11 +92,72 @@ class RenderServer:
         return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '') else self.host}:{self.port}/"
 
     def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join()
+        self._workers.shutdown(wait=False, cancel_futures=True)
         self.exports.close()
         self.renders.close()
+
+    def _run(self, sock: socket.socket) -> None:
+        async def serve() -> None:
+            server = HttpServer(
+                answer, failed=_error, headers=_HEADERS, max_body=_MAX_BODY, timeout=60, keep_alive=True
+            )
+            await server.listen(sock)
+            await self._closed.wait()
+            server.close()
+
+        async def answer(request: Request) -> Reply:  # in a thread: a picture may take seconds
+            return await self._loop.run_in_executor(self._workers, self._answer, request)
+
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(serve())
+
+    # --- requests
+
+    def _answer(self, request: Request) -> Reply:
+        if why := self._not_trusted(request.headers):
+            return _error(403, why)
+        try:
+            return self._reply(request)
+        except (UnknownName, DataError) as e:
+            return _error(404, str(e))
+        except BrayError as e:
+            return _error(400, str(e))
+        except Exception as e:
+            logger.exception("%s failed", request.target[:200])
+            return _error(500, f"{type(e).__name__}: {e}")
+
+    def _not_trusted(self, headers: Mapping[str, str]) -> str:
+        """Why a request was not meant for this page: it names another machine, or another page sent it."""
+        if self.host not in ("0.0.0.0", "::", "") and host_name(headers) not in (*_LOCAL, self.host.lower()):
+            return f"this page is not called {headers.get('host', '')[:200]!r}"
+        return "" if is_same_origin(headers) else "requests of other pages are not answered"
+
+    def _reply(self, request: Request) -> Reply:
+        path, calls = request.path, self._posts if request.method == "POST" else self._gets
+        given: Any = {k: v[-1] for k, v in parse_qs(urlsplit(request.target).query, keep_blank_values=True).items()}
+        if request.method == "POST":
+            try:
+                given = json.loads(request.body)
+            except (ValueError, RecursionError):
+                given = None
+            if not isinstance(given, dict):
+                return _error(400, "expected a JSON object")
+        elif request.method not in ("GET", "HEAD"):
+            return _error(405, "expected GET or POST")
+        elif path in _FILES:
+            file = _STATIC / _FILES[path]
+            return Reply(200, file.read_bytes(), _TYPES[file.suffix] + "; charset=utf-8")
+        elif path == "/video":
+            video, name = _call(self.video, given), given["file"]
+            extra = {"Content-Disposition": f'attachment; filename="{name}"'} if "download" in given else {}
+            return Reply(200, video, _VIDEO_TYPES[Path(name).suffix], extra)
+        if path not in calls:
+            return _error(404, f"there is nothing at {request.target[:200]}")
+        answer = _call(calls[path], given)
+        body = json.dumps(asdict(answer) if isinstance(answer, Export) else answer, allow_nan=False)
+        return Reply(200, body.encode(), "application/json")
 
     # --- what the page asks for: a request's parameters are those of the method, by name and type
 
@@ -133,150 +199,8 @@ class RenderServer:
         raise DataError(f"there is no video {file!r}")
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], page: RenderServer):
-        self.page = page
-        self._connections: set[socket.socket] = set()
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        super(ThreadingHTTPServer, self).server_bind()  # its own looks up this machine's name, which may take seconds
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._connections.add(request)
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._connections.discard(request)
-        super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        super().server_close()
-        for connection in list(self._connections):  # browsers keep them open
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a connection of %s broke", client_address, exc_info=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 60.0
-    disable_nagle_algorithm = True  # else head and body, written one after the other, are 40 ms apart
-    server: _Http
-
-    def do_GET(self) -> None:
-        page, parts = self.server.page, urlsplit(self.path)
-        query = {k: v[-1] for k, v in parse_qs(parts.query, keep_blank_values=True).items()}
-        if not self._is_trusted():
-            return
-        if parts.path in _FILES:
-            file = _STATIC / _FILES[parts.path]
-            return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix] + "; charset=utf-8")
-        if parts.path == "/video":
-            return self._answer(lambda: self._video(_call(page.video, query), query))
-        calls: dict[str, Callable[..., Any]] = {
-            "/api/start": page.start,
-            "/api/episodes": page.episodes,
-            "/api/episode": page.episode,
-            "/api/frame": page.frame,
-            "/api/export": page.exports.find,
-        }
-        self._json(calls.get(parts.path), query)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        exports = self.server.page.exports
-        length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _MAX_BODY:
-            self.close_connection = True
-            return self._fail(HTTPStatus.BAD_REQUEST, f"expected a body of at most {_MAX_BODY} bytes")
-        data = self.rfile.read(int(length))
-        if not self._is_trusted():
-            return
-        try:
-            body = json.loads(data)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            return self._fail(HTTPStatus.BAD_REQUEST, "expected a JSON object")
-        calls: dict[str, Callable[..., Any]] = {"/api/export": exports.start, "/api/stop": exports.stop}
-        self._json(calls.get(urlsplit(self.path).path), body)
-
-    # --- answers
-
-    def _json(self, function: Callable[..., Any] | None, given: Mapping[str, Any]) -> None:
-        """Answer with what a method of the page returns."""
-        if function is None:
-            return self._fail(HTTPStatus.NOT_FOUND, f"there is nothing at {self.path[:200]}")
-
-        def send() -> None:
-            answer = _call(function, given)
-            body = json.dumps(asdict(answer) if isinstance(answer, Export) else answer, allow_nan=False)
-            self._send(HTTPStatus.OK, body.encode(), "application/json")
-
-        self._answer(send)
-
-    def _answer(self, send: Any) -> None:
-        try:
-            send()
-        except (UnknownName, DataError) as e:
-            self._fail(HTTPStatus.NOT_FOUND, str(e))
-        except BrayError as e:
-            self._fail(HTTPStatus.BAD_REQUEST, str(e))
-        except (ConnectionError, TimeoutError):
-            raise
-        except Exception as e:
-            logger.exception("%s failed", self.path[:200])
-            self._fail(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(e).__name__}: {e}")
-
-    def _video(self, video: BinaryIO, query: Mapping[str, str]) -> None:
-        """Piece by piece: one may be larger than memory."""
-        name = query["file"]
-        extra = {"Content-Disposition": f'attachment; filename="{name}"'} if "download" in query else {}
-        with video:
-            left = os.fstat(video.fileno()).st_size
-            self._head(HTTPStatus.OK, left, _VIDEO_TYPES[Path(name).suffix], extra)
-            while self.command != "HEAD" and left and (part := video.read(min(left, _PART))):
-                self.wfile.write(part)
-                left -= len(part)
-        if left and self.command != "HEAD":
-            self.close_connection = True  # it was cut while it was read: less was sent than was said
-
-    def _is_trusted(self) -> bool:
-        """Whether the request was meant for this page: it names this machine, and no other page sent it."""
-        host = self.headers.get("Host", "")
-        name, _, _ = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", "")
-        wanted = self.server.page.host
-        origin = self.headers.get("Origin")
-        if wanted not in ("0.0.0.0", "::", "") and name.lower() not in (*_LOCAL, wanted.lower()):
-            self._fail(HTTPStatus.FORBIDDEN, f"this page is not called {host[:200]!r}")
-        elif origin is not None and origin.partition("://")[2] != host:
-            self._fail(HTTPStatus.FORBIDDEN, "requests of other pages are not answered")
-        else:
-            return True
-        return False
-
-    def _fail(self, status: HTTPStatus, message: str) -> None:
-        self._send(status, json.dumps({"error": message}).encode(), "application/json")
-
-    def _send(self, status: HTTPStatus, body: bytes, kind: str, extra: Mapping[str, str] | None = None) -> None:
-        self._head(status, len(body), kind, extra or {})
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _head(self, status: HTTPStatus, size: int, kind: str, extra: Mapping[str, str]) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Type": kind, "Content-Length": str(size), **_HEADERS, **extra}.items():
-            self.send_header(key, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        logger.debug(format, *args)
+def _error(status: int, message: str) -> Reply:
+    return Reply(status, json.dumps({"error": message}).encode(), "application/json")
 
 
 def _call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:

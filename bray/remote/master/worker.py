@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, MissingComponent, UnknownName
+from bray.http_server import HttpServer, Reply, Request, listening
 from bray.limited_log import OncePer
 from bray.metrics import ENV_STEPS, ITERATION, CsvSink, EpisodeStats, JsonlSink, Sinks, TensorBoardSink
 from bray.rundir import RunDir, pack_state, unpack_state, write_atomic
@@ -129,7 +129,8 @@ class Master:
         self._sinks = Sinks([JsonlSink(self._path / "result.jsonl"), CsvSink(self._path / "progress.csv")])
 
     async def start(self) -> None:
-        self._http = _serve_metrics(self, self._port)
+        self._http = HttpServer(self._page)
+        await self._http.listen(listening("127.0.0.1", self._port, "choose another metrics_port"))
         self._ticking = asyncio.ensure_future(self._tick())
 
     async def close(self) -> None:
@@ -137,8 +138,7 @@ class Master:
         self._close()  # not in a thread: there are none when the interpreter ends
 
     def _close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+        self._http.close()
         for end in (self._row, self._save, self._board.close, self._sinks.close):
             try:
                 end()
@@ -301,8 +301,13 @@ class Master:
         ]
         return "\n".join(lines) + "\n"
 
+    async def _page(self, request: Request) -> Reply:
+        found = request.path == "/metrics"
+        body = await asyncio.to_thread(self.prometheus) if found else "expected /metrics\n"
+        return Reply(200 if found else 404, body.encode(), "text/plain; version=0.0.4")
+
     def metrics_port(self) -> int:
-        return self._http.server_address[1]
+        return self._http.port
 
     # --- TensorBoard --------------------------------------------------------------------------------------------------
 
@@ -401,25 +406,3 @@ class Master:
 
 def _tag(name: str, labels: Labels) -> str:
     return name + ("{" + ",".join(f"{k}={v}" for k, v in labels) + "}" if labels else "")
-
-
-def _serve_metrics(master: Master, port: int) -> ThreadingHTTPServer:
-    class Page(BaseHTTPRequestHandler):
-        timeout = 10.0
-
-        def do_GET(self) -> None:
-            found = self.path.split("?")[0] == "/metrics"
-            body = (master.prometheus() if found else "expected /metrics\n").encode()
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Prometheus asks every few seconds: not worth a line."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", port), Page)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, name="bray-metrics", daemon=True).start()
-    return server
