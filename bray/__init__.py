@@ -7,6 +7,7 @@ Ray nor an environment.
 
 import ast
 import pkgutil
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,6 @@ def _public_names() -> dict[str, str]:
 
 _HOMES = _public_names()
 __all__ = sorted([*_HOMES, "__version__"])
-compat.install()
 
 
 def __getattr__(name: str) -> Any:
@@ -85,6 +85,9 @@ def __getattr__(name: str) -> Any:
     value = import_module("bray.fake") if name == "fake" else getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+compat.install(sys.modules[__name__], _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """Code of the first Bray: module names, public names and keywords that are spelled otherwise here.
 
 What has a counterpart works, with one warning that names it; what has none is an error that says what to write instead.
-docs/moving.md has the whole table. New code uses nothing of this file.
+docs/moving.md has the whole table. New code uses nothing of this file, and nothing below imports it: `import bray` lets
+it see each module of a public name once, and old spellings are put around what is there.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import CodeType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
+from bray.after_import import after_import
 from bray.errors import ConfigError, did_you_mean
 
 logger = logging.getLogger("bray")
@@ -106,30 +106,65 @@ def translate(name: str, given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keywords of a call."""
 
 
-def old_keywords(name: str) -> Callable[[F], F]:
-    """Decorates a function or a constructor: it takes the old keywords of `name` too."""
+def _keywords(name: str) -> Callable[..., Call]:
+    return lambda *args, **kwargs: (args, translate(name, kwargs))
 
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **(translate(name, kwargs) if kwargs else kwargs))
 
-        return called  # type: ignore[return-value]
+def _serve(self: Any, *args: Any, **kwargs: Any) -> Call:
+    """`serve(Actor=AgentActor, ...)` takes the keywords of an AgentActor."""
+    from bray.serving.agent import AgentActor
 
-    return decorate
+    ours = getattr(kwargs.get("Actor", *args[:1]), "__init__", None) is AgentActor.__init__
+    return (self, *args), translate("AgentActor", kwargs) if ours else kwargs
+
+
+def _train(self: Any, train: Any = None, *args: Any, **kwargs: Any) -> Call:
+    """`train(train=bray.train, ...)`."""
+    return ((self,), as_trainer(kwargs)) if is_old_train(train) else ((self, train, *args), kwargs)
+
+
+_CALLS: Mapping[str, Callable[..., Call]] = {
+    "AgentActor.__init__": _keywords("AgentActor"),
+    "RemoteActor.serve": _serve,
+    "RemoteModel.__init__": _keywords("RemoteModel"),
+    "RemoteModel.get_model": _keywords("get_model"),
+    "RemoteTrainer.__init__": _keywords("RemoteTrainer"),
+    "RemoteTrainer.train": _train,
+    "TorchTensorBuffer.__init__": _keywords("TorchTensorBuffer"),
+    "make_batch": _keywords("make_batch"),
+    "query": _keywords("query"),
+}
+"""Public function or method: a call of it, in today's spelling."""
+
+
+def adapt(module: ModuleType) -> None:
+    """Let the public names of a module be called in the old spelling too."""
+    for spelled, to_new in _CALLS.items():
+        name, _, method = spelled.partition(".")
+        if (found := vars(module).get(name)) is None:
+            continue
+        places = [(found, method)] if method else [(module, name), (sys.modules[found.__module__], name)]
+        wrapped = _around(getattr(*places[0]), to_new)
+        for place, attribute in places:
+            setattr(place, attribute, wrapped)
+
+
+def _around(function: Callable[..., Any], to_new: Callable[..., Call]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args, kwargs = to_new(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
 
-_MOVED = {
-    "flatten_nested_array": ("bray.tree", "leaves"),
-    "split_batch": ("bray.tree", "split"),
-    "FakeActor": ("bray.fake.actor", "FakeActor"),
-}
-"""Old name: (module, name) today, of what is not a public name of `bray`."""
 _NO_LONGER = {
     "export_onnx": "`bray export RUN_DIR` writes ONNX files; RemoteModel(..., use_onnx='train') answers through one",
     "get_step": 'bray.RemoteModel("NAME").step is the step of a model',
@@ -150,8 +185,10 @@ def old_name(name: str, known: Iterable[str]) -> Any:
 
 
 def _ray() -> Any:
+    from bray.cluster.ray import ray
+
     warn_once("bray.ray", "import ray")
-    return import_module("ray")
+    return ray
 
 
 def _state_dumper() -> Callable[..., None]:
@@ -165,8 +202,10 @@ def _state_dumper() -> Callable[..., None]:
 def _launch_path() -> Callable[[], str]:
     def get_trial_launch_path() -> str:
         """The directory of the session's TensorBoard events."""
+        from bray.cluster.session import session
+
         warn_once("bray.get_trial_launch_path()", "str(bray.init(...).path)")
-        return str(import_module("bray.cluster.session").session().numbers)
+        return str(session().numbers)
 
     return get_trial_launch_path
 
@@ -202,59 +241,11 @@ def as_trainer(given: Mapping[str, Any]) -> dict[str, Any]:
     if evaluation[0] is not None:
         pairs = zip(("buffer", "interval", "steps"), evaluation, strict=True)
         made["eval"] = {k: v for k, v in pairs if v is not None}
-    made.setdefault("config", import_module("bray.remote.master").get("config"))
+    if "config" not in made:
+        from bray.remote.master.handle import get
+
+        made["config"] = get("config")
     return {k: v for k, v in made.items() if v is not None or k == "clip_grad_max_norm"}
-
-
-# --- ray.get ----------------------------------------------------------------------------------------------------------
-
-
-def let_ray_get_take_ours() -> None:
-    """`ray.get` of what `bray.set`, `push` and `add_source` return gives its result: the first Bray returned references
-    of Ray. Where Ray is not imported yet, this waits until it is."""
-    ray: Any = sys.modules.get("ray")
-    if ray is not None:
-        _patch(ray)
-    elif not any(isinstance(finder, _RayImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RayImport())
-
-
-def _patch(ray: Any) -> None:
-    original = ray.get
-    if hasattr(original, "takes_ours"):
-        return
-
-    @functools.wraps(original)
-    def get(refs: Any, **kwargs: Any) -> Any:
-        if isinstance(refs, list) and any(map(_is_ours, refs)):
-            return [get(ref, **kwargs) for ref in refs]
-        return refs.result(kwargs.get("timeout")) if _is_ours(refs) else original(refs, **kwargs)
-
-    get.takes_ours = True  # type: ignore[attr-defined]
-    ray.get = get
-
-
-class _RayImport(MetaPathFinder):
-    """Waits for `import ray`."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != "ray":
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_patch(module: ModuleType) -> None:
-                execute(module)
-                _patch(module)
-
-            spec.loader.exec_module = execute_and_patch  # type: ignore[method-assign]
-        return spec
-
-
-def _is_ours(ref: Any) -> bool:
-    return type(ref).__module__.startswith("bray.") and hasattr(ref, "result")
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -285,9 +276,20 @@ HOROVOD = """horovod is not there, and not needed: `train` is called inside a pr
 A bray.Trainer needs none of it: gradients of its loss are averaged over all ranks (docs/moving.md)"""
 
 
+def _moved(name: str) -> Any:
+    """Names of old modules that are no public names of `bray` today; None for others."""
+    from bray.fake.actor import FakeActor
+    from bray.tree import leaves, split
+
+    return {"flatten_nested_array": leaves, "split_batch": split, "FakeActor": FakeActor}.get(name)
+
+
 class _OldModules(MetaPathFinder, Loader):
     """Asked by `import` when nobody else has found a module. Those of the first Bray hand out the public names of this
-    one."""
+    one, `bray`."""
+
+    def __init__(self, bray: ModuleType):
+        self._bray = bray
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname == "horovod":
@@ -300,18 +302,16 @@ class _OldModules(MetaPathFinder, Loader):
         name = module.__name__
         command = MODULES[name]
         warn_once(name, f"`bray {' '.join(command)}`" if command else "the names of `import bray`")
-        module.__getattr__ = _public_name  # type: ignore[method-assign]
+        module.__getattr__ = self._public_name  # type: ignore[method-assign]
+
+    def _public_name(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _moved(name) or getattr(self._bray, name)
 
     def get_code(self, name: str) -> CodeType:
         """For `python -m NAME`."""
         return compile(f"from bray.compat import run_command\nrun_command({name!r})", name, "exec")
-
-
-def _public_name(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    module, today = _MOVED.get(name, ("bray", name))
-    return getattr(import_module(module), today)
 
 
 def run_command(module: str) -> None:
@@ -323,7 +323,9 @@ def run_command(module: str) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "bray", *command, *sys.argv[1:]])
 
 
-def install() -> None:
-    """Let `import` find the old modules. `import bray` does it."""
-    if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
-        sys.meta_path.append(_OldModules())
+def install(bray: ModuleType, homes: Mapping[str, str]) -> None:
+    """Let `import` find the old modules, and old keywords reach the public names of `bray`, whose `homes` are modules.
+    `import bray` does it."""
+    for home in {homes[spelled.partition(".")[0]] for spelled in _CALLS}:
+        after_import(home, adapt)
+    sys.meta_path.append(_OldModules(bray))

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "bray"
 LAYERS = [
     {
         "_version",
-        "compat",
+        "after_import",
         "compiled",
         "errors",
         "http_server",
@@ -35,12 +35,11 @@ LAYERS = [
     {"service"},
     {"experiment", "fake"},
     {"launch", "web"},
-    {"cli"},
+    {"cli", "compat"},
     {"__main__"},
 ]
 # Within the first two layers and among the siblings of the third: who may use whom.
 WITHIN = {
-    "compat": {"errors"},
     "errors": {"_version"},
     "http_server": {"errors"},
     "tree": {"errors"},

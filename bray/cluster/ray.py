@@ -30,9 +30,9 @@ from bray.cluster.protocol import (
     missing,
     name_taken,
 )
+from bray.cluster.ray_get import let_ray_get_take_ours
 from bray.cluster.ray_start import alive_nodes
 from bray.cluster.session import ClusterSession, SessionInfo, enter, session
-from bray.compat import let_ray_get_take_ours
 from bray.errors import MissingComponent, ResourceError, Unreachable
 from bray.inference.host import Promise
 from bray.log_format import log_formatter, set_log_format

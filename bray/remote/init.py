@@ -11,9 +11,9 @@ from typing import Any
 
 from bray.cluster.local import LocalCluster
 from bray.cluster.protocol import Cluster
+from bray.cluster.ray_get import let_ray_get_take_ours
 from bray.cluster.ray_start import start_ray
 from bray.cluster.session import ClusterSession, SessionInfo, current, enter, shutdown
-from bray.compat import let_ray_get_take_ours
 from bray.errors import ConfigError, UnknownName
 from bray.log_format import log_format
 from bray.remote.master.handle import start_master

@@ -17,7 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bray.compat import old_keywords
 from bray.errors import ConfigError, WaitError
 from bray.limited_log import LimitedLog
 from bray.serving.actor import FAILURES, Actor
@@ -99,7 +98,6 @@ class AgentActor(Actor):
     _unmade: tuple[str, Exception] | None  # the first of them that could not be made, and why
     _said: set[str]  # agents whose failure is in the log, once per session
 
-    @old_keywords("AgentActor")
     def __init__(
         self,
         agents: Mapping[str, type],

@@ -16,9 +16,9 @@ from typing import Any
 
 from bray.cluster.protocol import Member, Node
 from bray.cluster.session import ClusterSession, session
-from bray.compat import translate
 from bray.config import ConfigSource, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
+from bray.http_server import listening
 from bray.inference.host import Promise
 from bray.remote.actor.worker import ActorWorker, HeadWorker, Service
 from bray.remote.master.handle import get
@@ -26,7 +26,7 @@ from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
-from bray.serving.server import admin_of, listening
+from bray.serving.server import admin_of
 from bray.serving.workers import Prepare
 
 logger = logging.getLogger("bray.remote")
@@ -118,10 +118,8 @@ class RemoteActor:
             raise ConfigError(f"expected serve(Actor=MyActor, ...) with a class, got {Actor!r:.60}")
         if self._session is not None:
             raise ConfigError(f"RemoteActor {self.name!r} serves already: stop() it first, or make another one")
-        if getattr(Actor, "__init__", None) is AgentActor.__init__:
-            kwargs = translate("AgentActor", kwargs)
-            if "config" not in kwargs and not args[1:]:
-                kwargs["config"] = get("config")
+        if getattr(Actor, "__init__", None) is AgentActor.__init__ and "config" not in kwargs and not args[1:]:
+            kwargs["config"] = get("config")
         if isinstance(Actor, type) and issubclass(Actor, AgentActor) and kwargs.get("serialize") == "proto":
             for key in ("tick_input_proto", "tick_output_proto"):  # .proto files are found here, not on every node
                 kwargs[key] = compile_message(kwargs.get(key), key)

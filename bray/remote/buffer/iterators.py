@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.compat import old_keywords
 from bray.errors import ConfigError, UnknownName
 from bray.remote.buffer.reader import forget_interrupt, interrupt
 from bray.tree import NestedArray
@@ -50,7 +49,6 @@ class TorchTensorBuffer(Iterator[Any]):
     """Batches as tensors on a device. On the CPU they share the batches' memory; to a GPU they are copied from pinned
     memory while the caller goes on."""
 
-    @old_keywords("TorchTensorBuffer")
     def __init__(self, buffer: Iterable[NestedArray], device: Any = None):
         import torch
 
@@ -236,7 +234,6 @@ def handle_nested_array(nested: NestedArray, handler: Callable[[Any], Any]) -> N
     return tree.map(handler, nested)
 
 
-@old_keywords("make_batch")
 def make_batch(samples: Sequence[NestedArray], kind: str = "stack") -> NestedArray:
     """Trees of one structure -> one tree `[len(samples), ...]`; kind "concate" joins them along their first axis
     instead."""

@@ -18,7 +18,6 @@ import numpy as np
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import ClusterSession, current, session
-from bray.compat import old_keywords
 from bray.errors import BrayError, ConfigError, DataError, MissingComponent, UnknownName
 from bray.inference.host import Promise
 from bray.remote.master.worker import KEPT, KINDS, LAST_KINDS, Key, Labels, Master, Merged
@@ -180,7 +179,6 @@ def _labels(given: Mapping[str, Any]) -> Labels:
     return tuple(sorted((k, str(v)) for k, v in given.items()))
 
 
-@old_keywords("query")
 def query(name: str, kind: str = "time_window_avg", **labels: Any) -> float | None:
     """What all processes have merged under this name; None where nothing came in the time window."""
     flush()

@@ -19,7 +19,6 @@ import numpy as np
 from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.compat import old_keywords
 from bray.errors import ConfigError, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote.master.handle import add_graph, set_tensorboard_step
@@ -47,7 +46,6 @@ class RemoteModel:
                          `bray.remote.model.options.ModelOptions`
     """
 
-    @old_keywords("RemoteModel")
     def __init__(
         self,
         name: str,
@@ -170,7 +168,6 @@ class RemoteModel:
         ref, step = self._known().keeper.call("weights", retry=True).result()
         return session().cluster.get(ref), step
 
-    @old_keywords("get_model")
     def get_model(self) -> Any:
         """A torch module of your own, with the newest weights."""
         about = self._known().keeper.call("about", retry=True).result()

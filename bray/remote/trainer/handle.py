@@ -22,7 +22,6 @@ import msgspec
 
 from bray.cluster import io
 from bray.cluster.session import ClusterSession, session
-from bray.compat import as_trainer, is_old_train, old_keywords
 from bray.errors import BrayError, ConfigError, ResourceError, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.trainer.options import gpus_of_rank
@@ -53,7 +52,6 @@ class RemoteTrainer:
     `bray.remote.trainer.options.RankOptions` explains each
     """
 
-    @old_keywords("RemoteTrainer")
     def __init__(
         self,
         name: str | None = None,
@@ -96,8 +94,6 @@ class RemoteTrainer:
         """
         from bray.remote.trainer.worker import Plan
 
-        if is_old_train(train):
-            train, kwargs = None, as_trainer(kwargs)
         if train is None:
             plan = self._driven(*args, **kwargs)
         elif callable(train):
