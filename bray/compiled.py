@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 
+F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("bray")
 _told: list[str] = []
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Any:
+def compiled(function: F, **options: Any) -> F:
     """`function` as machine code, made when it is first called and kept on disk: beside the package, else in the user's
     cache."""
     try:

@@ -36,7 +36,8 @@ class EpsilonGreedy(Rule):
     def _epsilons(self, rows: int, env_steps: int) -> float | np.ndarray:
         if self._exponents is None or len(self._exponents) != rows:
             return self._middle(env_steps)
-        return np.power(self.epsilon(env_steps), self._exponents)
+        epsilons: np.ndarray = np.power(self.epsilon(env_steps), self._exponents)
+        return epsilons
 
     def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
         return {"action": epsilon_greedy(outputs["q"], self._epsilons(len(outputs["q"]), clock.env_steps), rng, mask)}
@@ -61,7 +62,7 @@ RULES[EpsilonGreedy.name] = EpsilonGreedy
 def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: Mask = None) -> np.ndarray:
     """The best action `[B]` by `q [B, N]`, or with probability epsilon (one, or `[B]`; drawn per row) a uniformly
     random legal one."""
-    best = (q if mask is None else np.where(mask, q, -np.inf)).argmax(-1)
+    best: np.ndarray = (q if mask is None else np.where(mask, q, -np.inf)).argmax(-1)
     if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
     batch, n = q.shape
@@ -77,4 +78,5 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
     else:
         order, legal = np.argsort(~mask, axis=-1, kind="stable"), mask.sum(-1)  # legal actions first
         other = np.take_along_axis(order, np.minimum((u * legal).astype(np.int64), legal - 1)[:, None], -1)[:, 0]
-    return np.where(explore, other, best)
+    chosen: np.ndarray = np.where(explore, other, best)
+    return chosen

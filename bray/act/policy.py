@@ -129,7 +129,8 @@ def go_on(deciding: Deciding, outputs: dict[str, Any], forward: Callable[..., di
         try:
             inputs = deciding.send(outputs)
         except StopIteration as end:
-            return end.value
+            decision: Decision = end.value
+            return decision
         outputs = forward(*inputs)
 
 

@@ -40,9 +40,10 @@ class Squashed(Continuous):
 
     def explore(self, x: np.ndarray, rng: Rng, clock: Clock) -> np.ndarray:
         mean, log_std = np.split(x, 2, -1)
-        if rng is None:
-            return np.tanh(mean)
-        return np.tanh(mean + np.exp(log_std) * normal(rng, clock.decisions, self.noise_hold, *mean.shape))
+        if rng is not None:
+            mean = mean + np.exp(log_std) * normal(rng, clock.decisions, self.noise_hold, *mean.shape)
+        action: np.ndarray = np.tanh(mean)
+        return action
 
 
 class Deterministic(Continuous):
@@ -84,7 +85,8 @@ def normal(rng: np.random.Generator, decisions: int | None, hold: int, rows: int
         return rng.standard_normal((rows, size), np.float32)
     octaves = hold.bit_length()
     block, at = divmod(decisions, 1 << octaves - 1)
-    return _pink(tuple(rng.bit_generator.seed_seq.generate_state(4)), block, octaves, rows, size)[at]
+    noise: np.ndarray = _pink(tuple(rng.bit_generator.seed_seq.generate_state(4)), block, octaves, rows, size)[at]
+    return noise
 
 
 @lru_cache(8)  # a generator for each step would cost more than the step
@@ -92,14 +94,16 @@ def _pink(seed: tuple[int, ...], block: int, octaves: int, rows: int, size: int)
     """The noise of as many steps as the slowest octave holds its number."""
     rng = np.random.default_rng([*seed, block])
     parts = [np.repeat(rng.standard_normal((1 << octaves - 1 - k, rows, size)), 1 << k, 0) for k in range(octaves)]
-    return (np.sum(parts, 0) / math.sqrt(octaves)).astype(np.float32)
+    noise: np.ndarray = np.sum(parts, 0) / math.sqrt(octaves)
+    return noise.astype(np.float32)
 
 
 def random_actions(rng: np.random.Generator, decisions: int | None, hold: int, rows: int, size: int) -> np.ndarray:
     """Random actions `[rows, size]`, each number uniform in [-1, 1], white or pink as in `normal`."""
     if hold == 1:
         return rng.uniform(-1.0, 1.0, (rows, size)).astype(np.float32)
-    return _erf(normal(rng, decisions, hold, rows, size) / math.sqrt(2.0)).astype(np.float32)
+    uniform: np.ndarray = _erf(normal(rng, decisions, hold, rows, size) / math.sqrt(2.0))
+    return uniform.astype(np.float32)
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])

@@ -110,7 +110,7 @@ def write_episodes(prefix: Path | str, episodes: Iterable[Episode], per_file: in
     return writer.paths
 
 
-class EpisodeReader(Sequence):
+class EpisodeReader(Sequence[Episode]):
     """The episodes of a file, of several files, or of all trajectory files of a directory, in order of name. Only the
     indexes are read at first; `reader[i]` reads one episode."""
 
@@ -164,7 +164,8 @@ class EpisodeReader(Sequence):
         for i, part in enumerate(parts):
             if part.keys() != columns:
                 raise DataError(f"episode {i} has columns {sorted(part)}, the first one {sorted(columns)}")
-        return tree.concat(parts)
+        rows: dict[str, NestedArray] = tree.concat(parts)
+        return rows
 
 
 def to_pickle(path: Path | str, episodes: Iterable[Episode]) -> None:
@@ -212,8 +213,8 @@ def _squeeze(episode: Episode) -> NestedArray:
     stacks: dict[str, np.ndarray] = {}
     leaves = iter(range(len(tree.leaves(episode["obs"]))))
 
-    def leaf(x: Any) -> np.ndarray:
-        x = np.asarray(x)
+    def leaf(values: Any) -> np.ndarray:
+        x = np.asarray(values)
         number = next(leaves)
         if x.ndim < 3 or len(x) < 2 or not 2 <= x.shape[1] <= _MAX_STACK or not np.array_equal(x[1:, :-1], x[:-1, 1:]):
             return x

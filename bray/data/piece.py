@@ -19,7 +19,7 @@ _LAST = ("drop", "last", "null_padding")
 
 @dataclass
 class Piece:
-    """T rows of B games, time first. Rows follow the autoreset rule of docs/architecture.md: where `valid[t]`, the
+    """T rows of B games, time first. Rows follow the autoreset rule of `bray/envs/vector.py`: where `valid[t]`, the
     successor of row t is row t + 1, which is why observations and outputs have one row more than actions."""
 
     obs: NestedArray
@@ -69,11 +69,12 @@ class Piece:
 
     @property
     def length(self) -> int:
-        return self.reward.shape[0]
+        return len(self.reward)
 
     @property
     def num_envs(self) -> int:
-        return self.reward.shape[1]
+        games: int = self.reward.shape[1]
+        return games
 
     def check(self) -> Piece:
         """Raise DataError unless all columns have the same T and B; returns itself."""

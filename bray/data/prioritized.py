@@ -98,14 +98,15 @@ class SumTree:
 
 
 @partial(compiled, inline="always")
-def _sum(tree, i):
+def _sum(tree: np.ndarray, i: int) -> float:
     """Eight neighbours, in the order in which a descent halves them."""
-    left = (tree[i] + tree[i + 1]) + (tree[i + 2] + tree[i + 3])
-    return left + ((tree[i + 4] + tree[i + 5]) + (tree[i + 6] + tree[i + 7]))
+    left: float = (tree[i] + tree[i + 1]) + (tree[i + 2] + tree[i + 3])
+    right: float = (tree[i + 4] + tree[i + 5]) + (tree[i + 6] + tree[i + 7])
+    return left + right
 
 
 @compiled
-def _lift(tree, offsets, nodes):
+def _lift(tree: np.ndarray, offsets: np.ndarray, nodes: np.ndarray) -> None:
     """Recompute the ancestors of some leaves, level by level; `nodes` is overwritten. Neighbours that share a parent
     cost one sum, so sorted slots (as stratified draws are) are cheapest."""
     for level in range(1, offsets.shape[0]):
@@ -120,7 +121,7 @@ def _lift(tree, offsets, nodes):
 
 
 @compiled
-def _rebuild(tree, offsets):
+def _rebuild(tree: np.ndarray, offsets: np.ndarray) -> None:
     for level in range(1, offsets.shape[0]):
         below, here = offsets[level - 1], offsets[level]
         for node in range((here - below) >> 3):
@@ -128,7 +129,9 @@ def _rebuild(tree, offsets):
 
 
 @compiled
-def _turn(tree, offsets, flags, enter, leave, count, priority):
+def _turn(
+    tree: np.ndarray, offsets: np.ndarray, flags: np.ndarray, enter: int, leave: int, count: int, priority: np.ndarray
+) -> None:
     nodes = np.empty(2 * count, np.int64)
     n = 0
     if leave >= 0:
@@ -145,7 +148,17 @@ def _turn(tree, offsets, flags, enter, leave, count, priority):
 
 
 @compiled
-def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
+def _draw(
+    tree: np.ndarray,
+    offsets: np.ndarray,
+    u: np.ndarray,
+    beta: float,
+    newest: int,
+    size: int,
+    slots: np.ndarray,
+    ids: np.ndarray,
+    weight: np.ndarray,
+) -> None:
     n = u.shape[0]
     total = tree[-1]
     x = np.empty(n, np.float64)
@@ -195,7 +208,18 @@ def _draw(tree, offsets, u, beta, newest, size, slots, ids, weight):
 
 
 @compiled
-def _update(tree, offsets, flags, id, priority, oldest, newest, alpha, eps, largest):
+def _update(
+    tree: np.ndarray,
+    offsets: np.ndarray,
+    flags: np.ndarray,
+    id: np.ndarray,
+    priority: np.ndarray,
+    oldest: int,
+    newest: int,
+    alpha: float,
+    eps: float,
+    largest: float,
+) -> tuple[int, float]:
     for i in range(id.shape[0]):
         if not np.isfinite(priority[i]):
             return -1, largest

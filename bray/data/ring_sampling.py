@@ -324,7 +324,8 @@ class SampledRing(RingStorage):
 def _last(flags: np.ndarray) -> np.ndarray:
     """1 + the last row of `[T, B]` that has a flag; 0 where none has."""
     rows = np.arange(1, len(flags) + 1)[:, None]
-    return ((flags != 0) * rows).max(0, initial=0)
+    last: np.ndarray = ((flags != 0) * rows).max(0, initial=0)
+    return last
 
 
 def take_rows(column: NestedArray, slots: np.ndarray) -> NestedArray:

@@ -1,8 +1,8 @@
 """What a ReplayRing stores: a ring of rows of B environments, and which of them may be sampled.
 
 Row t of environment b holds obs_t, action_t, reward_t, terminated_t, truncated_t, valid_t and whatever else the
-algorithm keeps. The successor of a valid row is the next row of the same environment (docs/architecture.md, the
-autoreset rule), so each observation is stored once; the newest row has no successor yet and is not sampled.
+algorithm keeps. The successor of a valid row is the next row of the same environment (the autoreset rule
+of `bray/envs/vector.py`), so each observation is stored once; the newest row has no successor yet and is not sampled.
 
 Slots are laid out row by row: slot = (t mod rows) * B + b. The id of a transition is t * B + b, so slot = id mod (rows
 * B), and an id whose row was overwritten is known by its age.
@@ -294,7 +294,8 @@ class RingStorage:
     def ids(self, within: tuple[int, int] | None = None) -> np.ndarray:
         """Ids of all transitions that can be sampled (in this range of ids), oldest first."""
         ids = np.arange(*(within or self.id_range()))
-        return ids[(self._flags.take(ids % self._size) & ELIGIBLE_MASK) == ELIGIBLE]
+        eligible: np.ndarray = ids[(self._flags.take(ids % self._size) & ELIGIBLE_MASK) == ELIGIBLE]
+        return eligible
 
     def _expire(self) -> None:
         """Rows that are too stale leave. Versions only grow (but for rows of several workers, by a few), so these are

@@ -73,7 +73,8 @@ def _sequences(piece: Piece) -> dict[str, Any]:
     n = len(parts)
     stream, start = int(piece.stream[0]), int(np.max(piece.start))  # type: ignore[index]
     marks = {"joint": np.arange(n) == n - 1, "stream": np.full(n, stream), "tick": start + length * np.arange(n)}
-    return tree.concat(parts) | marks
+    samples: dict[str, Any] = tree.concat(parts)
+    return samples | marks
 
 
 class Decoder:

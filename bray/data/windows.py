@@ -22,7 +22,18 @@ def nstep_windows(
 
 
 @compiled
-def _windows(reward, flags, slots, newest, num_envs, n, gamma, total, discount, after):
+def _windows(
+    reward: np.ndarray,
+    flags: np.ndarray,
+    slots: np.ndarray,
+    newest: int,
+    num_envs: int,
+    n: int,
+    gamma: float,
+    total: np.ndarray,
+    discount: np.ndarray,
+    after: np.ndarray,
+) -> None:
     for i in range(slots.shape[0]):
         slot = slots[i]
         value = 0.0

@@ -24,7 +24,7 @@ def draw_rows(logits: np.ndarray, u: np.ndarray | None, mask: np.ndarray | None)
 
 
 @compiled
-def _draw_rows(logits, u, mask):  # pragma: no cover - compiled
+def _draw_rows(logits: np.ndarray, u: np.ndarray, mask: np.ndarray) -> Drawn:  # pragma: no cover - compiled
     """One draw per row by inverting the cumulative distribution at u[b] (empty u: the most likely) and its log
     probability."""
     batch, n = logits.shape

@@ -108,7 +108,8 @@ def td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor) -> Ten
 
 def rescaled_td_error(q: Tensor, reward: Tensor, discount: Tensor, q_next: Tensor, eps: float = 1e-3) -> Tensor:
     """q - h(r + discount h^-1(q')): for networks that predict rescaled values (Pohlen et al. 2018; R2D2)."""
-    return q - rescale(reward + discount * unrescale(q_next, eps), eps).detach()
+    target: Tensor = rescale(reward + discount * unrescale(q_next, eps), eps)
+    return q - target.detach()
 
 
 def soft_value(q: Tensor, alpha: float | Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Advantages and returns over `[T, B]` columns, time first.
 
 `terminated` ends an episode for good: nothing follows it. `truncated` cuts it off: the value of its final observation
-still counts. The row after either holds that final observation (docs/architecture.md) and is not `valid`. So
+still counts. The row after either holds that final observation (`bray/envs/vector.py`) and is not `valid`. So
 `value [T+1, B]` has the value that each row bootstraps from in the row behind it, and no function here takes a `done`.
 Arrays may be numpy's or torch's; the results are of that kind.
 """
@@ -213,7 +213,7 @@ def _cat(first: Array, second: Array) -> Array:
 
 
 @compiled
-def _discounted_sum(x, decay):  # pragma: no cover - compiled
+def _discounted_sum(x: np.ndarray, decay: np.ndarray) -> np.ndarray:  # pragma: no cover - compiled
     steps, batch = x.shape
     out = np.empty_like(x)
     carry = np.zeros(batch, np.float64)
@@ -225,7 +225,15 @@ def _discounted_sum(x, decay):  # pragma: no cover - compiled
 
 
 @compiled
-def _gae(value, reward, terminated, truncated, valid, gamma, lambda_):  # pragma: no cover - compiled
+def _gae(  # pragma: no cover - compiled
+    value: np.ndarray,
+    reward: np.ndarray,
+    terminated: np.ndarray,
+    truncated: np.ndarray,
+    valid: np.ndarray,
+    gamma: float,
+    lambda_: float,
+) -> np.ndarray:
     steps, batch = reward.shape
     advantage = np.zeros((steps, batch), np.float32)
     carry = np.zeros(batch, np.float64)
