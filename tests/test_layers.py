@@ -1,4 +1,4 @@
-"""The table of docs/architecture.md as data: who may import whom, and what `import bray` may load."""
+"""The picture of docs/architecture.md as data: who may import whom, and what `import bray` may load."""
 
 import ast
 import subprocess

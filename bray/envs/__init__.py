@@ -1,4 +1,4 @@
-"""Environments: made from a config, stepped many at once under one rule (see docs/architecture.md)."""
+"""Environments: made from a config, stepped many at once under one rule (`vector.py`)."""
 
 from bray.envs.build import env_spec
 from bray.envs.config import AtariConfig, EnvConfig

@@ -1,4 +1,40 @@
-"""VecEnv: many environments stepped at once, under one autoreset rule (next step; see docs/architecture.md)."""
+"""VecEnv: many environments stepped at once, under one autoreset rule. Every row of Bray follows it.
+
+**Next step.** When an episode ends at step t, the observation that this step returns is the episode's *final* one. The
+environment is then `dead`: its next action is ignored, and the step after returns the first observation of the next
+episode with reward 0. So column b of a trajectory reads
+
+    row   obs                            reward   terminated, truncated   valid
+    t     last decision of the episode   r        one of them True        True
+    t+1   its final observation          0        False                   False: a dead row, its action did nothing
+    t+2   first of the next episode      ...                              True
+
+`obs[t+1]` is therefore always the successor of `obs[t]` where `valid[t]`: GAE bootstraps from the value of the next
+row, a replay stores every observation once, and nobody keeps a list of final observations. Dead rows have weight 0 in
+every loss and are not counted as environment steps. `terminated` (no future) and `truncated` (a future that is not
+seen) stay apart to the end: a discount is 0 only where terminated.
+
+**Rows that wait.** With `env.wait_num` a step returns when so many environments are ready, and `waiting[b]` says whose
+result has not come. Column b then has a row for each step of the others, and its transition is in the row in which the
+result comes:
+
+    row   obs                  action                                reward   valid
+    t     what it decided on   a                                     0        False: under way
+    t+1   the same             a (what the policy says is ignored)   r        True: the result has come
+    t+2   the next             ...
+
+Action, log probability and the other extras of row t+1 are those of row t, so a valid row is still an observation, the
+action that was taken, its reward, and the successor in the next row. `dead` stays True while the next episode is waited
+for. GAE's sum goes through rows that wait; what takes neighbouring rows for neighbouring steps (`n_step` above 1,
+Models with memory) is refused. These rows take room in rollouts and in a replay, and are never sampled or counted. Such
+a run depends on timing: `exact` is False, and a resumed one begins new episodes. Evaluation always waits for all.
+
+**Seeds.** Episode k of environment i starts with `reset(seed=episode_seed(seed, i, k))`: three numbers and its actions
+play it again, which is how a resume restores environments that cannot save their state.
+
+Rewards are raw: clipping and normalising happen in the rollout, so that metrics stay raw. Observations are trees of
+arrays `[B, ...]` that the caller may keep; they are never overwritten.
+"""
 
 from __future__ import annotations
 

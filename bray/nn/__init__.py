@@ -1,5 +1,17 @@
 """Networks: encoders for every kind of observation, heads for every kind of algorithm, and the parts that both are made
-of."""
+of.
+
+A **Model** is an `nn.Module` that returns a dict of named outputs:
+
+    model(obs) -> {"dist": [B, P], "value": [B]}         `dist` is laid out by `bray.spec.ActionLayout`, one rule for
+                                                         discrete, multi-discrete, continuous and composite actions
+    model(obs) -> {"q": [B, N]}                          for Q-learning
+    model(obs, state) -> {..., "state": tree}            with a memory: it also has `initial_state(B)`, and
+    model.unroll(obs, state, first) -> outputs           over `[T, B, ...]`, the state zeroed where `first [T, B]`
+
+One that wants random numbers declares `draws` (`noise.py`). The Model is what is published, exported and served;
+targets and extra critics are the Learner's own.
+"""
 
 from bray.nn.attention import EntityEncoder, Scatter, SelfAttention
 from bray.nn.catalog import (

@@ -4,7 +4,7 @@ no torch.
 The game sends `{"obs": ..., "reward": r, "terminated": false, "truncated": false}` at every tick, maybe with an
 `action_mask`, and gets `{"action": ..., "version": ...}`. The reward is that of the previous action. The tick that ends
 an episode carries its final observation; its action is ignored, and the next tick is the first of a new episode (or the
-session ends). So the ticks of a session are the rows of a piece by the autoreset rule of docs/architecture.md:
+session ends). So the ticks of a session are the rows of a piece by the autoreset rule of `bray/envs/vector.py`:
 
     tick          0     1     2     3 terminated   4        5
     row           0     1     2     3 dead         4        5
