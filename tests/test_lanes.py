@@ -1,14 +1,11 @@
-"""Pieces of workers at different speeds, side by side; weights that are written while others read them."""
+"""Pieces of workers at different speeds, side by side."""
 
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
-from bray.act import Clock
 from bray.data import Piece, Replay
 from bray.data.lanes import AHEAD, Lanes
-from bray.train.processes import Slots
 
 T = 4
 
@@ -83,71 +80,6 @@ def test_workers_that_are_replaced_at_once_begin_with_a_gap():
     drawn = replay.ring.take(replay.ring.ids())
     assert np.sort(drawn["obs"][:, 0])[:5].tolist() == [0, 1, 2, 3, 200]
     assert (drawn["next_obs"] - drawn["obs"] == 1).all()
-
-
-def arrays(value):
-    return {"weight": np.full((3, 5), value, np.float32), "bias": np.full(7, value, np.float64)}
-
-
-class Peeping(dict):
-    """Weights whose writing lets somebody else read."""
-
-    def __init__(self, slots, value):
-        super().__init__(arrays(value))
-        self.slots, self.seen = slots, []
-
-    def __getitem__(self, name):
-        self.seen.append(self.slots.read())
-        return super().__getitem__(name)
-
-
-def test_weights_are_never_read_half_written():
-    slots = Slots(arrays(0.0))
-    for value in range(1, 5):
-        weights = Peeping(slots, float(value))
-        slots.write(weights, Clock(10 * value, value))
-        for seen, clock in weights.seen:
-            assert clock == Clock(10 * (value - 1), value - 1)
-            assert all((x == value - 1).all() for x in seen.values())
-    assert slots.read()[1] == Clock(40, 4)
-
-
-def test_weights_are_read_whole_after_a_write_that_was_cut_short():
-    class CutShort(dict):
-        def __getitem__(self, name):
-            raise KeyboardInterrupt
-
-    slots = Slots(arrays(0.0))
-    slots.write(arrays(1.0), Clock(1, 1))
-    with pytest.raises(KeyboardInterrupt):
-        slots.write(CutShort(arrays(2.0)), Clock(2, 2))
-    assert slots.read()[1] == Clock(1, 1)
-    for value in (3, 4, 5):
-        weights = Peeping(slots, float(value))
-        slots.write(weights, Clock(value, value))
-        assert all((x == seen[1].version).all() for seen in weights.seen for x in seen[0].values())
-        read, clock = slots.read()
-        assert clock.version == value
-        assert all((x == value).all() for x in read.values())
-
-
-def test_a_reader_that_was_overtaken_twice_reads_again():
-    class Overtaken(Slots):
-        overtaken = False
-
-        def views(self, slot):
-            if self.overtaken:
-                self.overtaken = False
-                for value in (2, 3):
-                    self.write(arrays(float(value)), Clock(value, value))
-            return super().views(slot)
-
-    slots = Overtaken(arrays(0.0))
-    slots.write(arrays(1.0), Clock(1, 1))
-    slots.overtaken = True
-    weights, clock = slots.read()
-    assert clock.version == 3
-    assert all((x == 3).all() for x in weights.values())
 
 
 def test_a_gap_has_the_columns_of_a_model_with_memory():

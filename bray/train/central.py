@@ -10,7 +10,6 @@ together are read as one array.
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -36,6 +35,7 @@ from bray.errors import ConfigError, EnvError
 from bray.inference.engine import gather
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.train.acting import initial_state
+from bray.tree.shared import SharedArrays
 
 logger = logging.getLogger("bray")
 
@@ -45,34 +45,17 @@ _STOP = _FAILED = (1 << 64) - 1
 _LIFE = (
     1 << 40
 )  # questions of a worker; numbers of one that replaces it begin anew, so that answers to the dead are told apart
-_ALIGN, _ERROR_BYTES = 64, 4096
+_ERROR_BYTES = 4096
 _SWITCH_S = 5e-4  # players wait for this thread: the learner's Python lets it run within half a millisecond, not five
-
-
-class Arrays:
-    """Arrays `[rows, ...]` in memory that processes share, one like each example `[1, ...]`."""
-
-    def __init__(self, examples: Sequence[np.ndarray], rows: int):
-        self._places, size = [], 0
-        for x in examples:
-            self._places.append((size, (rows, *x.shape[1:]), x.dtype))
-            size += -(-rows * x.nbytes // _ALIGN) * _ALIGN
-        self.memory: Any = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, size))
-
-    def views(self) -> list[np.ndarray]:
-        return [
-            np.frombuffer(self.memory, dtype, int(np.prod(shape)), at).reshape(shape)
-            for at, shape, dtype in self._places
-        ]
 
 
 @dataclass
 class Line:
     """What a player needs for asking; it can be sent to a process that is being started."""
 
-    inputs: Arrays
-    outputs: Arrays
-    error: Arrays
+    inputs: SharedArrays
+    outputs: SharedArrays
+    error: SharedArrays
     structures: tuple[Any, Any]
     """Of inputs and outputs: the number of its array in place of each leaf."""
     blocks: list[tuple[int, slice]]
@@ -121,9 +104,9 @@ class CentralServer:
     def _make_memory(self, inputs: Any, outputs: Any) -> None:
         examples = [tree.leaves(inputs), tree.leaves(outputs)]
         self._structures = _numbered(inputs), _numbered(outputs)
-        self._memory = [Arrays(leaves, self.total) for leaves in examples]
-        self._error = Arrays([np.zeros((1, _ERROR_BYTES), np.uint8)], 1)
-        staged = Arrays(examples[0], self.total)
+        self._memory = [SharedArrays([x[0] for x in leaves], self.total) for leaves in examples]
+        self._error = SharedArrays([np.zeros(_ERROR_BYTES, np.uint8)], 1)
+        staged = SharedArrays([x[0] for x in examples[0]], self.total)
         reads = (self._memory[0].memory, staged.memory) if self._engine.device.type == "cuda" else ()
         self._pinned = [memory for memory in reads if pin(memory)]
         self._staged = staged.views()

@@ -22,6 +22,7 @@ from torch import nn
 
 from bray import tree
 from bray.act import Clock, Policy, standard_normals
+from bray.act.feed import Latest, Weights
 from bray.data.experience import Counts, Experience
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
@@ -30,7 +31,7 @@ from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
 from bray.envs.spaces import usable
 from bray.errors import ConfigError
-from bray.inference.host import ModelHost
+from bray.inference.host import ModelHost, Promise
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.metrics.spent import Laps
 from bray.rl.draws import use_compiled_draws
@@ -97,12 +98,11 @@ class LiveSource(Source):
             )
         self.live, self._experience = live, side.experience
         self.clock = Clock()
+        self._latest = Latest(self._send, every=_PUBLISH_EVERY)
         self._came: deque[tuple[Piece, Counts]] = deque()
         self.waiting_rows = 0
         """Rows of pieces that the driver has not taken."""
         self._news = threading.Condition()
-        self._pending: tuple[Callable[[], Mapping[str, np.ndarray]], Clock] | None = None
-        self._published = 0.0
         self._closing = False
         self._laps = Laps()
         self._most_rows = _rows_of(side.experience)
@@ -202,7 +202,7 @@ class LiveSource(Source):
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         self.open()
-        self._publish_pending()
+        self._latest.flush()
         with self._news:
             self._laps.lap("elsewhere")
             if not self._came:
@@ -215,16 +215,13 @@ class LiveSource(Source):
             counts = _sum(counts, more)
         return [piece for piece, _ in came], counts
 
-    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
-        self._pending = weights, clock
-        if time.monotonic() - self._published > _PUBLISH_EVERY:
-            self._publish_pending()
+    def publish(self, weights: Callable[[], Weights], clock: Clock) -> None:
+        self._latest.publish(weights, clock)
 
-    def _publish_pending(self) -> None:
-        if self._pending is not None:
-            weights, clock = self._pending
-            self.host.publish_weights(weights(), clock.version).result()
-            self.clock, self._pending, self._published = clock, None, time.monotonic()
+    def _send(self, weights: Weights, clock: Clock) -> Promise:
+        sent = self.host.publish_weights(weights, clock.version)
+        self.clock = clock
+        return sent
 
     def seconds(self) -> dict[str, float]:
         return {"idle": self._laps.take().get("idle", 0.0)}
@@ -239,7 +236,7 @@ class LiveSource(Source):
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self.publish(lambda: self.host.get_weights()[0], clock)
-        self._publish_pending()  # replies carry the version that the run is at, before there is a new one too
+        self._latest.flush()  # replies carry the version that the run is at, before there is a new one too
         return False  # games go on by themselves
 
     def close(self) -> None:

@@ -1,19 +1,15 @@
 """Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a
 pipe.
 
-Nobody waits for anybody there: the weights are written to one of two places in turn, and a player that was overtaken by
-the second writing reads again."""
+Nobody waits for anybody there: see `SharedFeed`."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import multiprocessing
 import os
 import pickle
 import secrets
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -24,13 +20,14 @@ import numpy as np
 
 from bray import tree
 from bray.act import Clock
+from bray.act.feed import SharedFeed
 from bray.data.piece import COLUMNS, Piece
 from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
 from bray.errors import EnvError
 from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
+from bray.tree.layout import aligned
 
-_ALIGN = 64
 _PLACES = 3
 """For pieces of a player: one that is lent to the process that learns, and two that it may have been asked for."""
 
@@ -43,7 +40,7 @@ class Processes:
 
     def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
         """central: who computes the Model for them; then it takes the weights, and they do not."""
-        self._slots = Slots({} if central else weights)
+        self._feed = SharedFeed({} if central else weights)
         self._central = central
         self._starting: list[PlayerProcess] = []
 
@@ -54,14 +51,14 @@ class Processes:
         if len(self._starting) >= 2 * (os.cpu_count() or 1):
             wait([self._starting.pop(0).conn], START_TIMEOUT)
         line = self._central.line(plan.index - 1) if self._central else None
-        self._starting.append(PlayerProcess(plan, self._slots, line))
+        self._starting.append(PlayerProcess(plan, self._feed, line))
         return self._starting[-1]
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
         """Players take the newest weights when they begin to play, so a question need not say which."""
         if self._central:
             self._central.take_weights()
-        self._slots.write({} if self._central else weights(), clock)
+        self._feed.publish(dict if self._central else weights, clock)
 
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
         ready = set(wait([worker.conn for worker in workers], timeout))
@@ -75,10 +72,10 @@ class PlayerProcess:
     """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it
     died or hangs."""
 
-    def __init__(self, plan: Plan, slots: Slots, line: Line | None = None):
+    def __init__(self, plan: Plan, feed: SharedFeed, line: Line | None = None):
         told, needs_main = portable(plan)
         self._memory = _memory_file()
-        self._child = Child(serve_player, (slots, line, told, self._memory), "bray-rollout", needs_main)
+        self._child = Child(serve_player, (feed, line, told, self._memory), "bray-rollout", needs_main)
         self._pieces: list[Piece] = []
         self.starting = True
 
@@ -126,63 +123,6 @@ class PlayerProcess:
         self._memory.unlink(missing_ok=True)
 
 
-class Slots:
-    """Two copies of the weights in memory that all players see. Each has a counter that is odd while it is written: a
-    reader that finds it odd, or changed behind its copy, takes the other one. A reader that is killed leaves nothing
-    behind."""
-
-    def __init__(self, weights: Mapping[str, np.ndarray]):
-        self._places: dict[str, _Place] = {}
-        self._size = 0
-        for name, array in weights.items():
-            self._places[name] = _Place(self._size, array)
-            self._size += _padded(array)
-        context = multiprocessing.get_context("spawn")
-        self._memory = context.RawArray(ctypes.c_uint8, max(1, 2 * self._size))
-        self._numbers = context.RawArray(ctypes.c_int64, 7)
-
-    def views(self, slot: int) -> dict[str, np.ndarray]:
-        return {name: place.of(self._memory, slot * self._size) for name, place in self._places.items()}
-
-    def write(self, weights: Mapping[str, np.ndarray], clock: Clock) -> None:
-        """Over the older of the two."""
-        slot = 1 - self._numbers[0]
-        at = 1 + 3 * slot
-        number = self._numbers[at] | 1  # it is odd already where Ctrl-C has cut a write short
-        self._numbers[at] = number
-        _in_order()
-        for name, array in self.views(slot).items():
-            array[...] = weights[name]
-        self._numbers[at + 1 : at + 3] = [clock.env_steps, clock.version]
-        _in_order()
-        self._numbers[at] = number + 1
-        self._numbers[0] = slot
-
-    def read(self) -> tuple[dict[str, np.ndarray], Clock]:
-        """A copy of the newest ones, whole."""
-        while True:
-            slot = self._numbers[0]
-            at = 1 + 3 * slot
-            before = self._numbers[at]
-            _in_order()
-            weights = {name: array.copy() for name, array in self.views(slot).items()}
-            clock = Clock(*self._numbers[at + 1 : at + 3])
-            _in_order()
-            if before % 2 == 0 and self._numbers[at] == before:
-                return weights, clock
-
-
-_turn = threading.Lock()
-
-
-def _in_order() -> None:
-    """What this process wrote or read so far comes before what follows, for other processes too. On ARM stores and
-    loads may overtake each other, but none overtakes a lock that is released and taken again."""
-    for _ in range(2):
-        with _turn:
-            pass
-
-
 class _Place:
     """Where an array lies in a memory."""
 
@@ -199,10 +139,6 @@ class _Placed:
 
     def __init__(self, played: Played, place: int, memory: tuple[int, Piece] | None):
         self.played, self.place, self.memory = played, place, memory
-
-
-def _padded(array: np.ndarray) -> int:
-    return -(-array.nbytes // _ALIGN) * _ALIGN
 
 
 def _memory_file() -> Path:
@@ -232,7 +168,7 @@ def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
 # --- in a player's process --------------------------------------------------------------------------------------------
 
 
-def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes, file: Path) -> None:
+def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: bytes, file: Path) -> None:
     """Play until told to stop."""
     try:
         player = Player(pickle.loads(told), line)  # our own bytes, from our own parent
@@ -246,7 +182,8 @@ def serve_player(conn: Connection, slots: Slots, line: Line | None, told: bytes,
             method, *arguments = pickle.loads(message)
             try:
                 if method == "play":
-                    result: Any = memory.place(player.play(*slots.read(), returns=arguments[-1]))
+                    newest = feed.read()
+                    result: Any = memory.place(player.play(newest.weights, newest.clock, returns=arguments[-1]))
                 else:
                     result = getattr(player, method)(*arguments)
                 answer = _packed(method, result)
@@ -292,7 +229,7 @@ class _Memory:
         def place(array: np.ndarray) -> _Place:
             nonlocal size
             made = _Place(size, array)
-            size += _padded(array)
+            size += aligned(array.nbytes)
             return made
 
         template = replace(
