@@ -15,6 +15,7 @@ from torch import nn
 
 import bray
 from bray import tree
+from bray.act import Clock
 from bray.cluster import io, session as sessions
 from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName, Unreachable
 from bray.remote.model import keeper as keeper_module
@@ -351,7 +352,7 @@ def test_environment_steps_travel_with_the_weights():
         LIMIT_S
     )  # the same weights again, after a restart
     until(lambda: model.env_steps == 180)
-    assert Client("m").env_steps == 180  # of a process that begins to follow when nothing is published any more
+    assert Client("m").clock.env_steps == 180  # of a process that begins to follow when nothing is published any more
 
 
 @inside
@@ -609,13 +610,12 @@ def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
     fresh = keeper_module.Keeper(client_of("m").definition, None, sessions.session().cluster.put(weights_of(0)), 0)
     assert fresh.step() == 10  # what the run directory has
 
-    async def poll():
-        key = (fresh.definition.id, 13, "t", False, False, "")
-        return await fresh.newer(key, 13, wait=5)
-
-    assert io.run(poll()).wants == "offer"
-    assert fresh.offer(sessions.session().cluster.put(weights_of(13)), 13, "t") == 13
-    assert fresh.offer(sessions.session().cluster.put(weights_of(12)), 12, "old") == 13
+    known = client_of("m").about.news
+    news = io.run(fresh.newer(known.mark, wait=5))  # at once: what this one says is not what the other said last
+    assert (news.step, news.mark[0] == known.mark[0]) == (10, False)
+    assert fresh.offer(sessions.session().cluster.put(weights_of(13)), Clock(7, 13), "t") == 13
+    assert fresh.offer(sessions.session().cluster.put(weights_of(12)), Clock(0, 12), "old") == 13
+    assert fresh.about().news.clock == Clock(7, 13)
     assert (
         fresh.publish(sessions.session().cluster.put(weights_of(14)), None, "n", 1, 20) == 21
     )  # the publisher knew of 20
@@ -628,9 +628,9 @@ def test_waiting_for_something_newer():
     keeper = sessions.session().cluster.hosted("model/m").worker
 
     async def main():
-        key = keeper.about().news.key
-        assert await keeper.newer(key, -1, wait=0.05) is None
-        waiting = asyncio.create_task(keeper.newer(key, -1, wait=10))
+        mark = keeper.about().news.mark
+        assert await keeper.newer(mark, wait=0.05) is None
+        waiting = asyncio.create_task(keeper.newer(mark, wait=10))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         model.publish_weights(weights_of(3))
@@ -645,11 +645,11 @@ def test_those_who_wait_are_told_one_after_the_other(monkeypatch):
     RemoteModel("m", Scale(0), (X,))
     here = sessions.session().cluster
     keeper = here.hosted("model/m").worker
-    monkeypatch.setattr(keeper_module, "GAP_S", 0.2)
-    monkeypatch.setattr(keeper_module, "MOST_GAPS_S", 10.0)
+    monkeypatch.setattr("bray.cluster.feed.GAP_S", 0.2)
+    monkeypatch.setattr("bray.cluster.feed.MOST_GAPS_S", 10.0)
 
     async def main():
-        waiting = [asyncio.create_task(keeper.newer(keeper.about().news.key, -1, wait=LIMIT_S)) for _ in range(3)]
+        waiting = [asyncio.create_task(keeper.newer(keeper.about().news.mark, wait=LIMIT_S)) for _ in range(3)]
         await asyncio.sleep(0.05)
         keeper.publish(here.put(weights_of(3)), 5, "five")
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -37,6 +37,8 @@ from bray.errors import ConfigError, UnknownName
 from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
+from bray.remote.model.client import Client, client_of
+from bray.remote.model.engine_host import keep_up
 from bray.remote.model.handle import RemoteModel
 from bray.rundir import TRAINER_JSON, read_json
 from bray.spec import EnvSpec
@@ -209,49 +211,37 @@ class NoisyModel:
     def __init__(self, remote: Any, policy: Any):
         self._remote, self._policy = remote, policy
         self._opening = threading.Lock()
-        self._host: ModelHost | None = None
-        self._fetching: asyncio.Future[None] | None = None
-        self._is_quiet = False
+        self._client: Client | None = None
+        self._asked: Any = None  # the copy, or the RemoteModel where there is no noise
 
     @property
     def num_workers(self) -> int:
-        return self._remote.num_workers if self._is_quiet else 0
+        return self._remote.num_workers if self._asked is self._remote else 0
+
+    @property
+    def _is_open(self) -> bool:
+        """Not where the model of this name is another one now."""
+        return self._client is not None and not self._client.ended
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
         """`(outputs, step)` of a batch if forwards are quick, else None: await `forward`."""
-        if self._host is None:
-            return None
-        self._follow()
-        return self._host.run_now(args, rows)
+        return self._asked.run_now(args, rows) if self._is_open else None
 
     async def forward(self, *args: Any, **how: Any) -> Any:
-        if self._host is None:
+        if not self._is_open:
             await asyncio.to_thread(self._open)
-        if self._is_quiet:
-            return await self._remote.forward(*args, **how)
-        assert self._host is not None
-        self._follow()
-        return await self._host.forward(*args, **how)
+        return await self._asked.forward(*args, **how)
 
     def _open(self) -> None:
         with self._opening:
-            if self._host is not None or self._is_quiet:
+            if self._is_open:
                 return
+            client = client_of(self._remote.name)
             module, (weights, step) = self._remote.get_model().eval(), self._remote.get_weights()
             if getattr(module, "draws", None):
                 engine = LiveEngine(module, self._policy, np.random.default_rng())
-                self._host = ModelHost(self._remote.name, engine, step, weights)
+                self._asked = host = ModelHost(self._remote.name, engine, step, weights)
+                client.bring(lambda news: keep_up(host, news))
             else:
-                self.run_now, self._is_quiet = self._remote.run_now, True  # type: ignore[method-assign]
-
-    def _follow(self) -> None:
-        """Fetch the newest weights in a thread, one fetch at a time."""
-        assert self._host is not None
-        if self._remote.step > self._host.step and (self._fetching is None or self._fetching.done()):
-            self._fetching = asyncio.get_running_loop().run_in_executor(None, self._fetch)
-
-    def _fetch(self) -> None:
-        assert self._host is not None
-        weights, step = self._remote.get_weights()
-        if step > self._host.step:
-            self._host.publish_weights(weights, step).result()
+                self._asked = self._remote
+            self._client = client

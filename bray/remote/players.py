@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from bray.act import Clock
+from bray.cluster.feed import StoreFeed
 from bray.cluster.ray_workers import RayWorker, RayWorkers
 from bray.train.config import RunConfig
 from bray.train.player import Plan, Player
@@ -22,6 +23,7 @@ class RayPlayers:
     def __init__(self, run: RunConfig):
         cpus, gpus = run.num_cpus_per_worker, run.num_gpus_per_worker
         self._workers = RayWorkers("rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
+        self._feed = StoreFeed(self._workers.put)
 
     def start(self, plan: Plan) -> RayWorker:
         """Begin to start a player; `started` waits for it."""
@@ -29,7 +31,7 @@ class RayPlayers:
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any:
         """Weights for players to come; what `play` is given for them."""
-        return self._workers.put(dict(weights()))
+        return self._feed.publish(weights, clock)
 
     def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
         return self._workers.wait(workers, timeout)

@@ -9,17 +9,19 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from bray.act import Clock
 from bray.cluster import io
 from bray.cluster.session import current, session
 from bray.inference.host import Promise
 from bray.remote.model.caller import Caller
 from bray.remote.model.definition import Definition
 from bray.remote.model.engine_host import EngineHost
-from bray.remote.model.keeper import POLL_S, Key, ModelInfo
+from bray.remote.model.keeper import POLL_S, ModelInfo, News
 from bray.remote.model.weights import as_arrays
 
 logger = logging.getLogger("bray.remote")
@@ -28,70 +30,104 @@ _RETRY_S = 0.5
 
 
 class Follower:
-    """Knows what is newest, by a long poll to the keeper, and brings `served` (if there is one here) to it."""
+    """Knows what is newest, by a long poll to the keeper, and brings those who asked for it to it."""
 
     def __init__(self, name: str):
         self.name, self.session = name, session()
         self.keeper = self.session.cluster.find(f"model/{name}")
         self.ended = False
         self.served: EngineHost | None = None
-        self._step = -1
-        self._env_steps = 0
-        self._published: tuple[Any, int, str] | None = None  # reference to weights, step, tag: what we published last
+        """What answers in this process."""
+        self._about: ModelInfo | None = None
+        self._clock = Clock(0, -1)
+        self._takers: list[Callable[[News], None]] = []
+        self._published: tuple[Any, Clock, str] | None = (
+            None  # reference to weights, clock, tag: what we published last
+        )
         self._following: Future[Any] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._taking = threading.Lock(), threading.Lock()
 
-    def follow(self, about: ModelInfo, served: EngineHost | None = None) -> None:
-        """Follow from here on; once more with `served` when that is ready."""
+    def follow(self, about: ModelInfo) -> None:
+        """Hear of what is published from here on."""
         with self._lock:
-            if self.ended or (self._following is not None and served is None):
-                return
-            if self._following is not None:
-                self._following.cancel()
-            self.served = served
-            self._step = max(self._step, about.news.step)
-            self._env_steps = max(self._env_steps, about.news.env_steps)
-            self._following = io.spawn(self._follow(about.news.key), f"following model {self.name}")
+            if self._about is None:
+                self._know(about)
+                if not self.ended:
+                    self._following = io.spawn(self._follow(about), f"following model {self.name}")
 
-    async def _follow(self, key: Key) -> None:
+    @property
+    def about(self) -> ModelInfo:
+        """The model, and the newest that this process has heard of it."""
+        if self._about is None:
+            self.follow(self.keeper.call("about", retry=True).result())
+        assert self._about is not None
+        return self._about
+
+    @property
+    def clock(self) -> Clock:
+        """The newest step that this process knows of, and the environment steps behind it. It does not go back."""
+        _ = self.about  # it is heard of from now on
+        return self._clock
+
+    def _later(self, clock: Clock) -> Clock:
+        return Clock(*map(max, self._clock[:2], clock[:2]))
+
+    def _know(self, about: ModelInfo) -> None:
+        self._about, self._clock = about, self._later(about.news.clock)
+
+    async def serve(self, make: Callable[[ModelInfo], EngineHost]) -> EngineHost:
+        """Answer in this process with what `make` makes in a thread."""
+        served = await asyncio.to_thread(make, self.about)
+        await asyncio.to_thread(self.bring, served.take)
+        with self._lock:
+            self.served, ended = served, self.ended
+        if ended:
+            await served.host.close()
+        return served
+
+    def bring(self, take: Callable[[News], None]) -> None:
+        """Call this with what is newest, now and whenever something newer comes, in a thread."""
+        with self._taking:
+            self._takers.append(take)
+            take(self.about.news)
+
+    def _take(self, about: ModelInfo) -> None:
+        with self._taking:
+            for take in self._takers:
+                take(about.news)
+            self._know(about)
+
+    async def _follow(self, about: ModelInfo) -> None:
         while True:
+            known = about.news
             try:
-                news = await self.keeper.call("newer", key, self._newest_held(), timeout=3 * POLL_S, retry=True)
+                news = await self.keeper.call("newer", known.mark, timeout=3 * POLL_S, retry=True)
                 if news is None:
                     continue
-                if news.definition != key[0]:  # the model of this name is another one now
+                if news.definition != known.definition:  # the model of this name is another one now
                     self.close()
                     return
-                if news.wants == "offer":
-                    await self._offer(key[2])
-                    continue
-                if self.served is not None:
-                    await asyncio.to_thread(self.served.take, news)
-                key = news.key
-                self._step = max(self._step, news.step)
-                self._env_steps = max(self._env_steps, news.env_steps)
+                if news.mark[0] != known.mark[0]:  # the keeper was killed and has started again
+                    await self._offer(news)
+                newer = replace(about, news=news)
+                await asyncio.to_thread(self._take, newer)
+                about = newer
             except Exception as e:  # the keeper died and with it its answer; or a version cannot be built
                 if current() is not self.session:
                     return
                 why = (str(e).splitlines() or [type(e).__name__])[0]
-                logger.warning("model %s stays at step %d in this process and retries: %s", self.name, key[1], why)
+                logger.warning("model %s stays at step %d in this process and retries: %s", self.name, known.step, why)
                 logger.debug("following model %s", self.name, exc_info=True)
                 await asyncio.sleep(_RETRY_S)
 
-    def _newest_held(self) -> int:
-        """The newest step of which this process has the weights; -1 = none."""
-        published = -1 if self._published is None else self._published[1]
-        return published if self.served is None else max(published, self.served.host.step)
-
-    async def _offer(self, tag: str) -> None:
-        """Give the keeper weights that it lost in a crash."""
-        if self._published is not None and self._published[1] == self._newest_held():
-            ref, step, tag = self._published
-        else:
-            assert self.served is not None
+    async def _offer(self, news: News) -> None:
+        """Give the keeper weights that it lost in a crash, where this process has newer ones than it."""
+        ref, clock, tag = self._published or (None, Clock(0, -1), "")
+        if self.served is not None and self.served.host.step > clock.version:
             weights, step = self.served.host.get_weights()
-            ref = self.session.cluster.put(weights)
-        await self.keeper.call("offer", ref, step, tag, retry=True)
+            ref, clock, tag = self.session.cluster.put(weights), Clock(self._clock.env_steps, step), self.about.news.tag
+        if clock.version > news.step:
+            await self.keeper.call("offer", ref, clock, tag, retry=True)
 
     def close(self) -> None:
         """The session ends, or the model of this name is another one now."""
@@ -124,7 +160,6 @@ class Client(Follower):
         """Whether a forward has come back: one that has never is still being loaded."""
         self.ask: Callable[..., Awaitable[Any]] = self._ask_workers
         """`ask(args, batch, step, with_step)`: the outputs, when awaited. The client must be open."""
-        self._definition: Definition | None = None
         self._callers: dict[asyncio.AbstractEventLoop, Caller] = {}
         self._opening: Future[None] | None = None
         self._publishing = False
@@ -141,26 +176,21 @@ class Client(Follower):
 
     async def _open(self) -> None:
         try:
-            about: ModelInfo = await self.keeper.call("about", retry=True)
-            definition = self._definition = about.definition
+            self.follow(await self.keeper.call("about", retry=True))
+            definition = self.definition
             self.has_kwargs = definition.has_kwargs
-            served: EngineHost | None = None
             if definition.is_local or self.session.cluster.kind == "local":
-                served = await asyncio.to_thread(self._serve, about)
-                self.ask = served.ask
+                self.ask = (await self.serve(self._make_served)).ask
             else:
                 names = [f"model/{self.name}/{i}" for i in range(definition.num_workers)]
                 self._members = [self.session.cluster.find(name) for name in names]
-            self.follow(about, served)
             with self._lock:
                 self.is_open = not self.ended
-            if self.ended and served is not None:
-                await served.host.close()
         except BaseException:
             self.close()
             raise
 
-    def _serve(self, about: ModelInfo) -> EngineHost:
+    def _make_served(self, about: ModelInfo) -> EngineHost:
         if self.session.member:
             import torch
 
@@ -169,9 +199,7 @@ class Client(Follower):
 
     @property
     def definition(self) -> Definition:
-        if self._definition is None:
-            self._definition = self.keeper.call("about", retry=True).result().definition
-        return self._definition
+        return self.about.definition
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
@@ -184,24 +212,6 @@ class Client(Follower):
             caller = self._callers[loop] = Caller(self.name, self._members, self.definition.max_batch_size)
         return caller.ask(args, batch, step, with_step)
 
-    def _follow_at_first(self) -> None:
-        if self._following is None:
-            about: ModelInfo = self.keeper.call("about", retry=True).result()
-            if self._following is None:
-                self.follow(about)
-
-    @property
-    def step(self) -> int:
-        """The newest step that this process knows of."""
-        self._follow_at_first()
-        return self._step
-
-    @property
-    def env_steps(self) -> int:
-        """Environment steps behind the newest weights."""
-        self._follow_at_first()
-        return self._env_steps
-
     # --- publishing ---------------------------------------------------------------------------------------------------
 
     def publish(self, weights: Mapping[str, Any], step: int | None, env_steps: int = 0) -> Promise:
@@ -212,7 +222,7 @@ class Client(Follower):
             arrays = {k: np.array(x) for k, x in arrays.items()}  # a trainer goes on writing into its arrays
         made = _Publication(Promise(), self.session.cluster.put(arrays), step, env_steps)
         made.promise.set_running_or_notify_cancel()
-        self._follow_at_first()
+        _ = self.clock  # the newest step that we know of goes along
         with self._lock:
             self._pending.append(made)
             idle, self._publishing = not self._publishing, True
@@ -232,15 +242,17 @@ class Client(Follower):
         if step is not None:
             step += count
         newest, tag = made[-1], uuid.uuid4().hex
-        call = self.keeper.call("publish", newest.ref, step, tag, count, self._step, newest.env_steps, retry=True)
+        call = self.keeper.call(
+            "publish", newest.ref, step, tag, count, self._clock.version, newest.env_steps, retry=True
+        )
         call.add_done_callback(lambda done: self._sent(made, tag, done))
 
     def _sent(self, made: list[_Publication], tag: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
             with self._lock:
-                self._step = max(self._step, done.result())
-                self._published = made[-1].ref, done.result(), tag
+                clock = Clock(made[-1].env_steps, done.result())
+                self._published, self._clock = (made[-1].ref, clock, tag), self._later(clock)
         else:
             logger.error("model %s: weights are not published: %s", self.name, error)
         self._send_pending()

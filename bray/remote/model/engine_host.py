@@ -6,19 +6,20 @@ import asyncio
 import copy
 import logging
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.act.feed import Weights
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import BrayError
 from bray.inference.host import ModelHost
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.remote.model.keeper import CALIBRATION_ROWS, ModelInfo, VersionInfo
+from bray.remote.model.keeper import CALIBRATION_ROWS, ModelInfo, News
 
 logger = logging.getLogger("bray.remote")
 
@@ -27,8 +28,6 @@ MOST_VERSIONS = 8
 _MAX_QUEUE = 1 << 16
 _QUICK_S = 2e-3  # of a forward for which recording pays
 MAX_PROGRAMS = 8  # of bray.capture, which would import torch
-
-Weights = Mapping[str, np.ndarray]
 
 
 class EngineHost:
@@ -53,7 +52,7 @@ class EngineHost:
         self._int8: bytes | None = None
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._used: dict[int, float] = {}  # older versions, and when they were asked last
-        self._rows: list[Any] | None = [] if news.wants == "rows" and self._mode else None
+        self._rows: list[Any] | None = [] if news.wants_rows and self._mode else None
         weights = cluster.get(news.weights)
         load_weights(self._module, weights)
         constant = self._mode in ("infer", "quantize")
@@ -158,7 +157,7 @@ class EngineHost:
         load_weights(module, weights)
         return TorchEngine(module, record=self._recorded)
 
-    def take(self, news: VersionInfo) -> None:
+    def take(self, news: News) -> None:
         """Switch to a newer version, or to an engine that is ready now. In a thread: it waits for a running forward,
         and for engines that are built. (ONNX Runtime is imported where it is used: importing takes half a second of
         everybody's time.)"""
@@ -192,6 +191,12 @@ class EngineHost:
                 rows, self._rows = tree.index(tree.concat(self._rows), slice(CALIBRATION_ROWS)), None
                 self._keeper.tell("calibrate", rows)
         return outputs
+
+
+def keep_up(host: ModelHost, news: News) -> None:
+    """Bring a ModelHost to the newest version; it waits for a running forward."""
+    if news.step > host.step:
+        host.publish_weights(session().cluster.get(news.weights), news.step).result()
 
 
 def _sizes(most: int) -> tuple[int, ...]:

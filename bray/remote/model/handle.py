@@ -148,12 +148,12 @@ class RemoteModel:
     @property
     def step(self) -> int:
         """The newest version that this process knows of; each publish increases it."""
-        return self._known().step
+        return self._known().clock.version
 
     @property
     def env_steps(self) -> int:
         """Environment steps behind the newest version, where its trainer said so: exploration schedules read them."""
-        return self._known().env_steps
+        return self._known().clock.env_steps
 
     def publish_weights(self, weights: Mapping[str, Any], step: int | None = None, env_steps: int = 0) -> Promise:
         """Make these weights (by name; numpy or torch) the newest version, for all who ask. `step` is the last one + 1

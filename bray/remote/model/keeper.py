@@ -14,15 +14,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bray import tree
+from bray.act import Clock
+from bray.act.feed import FileFeed, Publication, Weights
 from bray.cluster import io
+from bray.cluster.feed import StoreFeed
 from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
 from bray.limited_log import OncePer
@@ -32,42 +35,30 @@ from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, wr
 logger = logging.getLogger("bray.remote")
 
 POLL_S = 20.0
-GAP_S = 0.012  # between two followers that are told of a new version
-MOST_GAPS_S = 0.12  # between the first and the last
 CALIBRATION_ROWS = 256
 """Rows that int8 is calibrated on."""
 _OLD_VERSIONS = 4  # held in memory for those who ask for them
 _GRAPH, _CALIBRATION, _STATE = "graph.onnx", "calibration.tree", "state.json"
 
-Weights = Mapping[str, np.ndarray]
-
 
 @dataclass(frozen=True)
-class VersionInfo:
-    """What is newest."""
+class News(Publication):
+    """What followers of a model hear. The weights are a reference to a dict of arrays."""
 
-    definition: str
-    step: int
-    tag: str
-    """Of this publication: the same step may be published again."""
-    weights: Any
-    """A reference to a dict of arrays."""
+    definition: str = ""
+    """Another one is another model of the same name."""
+    tag: str = ""
+    """Of the weights: they are announced again when there is a graph of them."""
     graph: Any = None
     """A reference to the bytes of an ONNX graph, weights as inputs; None: torch."""
     int8: Any = None
     """A reference to the bytes of this version in int8."""
-    env_steps: int = 0
-    """Environment steps behind these weights, where the trainer said so."""
-    wants: str = ""
-    """"offer": the follower has newer weights than the keeper. "rows": inputs to calibrate int8 on are missing."""
+    wants_rows: bool = False
+    """Inputs to calibrate int8 on are missing."""
 
     @property
-    def key(self) -> Key:
-        """What a follower remembers, to ask for what is newer."""
-        return self.definition, self.step, self.tag, self.graph is not None, self.int8 is not None, self.wants
-
-
-Key = tuple[str, int, str, bool, bool, str]
+    def step(self) -> int:
+        return self.clock.version
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class ModelInfo:
     definition: Definition
     module: Any
     """A reference to the Model."""
-    news: VersionInfo
+    news: News
 
 
 class Keeper:
@@ -90,24 +81,25 @@ class Keeper:
         self._module = module
         self._run = RunDir(session().path)
         self._folder = self._run.models / self.name
-        self._env_steps = 0
         self._lock = threading.RLock()
         self._save_lock = threading.Lock()
         self._once = OncePer()
-        self._waiting: set[asyncio.Future[None]] = set()
         self._tasks: list[Any] = []
-        self._old: dict[int, Any] = {}  # step -> reference, of versions somebody asked for
         self._graph: Any = None
         self._int8_error = ""
         self._quantizing = False
         self._saved = -1  # the newest version that the run directory has
         self._state = self._read_state()
+        self._files = FileFeed(self._run, self.name, skips=self._state["given_up"])
+        cluster = session().cluster
+        self._feed = StoreFeed(cluster.put)
+        self._old = lru_cache(_OLD_VERSIONS)(lambda step: cluster.put(self._files.read(step).weights))
         self._rows = self._read_rows()
-        given = session().cluster.get(weights)
+        given = cluster.get(weights)
         self._wanted = {name: np.broadcast_to(np.zeros((), x.dtype), x.shape) for name, x in given.items()}
         step, arrays = self._load(step, given)
         self._due = step  # the last version that was saved or is being saved
-        self._set(arrays, step, f"{definition.id[:8]}-{step}")
+        self._set(arrays, Clock(0, step), f"{definition.id[:8]}-{step}")
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
@@ -131,19 +123,20 @@ class Keeper:
 
     def _load(self, step: int, given: Weights) -> tuple[int, Weights]:
         """What to start from: (step, weights)."""
-        versions = [s for s in self._run.versions(self.name) if s not in self._state["given_up"]]
-        restarted = self._state["definition"] == self.definition.id
+        saved = self._files.mark
+        restarted = self._state["definition"] == self.definition.id and saved is not None
         checkpoint = self.definition.checkpoint
-        if checkpoint is not None and not (restarted and versions):
+        if checkpoint is not None and not restarted:
             step, weights = self._read_checkpoint(checkpoint)
             weights = self._fitting(weights, f"checkpoint {checkpoint!r}")
-            if step not in self._run.versions(self.name):
-                self._run.save_weights(step, weights, self.name)
-            self._state["given_up"] = [s for s in self._run.versions(self.name) if s > step]
+            versions = self._run.versions(self.name)
+            if step not in versions:
+                self._files.publish(lambda: weights, Clock(version=step))
+            self._state["given_up"][:] = [s for s in versions if s > step]
             self._saved = step
-        elif versions and max(versions) >= step:
-            step = self._saved = max(versions)
-            weights = self._fitting(self._run.load_weights(step, self.name), f"version {step} of this trial")
+        elif saved is not None and saved >= step:
+            step = self._saved = saved
+            weights = self._fitting(self._files.read(step).weights, f"version {step} of this trial")
             logger.info("resuming model %s at step %d", self.name, step)
         else:
             weights = given
@@ -195,55 +188,33 @@ class Keeper:
     # --- what is newest -----------------------------------------------------------------------------------------------
 
     def about(self) -> ModelInfo:
-        return ModelInfo(self.definition, self._module, self._news)
+        return ModelInfo(self.definition, self._module, self._feed.read())
 
     def step(self) -> int:
         return self._step
 
-    def _set(self, weights: Weights, step: int, tag: str) -> None:
+    async def newer(self, known: Any, wait: float = POLL_S) -> News | None:
+        """What is newest, as soon as that is not the `known` mark; None after `wait` seconds."""
+        return await self._feed.wait(known, wait)
+
+    def _set(self, weights: Weights, clock: Clock, tag: str) -> None:
         """Take new weights. The lock is held, or the keeper is just starting."""
         cluster = session().cluster
         ref = cluster.put(dict(weights))  # a copy: a reference does not outlive the process that made it
         self._weights = cluster.get(ref)
         for x in self._weights.values():
             x.flags.writeable = False
-        self._step, self._tag, self._ref = step, tag, ref
+        self._newest = News(ref, clock, definition=self.definition.id, tag=tag)
         if not self._quantize_soon():
-            self._tell()
+            self._announce(self._newest)
 
-    def _tell(self, version: tuple[int, str, Any] | None = None, int8: Any = None) -> None:
-        """Tell the followers what is newest."""
-        step, tag, ref = version or (self._step, self._tag, self._ref)
-        wants = "rows" if self.definition.use_onnx == "quantize" and self._rows is None else ""
-        self._news = VersionInfo(self.definition.id, step, tag, ref, self._graph, int8, self._env_steps, wants)
-        io.loop().call_soon_threadsafe(self._wake)
+    @property
+    def _step(self) -> int:
+        return self._newest.step
 
-    def _wake(self) -> None:
-        """One after the other: answering a Ray call takes milliseconds of both processes, and where many workers share
-        few cores, telling all at once would delay their forwards."""
-        gap = min(GAP_S, MOST_GAPS_S / max(1, len(self._waiting)))
-        for i, waiting in enumerate(self._waiting):
-            io.loop().call_later(i * gap, _settle, waiting)
-
-    async def newer(self, known: Key, holds: int, wait: float = POLL_S) -> VersionInfo | None:
-        """What is newer than what the follower knows, as soon as there is something; None after `wait` seconds.
-        `holds`: the newest step of which the follower has the weights, and could offer them; -1 = none."""
-        end = time.monotonic() + wait
-        while True:
-            news = self._news
-            if known[0] == news.definition and self._step < holds:
-                return VersionInfo(news.definition, self._step, self._tag, None, wants="offer")
-            if known != news.key and not (known[0] == news.definition and news.step < known[1]):
-                return news
-            left = end - time.monotonic()
-            if left <= 0:
-                return None
-            future = asyncio.get_running_loop().create_future()
-            self._waiting.add(future)
-            try:
-                await asyncio.wait([future], timeout=left)
-            finally:
-                self._waiting.discard(future)
+    def _announce(self, version: News, int8: Any = None) -> None:
+        wants_rows = self.definition.use_onnx == "quantize" and self._rows is None
+        self._feed.announce(replace(version, graph=self._graph, int8=int8, wants_rows=wants_rows))
 
     def publish(
         self, weights: Any, step: int | None, tag: str, count: int = 1, least: int = 0, env_steps: int = 0
@@ -252,9 +223,8 @@ class Keeper:
         the publisher knows of.
         A publication that is retried has the same tag."""
         with self._lock:
-            if tag == self._tag:
+            if tag == self._newest.tag:
                 return self._step
-            self._env_steps = max(self._env_steps, env_steps)
             if step is None:
                 step = max(self._step, least) + count
             elif step < self._step:
@@ -262,28 +232,30 @@ class Keeper:
                     f"model {self.name!r} is at step {self._step} already, got weights of step {step}. A trainer that "
                     "goes on from an older checkpoint publishes without a step, or starts counting at model.step"
                 )
-            self._take(weights, int(step), tag)
+            self._take(weights, Clock(env_steps, int(step)), tag)
             return self._step
 
-    def offer(self, weights: Any, step: int, tag: str) -> int:
+    def offer(self, weights: Any, clock: Clock, tag: str) -> int:
         """Weights that this keeper may have lost in a crash; taken if they are newer than ours."""
         with self._lock:
-            if step > self._step:
+            if clock.version > self._step:
                 logger.warning(
-                    "model %s takes step %d from a process that has it; ours was %d", self.name, step, self._step
-                )
-                self._take(weights, step, tag)
+                    "model %s takes step %d from a process that has it; ours was %d",
+                    self.name, clock.version, self._step,
+                )  # fmt: skip
+                self._take(weights, clock, tag)
             return self._step
 
-    def _take(self, weights: Any, step: int, tag: str) -> None:
+    def _take(self, weights: Any, clock: Clock, tag: str) -> None:
         arrays = session().cluster.get(weights)
         report = match_weights(self._wanted, arrays, strict=False)
         if not report.exact:
             raise CheckpointError(f"these weights do not fit model {self.name!r}, which keeps those it has: {report}")
-        self._set(arrays, step, tag)
+        env_steps = max(self._newest.clock.env_steps, clock.env_steps)  # not everybody who publishes counts them
+        self._set(arrays, clock._replace(env_steps=env_steps), tag)
         interval = self.definition.checkpoint_interval
-        if interval is not None and step // interval > self._due // interval:
-            self._due = step
+        if interval is not None and clock.version // interval > self._due // interval:
+            self._due = clock.version
             threading.Thread(target=self._save, name="bray-save", daemon=True).start()
 
     # --- versions -----------------------------------------------------------------------------------------------------
@@ -293,23 +265,19 @@ class Keeper:
         has."""
         with self._lock:
             if step is None or step < 0 or step == self._step:
-                return self._ref, self._step
-            if step not in self._old:
-                if step not in self._run.versions(self.name):
-                    known = ", ".join(map(str, sorted({*self._run.versions(self.name), self._step})[-8:]))
-                    raise CheckpointError(f"model {self.name!r} has no version {step}; there are: {known}")
-                while len(self._old) >= _OLD_VERSIONS:
-                    del self._old[next(iter(self._old))]
-                self._old[step] = session().cluster.put(self._run.load_weights(step, self.name))
-            return self._old[step], step
+                return self._newest.weights, self._step
+            versions = self._run.versions(self.name)
+            if step not in versions:
+                known = ", ".join(map(str, sorted({*versions, self._step})[-8:]))
+                raise CheckpointError(f"model {self.name!r} has no version {step}; there are: {known}")
+            return self._old(step), step
 
     def freeze(self, step: int) -> tuple[Any, int]:
         """`weights`, and keep the version in the run directory for good."""
         with self._lock:
             ref, step = self.weights(step)
             if step not in self._run.versions(self.name):
-                self._run.save_weights(step, session().cluster.get(ref), self.name)
-                self._forgive(step)
+                self._write(step, session().cluster.get(ref))
             self._run.protect(step, self.name)
             return ref, step
 
@@ -342,25 +310,24 @@ class Keeper:
             if step == self._saved:
                 return
             try:
-                self._run.save_weights(step, weights, self.name)
+                self._write(step, weights)
                 self._saved = step
-                with self._lock:
-                    self._forgive(step)
                 self._retain()
             except BrayError as e:
                 if self._once.due():
                     logger.error("model %s could not be saved at step %d: %s", self.name, step, e)
 
-    def _forgive(self, step: int) -> None:
-        """A version that `checkpoint=` had discarded has been trained again."""
-        if step in self._state["given_up"]:
-            self._state["given_up"].remove(step)
-            self._write_state()
+    def _write(self, step: int, weights: Weights) -> None:
+        self._files.publish(lambda: weights, Clock(version=step))
+        with self._lock:
+            if step in self._state["given_up"]:  # by `checkpoint=`; now it has been trained again
+                self._state["given_up"].remove(step)
+                self._old.cache_clear()
+                self._write_state()
 
     def _retain(self) -> None:
-        versions = self._run.versions(self.name)
-        given_up = self._state["given_up"]
-        order = [s for s in versions if s in given_up] + [s for s in versions if s not in given_up]
+        """Remove old versions, those that were given up first."""
+        order = sorted(self._run.versions(self.name), key=lambda step: (step not in self._state["given_up"], step))
         kept = set(self._run.steps())
         for step in order[: -self.definition.keep_checkpoints]:
             if step not in kept and not self._run.is_protected(step, self.name):
@@ -388,7 +355,7 @@ class Keeper:
         with self._lock:
             self._graph = cluster.put(graph)
             if not self._quantize_soon():
-                self._tell()
+                self._announce(self._newest)
 
     def calibrate(self, rows: Any) -> None:
         """Real inputs, trees `[N, ...]`, to calibrate int8 on."""
@@ -428,25 +395,20 @@ class Keeper:
         cluster = session().cluster
         while True:
             with self._lock:
-                version, weights = (self._step, self._tag, self._ref), self._weights
+                version, weights = self._newest, self._weights
             try:
                 made = cluster.put(
-                    quantize(with_constant_weights(cluster.get(self._graph), weights, version[0]), self._rows)
+                    quantize(with_constant_weights(cluster.get(self._graph), weights, version.step), self._rows)
                 )
             except Exception as e:
                 if str(e) != self._int8_error:  # once for all versions
                     logger.warning("model %s is served in float32, not in int8: %s", self.name, e)
                 self._int8_error, made = str(e), None
             with self._lock:
-                self._tell(version, made)
-                if version[1] == self._tag:
+                self._announce(version, made)
+                if version is self._newest:
                     self._quantizing = False
                     return
-
-
-def _settle(waiting: asyncio.Future[None]) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
 
 
 def _kind(args: Any) -> Any:

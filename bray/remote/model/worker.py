@@ -34,13 +34,12 @@ class ModelWorker:
 
     async def start(self) -> None:
         self._follower = Follower(self.model)
-        about: ModelInfo = await self._follower.keeper.call("about", retry=True)
-        self.served: EngineHost = await asyncio.to_thread(self._serve, about)
+        self._follower.follow(await self._follower.keeper.call("about", retry=True))
+        self.served = await self._follower.serve(self._make_served)
         self._loop = asyncio.get_running_loop()
         self.listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
-        self._follower.follow(about, self.served)
 
-    def _serve(self, about: ModelInfo) -> EngineHost:
+    def _make_served(self, about: ModelInfo) -> EngineHost:
         import torch
 
         from bray.train.device import device_of
