@@ -26,7 +26,7 @@ from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable
 from bray.errors import EnvError
 from bray.train.central import CentralServer, Line
 from bray.train.player import Plan, Played, Player
-from bray.tree.layout import aligned
+from bray.tree.shared import places
 
 _PLACES = 3
 """For pieces of a player: one that is lent to the process that learns, and two that it may have been asked for."""
@@ -123,16 +123,6 @@ class PlayerProcess:
         self._memory.unlink(missing_ok=True)
 
 
-class _Place:
-    """Where an array lies in a memory."""
-
-    def __init__(self, at: int, array: np.ndarray):
-        self.at, self.shape, self.dtype = at, array.shape, array.dtype
-
-    def of(self, memory: Any, start: int) -> np.ndarray:
-        return np.frombuffer(memory, self.dtype, int(np.prod(self.shape)), start + self.at).reshape(self.shape)
-
-
 class _Placed:
     """What was played, its arrays in a place of the player's memory; with the first, how large a place is and what lies
     in it."""
@@ -151,18 +141,20 @@ def _memory_file() -> Path:
 def _attach(path: Path, size: int, template: Piece) -> list[Piece]:
     """The pieces in a file that a player has made; nobody else opens it any more."""
     with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), _PLACES * size)
+        pieces = _map(file.fileno(), size, template)
     path.unlink()
-    return [_placed(template, memory, place * size) for place in range(_PLACES)]
+    return pieces
 
 
-def _placed(template: Piece, memory: mmap.mmap, start: int) -> Piece:
-    filled = {
-        name: tree.map(lambda place: place.of(memory, start), value)
-        for name in COLUMNS
-        if (value := getattr(template, name)) is not None
-    }
-    return replace(template, **filled)
+def _map(file: int, size: int, template: Piece) -> list[Piece]:
+    """The pieces in a file; `template` says which place each of their arrays has."""
+    memory, columns = mmap.mmap(file, _PLACES * size), _columns(template)
+    starts = range(0, _PLACES * size, size)
+    return [replace(template, **tree.map(lambda place, at=at: place.of(memory, at), columns)) for at in starts]
+
+
+def _columns(piece: Piece) -> dict[str, Any]:
+    return {name: value for name in COLUMNS if (value := getattr(piece, name)) is not None}
 
 
 # --- in a player's process --------------------------------------------------------------------------------------------
@@ -217,27 +209,18 @@ class _Memory:
         """Copy the arrays of the piece to the next place."""
         made = None if self._pieces else self._make(played.piece)
         place, self._next = self._next, (self._next + 1) % _PLACES
-        for name in COLUMNS:
-            if (value := getattr(played.piece, name)) is not None:
-                tree.map(np.copyto, getattr(self._pieces[place], name), value)
+        for name, value in _columns(played.piece).items():
+            tree.map(np.copyto, getattr(self._pieces[place], name), value)
         nothing: dict[str, Any] = dict.fromkeys(COLUMNS)
         return _Placed(played._replace(piece=replace(played.piece, **nothing)), place, made)
 
     def _make(self, piece: Piece) -> tuple[int, Piece]:
-        size = 0
-
-        def place(array: np.ndarray) -> _Place:
-            nonlocal size
-            made = _Place(size, array)
-            size += aligned(array.nbytes)
-            return made
-
-        template = replace(
-            piece, **{name: tree.map(place, value) for name in COLUMNS if (value := getattr(piece, name)) is not None}
-        )
+        columns = _columns(piece)
+        found, size = places(tree.leaves(columns))
+        each = iter(found)
+        template = replace(piece, **tree.map(lambda _: next(each), columns))
         handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, _PLACES * size))
-            memory = mmap.mmap(file.fileno(), _PLACES * size)
-        self._pieces = [_placed(template, memory, place * size) for place in range(_PLACES)]
+            os.posix_fallocate(file.fileno(), 0, _PLACES * size)
+            self._pieces = _map(file.fileno(), size, template)
         return size, template
