@@ -148,11 +148,16 @@ class FileFeed(WeightFeed):
             return self.run.pointer(self.label)
         return max((step for step in self.run.versions(self.name) if step not in self.skips), default=None)
 
-    def read(self, step: int | None = None) -> Publication:
-        """The newest version, or the one of this step."""
-        step = self.mark if step is None else step
+    def step(self) -> int:
+        """Of the newest version."""
+        step = self.mark
         if step is None:
             raise CheckpointError(f"{self.run.path} has no checkpoint {(self.label or self.name)!r} yet")
+        return step
+
+    def read(self, step: int | None = None) -> Publication:
+        """The newest version, or the one of this step."""
+        step = self.step() if step is None else step
         return Publication(self.run.load_weights(step, self.name), Clock(version=step), step)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from bray import act, tree
 from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
+from bray.act.feed import FileFeed
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
 from bray.inference.graph import refuse_external_data
@@ -39,7 +40,6 @@ TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have
 torch."""
 _REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
-_MOVING = ("latest", "best")  # labels whose step changes while a training runs
 
 
 class Version(Batcher):
@@ -97,6 +97,8 @@ class ServedModel:
         """In memory, by step."""
         self.shares: list[TrafficShare] = []
         self.pinned: int | None = None
+        # by label: those whose step changes while a training runs
+        self._feeds = {label: FileFeed(self.run, self.weights_name, label) for label in ("latest", "best")}
         self._newest: list[int] = []  # steps that were the newest one, in order, for rolling back
         self._locks = locks or VersionLocks()
         self._graph: Any = None
@@ -142,11 +144,8 @@ class ServedModel:
         return {"versions": versions, "steps": steps, "pinned": pin}
 
     def _step_of(self, label: str) -> int:
-        if label in _MOVING:
-            step = self.run.pointer(label)
-            if step is None:
-                raise CheckpointError(f"{self.run.path} has no checkpoint {label!r} yet")
-            return step
+        if label in self._feeds:
+            return self._feeds[label].step()
         if not label.isdigit():
             raise ConfigError(f"versions: expected latest, best or a step, got {label!r}")
         return int(label)
@@ -155,7 +154,7 @@ class ServedModel:
         """Steps by label; where the training is followed its newest ones, since those of `desired` may be gone."""
         if desired["pinned"] is not None or not self.config.follow:
             return dict(desired["steps"])
-        return {k: self._step_of(k) if k in _MOVING else step for k, step in desired["steps"].items()}
+        return {label: self._step_of(label) for label in desired["steps"]}
 
     def _previous(self) -> int:
         """The version before the one that is served."""
@@ -204,7 +203,7 @@ class ServedModel:
         if self.pinned is not None or not self.config.follow:
             return
         for i, share in enumerate(self.shares):
-            step = self.run.pointer(share.label) if share.label in _MOVING else None
+            step = self._feeds[share.label].mark if share.label in self._feeds else None
             if step is not None and step != share.version.step:
                 self.shares[i] = self._use(share.label, share.share, await self._loaded(step))
                 logger.info("%s: now serving %s = step %d", self.name, share.label, step)
@@ -312,7 +311,7 @@ class ServedModel:
         if self._graph is None:
             self.prepare_graph()
             self._graph = self._read_graph("graph.onnx")
-        return self._graph.with_weights(run.load_weights(step, self.weights_name), step)
+        return self._graph.with_weights(self._feeds["latest"].read(step).weights, step)
 
     def prepare_graph(self) -> None:
         """Export the run's graph.onnx if it is not there yet."""

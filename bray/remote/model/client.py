@@ -41,17 +41,16 @@ class Follower:
         self._about: ModelInfo | None = None
         self._clock = Clock(0, -1)
         self._takers: list[Callable[[News], None]] = []
-        self._published: tuple[Any, Clock, str] | None = (
-            None  # reference to weights, clock, tag: what we published last
-        )
+        self._published: tuple[Any, Clock, str] | None = None  # last, by us: reference to weights, clock, tag
         self._following: Future[Any] | None = None
-        self._lock, self._taking = threading.Lock(), threading.Lock()
+        self._lock, self._taking = threading.RLock(), threading.Lock()
 
     def follow(self, about: ModelInfo) -> None:
         """Hear of what is published from here on."""
         with self._lock:
             if self._about is None:
-                self._know(about)
+                self._about = about
+                self._advance(about.news.clock)
                 if not self.ended:
                     self._following = io.spawn(self._follow(about), f"following model {self.name}")
 
@@ -69,11 +68,9 @@ class Follower:
         _ = self.about  # it is heard of from now on
         return self._clock
 
-    def _later(self, clock: Clock) -> Clock:
-        return Clock(*map(max, self._clock[:2], clock[:2]))
-
-    def _know(self, about: ModelInfo) -> None:
-        self._about, self._clock = about, self._later(about.news.clock)
+    def _advance(self, clock: Clock) -> None:
+        with self._lock:
+            self._clock = Clock(*map(max, self._clock[:2], clock[:2]))
 
     async def serve(self, make: Callable[[ModelInfo], EngineHost]) -> EngineHost:
         """Answer in this process with what `make` makes in a thread."""
@@ -95,7 +92,8 @@ class Follower:
         with self._taking:
             for take in self._takers:
                 take(about.news)
-            self._know(about)
+            self._about = about
+        self._advance(about.news.clock)
 
     async def _follow(self, about: ModelInfo) -> None:
         while True:
@@ -250,9 +248,9 @@ class Client(Follower):
     def _sent(self, made: list[_Publication], tag: str, done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            with self._lock:
-                clock = Clock(made[-1].env_steps, done.result())
-                self._published, self._clock = (made[-1].ref, clock, tag), self._later(clock)
+            clock = Clock(made[-1].env_steps, done.result())
+            self._published = made[-1].ref, clock, tag
+            self._advance(clock)
         else:
             logger.error("model %s: weights are not published: %s", self.name, error)
         self._send_pending()

@@ -165,12 +165,12 @@ class RemoteModel:
 
     def get_weights(self) -> tuple[dict[str, np.ndarray], int]:
         """(weights of the newest version by name, its step). They are read only."""
-        ref, step = self._known().keeper.call("weights", retry=True).result()
+        ref, step = self._ask_keeper("weights")
         return session().cluster.get(ref), step
 
     def get_model(self) -> Any:
         """A torch module of your own, with the newest weights."""
-        about = self._known().keeper.call("about", retry=True).result()
+        about = self._ask_keeper("about")
         module = copy.deepcopy(session().cluster.get(about.module))
         set_torch_model_weights(module, self.get_weights()[0])
         return module
@@ -187,9 +187,8 @@ class RemoteModel:
     def clone(self, step: int = -1, name: str | None = None) -> RemoteModel:
         """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory,
         where it is then kept for good. The clone is called NAME-STEP by default; an existing one is found."""
-        client = self._known()
-        about = client.keeper.call("about", retry=True).result()
-        ref, step = client.keeper.call("freeze", step, retry=True).result()
+        about = self._ask_keeper("about")
+        ref, step = self._ask_keeper("freeze", step)
         name = name or f"{self.name}-{step}"
         if not _exists(name):
             cluster = session().cluster
@@ -198,12 +197,12 @@ class RemoteModel:
 
     def add_to_pool(self, step: int = -1) -> int:
         """Keep a version (-1 = the newest) to play against; returns its step. The run directory keeps it for good."""
-        return self._known().keeper.call("add_to_pool", step, retry=True).result()
+        return self._ask_keeper("add_to_pool", step)
 
     @property
     def pool(self) -> list[int]:
         """The steps of the versions to play against, oldest first."""
-        return self._known().keeper.call("pool", retry=True).result()
+        return self._ask_keeper("pool")
 
     def sample_pool(self, weights: Sequence[float] | None = None) -> int:
         """Draw a version of the pool: `forward(..., step=model.sample_pool())`. All are equally likely, or as `weights`
@@ -232,6 +231,9 @@ class RemoteModel:
         """(which definition this is, its `checkpoint`): a trainer starts from there too, once per definition."""
         definition = self._known().definition
         return definition.id, definition.checkpoint
+
+    def _ask_keeper(self, method: str, *args: Any) -> Any:
+        return self._known().keeper.call(method, *args, retry=True).result()
 
     def _known(self) -> Client:
         """The client of this process, open or not."""
