@@ -24,7 +24,7 @@ from bray.serving.access import with_environment
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.metrics import Numbers
 from bray.serving.model import ServedModel, TorchEngine, VersionLocks
-from bray.serving.policy_actor import PolicyActor
+from bray.serving.policy_actor import BasePolicyAgent, PolicyActor
 from bray.serving.server import Server
 from bray.serving.values import body_limit
 from bray.serving.workers import Ready, serve as serve_workers
@@ -94,7 +94,10 @@ class Service:
         return self.models[name]
 
     def make_actor(self) -> PolicyActor:
-        return PolicyActor(self.model, self.config)
+        c = self.config
+        return PolicyActor(
+            {"policy": BasePolicyAgent}, fallback=c.fallback, record=c.record, find_model=self.model, serialize="json"
+        )
 
     async def prepare(self, server: Server) -> None:
         """Join a worker: its admin routes, its numbers, its life."""

@@ -780,7 +780,7 @@ def test_a_memory_is_reset_at_the_end_of_an_episode_in_training_and_serving(tmp_
         batches, _ = recorded(exp)
         seen = []
         port = port_of(exp)
-        player = exp.training.source.player
+        player = exp.training.source.acting
         decide = player.decide
         player.decide = lambda asked: seen.extend(state.memory for state in asked) or decide(asked)
         with playing(Sign(port)) as games:

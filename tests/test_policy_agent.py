@@ -227,7 +227,7 @@ def test_pieces_of_a_session_give_the_learner_what_the_loop_does(game, normalize
 
     async def main():
         await actor.start("game", b"")
-        Found.by_session["game"].player.rng = np.random.default_rng([0, 0])  # the loop's own
+        Found.by_session["game"].model.rng = np.random.default_rng([0, 0])  # the loop's own
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
@@ -272,7 +272,7 @@ def test_a_memory_is_carried_through_a_session_and_forgotten_with_an_episode(gam
 
     async def main():
         await actor.start("game", b"")
-        Found.by_session["game"].player.rng = np.random.default_rng([0, 0])
+        Found.by_session["game"].model.rng = np.random.default_rng([0, 0])
         with make_vec(EnvConfig(**GAMES[game]), seed=0) as env:
             await play(actor, env, 27)
 
@@ -516,13 +516,13 @@ def test_agents_of_a_process_share_one_policy():
         return [Found.by_session[f"g{i}"] for i in range(3)]
 
     agents = run(main())
-    assert len({id(a.player.policy) for a in agents}) == 1
-    assert agents[0].player.config is config  # so that no other config can have its id and get this player
+    assert len({id(a.model.policy) for a in agents}) == 1
+    assert agents[0].model.config is config  # so that no other config can have its id and get this player
     other = make_config(section(), ModelHost("other", Prefers()), Buffer())
     actor = AgentActor({"agent1": Found}, other, serialize="json")
     run(actor.start("g", b""))
-    assert Found.by_session["g"].player is not agents[0].player
-    assert Found.by_session["g"].player.model.name == "other"
+    assert Found.by_session["g"].model is not agents[0].model
+    assert Found.by_session["g"].model.host.name == "other"
 
 
 def test_a_subclass_speaks_the_games_own_language():
@@ -659,7 +659,7 @@ def test_exploration_follows_the_environment_steps_that_come_with_the_weights():
 
     async def main():
         await actor.start("g", b"")
-        Found.by_session["g"].player.rng = np.random.default_rng(0)
+        Found.by_session["g"].model.rng = np.random.default_rng(0)
         return [await best(n) for n in (0, 700, 1400)]
 
     none, half, all_ = run(main())

@@ -153,5 +153,6 @@ async def _again(service: Service, about: About, steps: Sequence[Step]) -> Pairs
                 then = msgspec.json.decode(step.reply or b"")["action"]
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
                 raise DataError(f"a recorded reply is not an action: {(step.reply or b'')[:60]!r}") from None
-            pairs.append((then, msgspec.json.decode(await actor.tick(step.body))["action"]))
+            reply = actor.tick(step.body)
+            pairs.append((then, msgspec.json.decode(reply if isinstance(reply, bytes) else await reply)["action"]))
     return pairs

@@ -51,12 +51,13 @@ class Collector:
     merges_batches = False
     """Whether whole batches may share a forward with other whole batches."""
 
-    def __init__(self, max_batch_size: int, max_queue: float = float("inf")):
-        self.max_batch_size, self.max_queue = max_batch_size, max_queue
+    def __init__(self, max_batch_size: int, max_queue: float = float("inf"), max_wait: float = 0.0):
+        self.max_batch_size, self.max_queue, self.max_wait = max_batch_size, max_queue, max_wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queue: list[Item] = []
         self._special = 0  # how many of them are whole batches, or ask for a version
         self._asleep = True  # no `_flush` is due: whoever submits next schedules it
+        self._timer: asyncio.TimerHandle | None = None  # of max_wait
 
     def _add(self, args: Any, with_step: bool = False, rows: int = 0, version: Any = None) -> asyncio.Future[Any]:
         """Queue a request. Raises Overloaded when the queue is full. Whoever cancels the future leaves the queue."""
@@ -87,10 +88,23 @@ class Collector:
         self._special = sum(1 for item in self._queue if item[3] or item[4] is not None)
 
     def _wake(self) -> None:
+        """Start a batch after this turn of the loop, or once it is full or `max_wait` has passed."""
+        if not self.max_wait or self._special or len(self._queue) >= self.max_batch_size:
+            self._wake_now()
+        elif self._timer is None:
+            assert self._loop is not None
+            self._timer = self._loop.call_later(self.max_wait, self._flush)
+
+    def _wake_now(self) -> None:
         """Start a batch after this turn of the loop."""
         assert self._loop is not None
         self._asleep = False
         self._loop.call_soon(self._flush)
+
+    def _forget_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _flush(self) -> None:
         """Start the batches that can start, and set `_asleep` where no further call is due."""
@@ -201,8 +215,7 @@ class Batcher(Collector):
                 f"pad_to={tuple(pad_to)} has no size for a batch of max_batch_size={max_batch_size}: "
                 f"add {max_batch_size} to pad_to, or set max_batch_size={max(pad_to)}"
             )
-        super().__init__(max_batch_size, max_queue)
-        self.max_wait = max_wait
+        super().__init__(max_batch_size, max_queue, max_wait)
         self.pad_to = tuple(sorted(pad_to))
         self.inline_below = inline_below
         self.lock = lock or threading.Lock()
@@ -212,7 +225,6 @@ class Batcher(Collector):
         self._template = self._declared  # the kind of the last batch
         self._templates: dict[Any, Template] = {}  # kinds that were answered, by signature
 
-        self._timer: asyncio.TimerHandle | None = None  # of max_wait
         self._running: list[Item] | None = None  # the batch in the thread
         self._thread: _Thread | None = None
         self._watch: asyncio.TimerHandle | None = None
@@ -328,19 +340,9 @@ class Batcher(Collector):
             )
         return self
 
-    def _wake(self) -> None:
-        """Start a batch after this turn of the loop, or once it is full or `max_wait` has passed."""
-        if not self.max_wait or self._special or len(self._queue) >= self.max_batch_size:
-            super()._wake()
-        elif self._timer is None:
-            assert self._loop is not None
-            self._timer = self._loop.call_later(self.max_wait, self._flush)
-
     def _flush(self) -> None:
         """Start the next batch, unless one runs."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._forget_timer()
         if self._running is not None:
             return
         items = self._take(self.max_batch_size)
@@ -366,7 +368,7 @@ class Batcher(Collector):
         """After a batch. The next one starts through the loop, so that sockets are served in between."""
         self._asleep = not self._queue
         if self._queue:
-            super()._wake()
+            self._wake_now()
 
     def _is_below(self, seconds: float) -> bool:
         return self._mean_s is not None and self._mean_s < seconds

@@ -18,7 +18,6 @@ from typing import Any
 from bray.config.declare import values_of
 from bray.errors import BrayError, ConfigError, MissingComponent
 from bray.launch.deploy import (
-    DeployedActor,
     Deployment,
     ModelFiles,
     config_for,
@@ -107,7 +106,7 @@ _HOMES = {
     "RemoteBuffer": "bray.remote.buffer.handle",
     "RemoteActor": "bray.remote.actor.handle",
     "RemoteTrainer": "bray.remote.trainer.handle",
-    "AgentActor": "bray.serving.agent",
+    "PolicyActor": "bray.serving.policy_actor",
     "numbers": "bray.remote.master",
     "set": "bray.remote.master",
     "set_tensorboard_step": "bray.remote.master",
@@ -154,8 +153,8 @@ def _deploy(run: Launched) -> None:
         deployment = deploy_actor(run.graph, actor, run.deployed, shared)
         if deployment is not None:
             run.deployments[name] = deployment
-        elif actor.settings.record is not None or actor.settings.fallback is not None:
-            logger.warning("%s: record and fallback need a model that is deployed from the files of a run", name)
+        elif actor.settings.record is not None:
+            logger.warning("%s: record needs a model that is deployed from the files of a run", name)
     if run.deployed:
         find_part("set_tensorboard_step")(None)  # that of the training: nobody counts it now
     if run.deployments:
@@ -224,12 +223,11 @@ def _actor(run: Launched, modules: Modules, c: Component) -> None:
         actor.serve(Actor=modules.needed(c), name=c.name, config=graph.config)
         return
     saves = graph.settings.dump_state and s.episode_save_interval is not None
-    made = {"Actor": find_part("AgentActor")}
-    if deployment is not None:
-        made = {"Actor": DeployedActor, "deployment": deployment}
     actor.serve(
-        **made,
+        Actor=find_part("PolicyActor"),
         agents={name: modules.needed(graph.components[name]) for name in s.agents if name in graph.components},
+        fallback=s.fallback,
+        record=None if s.record is None else str(Path(s.record).absolute()),
         config=graph.config if deployment is None else config_for(graph, deployment),
         episode_length=s.episode_length,
         episode_save_interval=s.episode_save_interval if saves else None,

@@ -12,35 +12,23 @@ of their section of the config.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import msgspec
-
-from bray import tree
-from bray.data.experience import Counts
-from bray.errors import BrayError, ConfigError, DataError
-from bray.inference.batcher import own_error
+from bray.config.declare import values_of
+from bray.errors import BrayError, ConfigError
 from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules, edges_in_code
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.rundir import RunDir
 from bray.service import Service, close_shared, open_shared
-from bray.serving.agent import AgentActor, State
-from bray.serving.config import ServedModelConfig
-from bray.serving.model import ServedModel, Version
-from bray.serving.policy_actor import place_of, version_at
-from bray.serving.protocol import END, START, TICK, malformed
-from bray.serving.record import Recording
+from bray.serving.config import DeployConfig, ServedModelConfig
+from bray.serving.model import ServedModel
 from bray.serving.server import Server
-from bray.serving.values import reader
-from bray.train.agent import DecisionRows, Observed, tell
 
 # --- which models, and from where -------------------------------------------------------------------------------------
 
@@ -109,7 +97,7 @@ def _lacks(graph: Graph, c: Component) -> str | None:
 
 
 def _asked_otherwise(graph: Graph, c: Component) -> str | None:
-    """Who asks the model without a Player that we could give it."""
+    """Who asks the model without a PolicyAgent that we could give it to."""
     modules = Modules(graph)
     agents = {name: a for name, a in graph.of_kind("agent").items() if a.settings.model == c.name}
     if not agents:
@@ -119,7 +107,7 @@ def _asked_otherwise(graph: Graph, c: Component) -> str | None:
             cls = modules.needed(agent)
         except BrayError as e:  # told by whoever starts that agent
             return f"the class of agent {name} cannot be had ({e!s:.80})"
-        if not issubclass(cls, PolicyAgent) or cls.find_player is not PolicyAgent.find_player:
+        if not issubclass(cls, PolicyAgent) or cls.find_model is not PolicyAgent.find_model:
             return f"agent {name} is no PolicyAgent and asks it by itself"
     for edge in edges_in_code(graph):
         if c.name == edge.tail:
@@ -158,8 +146,6 @@ class Deployment:
     """By model."""
     shared: Path
     """Where the processes of all actors share what the admin port was told."""
-    fallback: Any = None
-    record: Path | None = None
 
     @property
     def service(self) -> Service:
@@ -199,11 +185,7 @@ def deploy_actor(graph: Graph, actor: Component, runs: Mapping[str, Path], share
         agent = graph.components.get(name)
         if agent is not None and agent.settings.model in runs:
             configs[agent.settings.model] = _model_service(graph, graph.components[agent.settings.model], agent, actor)
-    if not configs:
-        return None
-    s = actor.settings
-    record = None if s.record is None else Path(s.record).absolute()
-    return Deployment(actor.name, {k: runs[k] for k in configs}, configs, shared, s.fallback, record)
+    return Deployment(actor.name, {k: runs[k] for k in configs}, configs, shared) if configs else None
 
 
 def _model_service(graph: Graph, c: Component, agent: Component, actor: Component) -> ServedModelConfig:
@@ -215,8 +197,8 @@ def _model_service(graph: Graph, c: Component, agent: Component, actor: Componen
         versions=dict(versions),
         act=agent.settings.act,
         follow=s.follow,
-        fallback=actor.settings.fallback,
         trust=graph.settings.trust,
+        **values_of(actor.settings, DeployConfig),
         **given,
     )
 
@@ -243,212 +225,13 @@ def config_for(graph: Graph, deployment: Deployment) -> dict[str, Any]:
     return {**graph.config, **sections}
 
 
-# --- in a process of the actor ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class DeployedModel:
-    """A model for PolicyAgents: see `PolicyAgent.find_player`."""
+    """A model for PolicyAgents: see `PolicyAgent.find_model`."""
 
     deployment: Deployment
     name: str
 
-    def make_player(self, count: Callable[[Counts], None]) -> DeployedPlayer:
-        return DeployedPlayer(self.deployment.service.models[self.name], count)
-
-
-class DeployedPlayer:
-    """What PolicyAgents need of a `bray.train.agent.Player`, with a ServedModel that decides."""
-
-    sink = None
-    state_every = 1
-    strict = False
-    config: Any = None
-    """Of whoever found it."""
-
-    def __init__(self, served: ServedModel, count: Callable[[Counts], None]):
-        self.served, self.count = served, count
-        self.spec, self.observations = served.spec, served.observations
-        self.initial_state = served.initial_state
-        self.warm = False
-        self.turns: WeakKeyDictionary[Any, DeployedTickBatcher] = WeakKeyDictionary()
-        """By the agents that have asked."""
-        self.chosen: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Versions that games chose at their start, by agent."""
-
-    def turn(self) -> DeployedTickBatcher:
-        """That of one session."""
-        return DeployedTickBatcher(self)
-
-
-class DeployedTickBatcher:
-    """The questions of one session. They go to the ModelHost one by one; its batcher puts those of many sessions
-    together."""
-
-    def __init__(self, player: DeployedPlayer):
-        self.player = player
-        self.place: float | None = None
-        self.chosen = -1
-        self.last: Any = None
-        """The last action."""
-        self.mask: Any = None
-        """The legal choices of the last tick; None where all are."""
-
-    @property
-    def version(self) -> Version:
-        """The version that the game chose while it is served, else by the session's share."""
-        served = self.player.served
-        return served.versions.get(self.chosen) or version_at(served, self.place or 0.0)
-
-    def ask(self, agent: Any, state: Any) -> asyncio.Future[None]:
-        """Fill the State with what is decided, by `agent.decided`."""
-        served = self.player.served
-        if self.place is None:
-            self.place = place_of(state.session)
-            self.chosen = self.player.chosen.get(agent, -1)
-            self.player.turns[agent] = self
-        self.mask = state.mask
-        asked = [state.obs]
-        if served.masked:
-            asked.append(served.observations.all_legal if state.mask is None else state.mask)
-        if self.player.initial_state is not None:
-            asked.append(state.memory)
-        version = self.version
-        return _Answer(self, agent, state, version.step, version.submit(*asked))
-
-
-class _Answer(asyncio.Future[None]):
-    """Done when the State is filled. Whoever cancels it leaves the queue of the model."""
-
-    def __init__(self, turn: DeployedTickBatcher, agent: Any, state: Any, step: int, deciding: asyncio.Future[Any]):
-        super().__init__(loop=deciding.get_loop())
-        self._turn, self._agent, self._tick, self._step, self._deciding = turn, agent, state, step, deciding
-        deciding.add_done_callback(self._decided)
-
-    def cancel(self, msg: Any = None) -> bool:
-        self._deciding.cancel()
-        return super().cancel(msg)
-
-    def _decided(self, deciding: asyncio.Future[Any]) -> None:
-        if self.done():
-            return
-        if deciding.cancelled():
-            self.cancel()
-            return
-        error = deciding.exception()
-        if error is not None:
-            self.set_exception(own_error(error))
-            return
-        row = deciding.result()
-        carry = tree.map(lambda x: x[None], row["state"]) if "state" in row else None
-        rows = DecisionRows([row["action"]], [row["extras"]], [row["outputs"]], carry, self._step)
-        self._turn.player.warm = True
-        self._turn.last = row["action"]
-        tell(self, self._agent, self._tick, rows, 0)
-
-
-class _Start(msgspec.Struct):
-    """What the body of a `start` may ask for."""
-
-    model: str | None = None
-    version: int | None = None
-
-
-_read_start = msgspec.json.Decoder(_Start).decode
-
-
-class DeployedActor(AgentActor):
-    """An AgentActor whose sessions are recorded, and whose late ticks are answered all the same, where that is
-    wanted."""
-
-    def __init__(self, deployment: Deployment, **kwargs: Any):
-        super().__init__(**kwargs)
-        self._deployment = deployment
-        self._recording: Recording | None = None
-        self._data = b""  # of the tick that runs, or ran last
-        if deployment.fallback is not None:
-            self.fallback = self._fallback  # only where it is wanted: having the method replaces the error
-
-    async def start(self, session: str, data: bytes) -> None:
-        await super().start(session, data)
-        model = next(iter(self._deployment.service.models.values()))
-        version = self._choose_version(data)
-        if version is None:
-            version = version_at(model, place_of(session)).step
-        if self._deployment.record is not None and session:  # else a stateless request
-            run = str(model.run.path.resolve())
-            about = {"run": run, "model": model.name, "version": version}
-            self._recording = Recording(self._deployment.record, session, about)
-            self._recording.add(START, data, b"")
-
-    def _choose_version(self, data: bytes) -> int | None:
-        """`{"version": STEP}`, as `bray serve` takes it: the version that answers this session. Any other body is for
-        the agents alone."""
-        try:
-            wanted = _read_start(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None
-        if wanted.version is None:
-            return None
-        for _, agent in self._agents:
-            player = getattr(agent, "player", None)
-            if isinstance(player, DeployedPlayer) and wanted.model in (None, player.served.name):
-                loaded = player.served.versions
-                if wanted.version not in loaded:
-                    raise malformed(f"expected one of the versions {sorted(loaded)}, got {wanted.version}")
-                player.chosen[agent] = wanted.version
-        return wanted.version
-
-    def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
-        self._data = data
-        reply = super().tick(data)
-        return reply if self._recording is None else self._record_tick(data, reply)
-
-    async def _record_tick(self, data: bytes, reply: bytes | Awaitable[bytes]) -> bytes:
-        reply = reply if isinstance(reply, bytes) else await reply
-        if self._recording is not None:
-            self._recording.add(TICK, data, reply)
-        return reply
-
-    async def end(self, data: bytes) -> None:
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.add(END, data, b"")
-            recording.close()
-        await super().end(data)
-
-    def _fallback(self, data: bytes) -> bytes:
-        """The reply that the PolicyAgents give with the action that was wished for; agents of another kind have no part
-        in it."""
-        tick = max(0, self._ticks - 1)
-        state: Any = State(self._session, self.actor, tick, data, self._game, self._agent, self._codec.decode)
-        output = self._codec.new_output()
-        if output is not None:
-            state.output = output
-        for _, agent in self._agents:
-            player = getattr(agent, "player", None)
-            if isinstance(player, DeployedPlayer):
-                turn = player.turns.get(agent) or player.turn()
-                turn.place, turn.chosen = place_of(self._session), player.chosen.get(agent, -1)
-                if data is not self._data:  # it never had its turn
-                    turn.mask = _mask_of(agent, state)
-                state.version, state.action = turn.version.step, _fallback_action(self._deployment.fallback, turn)
-                agent.answer(state, state.action)
-        if isinstance(state.output, dict):
-            state.output["fallback"] = True
-        return self._codec.encode(state.output)
-
-
-def _mask_of(agent: PolicyAgent, state: State) -> Any:
-    with contextlib.suppress(DataError):
-        seen = Observed(*agent.observe(state))
-        return agent.player.observations.read(seen.obs, seen.mask)[1]
-    return None
-
-
-def _fallback_action(wish: Any, turn: DeployedTickBatcher) -> Any:
-    served = turn.player.served
-    if wish == "last" and turn.last is not None:
-        return turn.last
-    action = served.random_action(turn.mask) if wish in ("last", "random") else wish
-    return reader(served.spec.action, "fallback")(action)
+    def served(self) -> ServedModel:
+        """In a process of the actor."""
+        return self.deployment.service.models[self.name]

@@ -9,7 +9,7 @@ The keys that a handle takes in Python too come from its own options (`bray.remo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Interval, MinLen
 
@@ -18,6 +18,7 @@ from bray.remote.actor.options import ActorOptions
 from bray.remote.buffer.options import BufferOptions
 from bray.remote.model.options import ModelOptions
 from bray.remote.trainer.options import RankOptions, TrainOptions
+from bray.serving.config import DeployConfig
 
 Mode = Literal["train", "deploy"]
 
@@ -133,7 +134,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSettings(ActorOptions, ComponentSettings):
+class ActorSettings(DeployConfig, ActorOptions, ComponentSettings):
     """The game service: games call it once per decision."""
 
     agents: tuple[Name, ...] = ()
@@ -142,11 +143,6 @@ class ActorSettings(ActorOptions, ComponentSettings):
     """States of an episode; `null` = as many as the game has."""
     episode_save_interval: Count | None = None
     """With `dump_state`, each actor slot saves one of so many episodes; `null` = none."""
-    fallback: Any = None
-    """In deploy mode, the answer to such a tick: an action as JSON, "last" (the session's last one) or "random"; `null`
-    = an error."""
-    record: Name | None = None
-    """In deploy mode: directory for recordings of every session, for `bray replay`; `null` = none."""
     serialize: Literal["json", "proto"] | None = None
     """What ticks carry; `null` = bytes, which the agents read themselves."""
     max_json: Count = 1 << 20

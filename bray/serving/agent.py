@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bray.errors import ConfigError, WaitError
 from bray.limited_log import LimitedLog
@@ -26,6 +26,7 @@ from bray.serving.state import Crew, State, parse_session, running_agent
 
 __all__ = ["Agent", "AgentActor", "State"]
 
+T = TypeVar("T")
 logger = logging.getLogger("bray.serving")
 _limited = LimitedLog(logger)
 
@@ -174,6 +175,10 @@ class AgentActor(Actor):
     # --- a session ----------------------------------------------------------------------------------------------------
 
     async def start(self, session: str, data: bytes) -> None:
+        self.begin(session, data)
+
+    def begin(self, session: str, data: bytes) -> None:
+        """Make the agents of a session."""
         self._forget()
         self._session = session
         self._game, self._agent = parse_session(session)
@@ -199,14 +204,9 @@ class AgentActor(Actor):
         self._collects = bool(self._learners) or self._save_interval is not None
 
     def tick(self, data: bytes) -> bytes | Awaitable[bytes]:
-        codec = self._codec
         if len(data) > self._max_body:
             raise json_too_large(len(data), self._max_body)
-        input = codec.decode(data) if self._decode is None else data
-        state = State(self._session, self.actor, self._ticks, input, self._game, self._agent, self._decode)
-        output = codec.new_output()
-        if output is not None:
-            state.output = output
+        state = self.new_state(data, self._ticks)
         self._ticks += 1
         if self._watchers or self._unmade is not None:
             state._crew = Crew((name for name, _ in self._agents), self._unmade)
@@ -226,6 +226,15 @@ class AgentActor(Actor):
         if hasattr(running, "__await__"):
             return self._tick_alone(name, running, state)
         return self._answer(state)
+
+    def new_state(self, data: bytes, tick: int) -> State:
+        """The State of a tick, as the agents find it."""
+        input = self._codec.decode(data) if self._decode is None else data
+        state = State(self._session, self.actor, tick, input, self._game, self._agent, self._decode)
+        output = self._codec.new_output()
+        if output is not None:
+            state.output = output
+        return state
 
     async def end(self, data: bytes) -> None:
         """When this returns, the last episode has been handled, and saved if it was due."""
@@ -385,17 +394,28 @@ class AgentActor(Actor):
             _limited.error(cause, "session %r: an episode could not be saved", session, exc_info=True)
 
 
-class _Reply(asyncio.Future[bytes]):
-    """The reply to a tick whose only agent has returned a future. Whoever cancels it cancels what it waits for."""
+class After(asyncio.Future[T]):
+    """What is made of another future, by `_ran`. Whoever cancels it cancels what it waits for."""
 
-    def __init__(self, actor: AgentActor, agent: str, running: asyncio.Future[Any], state: State):
+    def __init__(self, running: asyncio.Future[Any]):
         super().__init__(loop=running.get_loop())
-        self._actor, self._agent, self._running, self._tick = actor, agent, running, state
+        self._running = running
         running.add_done_callback(self._ran)
 
     def cancel(self, msg: Any = None) -> bool:
         self._running.cancel()
         return super().cancel(msg)
+
+    def _ran(self, running: asyncio.Future[Any]) -> None:
+        raise NotImplementedError
+
+
+class _Reply(After[bytes]):
+    """The reply to a tick whose only agent has returned a future."""
+
+    def __init__(self, actor: AgentActor, agent: str, running: asyncio.Future[Any], state: State):
+        self._actor, self._agent, self._tick = actor, agent, state
+        super().__init__(running)
 
     def _ran(self, running: asyncio.Future[Any]) -> None:
         if self.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,11 @@ class OutsideCount:
         self._model, self._bounds = model, bounds
         self._once = OncePer()
         self._logged = 0  # how many the log has told of
+
+    def then(self, forward: Callable[..., Any], obs: Any, *more: Any) -> Any:
+        """Count, and go on to the model."""
+        self.count(obs)
+        return forward(obs, *more)
 
     def count(self, batch: Any) -> None:
         rows = self._bounds.rows_outside(batch)

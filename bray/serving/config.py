@@ -155,8 +155,37 @@ class ServiceConfig(ServiceSettings):
     """The same for a worker whose event loop stands still for this long in an Actor's code."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """How the ticks of a policy are answered, wherever it plays: `bray serve`, `bray train --live`, a launch file."""
+
+    check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
+    """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`)
+    and logged once a minute; refuse = 400; off = nobody looks."""
+    fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
+    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random";
+    null = an error."""
+    max_wait_s: Amount = 0.0
+    """Seconds that an idle model waits for a fuller batch."""
+    max_queue: Count = 4096
+    """Ticks that may wait for a model."""
+    max_json: Count = 1 << 20
+    """Bytes of an array that is written as JSON numbers; more is refused with 413. Arrays in base64 have `max_body`
+    alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig(AnswerConfig):
+    """What a policy can be told besides where it plays from the files of a run."""
+
+    record: Annotated[str | None, Flag(metavar="DIR")] = None
+    """Directory for recordings of every session, for `bray replay`; null = none."""
+    threads: Count = 1
+    """Threads of one forward."""
+
+
 @dataclass(frozen=True)
-class ServedModelConfig:
+class ServedModelConfig(DeployConfig):
     """What the models of a service can be told."""
 
     engine: Annotated[Literal["onnx", "int8", "torch"], Flag()] = "onnx"
@@ -172,25 +201,8 @@ class ServedModelConfig:
     """Go on to new checkpoints of a training that is running."""
     follow_every_s: Positive = 1.0
     """Seconds between two looks at a followed run."""
-    fallback: Annotated[Any, Flag(metavar="ACTION", parse=parse_fallback)] = None
-    """The action sent when a tick's deadline passes: an action as JSON, "last" (the session's last one) or "random";
-    null = an error."""
     trust: Annotated[bool, Flag()] = False
     """Import what the run directory names (a model or an algorithm that is not part of Bray), where it has no
     graph.onnx or the engine is torch."""
-    record: Annotated[str | None, Flag(metavar="DIR")] = None
-    """Directory for recordings of every session, for `bray replay`; null = none."""
     max_batch_size: Count = 32
     """Rows of one forward."""
-    max_wait_s: Amount = 0.0
-    """Seconds that an idle model waits for a fuller batch."""
-    check_obs: Annotated[Literal["off", "count", "refuse"], Flag()] = "count"
-    """Observations outside the bounds of their space: count = they are answered, counted (`bray_model_outside_total`)
-    and logged once a minute; refuse = 400; off = nobody looks."""
-    max_json: Count = 1 << 20
-    """Bytes of an array that is written as JSON numbers; more is refused with 413. Arrays in base64 have `max_body`
-    alone."""
-    max_queue: Count = 4096
-    """Ticks that may wait for a model."""
-    threads: Count = 1
-    """Threads of one forward."""

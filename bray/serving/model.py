@@ -29,7 +29,7 @@ from bray.inference.graph import refuse_external_data
 from bray.rundir import RunDir, check_seal, read_plain
 from bray.rundir.reader import most_bytes
 from bray.serving.bounds import Bounds, OutsideCount
-from bray.serving.config import ServedModelConfig
+from bray.serving.config import AnswerConfig, ServedModelConfig
 from bray.serving.graph import export_graph
 from bray.serving.values import Observations, plain, reader
 from bray.spec import EnvSpec, Space
@@ -46,14 +46,33 @@ class Version(Batcher):
     """A version in memory: an engine behind a batcher."""
 
     def __init__(self, engine: ActingEngine, step: int, outside: OutsideCount | None = None, **options: Any):
-        forward = engine.forward if outside is None else partial(_counted, outside, engine.forward)
+        forward = engine.forward if outside is None else partial(outside.then, engine.forward)
         super().__init__(forward, step=partial(int, step), **options)
         self.engine, self.step = engine, step
 
 
-def _counted(outside: OutsideCount, forward: Callable[..., Any], obs: Any, *more: Any) -> Any:
-    outside.count(obs)
-    return forward(obs, *more)
+def checked_observations(name: str, spec: EnvSpec, config: AnswerConfig) -> tuple[Observations, OutsideCount | None]:
+    """What reads the ticks of a model, and what counts those outside of the bounds of their space, by `check_obs`."""
+    bounds = Bounds(spec.observation) if config.check_obs != "off" else None
+    observations = Observations(spec, config.max_json, bounds if config.check_obs == "refuse" else None)
+    return observations, OutsideCount(name, bounds) if config.check_obs == "count" and bounds else None
+
+
+def refuse_fallback(fallback: Any, spec: EnvSpec, name: str) -> None:
+    if fallback is not None and fallback not in ("last", "random"):
+        try:
+            reader(spec.action, "fallback")(fallback)
+        except DataError as e:
+            raise ConfigError(f"{name}: {e}") from None
+
+
+def random_action(policy: act.Policy, rng: np.random.Generator, mask: np.ndarray | None = None) -> Any:
+    """A legal action, drawn without a look at the game."""
+    outputs: dict[str, Any] = {}
+    for rule in ("dist", "q"):  # a Policy of one's own reads what it likes
+        outputs |= act.make_rule(rule).blank(policy.layout, 1, rng)
+    tick = Tick(None, mask=None if mask is None else mask[None])
+    return plain(tree.index(policy.act(outputs, tick, rng, SAMPLE, TRAINED)[0], 0))
 
 
 @dataclass
@@ -68,6 +87,12 @@ class TrafficShare:
 
 class ServedModel:
     """One run directory being served."""
+
+    strict = learns = False  # as an ActingModel says; games may send keys that we do not know, and nobody learns
+    warm = True
+
+    def make_rows(self) -> None:
+        """Nobody learns from its sessions."""
 
     def __init__(
         self,
@@ -89,9 +114,7 @@ class ServedModel:
         self.policy = self._make_policy()
         self.recurrent = bool(self.about.get("recurrent"))
         self.initial_state = _zeros(self.about.get("state"), self.run.path) if self.recurrent else None
-        bounds = Bounds(self.spec.observation) if config.check_obs != "off" else None
-        self.observations = Observations(self.spec, config.max_json, bounds if config.check_obs == "refuse" else None)
-        self._outside = OutsideCount(name, bounds) if config.check_obs == "count" and bounds else None
+        self.observations, self._outside = checked_observations(name, self.spec, config)
         self.masked = self.observations.masked
         self.versions: dict[int, Version] = {}
         """In memory, by step."""
@@ -104,11 +127,7 @@ class ServedModel:
         self._graph: Any = None
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
         self._rng = np.random.default_rng()
-        if config.fallback is not None and config.fallback not in ("last", "random"):
-            try:
-                reader(self.spec.action, "fallback")(config.fallback)
-            except DataError as e:
-                raise ConfigError(f"{name}: {e}") from None
+        refuse_fallback(config.fallback, self.spec, name)
 
     # --- which versions -----------------------------------------------------------------------------------------------
 
@@ -273,11 +292,7 @@ class ServedModel:
         return tuple(x for x in (obs, mask, self.initial_state) if x is not None)
 
     def random_action(self, mask: np.ndarray | None = None) -> Any:
-        outputs: dict[str, Any] = {}
-        for rule in ("dist", "q"):  # a Policy of one's own reads what it likes
-            outputs |= act.make_rule(rule).blank(self.spec.layout, 1, self._rng)
-        tick = Tick(None, mask=None if mask is None else mask[None])
-        return plain(tree.index(self.policy.act(outputs, tick, self._rng, SAMPLE, TRAINED)[0], 0))
+        return random_action(self.policy, self._rng, mask)
 
     def _make_policy(self) -> act.Policy:
         rule = self.about.get("rule")

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Flag, Needs, Port, Positive, Whole
+from bray.config.declare import Amount, Count, Flag, Needs, Positive, Whole, values_of
 from bray.errors import ConfigError
+from bray.serving.config import AnswerConfig, ServiceConfig, ServiceSettings
 
 
 def parse_map(given: list[str]) -> dict[str, str]:
@@ -124,25 +125,16 @@ class RunConfig:
     """Whether it is shown in a window at the end; the run ends when that is closed."""
 
 
-@dataclass(frozen=True)
-class LiveConfig:
-    """Where games call, and what they send."""
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig(ServiceSettings, AnswerConfig):
+    """Where games call, and what they send: any setting of a game service, and of what answers."""
 
-    port: Annotated[Port, Flag()] = 8000
-    """Port of the games; 0 = any free one."""
     host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = every network of this machine."""
-    use_tcp: bool = False
-    """Answer framed TCP too, on the same port."""
     token: str | None = None
-    """When given, every request must carry it. On a command line other users can see it: use `token_file` or
-    BRAY_TOKEN."""
-    token_file: str | None = None
-    """File with tokens, one per line; every request must carry one of them. It is read again when it changes."""
+    """One more of `tokens`. On a command line other users can see it: use `token_file` or BRAY_TOKEN."""
     max_games: Count = 1000
     """Sessions at once."""
-    idle_timeout_s: Positive = 600.0
-    """Seconds after which a game that has not called is gone, and makes room for another."""
     obs: Annotated[Any, Flag(metavar="SPACE")] = None
     """The observation that games send: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
     actions: Annotated[Any, Flag(metavar="SPACE")] = None
@@ -154,6 +146,14 @@ class LiveConfig:
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real
     games. Simulated ones learn more from each tick if they wait."""
+
+    def service(self) -> ServiceConfig:
+        """The game service of these settings."""
+        same = values_of(self, ServiceSettings)
+        if self.port == 0 and self.admin_port is None:
+            same["admin_port"] = 0
+        tokens = (*self.tokens, *(() if self.token is None else (self.token,)))
+        return ServiceConfig(**same | {"host": self.host, "actors_per_worker": self.max_games, "tokens": tokens})
 
 
 @dataclass(frozen=True)

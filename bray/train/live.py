@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,12 @@ from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.metrics.spent import Laps
 from bray.rl.draws import use_compiled_draws
 from bray.serving.access import with_environment
-from bray.serving.agent import AgentActor
 from bray.serving.background import BackgroundServer
-from bray.serving.config import ServiceConfig
+from bray.serving.policy_actor import BasePolicyAgent, PolicyActor
 from bray.serving.server import Server
 from bray.serving.values import MAX_JSON, body_limit, masked_spec
 from bray.spec import EnvSpec, parse_space
-from bray.train.agent import Player, PolicyAgent
+from bray.train.agent import ActingModel
 from bray.train.config import LiveConfig, RunConfig
 from bray.train.device import resolve_device
 from bray.train.driver import Driver, Side
@@ -113,7 +113,7 @@ class LiveSource(Source):
         memory = initial_state(self._model)
         policy: Policy = copy.copy(side.policy)
         policy.draws = {}  # the engine draws
-        self.player = Player(
+        self.acting = ActingModel(
             spec,
             policy,
             self.host,
@@ -124,6 +124,7 @@ class LiveSource(Source):
             clock=lambda: self.clock,
             seed=[seed, 0],
             strict=True,
+            options=live,
         )
         self.server: BackgroundServer | None = None
         self.about: Callable[[], dict[str, Any]] = dict
@@ -135,26 +136,16 @@ class LiveSource(Source):
             return
         self._closing = False
         use_compiled_draws()
-        self.player.warm_up()
+        self.acting.warm_up()
         length = PIECE if self._experience.piece_length in (None, 1) else min(PIECE, self._experience.piece_length)
-        config = {"policy": {"player": self.player}}
-        max_json = max(MAX_JSON, body_limit(self.player.spec))  # base64 of a large observation
-        asked = ServiceConfig(
-            host=self.live.host,
-            port=self.live.port,
-            admin_port=0 if self.live.port == 0 else None,
-            use_tcp=self.live.use_tcp,
-            actors_per_worker=self.live.max_games,
-            idle_timeout_s=self.live.idle_timeout_s,
-            tokens=() if self.live.token is None else (self.live.token,),
-            token_file=self.live.token_file,
-            max_body=max_json,
-        )
-        service = with_environment(asked)
+        config = {"policy": {"model": self.acting}}
+        most = body_limit(self.acting.spec, self.live.max_json)  # base64 of a large observation
+        service = self.live.service()
+        service = with_environment(replace(service, max_body=min(service.max_body, max(MAX_JSON, most))))
 
-        def make_actor() -> AgentActor:
-            agents = {"policy": PolicyAgent}
-            return AgentActor(agents, config, episode_length=length, serialize="json", max_json=max_json)
+        def make_actor() -> PolicyActor:
+            more: dict[str, Any] = {"episode_length": length, "serialize": "json", "max_json": service.max_body}
+            return PolicyActor({"policy": BasePolicyAgent}, config, fallback=self.live.fallback, **more)
 
         def prepare(server: Server) -> None:
             server.routes["training"] = self._page

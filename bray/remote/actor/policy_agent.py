@@ -12,12 +12,15 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from bray.act import GREEDY, MODES, SAMPLE, Clock
+from bray.config.declare import options
 from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.data.rows import to_samples
 from bray.errors import ConfigError, Overloaded, UnknownName
-from bray.train import agent
-from bray.train.agent import Player
+from bray.serving.config import AnswerConfig
+from bray.serving.model import ServedModel
+from bray.serving.policy_actor import BasePolicyAgent
+from bray.train.agent import ActingModel, SessionRows
 
 if TYPE_CHECKING:  # it imports torch and the environment, which a model that is deployed from files does not need
     from bray.remote.algo import AlgoSetup
@@ -26,7 +29,7 @@ _AGAIN_S = 0.05
 _MOST_WAIT_S = 6.0  # the end of a session waits for up to four pieces, and is answered in time: a tick has 30 s
 
 
-class PolicyAgent(agent.PolicyAgent):
+class PolicyAgent(BasePolicyAgent):
     """Plays with the Policy of an algorithm and the newest weights of a model; in training, what happens goes to a
     buffer.
 
@@ -34,36 +37,41 @@ class PolicyAgent(agent.PolicyAgent):
     there is one) where rows go, `wait_s` how long a game may wait for room there (0: never, old rows are dropped: right
     for live games, while simulated ones learn more from each tick if they wait), `act` how it chooses without a buffer
     and in `mode: deploy` (greedy, or sample: as in training), and `explore: false` makes it play so and learn nothing.
-    `model` and `buffer` may also be the objects themselves. A model with a method `make_player(count)` says itself how
-    it is played with, and then no `algo` is needed.
+    `model` and `buffer` may also be the objects themselves. A model with a method `served()` is deployed from the
+    files of a run, and then no `algo` is needed.
     """
 
     @classmethod
-    def before_sessions(cls, name: str, config: Any) -> Player | None:
-        return cls.find_player(name, config) if cls.find_player is PolicyAgent.find_player else None
+    def before_sessions(cls, name: str, config: Any) -> Any:
+        return cls.find_model(name, config) if cls.find_model is PolicyAgent.find_model else None
 
     @staticmethod
-    def find_player(name: str, config: Any) -> Player:
-        player = _in_use.get((id(config), name))
-        if player is None:
-            deployed = getattr(config[name].get("model"), "make_player", None)
-            player = make_player(name, config) if deployed is None else deployed(partial(_merge_counts, name))
-            player.config = config  # no other one has its id as long as this player is there
-            _in_use[id(config), name] = player
-        return player
+    def find_model(name: str, config: Any) -> ActingModel | ServedModel:
+        deployed = getattr(config[name].get("model"), "served", None)
+        if deployed is not None:
+            return deployed()
+        model = _in_use.get((id(config), name))
+        if model is None:
+            model = _in_use[id(config), name] = make_model(name, config)
+            model.config = config  # no other one has its id as long as this model is there
+        return model
+
+    def make_rows(self) -> SessionRows:
+        served = isinstance(self.model, ServedModel)
+        return SessionRows(partial(_merge_counts, self.name)) if served else self.model.make_rows()
 
 
-_in_use: WeakValueDictionary[tuple[int, str], Player] = WeakValueDictionary()
+_in_use: WeakValueDictionary[tuple[int, str], ActingModel] = WeakValueDictionary()
 
 
 def stop_waiting() -> None:
     """Of all agents of this process."""
-    for player in list(_in_use.values()):
-        if isinstance(player.sink, BufferSink):
-            player.sink.stop_waiting()
+    for model in list(_in_use.values()):
+        if isinstance(model.sink, BufferSink):
+            model.sink.stop_waiting()
 
 
-def make_player(name: str, config: Any) -> Player:
+def make_model(name: str, config: Any) -> ActingModel:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
     from bray.remote.algo import exploring_model, named_setup
@@ -85,7 +93,7 @@ def make_player(name: str, config: Any) -> Player:
         model = exploring_model(setup, model, config)
     experience = setup.make_experience()
     rewards = RewardTransform(setup.env_config, 1, setup.config.gamma)
-    return Player(
+    return ActingModel(
         setup.spec,
         setup.make_policy(),
         model,
@@ -96,7 +104,17 @@ def make_player(name: str, config: Any) -> Player:
         rewards=rewards if rewards.active else None,
         clock=None if sink is None else sink.clock,
         count=partial(_merge_counts, name),
+        options=_answers(name, config),
     )
+
+
+def _answers(name: str, config: Any) -> AnswerConfig:
+    """How the actor of this agent answers, by its section of the file."""
+    for section in config.values():
+        if isinstance(section, Mapping) and name in (section.get("agents") or ()):
+            given = {k: section[k] for k in options(AnswerConfig) if section.get(k) is not None and k != "max_json"}
+            return AnswerConfig(**given)
+    return AnswerConfig()
 
 
 def _refuse(name: str, setup: AlgoSetup) -> None:
