@@ -1,5 +1,5 @@
-"""A small HTTP/1.1 server on asyncio for what people, probes and browsers ask: the admin port, the master's numbers, the
-pages of `bray render`. Ticks of games have their own (`serving/http.py`).
+"""A small HTTP/1.1 server on asyncio for what people, probes and browsers ask: the admin port, the master's numbers,
+the pages of `bray render`. Ticks of games have their own (`serving/http.py`).
 
 It bounds what a client may send and how long that may take; who may ask for what is up to whoever answers, with
 `is_same_origin` and `host_name` against pages of other sites.

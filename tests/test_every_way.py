@@ -268,7 +268,7 @@ def test_a_buffer_that_replays_is_refused_before_there_is_a_component(store, use
     try:
         with pytest.raises(
             ConfigError,
-            match=r"buffer1.store .*: it is gone, a buffer is a queue: .*An algorithm keeps its own replay: .*prioritized",
+            match=r"buffer1.store .*: it is gone, a buffer is a queue: .*An algorithm keeps its own replay.*prior",
         ):
             build(load(file), session, started.append)
         assert started == []

@@ -3,8 +3,8 @@ DEFAULTS, says what it changes in the other sections.
 
 `register_algo("MyAlgo", module_or_class)` or `module:Name` (or just an importable module's name with a colon) adds one
 without touching this package; anything with the attributes will do. `experience` may be left out: see
-`make_experience`. So may whatever is to be as in the algorithm whose Learner its own is derived from, and such a Learner
-alone is an algorithm: see `_completed`.
+`make_experience`. So may whatever is to be as in the algorithm whose Learner its own is derived from, and such a
+Learner alone is an algorithm: see `_completed`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ CONTRACT = """
     Config                               a dataclass: @dataclass(frozen=True), a type and a default for each field
     make_model(config, spec, model) -> nn.Module
     experience(config, spec, model)      Rollouts or Replay; left out: by the Config's rollout_length or replay_size
-    DEFAULTS                             {"env": {"num_envs": 8}}, say: its own defaults of other sections; may be left out
+    DEFAULTS                             {"env": {"num_envs": 8}}, say: its defaults of other sections; may be left out
     Policy(config, spec)                 a bray.act.Policy
     Learner(config, spec, model, model_config, seed=0, record=True)    a bray.algos.base.Learner
     Learner.update(batch, clock) -> bray.algos.base.Update(names, values, priorities=None)
-  What is left out of one whose Learner is derived from ours is as in ours: class Mine(bray.algos.ppo.Learner) is enough.
+  What is left out of one whose Learner is derived from ours is as in ours: class Mine(ppo.Learner) is enough.
   examples/custom_algorithm.py is one, docs/algorithms.md tells more."""
 """What an algorithm has; shown where one of these is wrong."""
 

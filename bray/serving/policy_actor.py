@@ -1,7 +1,8 @@
 """A policy plays game sessions, wherever it does: `bray serve`, `bray train --live`, a launch file in both its modes.
 
 A game sends `{"obs": ...}` at every tick, maybe with `reward`, `terminated`, `truncated` and `action_mask`, and gets
-`{"action": ..., "version": ...}`. PolicyActor is its session, BasePolicyAgent the agent in it that decides, with a model:
+`{"action": ..., "version": ...}`. PolicyActor is its session, BasePolicyAgent the agent in it that decides, with a
+model:
 
     a ServedModel               from the files of a run; its engine forwards and acts for a whole batch
     a `train.agent.ActingModel` forwards in this process or another one, with weights that change, and acts here
