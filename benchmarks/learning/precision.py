@@ -1,8 +1,8 @@
 """PPO on Pong in float32 and bfloat16, the same otherwise; then both curves in one picture.
 
-    python -m benchmarks.learning.precision train --precision bfloat16 --device cuda --seconds 500 --out DIR   # one per
-    precision python -m benchmarks.learning.precision draw DIR
-    # pong-precision.png
+    # one per precision, then pong-precision.png of all
+    python -m benchmarks.learning.precision train --precision bfloat16 --device cuda --seconds 500 --out DIR
+    python -m benchmarks.learning.precision draw DIR
 
 Learning Pong takes a million steps and more: minutes with a GPU, hours on two CPU cores.
 """

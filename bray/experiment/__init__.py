@@ -1,12 +1,12 @@
 """An experiment: an algorithm, an environment (or live games) and a run directory.
 
-setup.py        arguments and sources -> a checked config                goals.py     stop conditions, and what the best
-                checkpoint goes by
-saved.py        what is read of a run directory, and what it may import  start.py     a run that starts with another's
-                weights
-experiment.py   train, save, load, resume, evaluate, serve               policy.py    a trained policy without its
-                environment
-progress.py     result rows, their files, their picture                  export.py    graph.onnx of a run
+experiment.py   train, save, load, resume, evaluate, serve: over one `bray.train.run.Run`
+saved.py        what is read of a run directory, and what it may import
+start.py        a run that starts with another's weights
+places.py       where it runs, writes and plays
+evaluations.py  evaluations and films while it trains, in line or in a process of their own (evaluator.py)
+policy.py       a trained policy without its environment
+export.py       graph.onnx of a run
 """
 
 from bray.experiment.experiment import Experiment, torch_engine

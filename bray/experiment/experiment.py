@@ -68,8 +68,7 @@ class Experiment:
     """One run: configure, train, evaluate, save, load.
 
         exp = bray.Experiment(run="PPO", env="CartPole-v1", lr=2.5e-4, num_envs=8)
-        exp.fit({"env_steps_total": 20_000})          # or, row by row: for row in exp.train():
-                                                      print(row["episode_return_mean"])
+        exp.fit({"env_steps_total": 20_000})     # row by row: for row in exp.train(): print(row["episode_return_mean"])
         exp.plot()
 
     Nothing is written before `train` or `save`. `Experiment.load(path)` gives a trained one back (its `policy`,

@@ -27,10 +27,9 @@ class FakeBuffer:
     or the session's end.
 
         FakeBuffer("atari_buffer", {"obs": np.zeros((42, 42, 4), np.float32), "action": 8, "advantage": 0.0})
-        FakeBuffer("atari_buffer", make_sample)              # a function of a random generator: def make_sample(rng):
-                                                             ...
-        FakeBuffer("atari_buffer", model="atari_model")      # what the model takes: its forward_args
-        FakeBuffer("atari_buffer")                           # the same, where there is one model
+        FakeBuffer("atari_buffer", make_sample)            # a function of a random generator: make_sample(rng)
+        FakeBuffer("atari_buffer", model="atari_model")    # what the model takes: its forward_args
+        FakeBuffer("atari_buffer")                         # the same, where there is one model
 
     sample    a template: made-up samples have its keys, shapes and dtypes. Floats are drawn from a normal distribution,
               integers from 0 to the largest one in the template (action: 8 means nine actions)

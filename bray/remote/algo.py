@@ -3,11 +3,10 @@ the file.
 
     ppo:
       kind: config
-      algorithm: PPO                          # a name, or module:Name
-      env: mygame.games.grid:GridEnv          # its spaces are what the game sends; or {id: ALE/Pong-v5, atari: {size:
-                                              42}}
-      settings: {lr: 5e-4}                    # of the algorithm's Config
-      model: {fcnet_hiddens: [64, 64]}        # of the Model, where `make_model` makes it
+      algorithm: PPO                       # a name, or module:Name
+      env: mygame.games.grid:GridEnv       # its spaces are what the game sends; or {id: ALE/Pong-v5, atari: {...}}
+      settings: {lr: 5e-4}                 # of the algorithm's Config
+      model: {fcnet_hiddens: [64, 64]}     # of the Model, where `make_model` makes it
 
 Agents act with its Policy, a trainer runs its Learner over its experience, `build_model` makes its Model: the same that
 `bray train` runs in one process. No algorithm is changed for it, or knows of it.

@@ -126,8 +126,7 @@ def vtrace(
     """V-trace (Espeholt et al. 2018): value targets and advantages of pi from what mu did; `ratio` = pi/mu `[T, B]`.
 
         vs_t = V_t + delta_t + gamma c_t (vs_{t+1} - V_{t+1}),   delta_t = rho_t (r_t + gamma V_{t+1} - V_t)
-        A_t  = rho_pg_t (r_t + gamma vs_{t+1} - V_t),            rho = min(rho_clip, ratio), c = lambda min(c_clip,
-             ratio)
+        A_t  = rho_pg_t (r_t + gamma vs_{t+1} - V_t),     rho = min(rho_clip, ratio), c = lambda min(c_clip, ratio)
 
     Behind the last step of an episode or piece vs_{t+1} is V_{t+1}. Without a `rho_pg_clip` rho_pg is 1: for a loss
     that has the ratio itself.

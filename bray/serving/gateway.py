@@ -4,8 +4,7 @@
            is forwarded. Owners are in a Table that the workers share: NodeGateway, in `node.py`.
     head   games connect to one server that has no slots of its own, and it forwards to workers on many machines:
 
-           games --HTTP, TCP--> Server + HeadGateway <--links-- Server + BehindHead (listens to nobody else), one per
-           worker
+           games --HTTP, TCP--> Server + HeadGateway <--links-- Server + BehindHead, one per worker, for nobody else
 
            A worker connects to the head, not the other way round, and is known until the connection ends. It says who
            it is, how many slots it has and which sessions run there, so that a head that was killed and came back knows

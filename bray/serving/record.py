@@ -1,8 +1,7 @@
 """Recordings of live sessions: every request and its reply, byte for byte, so that a game can be played again against
 another model.
 
-    BRAYREC2 | frame | frame ...        frame = length u32 | its CRC-32 | the CRC-32 of the data | data        little
-    endian
+    BRAYREC2 | frame | frame ...     frame = length u32 | its CRC-32 | the CRC-32 of the data | data   (little endian)
 
 The data of the first frame is a map that says what was recorded, of the others a `Step`, in MessagePack. A file is
 called after a hash of its session, since a client may call that what it likes; the name itself is in the first frame.

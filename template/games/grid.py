@@ -1,8 +1,7 @@
 """The key and the door: a small game in plain numpy.
 
 . . . # . . .      Seven by seven cells, a wall down the middle with one door in it. The agent (A) starts in the left
-. A . # . . .      room, where a key (K) lies; the goal (G) is in the right room. Without the key the door (D) is a
-wall.
+. A . # . . .      room, where a key (K) lies; the goal (G) is in the right room. Without the key the door is a wall.
 . . . # . G .
 . . . D . . .      Moves: up, down, left, right. Each move costs 0.01. The key is worth 0.5; the goal is worth 0.5 and
 . . . # . . .      ends the game. After 100 moves the game is cut.

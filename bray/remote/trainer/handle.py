@@ -42,14 +42,14 @@ class RemoteTrainer:
     """Trains a model on `num_workers` ranks.
 
         trainer = bray.RemoteTrainer(num_workers=2)
-        trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)      # a function
-        of your own trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)
+        # a function of your own
+        trainer.train(train=train_atari, model="atari_model", buffer="atari_buffer", num_steps=100000)
         # a bray.Trainer, or a Learner
+        trainer.train(trainer=MyTrainer, model="atari_model", buffers=["atari_buffer"], num_steps=100000)
 
     name             of its section in `config`, and of its checkpoints where the run has those of another trainer
                      already (`trainers/NAME`)
-    use_gpu, num_workers, cpus_per_worker, gpus_per_worker    where the ranks run:
-    `bray.remote.trainer.options.RankOptions` explains each
+    use_gpu, ...     where the ranks run: `bray.remote.trainer.options.RankOptions` explains each
     """
 
     def __init__(
