@@ -96,7 +96,7 @@ class SharedFeed(WeightFeed):
         _in_order()
         for name, array in self.views(slot).items():
             array[...] = given[name]
-        self._numbers[at + 1 : at + 3] = clock[:2]
+        self._numbers[at + 1], self._numbers[at + 2] = clock[:2]
         _in_order()
         self._numbers[at] = number + 1
         self._numbers[0] = slot

@@ -163,7 +163,7 @@ class Learner(base.Learner):
         update |= numbers
         if self.config.prioritized:
             update.priorities = error.cpu().numpy()
-        return update  # type: ignore[no-any-return]
+        return update
 
     def rewarded(self, batch: dict[str, Any], novelty: rnd.Novelty) -> tuple[dict[str, Any], float]:
         """With a reward for how new the observation is that each transition ends with, and the mean of these."""

@@ -13,7 +13,7 @@ from bray.cli.show import log_shown, plain_table, put, say, show_failure
 from bray.cluster import session as sessions
 from bray.errors import ConfigError
 from bray.fake.buffer import FakeBuffer, algo_sample
-from bray.launch.build import Run, build
+from bray.launch.build import Launched, build
 from bray.launch.graph import Graph, load
 from bray.launch.modules import Modules, use_search_path
 from bray.remote.init import init
@@ -80,7 +80,7 @@ def _fake_buffers(graph: Graph, template: Any, rate: float | None) -> dict[str, 
     return fakes
 
 
-def _train(run: Run, fakes: list[FakeBuffer], seconds: float | None) -> dict[str, int]:
+def _train(run: Launched, fakes: list[FakeBuffer], seconds: float | None) -> dict[str, int]:
     """Train until the run ends, the time limit passes or a signal comes; returns the last step of each trainer."""
     began = shown = time.monotonic()
     last = run.steps()

@@ -13,11 +13,10 @@ A bare key (`lr`) goes to the one section that has such a field; `algo.lr` alway
 any inner keys and are merged deeply; every other field is replaced as a whole. All mistakes are reported together, each
 with its place.
 
-declare.py   what a dataclass declares        sources.py   files, JSON and key=value      check.py     one value against
-             its option
-runfile.py   a run as a file, and presets
-merge.py     sources -> Resolved              resolved.py  the result, and config.yaml    schema.py    tables and JSON
-             Schema
+declare.py   what a dataclass declares       check.py     one value against its option
+sources.py   files, JSON and key=value       runfile.py   a run as a file, and presets
+merge.py     sources -> Resolved             resolved.py  the result, and config.yaml
+schema.py    tables and JSON Schema
 """
 
 from importlib import import_module
