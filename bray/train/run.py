@@ -197,11 +197,11 @@ class Run:
     def _complete(self, row: dict[str, Any], stop: Mapping[str, float]) -> None:
         """Add to a row what evaluations, the watch over symptoms and callbacks say. The last row waits for evaluations
         beside the training."""
-        evaluations = self.evaluations
+        evaluations, ends = self.evaluations, bool(reached(stop, row))
         if evaluations is not None:
             try:
                 evaluations.look(row, self.callbacks)
-                if reached(stop, row):
+                if ends:
                     evaluations.finish(row, self.callbacks)
             finally:
                 self._lap()
