@@ -78,7 +78,7 @@ class RenderServer:
             "/api/frame": self.frame,
             "/api/export": self.exports.find,
         }
-        self._posts = {"/api/export": self.exports.start, "/api/stop": self.exports.stop}
+        self._posts: dict[str, Callable[..., Any]] = {"/api/export": self.exports.start, "/api/stop": self.exports.stop}
         sock = listening(host, port, "--port 0 takes any free port")
         sock.listen()  # now: whoever reads the address may ask at once
         self.port: int = sock.getsockname()[1]
