@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +26,8 @@ class _Finder(MetaPathFinder):
         self.waiting: dict[str, Then] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        then = self.waiting.pop(fullname, None)
-        spec = None if then is None else find_spec(fullname)
+        then = self.waiting.get(fullname)
+        spec = None if then is None else PathFinder.find_spec(fullname, path)
         if then is not None and spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
 from bray.http_server import HttpServer, Reply, Request, host_name, is_same_origin, listening
@@ -136,7 +136,7 @@ class RenderServer:
 
     def _reply(self, request: Request) -> Reply:
         path, calls = request.path, self._posts if request.method == "POST" else self._gets
-        given: Any = {k: v[-1] for k, v in parse_qs(urlsplit(request.target).query, keep_blank_values=True).items()}
+        given: Any = {k: v[-1] for k, v in parse_qs(request.target.partition("?")[2], keep_blank_values=True).items()}
         if request.method == "POST":
             try:
                 given = json.loads(request.body)
