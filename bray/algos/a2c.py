@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bray import distributions
 from bray.act import Clock
@@ -15,12 +15,8 @@ from bray.algos import ppo, rnd, rows
 from bray.algos.base import Update
 from bray.config.declare import Amount, AmountSchedule, Count, Positive, RateSchedule, Share
 from bray.data.piece import Piece
-from bray.data.rollouts import Rollouts
-from bray.nn import catalog
-from bray.nn.catalog import ModelConfig
 from bray.optim import Optimizer
 from bray.rl import losses
-from bray.spec import EnvSpec
 
 DEFAULTS = {"env": {"num_envs": 8}}
 """The rows of one environment are too much alike for an update: with one, Acrobot ends at -496, with eight at -84."""
@@ -52,16 +48,8 @@ class Config:
     """Standardise the advantages of each rollout."""
 
 
-Policy = ppo.Policy
-"""The same acting as PPO's."""
-
-
-def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
-    return catalog.make_model("actor_critic", spec, model)
-
-
-def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
-    return rows.rollouts(config, model)
+make_model, experience, Policy = ppo.make_model, ppo.experience, ppo.Policy
+"""The same network, rollouts and acting as PPO's."""
 
 
 class Learner(rows.Learner):

@@ -37,13 +37,15 @@ class Update:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, numbers: Mapping[str, Tensor], weight: Tensor | None = None) -> Update:
+    def of(cls, numbers: Mapping[str, Tensor], weight: Any = None) -> Update:
         """Numbers by name; those with an entry per row become the sum of these times `weight`, whose shape they
         have."""
         parts = []
-        for per_row, run in groupby(numbers.values(), lambda x: x.dim() > 0):
+        for dims, run in groupby(numbers.values(), Tensor.dim):
             joined = torch.stack(list(run))
-            parts.append(_sums(joined, weight) if per_row else joined)
+            if dims:
+                joined = torch.mv(joined, weight) if dims == 1 else (weight * joined).sum((1, 2))
+            parts.append(joined)
         return cls(tuple(numbers), torch.cat(parts) if len(parts) > 1 else parts[0])
 
     @classmethod
@@ -64,12 +66,6 @@ class Update:
 
 # A gradient step returns one, and a recording returns tensors: the names are part of its structure.
 pytree.register_pytree_node(Update, lambda u: ([u.values], u.names), lambda x, names: Update(names, *x))
-
-
-def _sums(rows: Tensor, weight: Tensor | None) -> Tensor:
-    """Weighted sums over all axes but the first."""
-    assert weight is not None
-    return torch.mv(rows, weight) if weight.dim() == 1 else (weight * rows).sum((1, 2))
 
 
 def to_torch(batch: Any, device: torch.device) -> Any:

@@ -88,7 +88,7 @@ def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("deterministic", spec, model)
 
 
-def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
+def experience(config: OffPolicy, spec: EnvSpec, model: ModelConfig) -> Replay:
     return Replay.of(config, spec.frame_stack)
 
 

@@ -156,6 +156,7 @@ class Learner(base.Learner):
         numbers: dict[str, float] = {}
         if self.novelty:
             batch, numbers["novelty"] = self.rewarded(batch, self.novelty)
+        update: Update
         update, error = self._step(to_torch(self.columns(batch), self.device), *self.draw(3))
         self.steps += 1
         if self.config.tau is None and self.steps % self.config.target_period == 0:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from bray.algos import dqn
+from bray.config.declare import Amount, Count
 from bray.errors import ConfigError
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
@@ -23,13 +23,13 @@ Policy, experience = dqn.Policy, dqn.experience
 
 @dataclass(frozen=True)
 class Config(dqn.Config):
-    num_fractions: Annotated[int, Field(gt=0)] = 8
+    num_fractions: Count = 8
     """Fractions K whose quantiles are learnt from each transition, and of its target."""
-    acting_fractions: Annotated[int, Field(gt=0)] = 32
+    acting_fractions: Count = 32
     """Fractions whose quantiles make the action values."""
-    num_cosines: Annotated[int, Field(gt=0)] = 64
+    num_cosines: Count = 64
     """Terms of the embedding of a fraction."""
-    huber: Annotated[float, Field(ge=0)] = 1.0
+    huber: Amount = 1.0
     """Errors beyond this count linearly; 0 = all of them."""
     risk: Literal["neutral", "cpw", "cvar", "pow", "wang"] = "neutral"
     """Which outcomes count when it acts: all alike, or as `bray.rl.transforms.distort` says."""

@@ -85,11 +85,11 @@ class Config:
     """Arithmetic of the network in updates; bfloat16 pays on CPUs with AMX and on GPUs."""
 
 
-def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
+def make_model(config: Any, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("actor_critic", spec, model)
 
 
-def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Rollouts:
+def experience(config: Any, spec: EnvSpec, model: ModelConfig) -> Rollouts:
     return rows.rollouts(config, model)
 
 
@@ -98,7 +98,7 @@ class Policy(act.Policy):
 
     keeps = ("value",)
 
-    def __init__(self, config: Config, spec: EnvSpec):
+    def __init__(self, config: Any, spec: EnvSpec):
         super().__init__(spec.layout, act.make_rule("dist"))
 
 

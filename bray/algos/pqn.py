@@ -4,18 +4,17 @@ environments, N = T * B rows."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from bray import tree
 from bray.act import Clock
 from bray.algos import dqn, rows
 from bray.algos.base import Update, drawn
-from bray.config.declare import Amount, RateSchedule, ShareSchedule
+from bray.config.declare import Amount, Count, Positive, RateSchedule, Share, ShareSchedule
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
 from bray.errors import ConfigError
@@ -39,23 +38,23 @@ def _epsilon() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    rollout_length: Annotated[int, Field(gt=0)] = 32
+    rollout_length: Count = 32
     """Steps T that each environment takes between two updates."""
-    epochs: Annotated[int, Field(gt=0)] = 4
+    epochs: Count = 4
     """Passes over a rollout."""
-    minibatches: Annotated[int, Field(gt=0)] = 4
+    minibatches: Count = 4
     """Pieces into which each pass is cut; one gradient step per piece."""
     lr: RateSchedule = 5e-4
     """Learning rate of Adam; a number or a schedule over env steps."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 0.99
+    gamma: Share = 0.99
     """Discount per step."""
-    lambda_: Annotated[float, Field(ge=0, le=1)] = 0.65
+    lambda_: Share = 0.65
     """Q(lambda): 0 trusts the action values, 1 the observed return."""
     epsilon: ShareSchedule = field(default_factory=_epsilon)
     """Probability of a random action; a number or a schedule over env steps."""
     epsilon_spread: Amount = 0.0
     """Environment i of N explores with epsilon ** (1 + epsilon_spread * i / (N - 1)); 0 = all alike."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 10.0
+    max_grad_norm: Positive | None = 10.0
     """Gradients are scaled down to this norm; null = off."""
 
 

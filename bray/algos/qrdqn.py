@@ -10,6 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from bray.algos import dqn
+from bray.config.declare import Amount
 from bray.nn.catalog import ModelConfig
 from bray.rl import losses
 from bray.spec import EnvSpec
@@ -22,7 +23,7 @@ Policy, experience = dqn.Policy, dqn.experience
 class Config(dqn.Config):
     num_quantiles: Annotated[int, Field(gt=1)] = 50
     """Quantiles K of a return. (The paper: 200, for Atari.)"""
-    huber: Annotated[float, Field(ge=0)] = 1.0
+    huber: Amount = 1.0
     """Errors beyond this count linearly; 0 = all of them."""
     priorities_are_td_errors = False
 

@@ -4,12 +4,10 @@ distributional, noisy."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from bray.algos import c51
-from bray.config.declare import ShareSchedule
+from bray.config.declare import Amount, Count, ShareSchedule
 
 make_model, experience, Policy, Learner = c51.make_model, c51.experience, c51.Policy, c51.Learner
 """All of it is C51's; only the defaults differ."""
@@ -21,7 +19,7 @@ def _beta() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config(c51.Config):
-    n_step: Annotated[int, Field(gt=0)] = 3
+    n_step: Count = 3
     """Rewards summed before bootstrapping."""
     dueling: bool = True
     """Q = V + A - mean(A)."""
@@ -29,7 +27,7 @@ class Config(c51.Config):
     """Explore by learned noise on the weights of the last layers, instead of by epsilon."""
     prioritized: bool = True
     """Draw samples with probability ~ error**priority_alpha instead of uniformly."""
-    priority_alpha: Annotated[float, Field(ge=0)] = 0.5
+    priority_alpha: Amount = 0.5
     """How strongly priorities count; 0 = uniform."""
     priority_beta: ShareSchedule = field(default_factory=_beta)
     """Correction of that bias by importance weights, 1 = full; a number or a schedule over env steps."""

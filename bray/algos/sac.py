@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from bray import act
 from bray.algos import base, ddpg
 from bray.config.declare import Excludes, Positive, RateSchedule
-from bray.data.experience import Replay
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.optim import Optimizer
 from bray.spec import EnvSpec
 from bray.target import Target
 
-DEFAULTS = ddpg.DEFAULTS
+DEFAULTS, experience = ddpg.DEFAULTS, ddpg.experience
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,6 @@ class Config(Continuous):
 
 def make_model(config: Config, spec: EnvSpec, model: ModelConfig) -> nn.Module:
     return catalog.make_model("squashed_gaussian", spec, model)
-
-
-def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Replay:
-    return Replay.of(config, spec.frame_stack)
 
 
 class Policy(act.Policy):

@@ -18,8 +18,7 @@ from bray.nn.catalog import ModelConfig
 from bray.rl import losses
 from bray.spec import EnvSpec
 
-DEFAULTS = sac.DEFAULTS
-experience = sac.experience
+DEFAULTS, experience = sac.DEFAULTS, sac.experience
 
 
 @dataclass(frozen=True)
