@@ -195,6 +195,7 @@ def reported() -> dict[str, Any]:
     """What agents and other processes have reported, for a row of the trainer that asks; it writes the session's rows
     from then on. Empty where the master does not answer."""
     try:
+        flush()  # a user's loss merges numbers too
         return _ask("reported")
     except BrayError as e:
         logger.warning("a row has only what its trainer knows: %s", e)
