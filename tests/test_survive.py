@@ -2,6 +2,7 @@
 finite. Nothing learnt is lost."""
 
 import errno
+import itertools
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from bray.experiment import Experiment
 from bray.figures import read_results
 from bray.limited_log import OncePer
 from bray.rundir import RunDir, log_to
+from tests import trainer_for_tests as parts
 
 HERE = Path(__file__).parent
 TINY = ["num_envs=1", "rollout_length=4", "minibatches=1", "epochs=1", "save_figure=false"]
@@ -155,30 +157,58 @@ class KilledAt:
         return call
 
 
-def test_a_kill_between_any_two_operations_of_saving_loses_one_checkpoint_at_most(tmp_path, monkeypatch):
+REPLAYED = {"learning_starts": 20, "train_every": 10, "batch_size": 8, "replay_size": 60}
+
+
+class Trained:
+    """A training by DQN, by `bray train`: made anew, or resumed where there is one."""
+
+    def __init__(self, path):
+        if path.exists():
+            self.exp = Experiment.resume(path)
+            assert self.exp.exact
+        else:
+            config = {**REPLAYED, "fcnet_hiddens": [8], "keep_checkpoints": 1}
+            self.exp = Experiment("DQN", "CartPole-v1", use_preset=False, path=path, config=config)
+        self.training, self.save, self.close = self.exp.training, self.exp.save, self.exp.close
+
+
+class Launched:
+    """The same by the trainer of a launch file."""
+
+    def __init__(self, path, setup=parts.setup_of("DQN", "CartPole-v1", **REPLAYED), played=itertools.count()):
+        remote = parts.MemoryModel(setup.make_model())
+        remote.keep_checkpoints = 1
+        games = parts.MemoryBuffer(lambda i: parts.played(next(played)))
+        self.training = parts.learner_drive(setup, remote, [games], path=path, prefetch_size=0)
+        self.training.call("before_run")
+        self.save, self.close = self.training.run.save, self.training.run.close
+
+
+@pytest.mark.parametrize("made", [Trained, Launched])
+def test_a_kill_between_any_two_operations_of_saving_loses_one_checkpoint_at_most(tmp_path, monkeypatch, made):
     """With a replay, whose rows are in files of their own; every third point is tried here."""
-    config = {"learning_starts": 20, "train_every": 10, "batch_size": 8, "replay_size": 60, "fcnet_hiddens": [8]}
-    exp = Experiment("DQN", "CartPole-v1", use_preset=False, path=tmp_path / "r", config=config, keep_checkpoints=1)
-    exp.save()
+    run = made(tmp_path / "r")
+    run.save()
     done = 0
     while True:
-        before = exp.training.env_steps
+        before = run.training.env_steps
         for _ in range(30):
-            exp.training.gather()
-            exp.training.learn()
-        after, kill = exp.training.env_steps, KilledAt(1 + 3 * done)
+            run.training.gather(5.0)
+            run.training.learn()
+        after, kill = run.training.env_steps, KilledAt(1 + 3 * done)
+        assert after > before + 20
         try:
             with monkeypatch.context() as patch:
                 kill.install(patch)
-                exp.save()
+                run.save()
             break
         except Killed:
             done += 1
-        exp.close()
-        exp = Experiment.resume(tmp_path / "r")
-        assert exp.training.env_steps in (before, after)
-        assert exp.exact
-    exp.close()
+        run.close()
+        run = made(tmp_path / "r")
+        assert run.training.env_steps in (before, after)
+    run.close()
     assert done > 5
 
 
