@@ -16,7 +16,7 @@ import pytest
 from bray import tree
 from bray.cluster import io
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
-from bray.remote.buffer import connection, reader, slabs, writer
+from bray.remote.buffer import connection, ports, reader, slabs, writer
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
 from bray.remote.buffer.iterators import PrefetchBuffer
 from bray.remote.buffer.queue import Queue
@@ -215,6 +215,16 @@ def test_a_batch_is_pushed_as_its_rows_would_be(session):
     for wrong in ({"a": np.zeros(2), "b": np.zeros(3)}, {"a": 1.0}, {"a": np.zeros((0, 2))}):
         with pytest.raises(DataError, match=r"a batch needs arrays \[B, ...\] with the same B >= 1"):
             two.push_batch(wrong)
+
+
+@pytest.mark.parametrize("session", ["local"], indirect=True)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_push_as_large_as_the_buffer_finds_the_room_of_all_shards(session, whole):
+    for name, size in (("b", 40), ("c", 2)):
+        buffer = RemoteBuffer(name, size=size, num_workers=2)
+        buffer.push_batch(np.arange(size)) if whole else buffer.push(*range(size))
+        assert buffer.numbers()["dropped"] == 0
+        assert sorted(int(buffer.pop(10)) for _ in range(size)) == list(range(size))
 
 
 def test_pushes_may_be_forgotten(session):
@@ -556,8 +566,8 @@ def test_density_is_the_part_of_the_shards_that_a_producer_connects_to(session, 
 @on_sockets
 def test_producers_spread_over_the_shards(session):
     settings = RemoteBuffer("b", num_workers=4, density=25).settings
-    ports = [object() for _ in range(4)]
-    assert {writer.RemoteWriter(settings, ports).order[0] for _ in range(200)} == set(ports)
+    links = [ports.Port() for _ in range(4)]
+    assert {writer.Writer(settings, links, here=False).order[0] for _ in range(200)} == set(links)
 
 
 def test_a_consumer_that_has_ended_takes_nothing_more(session):

@@ -10,7 +10,7 @@ from bray import tree
 from bray.errors import DataError
 from bray.remote.buffer import messages as m
 from bray.remote.buffer.columns import Chunk, join, private, stack
-from bray.tree.layout import Layout, Layouts
+from bray.tree.layout import Layouts, to_bytes
 
 NESTED = {
     "obs": {"image": np.arange(6, dtype=np.uint8).reshape(2, 3), "flags": np.array([True, False])},
@@ -25,15 +25,20 @@ def chunk_of(*samples):
     return stack(read[0][0], [leaves for _, leaves in read])
 
 
-def through_bytes(chunk, drop=True):
-    layouts = Layouts()
-    data = b"".join([m.push_head(chunk.layout, chunk.rows, drop), *map(bytes, chunk.pieces())])
-    return m.read_push(memoryview(data), layouts)
+def message(head, chunk):
+    return memoryview(b"".join(map(bytes, m.pack(head, to_bytes(chunk.columns)))))
+
+
+def through_bytes(chunk):
+    body = message(m.Push(chunk.layout.spec, chunk.rows, drop=False), chunk)
+    head, start = m.unpack(body, m.Push)
+    assert head.drop is False
+    layout = Layouts().parse(head.spec)
+    return Chunk(layout, layout.columns(body[start:], head.rows), head.rows)
 
 
 def test_samples_come_back_as_they_were():
-    chunk, drop = through_bytes(chunk_of(NESTED, NESTED, NESTED), drop=False)
-    assert drop is False
+    chunk = through_bytes(chunk_of(NESTED, NESTED, NESTED))
     for i in range(3):
         got = chunk.row(i)
         assert tree.equal(got, tree.map(np.asarray, NESTED))
@@ -43,7 +48,7 @@ def test_samples_come_back_as_they_were():
 
 
 def test_a_bare_array_is_a_sample():
-    chunk, _ = through_bytes(chunk_of(np.arange(3), np.arange(3) + 1))
+    chunk = through_bytes(chunk_of(np.arange(3), np.arange(3) + 1))
     np.testing.assert_array_equal(chunk.batch(), [[0, 1, 2], [1, 2, 3]])
 
 
@@ -61,7 +66,7 @@ def test_what_is_no_plain_array_is_converted():
         "s": strided,
         "yes": True,
     }
-    chunk, _ = through_bytes(chunk_of(sample))
+    chunk = through_bytes(chunk_of(sample))
     got = chunk.row(0)
     np.testing.assert_array_equal(got["t"], [1.0, 1.0])
     assert got["n"] == (1, 2.5)
@@ -168,19 +173,12 @@ def test_a_layout_that_is_none_is_refused(node):
 
 def test_a_message_that_announces_more_than_it_holds_is_refused():
     chunk = chunk_of({"x": np.zeros(4)})
-    data = b"".join([m.push_head(chunk.layout, 1000, True), *map(bytes, chunk.pieces())])
+    body = message(m.Push(chunk.layout.spec, 1000, drop=True), chunk)
+    head, start = m.unpack(body, m.Push)
     with pytest.raises(DataError, match="were announced"):
-        m.read_push(memoryview(data), Layouts())
-    with pytest.raises(DataError, match="ends in its head"):
-        m.read_push(memoryview(data[:20]), Layouts())
-
-
-def test_rows_of_an_answer_are_the_readers_to_write():
-    chunk = chunk_of({"x": np.arange(4.0)})
-    body = memoryview(b"".join(map(bytes, m.answer(m.ROWS, 3, chunk))))
-    answer = m.Answer(body, Layouts())
-    assert answer.waiting == 3
-    row = answer.chunk.row(0)
-    row["x"][:] = -1
-    assert isinstance(answer.chunk, Chunk)
-    assert isinstance(answer.layout, Layout)
+        chunk.layout.columns(body[start:], head.rows)
+    for cut in (2, 20):
+        with pytest.raises(DataError, match="ends in its head"):
+            m.unpack(body[:cut], m.Push)
+    with pytest.raises(DataError, match=r"a message that is none .*different versions"):
+        m.unpack(body, m.Answer)

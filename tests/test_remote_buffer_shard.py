@@ -7,7 +7,7 @@ import pytest
 
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import stack
+from bray.remote.buffer.columns import read_batch
 from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.queue import Queue
 from bray.remote.buffer.worker import BufferShard
@@ -17,8 +17,7 @@ LAYOUTS = Layouts()
 
 
 def chunk(*values, key="x"):
-    read = [LAYOUTS.read({key: np.float64(v)}) for v in values]
-    return stack(read[0][0], [leaves for _, leaves in read])
+    return read_batch({key: np.array(values, np.float64)}, LAYOUTS)
 
 
 def values(pieces):

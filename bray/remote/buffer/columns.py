@@ -10,7 +10,7 @@ import numpy as np
 from bray import tree
 from bray.errors import DataError
 from bray.tree import NestedArray
-from bray.tree.layout import Layout, Layouts, as_array, batch_rows, describe, to_bytes
+from bray.tree.layout import Layout, Layouts, as_array, batch_rows, describe
 
 
 class Chunk:
@@ -39,10 +39,6 @@ class Chunk:
         """All rows as one tree `[rows, ...]`."""
         return self.layout.tree(self.columns)
 
-    def pieces(self) -> list[Any]:
-        """The columns as they are written down."""
-        return to_bytes(self.columns)
-
     def row(self, i: int) -> NestedArray:
         """One row as the sample that was pushed."""
         return self.layout.tree([c[i, ...] for c in self.columns])
@@ -59,13 +55,17 @@ def read_batch(batch: Any, layouts: Layouts) -> Chunk:
     return Chunk(layout, [columns[path] for path in layout.paths], rows)
 
 
+Memory = Callable[[int], tuple[Any, Any]]
+"""`memory(nbytes)` gives a writable buffer, and what keeps it: a slot of shared memory, or None."""
+
+
 def private(nbytes: int) -> tuple[Any, Any]:
-    """Memory of this process, for `join`."""
+    """Memory of this process."""
     return np.empty(nbytes, np.uint8), None
 
 
-def join(chunks: Sequence[Chunk], memory: Callable[[int], tuple[Any, Any]]) -> Chunk:
-    """Several chunks of one structure as one, copied: `memory(nbytes)` gives a writable buffer, and what keeps it.
+def join(chunks: Sequence[Chunk], memory: Memory) -> Chunk:
+    """Several chunks of one structure as one, copied.
     Where dtypes differ the wider one is taken, as numpy does."""
     layout, rows = _common([c.layout for c in chunks]), sum(c.rows for c in chunks)
     data, held = memory(layout.offsets(rows)[1])

@@ -26,7 +26,7 @@ from bray.inference.host import Promise
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
 from bray.remote.buffer.options import BufferDefinition, BufferOptions, without_store
 from bray.remote.buffer.pending import Pushed
-from bray.remote.buffer.reader import PREFETCH, Reader
+from bray.remote.buffer.reader import PREFETCH, BufferReader
 from bray.remote.buffer.worker import BufferShard
 from bray.tree import NestedArray
 
@@ -92,7 +92,7 @@ class RemoteBuffer:
         return self._pop(timeout, prefetch=0)
 
     def _pop(self, timeout: float | None, prefetch: int) -> NestedArray:
-        reader = self._reader(prefetch)
+        reader = connection(self.settings).read(prefetch)
         got = reader.pop()
         if not isinstance(got, Promise):
             return got()
@@ -104,7 +104,7 @@ class RemoteBuffer:
         except TimeoutError:
             return self._late(reader, got, timeout)
         except BaseException:
-            _leave(reader, got)
+            reader.leave(got)
             raise
 
     async def pop_async(self, timeout: float | None = None) -> NestedArray:
@@ -112,7 +112,7 @@ class RemoteBuffer:
         return await self._pop_async(timeout, prefetch=0)
 
     async def _pop_async(self, timeout: float | None, prefetch: int) -> NestedArray:
-        reader = self._reader(prefetch)
+        reader = connection(self.settings).read(prefetch)
         got = reader.pop()
         if not isinstance(got, Promise):
             return got()
@@ -121,21 +121,14 @@ class RemoteBuffer:
         except TimeoutError:
             return self._late(reader, got, timeout)
         except BaseException:
-            _leave(reader, got)
+            reader.leave(got)
             raise
 
-    def _late(self, reader: Reader, got: Promise, timeout: float | None) -> NestedArray:
+    def _late(self, reader: BufferReader, got: Promise, timeout: float | None) -> NestedArray:
         """After a timeout: what came at the last moment."""
         if reader.give_up(got):
             raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
         return got.result()()
-
-    def _reader(self, prefetch: int) -> Reader:
-        it = connection(self.settings)
-        reader = it.read()
-        if prefetch > reader.prefetch and it.prefetches:
-            reader.prefetch = prefetch
-        return reader
 
     def __iter__(self) -> Iterator[NestedArray]:
         return self
@@ -177,9 +170,8 @@ class RemoteBuffer:
         return connection(self.settings).writer.push((sample,), False, source)
 
     def _reads(self, source: str, ended: bool) -> None:
-        """This process reads a source of the buffer, whose samples keep their order."""
+        """This process reads a source of the buffer."""
         connection(self.settings).source = source, ended
-        connection(self.settings).writer.keep_order()
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
@@ -205,12 +197,6 @@ class RemoteBuffer:
     def flush(self, timeout: float = FLUSH_TIMEOUT) -> None:
         """Wait until all that this process has pushed is there."""
         connection(self.settings).writer.flush(timeout)
-
-
-def _leave(reader: Reader, promise: Promise) -> None:
-    """The caller was interrupted (Ctrl-C, a cancelled task): what came for it goes to the next one."""
-    if not reader.give_up(promise) and promise.done() and promise.exception() is None:
-        reader.put_back(promise.result())
 
 
 def _handle(settings: BufferDefinition) -> RemoteBuffer:

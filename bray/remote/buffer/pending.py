@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from bray.errors import DataError
-from bray.remote.buffer.columns import Chunk, read_batch
+from bray.remote.buffer.columns import Chunk, Memory, read_batch
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.slabs import Slab, Slot
+from bray.remote.buffer.slabs import Slot
 from bray.tree.layout import Layout, Layouts
 
 logger = logging.getLogger("bray.remote")
@@ -154,14 +154,16 @@ class SampleCheck:
 
 class PendingBatch(Receipt):
     """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose
-    shard dies goes back there. Rows lie in `slot`, or are gathered as the bytes of each column."""
+    shard dies goes back there. They lie in `data`, which may be a slot of a slab, or are gathered as the bytes of each
+    column."""
 
-    __slots__ = ("_adds", "_columns", "drop", "layout", "most", "rows", "slot")
+    __slots__ = ("_adds", "_columns", "data", "drop", "layout", "most", "rows", "slot", "source")
 
-    def __init__(self, layout: Layout, drop: bool):
+    def __init__(self, layout: Layout, drop: bool, source: str, most: int):
         super().__init__()
-        self.layout, self.drop, self.rows = layout, drop, 0
-        self.most = max(1, _BATCH_BYTES // max(1, layout.row_bytes))
+        self.layout, self.drop, self.source, self.rows = layout, drop, source, 0
+        self.most = max(1, min(most, _BATCH_BYTES // max(1, layout.row_bytes)))
+        self.data: Any = None
         self.slot: Slot | None = None
         self._columns: list[list[bytes]] = [[] for _ in layout.sizes]
         self._adds = [c.append for c in self._columns]
@@ -169,6 +171,10 @@ class PendingBatch(Receipt):
     @property
     def nbytes(self) -> int:
         return self.rows * self.layout.row_bytes
+
+    def takes(self, layout: Layout, drop: bool, source: str) -> bool:
+        """Whether more rows of this kind may join."""
+        return self.layout is layout and self.drop is drop and self.source == source and self.rows < self.most
 
     def add(self, leaves: list[np.ndarray]) -> None:
         for add, leaf in zip(self._adds, leaves):  # noqa: B905 (twice as fast)
@@ -180,38 +186,35 @@ class PendingBatch(Receipt):
             add(column[first:end].tobytes())
         self.rows += end - first
 
-    def add_large(self, leaves: list[np.ndarray], slab: Slab) -> None:
-        """The only row, straight to shared memory."""
-        self.slot = slab.take(self.layout.offsets(1)[1])
-        for column, leaf in zip(self.layout.columns(self.slot.data(), 1), leaves, strict=True):
+    def add_large(self, leaves: list[np.ndarray], memory: Memory) -> None:
+        """The only row, straight to where it stays."""
+        self.data, self.slot = memory(self.layout.offsets(1)[1])
+        for column, leaf in zip(self.layout.columns(self.data, 1), leaves, strict=True):
             np.copyto(column[0, ...], leaf)
         self.rows = 1
 
-    def move(self, slab: Slab) -> None:
-        """Copy the rows to a slot of this slab."""
-        starts, end = self.layout.offsets(self.rows)
-        slot = slab.take(end)
-        memory = slot.data().data
-        if self.slot is not None:
-            memory[:end] = self.slot.data().data[:end]
-        else:
-            for at, column in zip(starts, self._columns, strict=True):
-                for data in column:
-                    memory[at : at + len(data)] = data
-                    at += len(data)
-        self.slot = slot
+    def move(self, memory: Memory) -> None:
+        """Copy the rows to other memory."""
+        data, slot = memory(self.layout.offsets(self.rows)[1])
+        self._write(data.data)
+        self.data, self.slot = data, slot
 
-    def pieces(self) -> list[Any]:
-        """The columns as they are sent through a socket."""
-        starts, end = self.layout.offsets(self.rows)
-        if self.slot is not None:
-            return [self.slot.data().data[:end]]
-        out: list[bytes] = []
-        for start, stop, column in zip(starts, [*starts[1:], end], self._columns, strict=True):
-            data = b"".join(column)
-            out += (data, bytes(stop - start - len(data)))
+    def joined(self) -> Any:
+        """The columns one after the other, as they are written down."""
+        if self.data is not None:
+            return self.data.data[: self.layout.offsets(self.rows)[1]]
+        out = bytearray(self.layout.offsets(self.rows)[1])
+        self._write(memoryview(out))
         return out
+
+    def _write(self, memory: memoryview) -> None:
+        if self.data is not None:
+            memory[: len(self.data)] = self.data.data
+            return
+        for start, column in zip(self.layout.offsets(self.rows)[0], self._columns, strict=True):
+            rows = b"".join(column)
+            memory[start : start + len(rows)] = rows
 
     def forget_rows(self) -> None:
         """Whoever keeps the receipt does not keep the samples."""
-        self.slot, self._columns, self._adds = None, [], []
+        self.data, self.slot, self._columns, self._adds = None, None, [], []

@@ -26,7 +26,7 @@ _MOST = 4096  # single samples per request
 Make = Callable[[], NestedArray]
 """Makes what `pop` returns, in the thread that called it."""
 
-_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+_readers: weakref.WeakSet[BufferReader] = weakref.WeakSet()
 _interrupted: set[int] = set()
 
 
@@ -48,9 +48,9 @@ class _Waiter(Promise):
         self.thread = threading.get_ident()
 
 
-class Reader:
-    """Fetched batches, and the callers that wait for one. `run` calls a function where ports may be used: on the io
-    loop, or at once."""
+class BufferReader:
+    """Fetched batches (or samples), each for one consumer, and the callers that wait for one. `run` calls a function
+    where ports may be used: on the io loop, or at once."""
 
     def __init__(self, settings: BufferDefinition, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
         self._settings, self._ports, self._run = settings, ports, run
@@ -60,13 +60,22 @@ class Reader:
         self._failed: BrayError | None = None
         self._asked_at = 0.0
         self.prefetch = 0
+        self._ready: deque[Chunk] = deque()
+        self._row = 0  # of the first one in there
+        self._asked = dict.fromkeys(ports, 0)
+        self._ended: set[Port] = set()  # said so since a caller waits; an earlier end may be outdated by a new source
+        self._wait = 0
+        self._most = 1
+        self._turn = 0
         _readers.add(self)
+
+    # --- callers, in any thread ---------------------------------------------------------------------------------------
 
     def pop(self) -> Make | Promise:
         """The next batch, or a promise of it."""
         self._asked_at = time.monotonic()
         with self._lock:
-            make = self._back.popleft() if self._back else self._next()
+            make = self._next()
             if make is None:
                 if self._failed is not None:
                     raise self._failed
@@ -74,7 +83,8 @@ class Reader:
                 if promise.thread in _interrupted:
                     raise Ended("the wait was interrupted")
                 if not self._waiters:
-                    self._begin()
+                    self._ended.clear()
+                    self._wait += 1
                 self._waiters.append(promise)
             low = make is None or self._is_low()
         if low:
@@ -105,17 +115,18 @@ class Reader:
             self._run(self._withdraw)
         return True
 
+    def leave(self, promise: Promise) -> None:
+        """The caller was interrupted (Ctrl-C, a cancelled task): what came for it goes to the next one."""
+        if not self.give_up(promise) and promise.done() and promise.exception() is None:
+            with self._lock:
+                self._back.append(promise.result())
+            self._serve()
+
     def interrupt(self, thread: int) -> None:
         for promise in [w for w in list(self._waiters) if w.thread == thread]:
             if self.give_up(promise):
                 _settle(promise, error=Ended("the wait was interrupted"))
         self.pause()  # what is pushed now is for others
-
-    def put_back(self, make: Make) -> None:
-        """Whoever waited for this was interrupted: it goes to the next caller."""
-        with self._lock:
-            self._back.append(make)
-        self._serve()
 
     def fail(self, error: BrayError, for_good: bool = False) -> None:
         with self._lock:
@@ -124,62 +135,11 @@ class Reader:
         for promise in waiters:
             _settle(promise, error=error)
 
-    def _serve(self) -> None:
-        """Give what is ready to the callers that wait."""
-        while True:
-            with self._lock:
-                if not self._waiters:
-                    return
-                make = self._back.popleft() if self._back else self._next()
-                if make is None:
-                    return
-                promise = self._waiters.popleft()
-            _settle(promise, make)
+    # --- fetching -----------------------------------------------------------------------------------------------------
 
     def _next(self) -> Make | None:
-        raise NotImplementedError
-
-    def _is_low(self) -> bool:
-        raise NotImplementedError
-
-    def _ask(self) -> None:
-        raise NotImplementedError
-
-    def _begin(self) -> None:
-        """The first caller begins to wait."""
-
-    def _withdraw(self) -> None: ...
-
-    def port_up(self, port: Any) -> None:
-        if self._waiters or self.prefetch:
-            self._ask()
-
-    def port_down(self, port: Any) -> None: ...
-
-
-def _settle(promise: Promise, result: Any = None, error: BaseException | None = None) -> None:
-    if not promise.set_running_or_notify_cancel():
-        return
-    if error is None:
-        promise.set_result(result)
-    else:
-        promise.set_exception(error)
-
-
-class QueueReader(Reader):
-    """Reads a queue: each batch, or sample, goes to one consumer."""
-
-    def __init__(self, settings: BufferDefinition, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
-        super().__init__(settings, ports, run)
-        self._ready: deque[Chunk] = deque()
-        self._row = 0  # of the first one in there
-        self._asked = dict.fromkeys(ports, 0)
-        self._ended: set[Port] = set()  # said so since a caller waits; an earlier end may be outdated by a new source
-        self._wait = 0
-        self._most = 1
-        self._turn = 0
-
-    def _next(self) -> Make | None:
+        if self._back:
+            return self._back.popleft()
         if not self._ready:
             return None
         chunk = self._ready[0]
@@ -193,12 +153,18 @@ class QueueReader(Reader):
             self._row = 0
         return lambda: chunk.row(row)
 
+    def _serve(self) -> None:
+        """Give what is ready to the callers that wait."""
+        while True:
+            with self._lock:
+                make = self._next() if self._waiters else None
+                if make is None:
+                    return
+                promise = self._waiters.popleft()
+            _settle(promise, make)
+
     def _is_low(self) -> bool:
         return len(self._ready) < self.prefetch
-
-    def _begin(self) -> None:
-        self._ended.clear()
-        self._wait += 1
 
     def _ask(self) -> None:
         with self._lock:
@@ -241,3 +207,16 @@ class QueueReader(Reader):
         for port, asked in self._asked.items():
             if asked:
                 port.withdraw()
+
+    def port_up(self) -> None:
+        if self._waiters or self.prefetch:
+            self._ask()
+
+
+def _settle(promise: Promise, result: Any = None, error: BaseException | None = None) -> None:
+    if not promise.set_running_or_notify_cancel():
+        return
+    if error is None:
+        promise.set_result(result)
+    else:
+        promise.set_exception(error)

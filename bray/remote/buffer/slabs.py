@@ -84,6 +84,11 @@ class Slab:
             self.used += size
         return Slot(self, offset, size, self._give_back)
 
+    def memory(self, nbytes: int) -> tuple[np.ndarray, Slot]:
+        """A slot and its bytes."""
+        slot = self.take(nbytes)
+        return slot.data(), slot
+
     def data(self, offset: int, size: int) -> np.ndarray:
         return np.frombuffer(self._map, np.uint8, size, offset)
 

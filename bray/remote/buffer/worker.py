@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from bray.cluster import io
@@ -26,7 +25,7 @@ from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.queue import Queue
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.serving.link import Address, Link, Listener
-from bray.tree.layout import Layouts
+from bray.tree.layout import Layouts, to_bytes
 
 logger = logging.getLogger("bray.remote")
 
@@ -236,21 +235,20 @@ class BufferShard:
         if kind == m.OPEN:
             self._opened(link, number, body)
         elif kind == m.PUSH:
-            chunk, drop = m.read_push(body, self._layouts)
-            self.push(chunk, drop, lambda e: self._receipt(link, number, e), peer.source)
-        elif kind == m.LENT:
-            chunk, drop = self._borrow(link, body)
-            self.push(chunk, drop, lambda e: self._receipt(link, number, e), peer.source)
+            head, start = m.unpack(body, m.Push)
+            memory, held = self._borrow(link, head) if head.loan else (body[start:], None)
+            layout = self._layouts.parse(head.spec)
+            chunk = Chunk(layout, layout.columns(memory, head.rows), head.rows, held)
+            self.push(chunk, head.drop, lambda e: self._receipt(link, number, e), peer.source)
         elif kind == m.SLAB:
-            peer.window = look_into(SlabAddress(*msgspec.msgpack.decode(body, type=tuple[int, int, bytes])))
-            link.reply(number, m.UNSEEN if peer.window is None else m.SEEN)
+            peer.window = look_into(m.decode(body, SlabAddress))
+            link.reply(number, m.encode(peer.window is not None))
         elif kind == m.POP:
-            (most,) = np.frombuffer(body, np.int64).tolist()
-            self.pop(most, lambda *answer: self._give(link, number, *answer), link)
+            self.pop(m.decode(body, int), lambda *answer: self._give(link, number, *answer), link)
         elif kind == m.WITHDRAW:
             self.withdraw(link)
         elif kind == m.RELEASE:
-            for lease in np.frombuffer(body, np.int64).tolist():
+            for lease in m.decode(body, list[int]):
                 peer.release(lease)
         elif kind == m.SEES:
             peer.sees = True
@@ -258,7 +256,7 @@ class BufferShard:
             raise DataError(f"an unknown message {kind}: the processes run different versions")
 
     def _opened(self, link: Link, number: int, body: memoryview) -> None:
-        hello = msgspec.msgpack.decode(body, type=m.Hello)
+        hello = m.decode(body, m.Hello)
         link.data = _Peer(hello.source)
         with self._lock:
             if hello.generation and hello.waiting:  # of the shard that died; each peer tells what it knew last
@@ -271,27 +269,27 @@ class BufferShard:
         self._run_calls()
         assert self._slab is not None
         generation = int.from_bytes(self._slab.address.nonce[:7], "little") | 1
-        link.reply(number, msgspec.msgpack.encode(m.Welcome(generation, self._slab.address)))
+        link.reply(number, m.encode(m.Welcome(generation, self._slab.address)))
 
-    def _borrow(self, link: Link, body: memoryview) -> tuple[Chunk, bool]:
+    def _borrow(self, link: Link, head: m.Push) -> tuple[np.ndarray, Slot]:
         """Samples in the producer's slab. It may reuse their slot when the last chunk that refers to it is gone."""
-        layout, rows, drop, number, offset, size = m.read_lent(body, self._layouts)
         peer: _Peer = link.data
+        size = head.size
         if peer.window is None:
             raise DataError("samples in shared memory that this shard cannot map")
 
         def freed() -> None:
             self._borrowed -= size
             if not link.closed:
-                link.post(m.FREED, m.pack_numbers(np.array([number], np.int64)))
+                link.post(m.FREED, m.encode(head.loan))
 
         def free(slot: Slot) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and the links with it
                 io.call(freed)
 
-        columns = layout.columns(peer.window.data(offset, size), rows)
+        memory = peer.window.data(head.offset, size)
         self._borrowed += size
-        return Chunk(layout, columns, rows, Slot(peer.window, offset, size, free)), drop
+        return memory, Slot(peer.window, head.offset, size, free)
 
     def _receipt(self, link: Link, number: int, error: BaseException | None) -> None:
         if link.closed:
@@ -299,15 +297,14 @@ class BufferShard:
         if error is not None:
             link.fail(number, error)
         else:
-            link.reply(number, m.pack_receipt(self._queue.rows, self._others_push))
+            link.reply(number, m.encode(m.Arrived(self._queue.rows, self._others_push)))
 
     def _memory(self, peer: _Peer, nbytes: int) -> tuple[Any, Any]:
         """Where a batch for this consumer is put together."""
         if nbytes < m.LARGE or not peer.sees or peer.leased + nbytes > MAX_LEASED:
             return private(nbytes)
         assert self._slab is not None
-        slot = self._slab.take(nbytes)
-        return slot.data(), slot
+        return self._slab.memory(nbytes)
 
     def _give(self, link: Link, number: int, kind: int, pieces: list[Chunk], waiting: int) -> None:
         peer: _Peer = link.data
@@ -315,18 +312,21 @@ class BufferShard:
             self.dropped += sum(p.rows for p in pieces)  # it left while it was being served
             return
         if not pieces:
-            link.reply(number, *m.answer(kind, waiting))
+            link.reply(number, *m.pack(m.Answer(kind, waiting)))
             return
         chunk = pieces[0] if len(pieces) == 1 else join(pieces, lambda n: self._memory(peer, n))
-        if chunk.held is None or not peer.sees or peer.leased + chunk.held.size > MAX_LEASED:
-            if chunk.held is not None:  # its slot may be reused before the socket has taken all of it
+        answer, slot = m.Answer(m.ROWS, waiting, chunk.layout.spec, chunk.rows), chunk.held
+        if slot is None or not peer.sees or peer.leased + slot.size > MAX_LEASED:
+            if slot is not None:  # it may be reused before the socket has taken all of it
                 chunk = join([chunk], private)
-            link.reply(number, *m.answer(m.ROWS, waiting, chunk))
+            link.reply(number, *m.pack(answer, to_bytes(chunk.columns)))
             return
         self._leases += 1
-        peer.leases[self._leases] = chunk.held
-        peer.leased += chunk.held.size
-        link.reply(number, *m.answer(m.LEASE, waiting, chunk, self._leases))
+        peer.leases[self._leases] = slot
+        peer.leased += slot.size
+        slab = slot.memory.address
+        answer.lease = m.Lease(self._leases, slot.offset, slab.fd, slab.nonce, chunk.first, chunk.total)
+        link.reply(number, *m.pack(answer))
 
     def _gone(self, link: Link) -> None:
         """A producer or consumer has died or left: free its leases, forget its pops."""

@@ -1,145 +1,65 @@
 """The producer's side of a buffer: samples are copied when they are pushed, gathered into batches, and sent as fast as
 the shards take them.
 
-Small samples are gathered until the io loop comes by: at once when it is idle, many together when it is busy. Large
-ones are copied straight into shared memory of this process, from where the shard and its consumers read them.
+Small samples for shards of other processes are gathered until the io loop comes by: at once when it is idle, many
+together when it is busy. Large ones are copied straight into shared memory of this process, from where the shard and
+its consumers read them. A shard of this process takes all at once, in the thread that pushes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 import random
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from zlib import crc32
 
-import msgspec
 import numpy as np
 
 from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, stack
+from bray.remote.buffer.columns import Chunk, Memory, stack
 from bray.remote.buffer.options import BufferDefinition
 from bray.remote.buffer.pending import PendingBatch, Pushed, Receipt, SampleCheck
-from bray.remote.buffer.ports import LocalPort, RemotePort
-from bray.remote.buffer.slabs import Slab, Slot
-from bray.remote.buffer.worker import BufferShard
+from bray.remote.buffer.ports import MOST_IN_FLIGHT, Port
+from bray.remote.buffer.slabs import Slab
 from bray.tree.layout import Layout
 
 logger = logging.getLogger("bray.remote")
 
 MAX_SAMPLES = 4096
 MAX_BYTES = 256 << 20
-_MAX_IN_FLIGHT = 4  # messages to a shard without a receipt
 
 
-def _overloaded(name: str, rows: int) -> Overloaded:
-    return Overloaded(
-        f"{rows} samples wait for room in buffer {name!r}, more are not taken. Await the pushes, "
-        "so that whoever makes samples waits for whoever uses them, or push with drop=True"
-    )
+class Writer:
+    """Pushes to the shards of a buffer. `push`, `push_batch` and `flush` may be called from any thread. Shards of this
+    process (`here`) take samples at once; for others, all else happens on the io loop."""
 
-
-class LocalWriter:
-    """Pushes to shards of this process."""
-
-    def __init__(self, settings: BufferDefinition, ports: list[LocalPort]):
-        self._settings, self._ports = settings, ports
-        self._check = SampleCheck(settings)
-        self._lock = threading.Lock()
-        self._next = 0
-        self.dropped = 0
-
-    def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
-        with self._lock:
-            read = self._check.read(samples)
-            shards = self._shards(len(samples), drop, source)
-        receipts = []
-        for i, shard in enumerate(shards):
-            for layout, group in groupby(read[i :: len(shards)], key=lambda x: x[0]):
-                receipts.append(Receipt())
-                shard.push(stack(layout, [leaves for _, leaves in group]), drop, receipts[-1].finish, source)
-        return Pushed(receipts)
-
-    def push_batch(self, batch: Any, drop: bool) -> Pushed:
-        with self._lock:
-            chunk = self._check.read_batch(batch)
-            shards = self._shards(chunk.rows, drop)
-        receipts = [Receipt() for _ in shards]
-        for i, shard in enumerate(shards):
-            columns = [np.array(c[i :: len(shards)], order="C") for c in chunk.columns]
-            shard.push(Chunk(chunk.layout, columns, len(columns[0])), drop, receipts[i].finish)
-        return Pushed(receipts)
-
-    def keep_order(self) -> None:
-        """Samples of a source go to one shard; see `_shards`."""
-
-    def _shards(self, samples: int, drop: bool, source: str = "") -> list[BufferShard]:
-        """The shards that this many samples go to, in turn. Those of a source go to one, so that they keep their
-        order."""
-        start, count = self._next, len(self._ports)
-        if source:
-            start, samples = crc32(source.encode()), 1
-        else:
-            self._next += samples
-        shards = [self._ports[(start + i) % count].shard for i in range(min(count, samples))]
-        if not drop and (behind := max((s.behind for s in shards), default=0)) >= MAX_SAMPLES:
-            raise _overloaded(self._settings.name, behind)
-        return shards
-
-    def flush(self, timeout: float) -> None:
-        """Everything that was pushed is in the store, or waits there."""
-
-
-class _Target:
-    """What a writer knows of a shard."""
-
-    def __init__(self, port: RemotePort):
-        self.port = port
-        self.ready = False
-        """Connected, and we know whether it can map our slab."""
-        self.slab: Slab | None = None
-        """The slab of ours that it has mapped."""
-        self.lent: dict[int, Slot] = {}
-        """Slots that it uses, or its consumers do."""
-        self.in_flight = self.bytes_in_flight = 0
-        self.last_sent = 0
-
-    @property
-    def load(self) -> tuple[int, int]:
-        return self.bytes_in_flight, self.last_sent
-
-
-class RemoteWriter:
-    """Pushes to shards of other processes. `push`, `push_batch` and `flush` may be called from any thread, all else on
-    the io loop."""
-
-    def __init__(self, settings: BufferDefinition, ports: list[RemotePort]):
-        self._settings = settings
-        self._targets = {port: _Target(port) for port in ports}
-        start = random.randrange(len(ports))  # each producer begins with another shard
-        self.order = [ports[(start + i) % len(ports)] for i in range(len(ports))]
+    def __init__(self, settings: BufferDefinition, ports: Sequence[Port], here: bool):
+        self._settings, self._ports, self._here = settings, ports, here
+        start = 0 if here else random.randrange(len(ports))  # each producer begins with another shard
+        self.order = [*ports[start:], *ports[:start]]
         """Which shard is connected to first, and which next when one dies."""
         self._connections = max(1, -(-len(ports) * settings.density // 100))
+        # a large push is spread over the shards, so that it finds the room of all of them
+        self._most = max(1, settings.capacity(len(ports) - 1) // 2) if len(ports) > 1 else 1 << 31
         self._check = SampleCheck(settings)
         self._lock = threading.Lock()
         self._queue: deque[PendingBatch] = deque()
         self._gathering: PendingBatch | None = None  # the last one in the queue, where it takes more rows
         self._rows = self._bytes = 0  # in the queue
-        self._sent: set[PendingBatch] = set()
+        self._sent = 0  # batches without a receipt
+        self._sends = itertools.count()
         self._slab: Slab | None = None
-        self._numbers = itertools.count(1)
         self._scheduled = self._started = False
         self._empty: list[Promise] = []
-        self._in_order = False
-        self._only: _Target | None = None
+        self._homes: dict[str, Port] = {}  # source -> the shard that all its samples go to, as long as it lives
         self._gone: BrayError | None = None
         self.dropped = 0
         """Samples that were dropped here because the shards did not keep up, or were lost on the way to one that
@@ -147,85 +67,95 @@ class RemoteWriter:
 
     # --- any thread ---------------------------------------------------------------------------------------------------
 
-    def keep_order(self) -> None:
-        """From now on all samples go to one shard, as long as it lives: they come out in the order in which they were
-        pushed."""
-        self._in_order, self._connections = True, 1
-
     def push(self, samples: Sequence[Any], drop: bool, source: str = "") -> Pushed:
+        """Samples of a `source` come out in the order in which they were pushed."""
         with self._lock:
             self._may_push(drop)
-            if len(samples) == 1 and (batch := self._add_one_more(samples[0], drop)) is not None:
-                return self._pushed([batch], drop)
-            read = self._check.read(samples)
-        return self._push_all(read, drop)
+            one = self._add_one_more(samples[0], drop, source) if len(samples) == 1 else None
+            read = self._check.read(samples) if one is None else []
+        if self._here:
+            groups = itertools.groupby(read, key=itemgetter(0))
+            return self._push_here([stack(each, [leaves for _, leaves in rows]) for each, rows in groups], drop, source)
+        return self._push_all(read, drop, source) if one is None else self._pushed([one], drop)
 
     def push_batch(self, batch: Any, drop: bool) -> Pushed:
         with self._lock:
             self._may_push(drop)
             chunk = self._check.read_batch(batch)
-            if chunk.layout.row_bytes < m.LARGE:
-                return self._pushed(self._gather_rows(chunk, drop), drop)
-        rows = [(chunk.layout, [c[i, ...] for c in chunk.columns]) for i in range(chunk.rows)]
-        return self._push_all(rows, drop)
+            small = chunk.layout.row_bytes < m.LARGE and not self._here
+            batches = self._gather_rows(chunk, drop) if small else []
+        if self._here:
+            chunk.columns = [np.array(c, order="C") for c in chunk.columns]
+            return self._push_here([chunk], drop)
+        if small:
+            return self._pushed(batches, drop)
+        return self._push_all([(chunk.layout, [c[i, ...] for c in chunk.columns]) for i in range(chunk.rows)], drop)
+
+    def _push_here(self, chunks: list[Chunk], drop: bool, source: str = "") -> Pushed:
+        """To shards of this process, in turn: now, and there they wait for room."""
+        receipts, most = [], self._most
+        for chunk in chunks:
+            for first in range(0, chunk.rows, most):
+                turn = crc32(source.encode()) if source else next(self._sends)
+                receipts.append(Receipt())
+                part = chunk.part(first, min(first + most, chunk.rows))
+                self._ports[turn % len(self._ports)].take(part, drop, receipts[-1].finish, source)
+        return Pushed(receipts)
 
     def _may_push(self, drop: bool) -> None:
         if self._gone is not None:
             raise self._gone
-        if not drop and (self._rows >= MAX_SAMPLES or self._bytes >= MAX_BYTES):
-            raise _overloaded(self._settings.name, self._rows)
-
-    def _pushed(self, batches: list[PendingBatch], drop: bool) -> Pushed:
-        """After the batches have joined the queue: drop what is too much, and tell the io loop."""
         if drop:
-            self._drop_oldest()
-        if not self._scheduled:
-            self._scheduled = True
-            loop = io.loop()
-            (loop.call_soon if io.is_loop() else loop.call_soon_threadsafe)(self._flush)
-        return Pushed(batches)
+            return
+        rows = self._rows + (sum([p.behind for p in self._ports]) if self._here else 0)
+        if rows >= MAX_SAMPLES or self._bytes >= MAX_BYTES:
+            raise Overloaded(
+                f"{rows} samples wait for room in buffer {self._settings.name!r}, more are not taken. Await the "
+                "pushes, so that whoever makes samples waits for whoever uses them, or push with drop=True"
+            )
 
-    def _add_one_more(self, sample: Any, drop: bool) -> PendingBatch | None:
+    def _add_one_more(self, sample: Any, drop: bool, source: str) -> PendingBatch | None:
         """The usual case, and the one that has to be quick: one more small sample like the last one."""
         batch = self._gathering
-        if batch is None or batch.drop is not drop or batch.rows >= batch.most:
+        if batch is None or not batch.takes(batch.layout, drop, source):
             return None
         leaves: list[np.ndarray] = []
-        layout = batch.layout
-        if not layout.read(sample, leaves):
+        if not batch.layout.read(sample, leaves):
             return None
         batch.add(leaves)
         self._rows += 1
-        self._bytes += layout.row_bytes
+        self._bytes += batch.layout.row_bytes
         return batch
 
-    def _push_all(self, samples: Sequence[tuple[Layout, list[np.ndarray]]], drop: bool) -> Pushed:
+    def _push_all(self, samples: Sequence[tuple[Layout, list[np.ndarray]]], drop: bool, source: str = "") -> Pushed:
         large: dict[int, PendingBatch] = {}
         for i, (layout, leaves) in enumerate(samples):  # copied without the lock: other threads push meanwhile
             if layout.row_bytes >= m.LARGE:
-                large[i] = PendingBatch(layout, drop)
+                large[i] = PendingBatch(layout, drop, source, 1)
                 large[i].add_large(leaves, self._memory())
         batches: list[PendingBatch] = []
         with self._lock:
+            if source:
+                self._connections = 1
             for i, (layout, leaves) in enumerate(samples):
                 if i in large:
                     batch = large[i]
                     self._queue.append(batch)
                     self._gathering = None  # small samples that follow do not overtake it
                 else:
-                    batch = self._gather(layout, drop)
+                    batch = self._gather(layout, drop, source)
                     batch.add(leaves)
                 if not batches or batches[-1] is not batch:
                     batches.append(batch)
                 self._rows += 1
                 self._bytes += layout.row_bytes
-            return self._pushed(batches, drop)
+        return self._pushed(batches, drop)
 
-    def _gather(self, layout: Layout, drop: bool) -> PendingBatch:
+    def _gather(self, layout: Layout, drop: bool, source: str = "") -> PendingBatch:
         """The batch that the next small sample of this layout joins."""
         batch = self._gathering
-        if batch is None or batch.layout is not layout or batch.drop is not drop or batch.rows >= batch.most:
-            batch = self._gathering = PendingBatch(layout, drop)
+        if batch is None or not batch.takes(layout, drop, source):
+            batch = self._gathering = PendingBatch(layout, drop, source, self._most)
             self._queue.append(batch)
         return batch
 
@@ -241,15 +171,26 @@ class RemoteWriter:
         self._bytes += chunk.nbytes
         return batches
 
+    def _pushed(self, batches: list[PendingBatch], drop: bool) -> Pushed:
+        """After the batches have joined the queue: drop what is too much, and tell the io loop."""
+        if drop and (self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES):
+            self._drop_oldest()
+        if not self._scheduled:
+            self._scheduled = True
+            loop = io.loop()
+            (loop.call_soon if io.is_loop() else loop.call_soon_threadsafe)(self._flush)
+        return Pushed(batches)
+
     def _drop_oldest(self) -> None:
         """The shards do not keep up: drop the oldest samples that may be dropped."""
-        while self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES:
-            batch = next((b for b in self._queue if b.drop), None)
-            if batch is None:
-                return
-            self._remove(batch)
-            self.dropped += batch.rows
-            batch.finish()
+        with self._lock:
+            while self._rows > MAX_SAMPLES or self._bytes > MAX_BYTES:
+                batch = next((b for b in self._queue if b.drop), None)
+                if batch is None:
+                    return
+                self._remove(batch)
+                self.dropped += batch.rows
+                batch.finish()
 
     def _remove(self, batch: PendingBatch) -> None:
         self._queue.remove(batch)  # the first one, or nearly
@@ -258,11 +199,9 @@ class RemoteWriter:
         self._rows -= batch.rows
         self._bytes -= batch.nbytes
 
-    def _memory(self) -> Slab:
-        with self._lock:
-            if self._slab is None:
-                self._slab = Slab()
-            return self._slab
+    def _memory(self) -> Memory:
+        """Where large samples are copied to."""
+        return self._own_slab().memory
 
     def flush(self, timeout: float) -> None:
         """Wait until all that was pushed has arrived; what has not after `timeout` is left."""
@@ -276,122 +215,114 @@ class RemoteWriter:
         except TimeoutError:
             logger.warning("buffer %r: %d samples that were pushed have not arrived", self._settings.name, self._rows)
 
-    # --- the io loop --------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
-        """Send what the shards take, each batch to the one with the least in flight."""
-        if not self._started:
-            self._started = True
-            for port in self.order[: self._connections]:  # when one of these dies, `port_down` connects to the next
-                port.connect()
-            for target in self._targets.values():
-                if target.port.up:  # for reading
-                    self._offer_slab(target)
+        """Send what the shards take."""
         self._scheduled = False
+        if not self._started:
+            self._start()
         while self._queue:
-            free = [t for t in self._open_targets() if t.in_flight < _MAX_IN_FLIGHT]
-            if not free:
-                return
             with self._lock:
-                if not self._queue:  # all dropped just now
+                port = self._port_for(self._queue[0]) if self._queue else None
+                if port is None:
                     break
                 batch = self._queue[0]
                 self._remove(batch)
-                self._sent.add(batch)
-            self._send(min(free, key=lambda t: t.load), batch)
+                self._sent += 1
+            port.in_flight += 1
+            port.bytes_in_flight += batch.nbytes
+            self._send(port, batch)
         self._tell_if_empty()
 
-    def _open_targets(self) -> list[_Target]:
-        """The shards that samples may go to now."""
-        targets = [t for t in self._targets.values() if t.ready and t.port.up]
-        if not self._in_order or not targets:
-            return targets
-        if self._only not in targets:
-            self._only = targets[0]
-        return [self._only]
+    def _start(self) -> None:
+        self._started = True
+        for port in self.order[: self._connections]:  # when one of these dies, `port_down` connects to the next
+            port.connect()
+        for port in self._ports:
+            if port.up:  # for reading
+                port.offer(self._own_slab, self._flush)
 
-    def _send(self, target: _Target, batch: PendingBatch) -> None:
-        link, slab, layout = target.port.link, target.slab, batch.layout
+    def _send(self, port: Port, batch: PendingBatch) -> None:
+        port.last_sent = next(self._sends)
         try:
-            if slab is not None and batch.slot is None and batch.nbytes >= m.LARGE:
-                batch.move(slab)
-            number = next(self._numbers)
-            if (slot := batch.slot) is not None and slot.memory is slab:
-                head = m.lent(layout, batch.rows, batch.drop, number, slot.offset, slot.size)
-                target.lent[number] = slot
-                future = link.request(m.LENT, head)
-            else:
-                head = m.push_head(layout, batch.rows, batch.drop)
-                future = link.request(m.PUSH, head, *batch.pieces())
+            port.push(batch, lambda error: self._received(port, batch, error))
         except DataError as e:  # too large for a message
-            self._sent.discard(batch)
-            batch.finish(e)
-            return
-        target.in_flight += 1
-        target.bytes_in_flight += batch.nbytes
-        target.last_sent = number
-        future.add_done_callback(lambda f: self._received(target, batch, f))
+            self._received(port, batch, e)
 
-    def _received(self, target: _Target, batch: PendingBatch, future: asyncio.Future[memoryview]) -> None:
+    def _port_for(self, batch: PendingBatch) -> Port | None:
+        """Of the shards that take samples now, the one with the least under way; that of its source for a batch that
+        has one."""
+        ports, source = [p for p in self._ports if p.ready and p.up], batch.source
+        if source and ports:
+            if self._homes.get(source) not in ports:
+                self._homes[source] = ports[crc32(source.encode()) % len(ports)]
+            ports = [self._homes[source]]
+        free = [p for p in ports if p.in_flight < MOST_IN_FLIGHT]
+        return min(free, key=lambda p: (p.bytes_in_flight, p.last_sent), default=None)
+
+    def _received(self, port: Port, batch: PendingBatch, error: BaseException | None) -> None:
         """A receipt, or an error."""
-        target.in_flight -= 1
-        target.bytes_in_flight -= batch.nbytes
-        error = future.exception()
+        port.in_flight -= 1
+        port.bytes_in_flight -= batch.nbytes
         if isinstance(error, LinkLost):
-            self._lost(target, batch)
+            self._lost(port, batch)
         else:
-            self._sent.discard(batch)
-            if error is None:
-                target.port.waiting, target.port.others_push = m.read_receipt(future.result())
             batch.finish(error)
             batch.forget_rows()
+        self._sent -= 1
         self._flush()
 
-    def _lost(self, target: _Target, batch: PendingBatch) -> None:
+    def _lost(self, port: Port, batch: PendingBatch) -> None:
         """The shard died before the receipt came: nobody knows whether it had the samples."""
-        self._disconnected(target)
+        self._stop_lending(port)
         if batch.drop:
             self.dropped += batch.rows
-            self._sent.discard(batch)
             batch.finish()
             return
         if batch.slot is not None:
             batch.move(self._memory())  # a consumer may use the old one
         with self._lock:  # sent again: twice is better than never
-            self._sent.discard(batch)
             self._queue.appendleft(batch)
             self._rows += batch.rows
             self._bytes += batch.nbytes
 
-    # --- shared memory ------------------------------------------------------------------------------------------------
+    def _tell_if_empty(self) -> None:
+        with self._lock:
+            if self._queue or self._sent:
+                return
+            promises, self._empty = self._empty, []
+        for promise in promises:
+            promise.set_result(None)
 
-    def _offer_slab(self, target: _Target) -> None:
-        """Ask a shard whether it can map our slab."""
-        slab = self._memory()
+    # --- links --------------------------------------------------------------------------------------------------------
 
-        def answered(future: asyncio.Future[memoryview]) -> None:
-            if not isinstance(future.exception(), LinkLost) and slab is self._slab:
-                seen = future.exception() is None and future.result() == m.SEEN
-                target.ready, target.slab = True, slab if seen else None
-            self._flush()
+    def _own_slab(self) -> Slab:
+        with self._lock:
+            if self._slab is None:
+                self._slab = Slab()
+            return self._slab
 
-        target.port.link.request(m.SLAB, msgspec.msgpack.encode(slab.address)).add_done_callback(answered)
-
-    def _disconnected(self, target: _Target) -> None:
+    def _stop_lending(self, port: Port) -> None:
         """Consumers may still read what we lent to a shard that died, so that slab is not used any more."""
-        lent, target.lent = target.lent, {}
-        target.ready, target.slab = False, None
-        if not lent:
+        if not port.stop_lending():
             return
         self.close()
-        for other in self._targets.values():
-            other.slab = None
-            if other.ready and other.port.up:
-                self._offer_slab(other)
+        for other in self._ports:
+            if other.offered and other.up:
+                other.offer(self._own_slab, self._flush)
 
-    def port_freed(self, port: RemotePort, loans: list[int]) -> None:
-        for number in loans:
-            self._targets[port].lent.pop(number, None)
+    def port_up(self, port: Port) -> None:
+        if self._started:
+            port.offer(self._own_slab, self._flush)
+
+    def port_down(self, port: Port) -> None:
+        self._stop_lending(port)
+        if self._started:
+            others = [p for p in self.order if p is not port and not p.gone]
+            for other in others[: self._connections]:
+                other.connect()
+        self._flush()
 
     def close(self) -> None:
         """Nobody else can map our slab any more; who has mapped it keeps it."""
@@ -399,20 +330,6 @@ class RemoteWriter:
             slab, self._slab = self._slab, None
         if slab is not None:
             slab.close()
-
-    # --- ports --------------------------------------------------------------------------------------------------------
-
-    def port_up(self, port: RemotePort) -> None:
-        if self._started:
-            self._offer_slab(self._targets[port])
-
-    def port_down(self, port: RemotePort) -> None:
-        self._disconnected(self._targets[port])
-        if self._started:
-            others = [p for p in self.order if p is not port and not p.gone]
-            for other in others[: self._connections]:
-                other.connect()
-        self._flush()
 
     def fail(self, error: BrayError) -> None:
         """No shard will ever come back."""
@@ -423,11 +340,3 @@ class RemoteWriter:
         for batch in pending:
             batch.finish(error)
         self._tell_if_empty()
-
-    def _tell_if_empty(self) -> None:
-        with self._lock:
-            if self._queue or self._sent:
-                return
-            promises, self._empty = self._empty, []
-        for promise in promises:
-            promise.set_result(None)
