@@ -623,6 +623,24 @@ def test_who_has_newer_weights_gives_them_to_a_keeper_that_lost_them():
 
 
 @inside
+def test_a_keeper_that_is_started_again_is_offered_what_this_process_has():
+    model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=10)
+    publish_all(model, [3])
+    model(X)
+    here = sessions.session().cluster
+    hosted, about = here.hosted("model/m"), client_of("m").about
+    old = hosted.worker
+    hosted.worker = keeper_module.Keeper(about.definition, about.module, here.put(weights_of(0)), 0)
+    assert hosted.worker.step() == 0  # what the run directory has
+    old.publish(here.put(weights_of(4)), 4, "four", env_steps=40)  # ends the wait for the one that is gone
+    until(lambda: hosted.worker.step() == 4)
+    assert hosted.worker.about().news.clock == (40, 4, None)
+    assert model(X, with_step=True)[1] == model.step == 4
+    publish_all(model, [5])
+    until(lambda: model(X, with_step=True)[1] == 5)
+
+
+@inside
 def test_waiting_for_something_newer():
     model = RemoteModel("m", Scale(0), (X,))
     keeper = sessions.session().cluster.hosted("model/m").worker
