@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import multiprocessing
 import threading
 import time
@@ -28,9 +29,11 @@ from typing import Any
 import numpy as np
 
 from bray.act.clock import Clock
-from bray.errors import CheckpointError
+from bray.errors import CheckpointError, Unreachable
 from bray.rundir import RunDir
 from bray.tree.shared import SharedArrays
+
+logger = logging.getLogger("bray")
 
 Weights = Mapping[str, np.ndarray]
 
@@ -163,14 +166,15 @@ class FileFeed(WeightFeed):
 
 class Latest:
     """Publishes at most every so many seconds, and not while the publication before is under way; then the newest of
-    those that came meanwhile. All in the learner's thread: weights are asked for when they are published."""
+    those that came meanwhile. All in the learner's thread: weights are asked for when they are published. One that does
+    not arrive because nobody can be reached is logged, and training goes on."""
 
-    def __init__(self, publish: Callable[[Weights, Clock], Future[Any]], every: float = 0.0):
+    def __init__(self, publish: Callable[[Weights, Clock], Future[Any]], every: float = 0.0, name: str = "training"):
         """publish: its result is there when the weights have arrived."""
-        self._publish, self._every = publish, every
+        self._publish, self._every, self._name = publish, every, name
         self._pending: tuple[Callable[[], Weights], Clock] | None = None
         self._under_way: Future[Any] | None = None
-        self._next = 0.0
+        self._version, self._next = 0, 0.0
 
     def publish(self, weights: Callable[[], Weights], clock: Clock) -> None:
         self._pending = weights, clock
@@ -182,11 +186,17 @@ class Latest:
         self.settle()
         if self._pending is not None:
             (weights, clock), self._pending = self._pending, None
-            self._under_way = self._publish(weights(), clock)
-            self._next = time.monotonic() + self._every
+            self._version, self._next = clock.version, time.monotonic() + self._every
+            self._under_way = self._reach(lambda: self._publish(weights(), clock))
 
     def settle(self) -> None:
         """Wait for the publication that is under way; its error is raised here."""
         sent, self._under_way = self._under_way, None
         if sent is not None:
-            sent.result()
+            self._reach(sent.result)
+
+    def _reach(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Unreachable as e:
+            logger.warning("%s: step %d is not published, training goes on: %s", self._name, self._version, e)

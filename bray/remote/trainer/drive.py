@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from annotated_types import Gt
 
+from bray.act import Clock
+from bray.act.feed import Latest, Weights
 from bray.config import Resolved
 from bray.config.declare import Count, describe, options
 from bray.data.experience import Batch, EndOfData
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
-from bray.errors import BrayError, CheckpointError, ConfigError, Unreachable
+from bray.errors import CheckpointError, ConfigError, Unreachable
 from bray.figures import read_results
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
@@ -118,8 +120,7 @@ class RankDriver(Driver):
         self._published = self._evaluated = self._reuses = 0
         self._reported_at = time.monotonic()
         self._reported = 0
-        self._publishing: Promise | None = None
-        self._publish_step = 0
+        self._latest = Latest(self._send, name=f"trainer {name}")
         self._owns_dir = False
         self._alone = False  # the other ranks do not take part in what is saved
         self._since, self._begun = time.monotonic(), 0
@@ -261,43 +262,26 @@ class RankDriver(Driver):
 
     def _publish(self) -> None:
         if self.steps - self._published >= self.settings.weights_publish_interval:
-            self._send_weights(wait=False)
+            self._send_weights()
 
     def _publish_last(self) -> None:
         if self.steps > self._published:
             self._send_weights(wait=True)
-        self._settle()
+        self._latest.settle()
 
-    def _send_weights(self, wait: bool) -> None:
+    def _send_weights(self, wait: bool = False) -> None:
         """Publish what the model is now. While the last ones are still under way newer ones wait, so that slow workers
         get the newest."""
         if not self.ranks.first:
             self._published = self.steps
             return
-        if self._publishing is not None and not (wait or self._publishing.done()):
-            return
-        self._settle()
-        self._published = self._publish_step = self.steps
-        try:
-            self._publishing = self.remote_model.publish_weights(
-                self._weights_now(), step=self.steps, env_steps=self.env_steps
-            )
-        except Unreachable as e:
-            self._not_published(e)
+        self._latest.publish(self._weights_now, self.clock)
+        if wait:
+            self._latest.flush()
 
-    def _settle(self) -> None:
-        """Look at how the last publish ended; one that is under way is waited for."""
-        sent, self._publishing = self._publishing, None
-        try:
-            if sent is not None:
-                sent.result()
-        except Unreachable as e:
-            self._not_published(e)
-
-    def _not_published(self, error: BrayError) -> None:
-        logger.warning(
-            "trainer %s: step %d is not published, training goes on: %s", self.name, self._publish_step, error
-        )
+    def _send(self, weights: Weights, clock: Clock) -> Promise:
+        self._published = clock.version
+        return self.remote_model.publish_weights(weights, step=clock.version, env_steps=clock.env_steps)
 
     def _evaluate(self) -> None:
         if self._eval_feed is None or self.steps - self._evaluated < self.settings.eval_interval:
