@@ -54,7 +54,8 @@ def _all_inside(x: np.ndarray, low: np.ndarray, high: np.ndarray, limits: list[t
     """As good as always: the quickest way to know it. `limits` are those of the columns that have any."""
     if x.size <= _SMALL:
         return all(least <= row[j] <= most for row in x.tolist() for j, least, most in limits)
-    return np.maximum(np.minimum(x, high), low).tobytes() == x.tobytes()
+    inside: np.ndarray = np.maximum(np.minimum(x, high), low)
+    return inside.tobytes() == x.tobytes()
 
 
 class OutsideCount:

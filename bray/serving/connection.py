@@ -76,6 +76,7 @@ class Connection(TurnReader):
     """One client."""
 
     __slots__ = ("address", "carried", "idle_since", "lingers_since", "receiving_since", "sessions")
+    front: Front
 
     def __init__(self, front: Front):
         super().__init__(front, front.sessions.loop)

@@ -243,7 +243,8 @@ class Sending(Forwarding):
 async def ask_numbers(link: Link, timeout: float) -> Numbers | None:
     """The numbers of a worker; None when it does not answer in time."""
     try:
-        return json.loads(bytes(await asyncio.wait_for(link.request(_NUMBERS), timeout)))
+        numbers: Numbers = json.loads(bytes(await asyncio.wait_for(link.request(_NUMBERS), timeout)))
+        return numbers
     except (BrayError, TimeoutError):
         return None
 

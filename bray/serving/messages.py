@@ -150,7 +150,8 @@ class ProtoCodec:
         if not isinstance(output, self.output):
             name = self.output.DESCRIPTOR.full_name
             raise TypeError(f"expected state.output to be a {name} message (fill the one there), got {type(output)}")
-        return output.SerializeToString()
+        data: bytes = output.SerializeToString()
+        return data
 
 
 class CompiledMessage(NamedTuple):

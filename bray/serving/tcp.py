@@ -108,7 +108,7 @@ class TcpConnection(Connection):
         if refusal is not None:
             self._refuse(data[a:b], time, refusal)
             return min(size, self._wanted)
-        end = e + body
+        end: int = e + body
         self._request(TcpRequest(KINDS[data[b:c]], data[a:b], data[c:d], data[e:end], self, time))
         return end - at
 

@@ -21,10 +21,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bray.errors import BrayError, ConfigError
 from bray.http_server import listening
@@ -35,6 +35,7 @@ from bray.serving.server import Server, admin_of
 from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")
+T = TypeVar("T")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds before a worker that died is replaced
 _MISTAKE = 2  # exit code of a worker that cannot work as it was told to
@@ -86,7 +87,7 @@ def relax_gc() -> None:
     gc.set_threshold(20_000, 20, 50)
 
 
-def run_loop(main: Any, fast: bool = True) -> Any:
+def run_loop(main: Coroutine[Any, Any, T], fast: bool = True) -> T:
     """Run a coroutine to its end on uvloop, or on asyncio's own loop where uvloop is not there (or not wanted).
 
     Not `asyncio.run`: that one ends with the first task of an Actor that calls `sys.exit`, and does not end at all
