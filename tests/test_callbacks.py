@@ -12,7 +12,7 @@ import torch
 
 import bray
 from bray.cli.main import main
-from bray.envs.told import Told
+from bray.envs.replayed_calls import ReplayedCalls
 from bray.errors import ConfigError, EnvError
 from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
@@ -20,13 +20,13 @@ from bray.train.callbacks import EarlyStopping
 
 
 def test_of_one_place_in_the_code_the_last_function_is_kept():
-    told = Told()
+    calls = ReplayedCalls()
     for level in range(3):
-        told.add(lambda env, level=level: level, level)
-        told.add(lambda env: env, "asked")
-    assert list(told) == [2, "asked"]
-    told.add(partial(max, 1), "built in")
-    assert list(told) == [2, "asked", "built in"]
+        calls.add(lambda env, level=level: level, level)
+        calls.add(lambda env: env, "asked")
+    assert list(calls) == [2, "asked"]
+    calls.add(partial(max, 1), "built in")
+    assert list(calls) == [2, "asked", "built in"]
 
 
 class Phased(gym.Env):

@@ -25,7 +25,7 @@ Replay = Callable[[list[Tensor]], list[Tensor]]
 
 
 def replayed(tape: Tape, flat: list[Tensor]) -> Replay:
-    return cuda_graph(_abreast(tape), tape, flat) if flat[0].is_cuda else interpreter(tape)
+    return cuda_graph(_adam_in_parallel(tape), tape, flat) if flat[0].is_cuda else interpreter(tape)
 
 
 def compiled(tape: Tape, flat: list[Tensor]) -> Replay:
@@ -176,9 +176,9 @@ class Results:
         return [single[i].reshape(x.shape) if i in single else x.clone() for i, x in enumerate(self._out)]
 
 
-def _abreast(tape: Tape) -> Replay:
-    """`tape.play`, with calls of Adam that follow each other at the same time, on streams of their own: each is for
-    other weights (`Optimizer`), and one keeps a quarter of a large GPU busy."""
+def _adam_in_parallel(tape: Tape) -> Replay:
+    """`tape.play`, but consecutive calls of Adam run in parallel, each on a stream of its own: they update different
+    weights (`Optimizer`), and one alone keeps a quarter of a large GPU busy."""
     runs = [(is_adam, list(ops)) for is_adam, ops in groupby(tape.ops, lambda op: op.func in _ADAM)]
     streams = [torch.cuda.Stream() for _ in range(max((len(ops) - 1 for is_adam, ops in runs if is_adam), default=0))]
 

@@ -14,8 +14,8 @@ import numpy as np
 from bray import tree
 from bray.envs.build import Builder
 from bray.envs.missing import warn_once, what_is_missing
+from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
-from bray.envs.told import Told
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
 from bray.errors import BrayError, ConfigError, EnvError, StoppedBySignal
 from bray.spec import EnvSpec, Space
@@ -67,7 +67,7 @@ class InProcessVecEnv(VecEnv):
         self._starts = [0] * self.num_envs  # the step at which each environment's episode began
         self._lost = [False] * self.num_envs  # the log no longer reaches back to there
         self._trim_at = 1024
-        self._told = Told()
+        self._calls = ReplayedCalls()
 
     def _require_same_spaces(self) -> None:
         a = self._envs[0]
@@ -236,7 +236,7 @@ class InProcessVecEnv(VecEnv):
                 log.warning("%s: closing it raised %s: %s", self._where(i), type(e).__name__, e)
         self._limits[i] = _or_never(limit)
         self._steps[i] = self._envs[i].step
-        for fn in self._told:
+        for fn in self._calls:
             fn(self.users_env(i))
 
     # --- exact resume -------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class InProcessVecEnv(VecEnv):
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
-        self._told.add(fn, fn)
+        self._calls.add(fn, fn)
         return [fn(self.users_env(i)) for i in range(self.num_envs)]
 
     def users_env(self, i: int) -> Any:

@@ -31,8 +31,8 @@ from bray import tree
 from bray.envs.build import Builder, built_spec
 from bray.envs.inprocess import FORM, episodes_state
 from bray.envs.process import START_TIMEOUT, Child, Lost, portable, unpack
+from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.spaces import BatchCheck, caster
-from bray.envs.told import Told
 from bray.envs.vector import Infos, StepResult, VecEnv
 from bray.envs.worker import QUIET, STEP, Share, SharedArrays, serve_share
 from bray.errors import ConfigError, EnvError
@@ -59,7 +59,7 @@ class SubprocessVecEnv(VecEnv):
         edges = np.linspace(0, self.num_envs, processes + 1).round().astype(int).tolist()
         self._rows = [slice(low, high) for low, high in itertools.pairwise(edges)]
         self._share = Share(replace(build, remote=True), self.spec, seed, numbers, range(0), build.source.gym_spec)
-        self._told = Told()
+        self._calls = ReplayedCalls()
         shared = SharedArrays(self.spec, self.num_envs)
         self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, shared.size))
         self._view = shared.view(self._memory)
@@ -305,10 +305,10 @@ class SubprocessVecEnv(VecEnv):
 
     def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._collect(self.num_envs)  # a worker answers one question at a time; the next step returns what comes here
-        told = cloudpickle.dumps(fn)  # to our own children, for lambdas too
-        self._told.add(fn, told)
-        self._share.each = tuple(self._told)
-        answers = self._ask_all("foreach_env", [(told,)] * len(self._workers))
+        code = cloudpickle.dumps(fn)  # to our own children, for lambdas too
+        self._calls.add(fn, code)
+        self._share.each = tuple(self._calls)
+        answers = self._ask_all("foreach_env", [(code,)] * len(self._workers))
         return [result for answer in answers for result in answer]
 
     def render(self) -> np.ndarray | None:

@@ -38,7 +38,7 @@ _lookup = SPELLINGS.get
 _OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n%b"
 _SKIPPED = 64 << 10  # bytes of a refused request's body that are read for the sake of the connection
 _LARGE = 64 << 10  # a reply above this is not copied behind its head
-_TWICE = b"two sessions in one head" * 32  # longer than a name may be
+_TWO_SESSIONS = b"two sessions in one head" * 32  # stands for two that differ; longer than a name may be
 
 
 def _header(name: bytes) -> int:
@@ -213,7 +213,7 @@ class HttpConnection(Connection):
                 return
         if what == _SESSION:
             # the same one twice is a proxy's doing, which writes what an older client calls game_id as session too
-            self._session = _TWICE if self._session and self._session != value else value
+            self._session = _TWO_SESSIONS if self._session and self._session != value else value
         elif what == _KIND:
             self._kind = value
         elif what == _KEY:
@@ -344,7 +344,7 @@ class HttpConnection(Connection):
                 return Refusal(400, "bad_kind", f"{expected}, got {show(self._kind)}")
         self._number = number
         if len(self._session) > MAX_NAME or len(self._key) > MAX_NAME:
-            if self._session == _TWICE:
+            if self._session == _TWO_SESSIONS:
                 return malformed("expected one session (or game_id) header, got two that differ")
             return malformed(f"a session and a key have at most {MAX_NAME} bytes")
         return None

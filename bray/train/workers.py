@@ -27,8 +27,8 @@ from bray.data.experience import Counts
 from bray.data.lanes import Lanes
 from bray.data.piece import Piece, side_by_side
 from bray.envs.process import START_TIMEOUT, Lost
+from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.rewards import Moments
-from bray.envs.told import Told
 from bray.errors import ConfigError, EnvError
 from bray.metrics.spent import WEIGHTS, Laps, WorkerTimes
 from bray.train.callbacks import CallbackList, EpisodeMetrics
@@ -113,7 +113,7 @@ class WorkerSource(Source):
         self._longest = 0.0
         self._metrics = EpisodeMetrics()
         self._watch: bytes | None = None
-        self._told = Told()
+        self._calls = ReplayedCalls()
         self.returns = Moments()  # of all workers, where rewards are normalised
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
@@ -266,13 +266,13 @@ class WorkerSource(Source):
             self._lanes.cut(w)
 
     def _welcome(self, seat: _Seat) -> None:
-        """One that replaces another has started: it is told what that one was told, and asked for what it was asked
-        for."""
+        """A replacement has started: make the lost worker's calls again (callbacks, functions of the user), and send
+        it the questions that were under way."""
         seat.worker.started()
         if self._watch is not None:
             self._ask(seat, "watch", self._watch)
-        for method, told in self._told:
-            self._ask(seat, method, told)
+        for method, code in self._calls:
+            self._ask(seat, method, code)
         for _ in range(seat.under_way):
             seat.worker.send(*self._question)
         seat.starting, seat.since = False, time.monotonic()
@@ -315,9 +315,9 @@ class WorkerSource(Source):
         return self._tell(fn, "foreach_worker", "functions for workers")
 
     def _tell(self, fn: Any, method: str, what: str) -> list[Any]:
-        told = _code(fn, what)
-        answers = self._ask_all(method, told)
-        self._told.add(fn, (method, told), method)
+        code = _code(fn, what)
+        answers = self._ask_all(method, code)
+        self._calls.add(fn, (method, code), method)
         return answers
 
     def _ask(self, seat: _Seat, method: str, *arguments: Any) -> Any:
