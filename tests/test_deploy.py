@@ -385,6 +385,23 @@ def test_a_fallback_that_is_no_action_is_refused(trained):
         pass
 
 
+def test_options_of_a_service_hold_in_a_deployment(project):
+    """Those that `bray serve` has, by the same names."""
+    about = json.loads((project / "t" / "spec.json").read_text())
+    about["observation"]["high"] = 1
+    (project / "t" / "spec.json").write_text(json.dumps(about))
+    keys = ["actor1.check_obs=refuse", "actor1.max_wait_s=0.01", "actor1.threads=2", "actor1.max_queue=7"]
+    with deployed(project, *keys) as here, bray.Client(port=here.port, retries=0) as client:
+        config = here.service.models["model1"].config
+        assert (config.max_wait_s, config.threads, config.max_queue) == (0.01, 2, 7)
+        client.start()
+        x = some_obs(1)[0] > 0
+        assert client.tick(tick(x))["action"] in range(4)
+        with pytest.raises(ClientError, match=r"400 malformed: .*obs: 3 is not from 0 to 1"):
+            client.tick(tick(np.uint8(3) * x))
+        assert client.tick(tick(x))["action"] in range(4)
+
+
 def test_recordings_can_be_replayed(project, tmp_path, capsys):
     last = steps(project)[-1]
     with deployed(project, f"actor1.record={tmp_path / 'rec'}") as here:

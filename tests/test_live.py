@@ -970,6 +970,55 @@ def test_push_and_gather_from_two_threads_lose_nothing(tmp_path):
         assert source.waiting_rows == 0
 
 
+def test_options_of_a_service_hold_for_live_games(tmp_path):
+    """Those that `bray serve` has, by the same names."""
+    settings = {"check_obs": "refuse", "max_wait_s": 0.3, "max_requests_per_address": 1000.0}
+    with experiment(tmp_path / "run", obs="float32[2] -1..1", **settings) as exp:
+        with Client("127.0.0.1", port_of(exp), retries=0) as client:
+            client.start()
+            start = time.perf_counter()
+            assert client.tick(GOOD)["action"] in (0, 1)
+            assert time.perf_counter() - start >= 0.3  # for a fuller batch
+            with pytest.raises(ClientError, match=r"400 malformed: .*obs: 3 is not from -1 to 1"):
+                client.tick({**GOOD, "obs": [3.0, 0.0]})
+            assert client.tick(GOOD)["action"] in (0, 1)
+        assert exp.training.source.server.server.config.max_requests_per_address == 1000.0
+
+
+def test_observations_outside_their_space_are_counted(tmp_path):
+    with experiment(tmp_path / "run", obs="float32[2] -1..1") as exp:
+        with Client("127.0.0.1", port_of(exp)) as client:
+            client.start()
+            for obs in ([0.5, 0.5], [3.0, 0.0], [0.0, -9.0]):
+                client.tick({**GOOD, "obs": obs})
+        url = f"http://127.0.0.1:{exp.training.source.admin_port}/metrics"
+        with urllib.request.urlopen(url, timeout=LONG) as reply:
+            assert 'bray_model_outside_total{model="live"} 2' in reply.read().decode()
+
+
+@pytest.mark.parametrize("use_tcp", [False, True])
+def test_a_late_tick_of_a_live_game_is_answered_with_the_fallback(tmp_path, use_tcp):
+    with experiment(tmp_path / "run", tick_timeout_s=1.0, fallback="last", use_tcp=use_tcp) as exp:
+        port, acting = port_of(exp), exp.training.source.acting
+        with Client("127.0.0.1", port, retries=0, tcp=use_tcp) as client:
+            client.start()
+            first = client.tick(GOOD)
+            ask, acting.ask = acting.ask, lambda agent, state: asyncio.get_running_loop().create_future()
+            assert client.tick(GOOD) == {**first, "fallback": True}
+            acting.ask = ask
+            assert "fallback" not in client.tick(GOOD)
+            client.end()
+        until(lambda: exp.training.source.waiting_rows == 0, "rows across a tick that nobody decided on")
+
+
+def test_options_of_a_service_are_flags_and_keys_of_live_training(capsys):
+    words = ["--obs", "float32[2]", "--actions", "2", "--check-obs", "refuse", "--tick-timeout", "2", "max_queue=9"]
+    assert main([*LIVE, *words, "--config", '{"live": {"max_wait_s": 0.5}}', "--print-config"]) == 0
+    out = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert (out["live.check_obs"], float(out["live.tick_timeout_s"])) == ("refuse", 2.0)
+    assert (out["live.max_queue"], float(out["live.max_wait_s"])) == ("9", 0.5)
+
+
 def test_live_config_is_checked():
     with pytest.raises(ConfigError, match="normalize_rewards"):
         Experiment(run="PPO", live=True, obs="float32[2]", actions=2, normalize_rewards=True).training  # noqa: B018

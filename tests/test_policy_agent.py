@@ -582,6 +582,20 @@ def test_a_wrong_tick_is_answered_with_what_was_expected_and_the_session_goes_on
     ]  # the row before the wrong tick has no successor
 
 
+def test_options_of_the_actor_hold_for_its_agents():
+    config = make_config(section(), ModelHost("m", Prefers()), Buffer())
+    config["actor1"] = {"kind": "actor", "agents": ["agent1"], "check_obs": "refuse"}
+    actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
+
+    async def main():
+        await actor.start("g", b"")
+        with pytest.raises(Refusal, match="obs: 2000 is not from -1 to 1000"):
+            await send(actor, [2000.0, 0.0, 0.0])
+        await send(actor, tick(0))
+
+    run(main())
+
+
 def test_composite_actions_leave_as_json():
     env = {"id": "tests.test_policy_agent:Box"}
     _, training = make_training({}, env)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from bray.config.declare import Amount, Count, Flag, Port, Positive
+from bray.config.declare import Amount, Count, Flag, Name, Port, Positive
 from bray.errors import ConfigError
 
 
@@ -178,7 +178,7 @@ class AnswerConfig:
 class DeployConfig(AnswerConfig):
     """What a policy can be told besides where it plays from the files of a run."""
 
-    record: Annotated[str | None, Flag(metavar="DIR")] = None
+    record: Annotated[Name | None, Flag(metavar="DIR")] = None
     """Directory for recordings of every session, for `bray replay`; null = none."""
     threads: Count = 1
     """Threads of one forward."""

@@ -135,35 +135,36 @@ class BasePolicyAgent(Agent):
     def observe(self, state: State) -> tuple[Any, ...]:
         """(observation, reward of the previous action, terminated, truncated) of a tick, and maybe a mask of legal
         choices. The observation may be lists or arrays, or JSON that is not decoded yet."""
+        tick = self._read(state)
+        reward = None if tick.reward is msgspec.UNSET else tick.reward
+        if reward is None and self.model.learns and not self._first:
+            raise DataError("expected the reward of the previous action, got none")
+        ends = _flag("terminated", tick.terminated), _flag("truncated", tick.truncated)
+        return Observed(tick.obs, 0.0 if reward is None else reward, *ends, tick.action_mask)
+
+    def _read(self, state: State) -> TickMessage:
+        """A tick by its struct; one that others have decoded, or that does not fit, by way of `state.input`."""
         data, strict = state.unread(), self.model.strict
         if data is not None:
             try:
                 tick = (_read_strictly if strict else _read_tick)(data)
-                reward = None if tick.reward is msgspec.UNSET else _read_reward(tick.reward)
+                if tick.reward is not msgspec.UNSET:
+                    tick.reward = _read_reward(tick.reward)  # type: ignore[assignment]
+                return tick
             except (ValueError, RecursionError) as e:
                 if len(data) > _SHOWN:  # else it is told below; decoded, it may be thirty times as large
                     raise DataError(f'expected {{"obs": ...}}, got {len(data)} bytes that are not: {e}') from None
-            else:
-                ends = _flag("terminated", tick.terminated), _flag("truncated", tick.truncated)
-                return Observed(tick.obs, self._reward(reward), *ends, tick.action_mask)
-        tick = state.input
-        if not isinstance(tick, Mapping) or "obs" not in tick:
+        found = state.input
+        if not isinstance(found, Mapping) or "obs" not in found:
             raise DataError(
-                f'expected {{"obs": ..., "reward": ..., "terminated": ..., "truncated": ...}}, got {tick!r:.60}'
+                f'expected {{"obs": ..., "reward": ..., "terminated": ..., "truncated": ...}}, got {found!r:.60}'
             )
-        unknown = [str(key) for key in tick if key not in _KEYS] if strict else ()
+        unknown = [str(key) for key in found if key not in _KEYS] if strict else ()
         if unknown:
             raise DataError(
                 f"expected a tick of {', '.join(_KEYS)}, got {unknown[0][:40]!r} too.{did_you_mean(unknown[0], _KEYS)}"
             )
-        ends = _flag("terminated", tick.get("terminated")), _flag("truncated", tick.get("truncated"))
-        return Observed(tick["obs"], self._reward(tick.get("reward")), *ends, tick.get("action_mask"))
-
-    def _reward(self, reward: Any) -> Any:
-        """What came as reward; a learner needs one for every action."""
-        if reward is None and self.model.learns and not self._first:
-            raise DataError("expected the reward of the previous action, got none")
-        return 0.0 if reward is None else reward
+        return TickMessage(**{key: found[key] for key in _KEYS if key in found})
 
     def answer(self, state: State, action: Any) -> None:
         """Tell the game what to do; `action` is one action of the environment's space."""
@@ -384,7 +385,7 @@ class PolicyActor(AgentActor):
         self._recording: Recording | None = None
         self._alone: BasePolicyAgent | None = None
         self._data = b""  # of the tick that runs, or ran last
-        if fallback is not None:
+        if fallback is not None and any(issubclass(cls, BasePolicyAgent) for cls in agents.values()):
             self.fallback = self._fallback  # only where it is wanted: having the method replaces the error
 
     def start(self, session: str, data: bytes) -> bytes | None:  # type: ignore[override]

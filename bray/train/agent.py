@@ -35,6 +35,7 @@ from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
 from bray.serving.agent import State
 from bray.serving.config import AnswerConfig
+from bray.serving.metrics import Numbers
 from bray.serving.model import checked_observations, random_action, refuse_fallback
 from bray.serving.policy_actor import BasePolicyAgent, DecisionRows, tell
 from bray.serving.values import plain
@@ -87,8 +88,9 @@ class ActingModel:
         self.clock = clock or (lambda: TRAINED)
         self.rng = np.random.default_rng(seed)
         self.options = options or AnswerConfig()
-        refuse_fallback(self.options.fallback, spec, getattr(host, "name", "policy"))
-        self.observations, self.outside = checked_observations(getattr(host, "name", "policy"), spec, self.options)
+        self.name: str = getattr(host, "name", "policy")
+        refuse_fallback(self.options.fallback, spec, self.name)
+        self.observations, self.outside = checked_observations(self.name, spec, self.options)
         self.outputs = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
         self.config: Any = None
         """Of whoever found it."""
@@ -113,6 +115,10 @@ class ActingModel:
     def make_rows(self) -> SessionRows:
         """Of one session."""
         return SessionRows(self.count, self)
+
+    def numbers(self) -> Numbers:
+        """For a metrics page."""
+        return {f'bray_model_outside_total{{model="{self.name}"}}': 0 if self.outside is None else self.outside.total}
 
     def random_action(self, mask: np.ndarray | None = None) -> Any:
         return random_action(self.policy, self.rng, mask)

@@ -126,15 +126,9 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveConfig(ServiceSettings, AnswerConfig):
-    """Where games call, and what they send: any setting of a game service, and of what answers."""
+class LiveGames:
+    """What the games of a live training send, and how they are learnt from."""
 
-    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 = every network of this machine."""
-    token: str | None = None
-    """One more of `tokens`. On a command line other users can see it: use `token_file` or BRAY_TOKEN."""
-    max_games: Count = 1000
-    """Sessions at once."""
     obs: Annotated[Any, Flag(metavar="SPACE")] = None
     """The observation that games send: 'float32[6]', 'uint8[4,84,84]', or a dict of such."""
     actions: Annotated[Any, Flag(metavar="SPACE")] = None
@@ -146,14 +140,30 @@ class LiveConfig(ServiceSettings, AnswerConfig):
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real
     games. Simulated ones learn more from each tick if they wait."""
+    max_games: Count = 1000
+    """Sessions at once."""
+    host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 = every network of this machine."""
+    token: str | None = None
+    """When given, every request must carry it. On a command line other users can see it: use `token_file` or
+    BRAY_TOKEN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig(AnswerConfig, ServiceSettings, LiveGames):
+    """Where games call, and what they send; with all settings of a game service, and of how ticks are answered."""
+
+    tokens: tuple[str, ...] = ()
+    """As `token`, several."""
 
     def service(self) -> ServiceConfig:
         """The game service of these settings."""
         same = values_of(self, ServiceSettings)
         if self.port == 0 and self.admin_port is None:
             same["admin_port"] = 0
-        tokens = (*self.tokens, *(() if self.token is None else (self.token,)))
-        return ServiceConfig(**same | {"host": self.host, "actors_per_worker": self.max_games, "tokens": tokens})
+        if self.token is not None:
+            same["tokens"] = (self.token, *self.tokens)
+        return ServiceConfig(**same, host=self.host, actors_per_worker=self.max_games)
 
 
 @dataclass(frozen=True)

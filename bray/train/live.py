@@ -149,6 +149,7 @@ class LiveSource(Source):
 
         def prepare(server: Server) -> None:
             server.routes["training"] = self._page
+            server.numbers.append(self.acting.numbers)
 
         self.server = BackgroundServer(make_actor, service, prepare)
 

@@ -20,7 +20,7 @@ from bray.config import ConfigSource, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
 from bray.http_server import listening
 from bray.inference.host import Promise
-from bray.remote.actor.worker import ActorWorker, HeadWorker, Service
+from bray.remote.actor.worker import ActorService, ActorWorker, HeadWorker
 from bray.remote.master.handle import get
 from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
@@ -143,7 +143,7 @@ class RemoteActor:
         if self._config.workers > 1:
             logger.info("actor %s: cluster='local' has one worker, not %d", self.name, self._config.workers)
         config = replace(self._config, workers=1, use_gateway=None)
-        service = Service(secrets.token_hex(8), config, alone=True, prepare=self._prepare)
+        service = ActorService(secrets.token_hex(8), config, alone=True, prepare=self._prepare)
         place = self._nodes["local"] = _Place(0, [f"actor/{self.name}/local/0"])
         member = self._cluster.start(place.names[0], ActorWorker, service, 0, *self._made)
         self._ports = member.call("ports").result()
@@ -156,7 +156,7 @@ class RemoteActor:
         self._ports = (port, self._reserve(config.admin_host, admin_of(config, port)))
         config = self._config = replace(config, port=self._ports[0], admin_port=self._ports[1])
         entry = f"actor/{self.name}/head" if config.use_gateway == "head" else None
-        self._service = Service(secrets.token_hex(8), config, entry=entry, prepare=self._prepare)
+        self._service = ActorService(secrets.token_hex(8), config, entry=entry, prepare=self._prepare)
         if entry is not None:
             self._start_entry()
             assert self._entry is not None

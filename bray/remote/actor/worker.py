@@ -35,7 +35,7 @@ _BACK_S = 5.0  # for the workers of an entry that was killed to find the new one
 
 
 @dataclass(frozen=True)
-class Service:
+class ActorService:
     """What all processes of a service know."""
 
     key: str
@@ -53,7 +53,9 @@ class ActorWorker:
     """Holds `actors_per_worker` sessions. It listens on the port of the service, together with the others of its
     machine, or it stands behind an entry and listens to nobody else."""
 
-    def __init__(self, service: Service, number: int, make: Callable[..., Any], args: tuple[Any, ...], kwargs: Any):
+    def __init__(
+        self, service: ActorService, number: int, make: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ):
         self.service, self.number = service, number
         self._make, self._args, self._kwargs = make, args, kwargs
         self._table: Table | None = None
@@ -182,7 +184,7 @@ class ActorWorker:
 class HeadWorker:
     """Takes the connections of all games and hands their requests to the workers of all nodes."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: ActorService):
         self.service = service
         self._closed = False
 
@@ -236,7 +238,7 @@ class HeadWorker:
         await self._listener.close()
 
 
-async def _prepare(service: Service, server: Server) -> None:
+async def _prepare(service: ActorService, server: Server) -> None:
     if service.prepare is not None:
         preparing = service.prepare(server)
         if asyncio.iscoroutine(preparing):
