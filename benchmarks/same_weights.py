@@ -248,7 +248,9 @@ def fingerprint(file: Path) -> str:
 
 
 def deterministic(key: str) -> bool:
-    return not key.startswith(("time_", "perf/")) and not key.endswith("_per_second")
+    """Whether a column says what was learnt, and not when, where and how fast."""
+    told = key in ("date", "pid", "hostname") or key.startswith(("time_", "perf/")) or key.endswith("_per_second")
+    return not told
 
 
 def difference(ours: Trained, theirs: Trained) -> str:

@@ -56,8 +56,10 @@ def test_a_trace_ends_with_the_update_and_leaves_out_what_runs_idle(capsys):
 
 def test_a_difference_is_found_and_the_time_is_none():
     row = {"env_steps_total": 8, "loss/kl": 0.5, "eval/return_mean": float("nan"), "time_total_s": 1.0, "perf/env": 0.1}
+    row |= {"date": "2026-11-18 13:12:42", "pid": 7, "hostname": "here"}
     ours = Trained(1.0, "abc", (row, row))
-    later = replace(ours, rows=(row, {**row, "time_total_s": 2.0, "perf/env": 0.2, "env_steps_per_second": 7.0}))
+    elsewhere = {"time_total_s": 2.0, "perf/env": 0.2, "date": "2026-11-19 01:02:03", "pid": 8, "hostname": "there"}
+    later = replace(ours, rows=(row, {**row, **elsewhere, "env_steps_per_second": 7.0}))
     assert difference(ours, later) == ""
     assert difference(ours, replace(ours, rows=(row, {**row, "loss/new": 1.0}))) == ""
     assert "row 2: loss/kl is 0.5" in difference(ours, replace(ours, rows=(row, {**row, "loss/kl": 0.25})))
