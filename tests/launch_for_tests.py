@@ -98,14 +98,14 @@ class Trainer:
 
 
 def part(name):
-    from bray.serving.agent import AgentActor
+    from bray.serving.policy_actor import PolicyActor
 
     return {
         "RemoteModel": Model,
         "RemoteBuffer": Buffer,
         "RemoteActor": Actor,
         "RemoteTrainer": Trainer,
-        "AgentActor": AgentActor,
+        "PolicyActor": PolicyActor,
         "numbers": lambda: numbers,
         "set": shared.__setitem__,
     }[name]

@@ -702,7 +702,10 @@ def test_an_algorithm_may_bring_its_own_iterate():
             return {"rollouts": 2.0}
 
     exp = Experiment(
-        Twice, "CartPole-v1", use_preset=False, config={"rollout_length": 16, "epochs": 1, "minibatches": 1}
+        Twice,
+        "CartPole-v1",
+        use_preset=False,
+        config={"num_envs": 1, "rollout_length": 16, "epochs": 1, "minibatches": 1},
     )
     row = exp.training.iterate()
     assert row["loss/rollouts"] == 2.0

@@ -21,7 +21,7 @@ from bray.cluster import session as sessions
 from bray.errors import ConfigError
 from bray.launch import build as building
 from bray.launch.graph import load
-from bray.serving.agent import AgentActor
+from bray.serving.policy_actor import PolicyActor
 
 _number = itertools.count()
 
@@ -74,7 +74,7 @@ def test_what_each_component_is_made_with(file):
     ((args, kwargs),) = made("add_source")
     assert (args, kwargs) == ((range(3), range(4)), {"num_workers": None, "epoch": 2, "name": "source1"})
     ((_, kwargs),) = made("serve")
-    assert kwargs["Actor"] is AgentActor
+    assert kwargs["Actor"] is PolicyActor
     assert list(kwargs["agents"]) == ["agent1", "metrics"]
     assert (kwargs["config"], kwargs["save_dir"], kwargs["episode_save_interval"]) == (
         run.graph.config,

@@ -198,6 +198,7 @@ def test_ppo_clip_by_hand():
     loss, ratio = losses.ppo_clip(logp, logp_old, advantage, 0.2)
     torch.testing.assert_close(loss, torch.tensor([-2.4, 3.0, -1.0, 1.6]))
     torch.testing.assert_close(ratio, torch.tensor([1.5, 1.5, 0.5, 0.5]))
+    torch.testing.assert_close(losses.clipped_surrogate(ratio, advantage, 0.2), loss)
     # dual clip bounds the loss at -c A for negative advantages only
     far = torch.log(torch.tensor([10.0, 10.0]))
     loss, _ = losses.ppo_clip(far, torch.zeros(2), torch.tensor([1.0, -1.0]), 0.2, dual_clip=3.0)

@@ -84,8 +84,8 @@ def _completed(algo: Any) -> Any:
     found = {n: getattr(place, n) for place in places for n in (*NAMES, *OPTIONAL) if hasattr(place, n)}
     if all(hasattr(algo, n) for n in found):
         return algo
-    about = ("__module__", "__name__", "__qualname__", "__doc__")
-    return SimpleNamespace(**found | {"Learner": learner} | {n: getattr(algo, n) for n in about if hasattr(algo, n)})
+    about = {n: getattr(algo, n) for n in ("__module__", "__name__", "__qualname__", "__doc__") if hasattr(algo, n)}
+    return SimpleNamespace(**found | {"Learner": learner, "written": algo} | about)
 
 
 CONTRACT = """

@@ -104,7 +104,8 @@ def _explain(name: str, algo: Any) -> None:
 
     say(f"{name} · learns from {learns_from(algo, PROBE)} · {', '.join(action_spaces(algo))}", "bold")
     say(inspect.getdoc(algo) or "", "dim")
-    source = algo if inspect.ismodule(algo) or inspect.isclass(algo) else type(algo)
+    source = getattr(algo, "written", algo)
+    source = source if inspect.ismodule(source) or inspect.isclass(source) else type(source)
     say(f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1] or 1}", "dim")
     say()
     told = [("papers", papers(algo)), ("presets", ", ".join(env for run, env, _ in presets() if run == name))]
