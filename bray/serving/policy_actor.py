@@ -149,7 +149,7 @@ class BasePolicyAgent(Agent):
             try:
                 tick = (_read_strictly if strict else _read_tick)(data)
                 if tick.reward is not msgspec.UNSET:
-                    tick.reward = _read_reward(tick.reward)  # type: ignore[assignment]
+                    tick.reward = _read_reward(tick.reward)
                 return tick
             except (ValueError, RecursionError) as e:
                 if len(data) > _SHOWN:  # else it is told below; decoded, it may be thirty times as large
