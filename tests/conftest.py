@@ -7,6 +7,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +76,38 @@ SLOW = [
 `make test-slow`."""
 
 
+SHARED_RAY = {
+    f"test_{name}.py"
+    for name in (
+        "cluster",
+        "loopback",
+        "master",
+        "remote_actor",
+        "remote_buffer_ray",
+        "remote_model_ray",
+        "remote_source",
+        "remote_trainer_ray",
+        "template",
+        "workers_ray",
+    )
+}
+"""Files whose tests use the Ray of `ray_for_tests`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One test process runs all files that share a Ray, so that one is started and not three: each costs the CPU half
+    a minute."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "shared Ray" if Path(file).name in SHARED_RAY else file
+
+    return OneRay(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.removeprefix("tests/") in SLOW:
@@ -104,6 +138,23 @@ def _graphs_are_waited_for() -> Iterator[None]:
     """An export beside a training is nice to others: on a busy machine it takes minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bray.experiment.experiment.GRAPH_WAIT_S", 1200.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _graphs_are_asked_for() -> Iterator[None]:
+    """A training of 20 s exports its graph in a process of its own, and on a busy machine every small one takes 20 s.
+    Tests that look at a graph ask for it."""
+    from bray.serving.graph import GraphExport
+    from bray.train.config import RunConfig
+
+    init = GraphExport.__init__
+
+    def only_if_asked(self: GraphExport, path: Path, after_s: float | None) -> None:
+        init(self, path, None if after_s == RunConfig.export_graph_after_s else after_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphExport, "__init__", only_if_asked)
         yield
 
 
