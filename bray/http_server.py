@@ -102,7 +102,9 @@ class HttpServer:
         try:
             async with asyncio.timeout(self.timeout):  # for what the client sends; what it asks for may take longer
                 request = await self._read(reader, str((writer.get_extra_info("peername") or ("",))[0]))
-        except (ValueError, asyncio.LimitOverrunError) as e:
+        except (ValueError, asyncio.LimitOverrunError, asyncio.IncompleteReadError) as e:
+            if isinstance(e, asyncio.IncompleteReadError) and not e.partial:
+                return False  # it asks for nothing more
             why = str(e) if isinstance(e, ValueError) else "not a request"
             await self._send(writer, self.failed(400, why), last=True)
             return False
