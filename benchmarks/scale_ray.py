@@ -110,7 +110,7 @@ def per_second(function: Callable[[], Any], seconds: float, clock: Callable[[], 
 
 def measure(case: str, seconds: float = 4.0) -> Inputs:
     import bray
-    from bray.train.player import Plan, Player
+    from bray.train.sampler import Sampler, SamplerPlan
 
     config = {**PPO, **CASES[case]}
     exp = bray.Experiment(run="PPO", env=config.pop("env"), use_preset=False, config=config)
@@ -122,8 +122,8 @@ def measure(case: str, seconds: float = 4.0) -> Inputs:
     weights = {k: v.detach().cpu().numpy().copy() for k, v in exp.training.model.state_dict().items()}
     exp.close()
     c = exp.config
-    plan = Plan(exp.algo, c["run"], c["env"], c["model"], c["algo"], index=1, rows=ROWS, state_every=ROWS)
-    player = Player(plan)
+    plan = SamplerPlan(exp.algo, c["run"], c["env"], c["model"], c["algo"], index=1, rows=ROWS, state_every=ROWS)
+    player = Sampler(plan)
     rate = per_second(lambda: player.play(weights, (0, 0)), seconds, time.process_time) * samples
     learner = samples / max(1e-9, both - samples / rate)
     piece = player.play(weights, (0, 0)).piece

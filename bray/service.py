@@ -53,7 +53,7 @@ def _renamed(source: ConfigSource) -> ConfigSource:
     return ConfigSource(source.name, values, source.lines, source.texts)
 
 
-class Service:
+class PolicyService:
     """The models of one worker, the versions that the admin port asks for, and the task that follows new
     checkpoints."""
 
@@ -225,10 +225,11 @@ def serve(
     torch_engine: TorchEngine | None = None,
     on_ready: Ready | None = None,
 ) -> int:
-    """Serve runs until a signal; returns the exit code. Every worker makes its own `Service`, after it was forked."""
+    """Serve runs until a signal; returns the exit code. Every worker makes its own `PolicyService`, after it was
+    forked."""
 
     async def prepare(server: Server) -> None:
-        made = Service(runs, model, shared, torch_engine)
+        made = PolicyService(runs, model, shared, torch_engine)
         server.make_actor = made.make_actor
         await made.prepare(server)
 

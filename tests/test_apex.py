@@ -12,7 +12,7 @@ from bray.data.piece import Piece
 from bray.data.ring import ReplayRing
 from bray.errors import ConfigError, DataError
 from bray.spec import EnvSpec, Space
-from bray.train.player import RowsOfAll
+from bray.train.sampler import RowsOfAll
 
 SPEC = EnvSpec("test", Space("box", (2,)), Space("discrete", n=(2,), start=(0,)))
 

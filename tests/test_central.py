@@ -18,7 +18,7 @@ from bray.errors import ConfigError, EnvError
 from bray.nn.catalog import ModelConfig
 from bray.train.central import Answers, CentralEngine, CentralServer
 from bray.train.config import RunConfig
-from bray.train.player import Plan, Player
+from bray.train.sampler import Sampler, SamplerPlan
 from tests.test_workers import experiment, rows_of
 
 KEYS = ("env_steps_total", "episodes_total", "episode_length_mean", "loss/policy_loss", "loss/value_loss")
@@ -185,7 +185,7 @@ def test_a_run_that_asks_resumes_exactly(tmp_path):
 def player(groups=1, **told):
     run = RunConfig(num_workers=2, env_groups=groups)
     env = EnvConfig("CartPole-v1", num_envs=4, vector="inprocess")
-    return Player(Plan(ppo, run, env, ModelConfig(), ppo.Config(), 1, 4, 1, **told))
+    return Sampler(SamplerPlan(ppo, run, env, ModelConfig(), ppo.Config(), 1, 4, 1, **told))
 
 
 def beginnings(player):
@@ -226,10 +226,10 @@ def test_native_environments_of_every_worker_play_episodes_of_their_own():
     run = RunConfig(num_workers=2)
     seen = []
     for index in (1, 2):
-        plan = Plan(
+        plan = SamplerPlan(
             ppo, run, EnvConfig("CartPole-v1", num_envs=8, vector="native"), ModelConfig(), ppo.Config(), index, 4, 1
         )
-        player = Player(plan)
+        player = Sampler(plan)
         weights = {k: v.numpy() for k, v in player.model.state_dict().items()}
         seen.append(player.play(weights, Clock(), Moments()).piece.obs[0])
         player.close()

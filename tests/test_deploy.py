@@ -26,7 +26,7 @@ from bray.launch.build import build
 from bray.launch.deploy import find_deployed
 from bray.launch.graph import load
 from bray.rundir import RunDir
-from bray.service import Service
+from bray.service import PolicyService
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.messages import message_class
@@ -160,7 +160,7 @@ def test_all_ways_to_act_agree(trained):
         replies = answers(here.port, observations)
     assert [r["action"] for r in replies] == wanted
     assert {r["version"] for r in replies} == {steps(trained)[-1]}
-    service = Service({"m": trained / "t"}, ServedModelConfig())
+    service = PolicyService({"m": trained / "t"}, ServedModelConfig())
     with BackgroundServer(service.make_actor, ServiceConfig(port=0, admin_port=0), service.prepare) as server:
         assert [r["action"] for r in answers(server.port, observations)] == wanted
 
@@ -268,7 +268,7 @@ def test_a_memory_belongs_to_its_session_and_its_episode(tmp_path):
         got = play(here.port)
         memory = here.service.models["model1"].initial_state
         assert memory is not None
-    service = Service({"m": tmp_path / "run"}, ServedModelConfig())
+    service = PolicyService({"m": tmp_path / "run"}, ServedModelConfig())
     with BackgroundServer(service.make_actor, ServiceConfig(port=0, admin_port=0), service.prepare) as server:
         assert play(server.port) == got
 

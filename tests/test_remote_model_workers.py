@@ -16,7 +16,7 @@ from bray.errors import BrayError, DataError, RemoteError, Unreachable
 from bray.remote.model import caller as caller_module
 from bray.remote.model.caller import Caller
 from bray.remote.model.handle import RemoteModel
-from bray.remote.model.layout import MOST_KINDS, Reader, Writer
+from bray.remote.model.layout import MOST_KINDS, RowsReader, Writer
 from bray.remote.model.worker import ModelWorker
 from tests.ray_for_tests import opened
 
@@ -59,7 +59,7 @@ def sent(writer, batch, rows=3, step=-1):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_arrive_as_they_were(name):
-    writer, reader = Writer(), Reader()
+    writer, reader = Writer(), RowsReader()
     first = sent(writer, BATCHES[name], step=7)
     second = sent(writer, BATCHES[name])
     assert len(second) < len(first)  # described once
@@ -73,7 +73,7 @@ def test_batches_arrive_as_they_were(name):
 
 
 def test_kinds_beyond_those_remembered_are_described_each_time():
-    writer, reader = Writer(), Reader()
+    writer, reader = Writer(), RowsReader()
     batches = [np.full((2, i + 1), i) for i in range(MOST_KINDS + 5)]
     for _ in range(2):
         for batch in batches:
@@ -93,12 +93,12 @@ def test_bodies_that_are_no_batches_are_refused():
     bodies.append(struct.pack("<qIII4x", -1, 1 << 31, 1, 2) + b'{"a":["<f4",[4294967295,4294967295]]}')
     for body in bodies:
         try:
-            Reader().read(memoryview(body))
+            RowsReader().read(memoryview(body))
         except DataError:
             refused += 1
     assert refused > 100
     with pytest.raises(DataError, match="layout 9 was never described"):
-        Reader().read(memoryview(struct.pack("<qIII4x", -1, 1, 9, 0)))
+        RowsReader().read(memoryview(struct.pack("<qIII4x", -1, 1, 9, 0)))
     with pytest.raises(DataError, match="numbers"):
         Writer().write(np.array(["text"]), 1, -1)
 
@@ -418,7 +418,7 @@ def test_a_wrong_message_is_answered_with_an_error(session, model):
             await link.request(2, b"junk")
         reply = await link.request(1, *Writer().write((X[None],), 1, -1))
         link.close()
-        return Reader().read(reply)
+        return RowsReader().read(reply)
 
     assert run(main).values["y"].tolist() == [(2 * X).tolist()]
 

@@ -738,7 +738,7 @@ def test_what_a_learner_cannot():
 
 
 def plan(trainer, **more):
-    return worker.Plan("t", trainer=trainer, **more)
+    return worker.TrainPlan("t", trainer=trainer, **more)
 
 
 ALGO = {

@@ -23,7 +23,7 @@ from bray.cli.main import main
 from bray.errors import BrayError, CheckpointError, DataError
 from bray.experiment import Experiment, export_graph
 from bray.rundir import RunDir, pack_state, unpack_state
-from bray.service import Service
+from bray.service import PolicyService
 from bray.serving.config import ServedModelConfig
 from bray.serving.graph import GraphExport
 from bray.spec import Space
@@ -72,7 +72,7 @@ def newest(run):
 
 
 def serve(run):
-    Service({"m": run}, ServedModelConfig())
+    PolicyService({"m": run}, ServedModelConfig())
 
 
 def load(run):

@@ -28,7 +28,7 @@ from bray.client import ClientError
 from bray.config import ConfigSource
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
-from bray.service import PolicyActor, Service, configure, name_runs
+from bray.service import PolicyActor, PolicyService, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import START, TICK
@@ -70,7 +70,7 @@ def serving(runs, **settings):
     service_config, model_config = configure(
         [bray.config.ConfigSource("test", {"port": 0, "admin_port": 0, **settings})]
     )
-    service = Service(runs, model_config, torch_engine=bray.experiment.torch_engine)
+    service = PolicyService(runs, model_config, torch_engine=bray.experiment.torch_engine)
     with BackgroundServer(service.make_actor, service_config, service.prepare) as server:
         server.service = service
         yield server
@@ -723,7 +723,7 @@ def test_a_fallback_when_the_deadline_passes(cartpole, fallback, expected):
 
 
 def test_a_fallback_at_random_is_legal(cartpole):
-    service = Service({"m": cartpole}, ServedModelConfig(fallback="random"))
+    service = PolicyService({"m": cartpole}, ServedModelConfig(fallback="random"))
     actor = service.make_actor()
     actor.start("s", b"")
     for legal in (0, 1):
@@ -736,7 +736,7 @@ def test_a_fallback_at_random_is_legal(cartpole):
 @pytest.mark.parametrize("fallback", [2, [0], "left", 0.5])
 def test_a_fallback_that_is_no_action_is_refused(cartpole, fallback):
     with pytest.raises(ConfigError, match="fallback: expected"):
-        Service({"m": cartpole}, ServedModelConfig(fallback=fallback))
+        PolicyService({"m": cartpole}, ServedModelConfig(fallback=fallback))
 
 
 def test_stateless_requests_are_not_recorded(cartpole, tmp_path):
@@ -801,18 +801,18 @@ def test_a_recording_that_was_tampered_with_ends_in_one_message(cartpole, tmp_pa
 
 def test_runs_that_cannot_be_served(run, tmp_path):
     with pytest.raises(CheckpointError, match="no such run directory"):
-        Service({"m": tmp_path / "none"}, ServedModelConfig())
+        PolicyService({"m": tmp_path / "none"}, ServedModelConfig())
     with pytest.raises(CheckpointError, match="missing"):
-        Service({"m": run}, ServedModelConfig(versions={"123456": 1.0}))
+        PolicyService({"m": run}, ServedModelConfig(versions={"123456": 1.0}))
     with pytest.raises(ConfigError, match="latest, best or a step"):
-        Service({"m": run}, ServedModelConfig(versions={"newest": 1.0}))
+        PolicyService({"m": run}, ServedModelConfig(versions={"newest": 1.0}))
     with pytest.raises(ConfigError, match="shares above 0"):
-        Service({"m": run}, ServedModelConfig(versions={"latest": 0.0}))
+        PolicyService({"m": run}, ServedModelConfig(versions={"latest": 0.0}))
     with pytest.raises(CheckpointError, match="bray export"):
-        Service({"m": run}, ServedModelConfig(engine="int8"))
+        PolicyService({"m": run}, ServedModelConfig(engine="int8"))
     (run / "models" / "default" / "graph.onnx").write_bytes(b"garbage")
     with pytest.raises(bray.errors.DataError, match="ONNX"):
-        Service({"m": run}, ServedModelConfig())
+        PolicyService({"m": run}, ServedModelConfig())
 
 
 def test_settings_on_the_command_line(capsys):
@@ -991,7 +991,7 @@ def test_experiment_serve(tmp_path):
 
 def test_the_actor_alone(cartpole):
     """PolicyActor is an Actor like any other."""
-    service = Service({"m": cartpole}, ServedModelConfig())
+    service = PolicyService({"m": cartpole}, ServedModelConfig())
 
     async def play():
         actor = service.make_actor()

@@ -19,7 +19,7 @@ from bray.cli.main import main
 from bray.errors import CheckpointError, ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
-from bray.train.player import RowsOfAll
+from bray.train.sampler import RowsOfAll
 from tests.test_callbacks import Phased, Watcher
 
 

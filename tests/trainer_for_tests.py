@@ -111,7 +111,7 @@ def drive_of(
     buffers = buffers or [MemoryBuffer(batch_of)]
     place = {} if merge is None else {"merge": merge}
     evaluation = settings.pop("eval_buffer", None)
-    plan = worker.Plan(
+    plan = worker.TrainPlan(
         "t",
         trainer=cls,
         config=config or {"t": {}},
@@ -265,6 +265,6 @@ def learner_drive(setup, remote, buffers, *, ranks=None, path=None, merge=lambda
         learner = setup.make_learner(remote.get_model(), seed=ranks.rank, record=ranks.size == 1)
         side = Side(learner.model, setup.make_policy(), buffers, learner, config=setup.config)
         return RankDriver("t", side, [], remote, Settings(**settings), ranks=ranks, run_path=path, merge=merge)
-    plan = worker.Plan("t", config={"t": {"algo": setup.section}}, settings=Settings(**settings))
+    plan = worker.TrainPlan("t", config={"t": {"algo": setup.section}}, settings=Settings(**settings))
     by_name = {b.name: b for b in buffers}
     return worker.assemble(plan, remote.get_model(), remote, by_name, ranks=ranks, run_path=path, merge=merge)

@@ -29,7 +29,7 @@ _MOST_DEPTH = 2  # learner -> target -> its module
 
 
 @dataclass
-class _Place:
+class _Location:
     """Something that can be read (as a copy) and written."""
 
     name: str
@@ -96,12 +96,12 @@ class _Search:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def places(self, fn: Any) -> Iterator[_Place]:
-        yield _Place("random", random.getstate, random.setstate)
-        yield _Place("numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state)
+    def places(self, fn: Any) -> Iterator[_Location]:
+        yield _Location("random", random.getstate, random.setstate)
+        yield _Location("numpy.random", lambda: np.random.get_state(legacy=False), np.random.set_state)
         yield from self._visit("", fn, 0)
 
-    def _visit(self, name: str, x: Any, depth: int) -> Iterator[_Place]:
+    def _visit(self, name: str, x: Any, depth: int) -> Iterator[_Location]:
         if id(x) in self._seen or isinstance(x, (*_PLAIN, Tensor, type, types.ModuleType)):
             return
         self._seen.add(id(x))
@@ -123,24 +123,24 @@ class _Search:
         elif hasattr(x, "__dict__") and not getattr(x, "holds_recordings", False):
             yield from self._object(name or type(x).__name__, x, depth)
 
-    def _items(self, name: str, items: Any, depth: int) -> Iterator[_Place]:
+    def _items(self, name: str, items: Any, depth: int) -> Iterator[_Location]:
         for key, x in items:
             yield from self._visit(f"{name}[{key!r}]", x, depth)
 
-    def _container(self, name: str, x: Any, depth: int) -> Iterator[_Place]:
+    def _container(self, name: str, x: Any, depth: int) -> Iterator[_Location]:
         if isinstance(x, np.ndarray):
             if x.flags.writeable:
-                yield _Place(name, x.copy, functools.partial(x.__setitem__, ...))
+                yield _Location(name, x.copy, functools.partial(x.__setitem__, ...))
             return
         if len(x) > _MOST_ITEMS:
             return
-        yield _Place(name, functools.partial(_copied, x), functools.partial(_refill, x), isinstance(x, dict))
+        yield _Location(name, functools.partial(_copied, x), functools.partial(_refill, x), isinstance(x, dict))
         if not isinstance(x, set):
             yield from self._items(name, list(x.items() if isinstance(x, dict) else enumerate(x)), depth)
 
-    def _function(self, fn: types.FunctionType, depth: int) -> Iterator[_Place]:
+    def _function(self, fn: types.FunctionType, depth: int) -> Iterator[_Location]:
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            yield _Place(name, functools.partial(_cell_contents, cell), functools.partial(_fill_cell, cell))
+            yield _Location(name, functools.partial(_cell_contents, cell), functools.partial(_fill_cell, cell))
             yield from self._visit(name, _cell_contents(cell), depth)
         for x in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
             yield from self._visit(type(x).__name__, x, depth)
@@ -148,17 +148,17 @@ class _Search:
             x = fn.__globals__.get(name)
             if isinstance(x, _PLAIN) and name in fn.__globals__:
                 read = functools.partial(fn.__globals__.get, name)
-                yield _Place(name, read, functools.partial(fn.__globals__.__setitem__, name))
+                yield _Location(name, read, functools.partial(fn.__globals__.__setitem__, name))
             elif isinstance(x, (nn.Module, *_CONTAINERS, *_GENERATORS)):
                 yield from self._visit(name, x, depth)
 
-    def _module(self, module: nn.Module) -> Iterator[_Place]:
+    def _module(self, module: nn.Module) -> Iterator[_Location]:
         parts = [(path, m) for path, m in module.named_modules() if m is module or id(m) not in self._seen]
         self._seen.update(id(m) for _, m in parts)  # before any of them is met without its path
         for path, m in parts:
             label = ".".join(filter(None, (type(module).__name__, path)))
             attributes = vars(m)
-            yield _Place(label, functools.partial(_copied, attributes), functools.partial(_refill, attributes), True)
+            yield _Location(label, functools.partial(_copied, attributes), functools.partial(_refill, attributes), True)
             for key, x in list(attributes.items()):
                 if key not in _HOOKS and isinstance(x, (*_CONTAINERS, *_GENERATORS)):
                     name = label if key in ("_parameters", "_buffers") else f"{label}.{key}"
@@ -166,7 +166,7 @@ class _Search:
             if not type(m).__module__.startswith("torch."):
                 yield from self._visit("", type(m).forward, _MOST_DEPTH)
 
-    def _object(self, name: str, x: Any, depth: int) -> Iterator[_Place]:
+    def _object(self, name: str, x: Any, depth: int) -> Iterator[_Location]:
         """The plain values of an object that the function itself holds. Further away, and in its containers, only
         modules are looked for: those objects may belong to other threads."""
         attributes = vars(x)
@@ -175,7 +175,7 @@ class _Search:
             if isinstance(value, _PLAIN):
                 if depth == 0:
                     read = functools.partial(attributes.get, key)
-                    yield _Place(label, read, functools.partial(attributes.__setitem__, key))
+                    yield _Location(label, read, functools.partial(attributes.__setitem__, key))
             elif isinstance(value, (list, dict)):
                 items = list(value.items() if isinstance(value, dict) else enumerate(value))[:_MOST_ITEMS]
                 yield from self._items(label, [(k, v) for k, v in items if isinstance(v, nn.Module)], depth)
@@ -214,11 +214,11 @@ def _fill_cell(cell: Any, value: Any) -> None:
         cell.cell_contents = value
 
 
-def _generator(name: str, x: Any) -> _Place:
+def _generator(name: str, x: Any) -> _Location:
     if isinstance(x, np.random.Generator):
-        return _Place(name, lambda: x.bit_generator.state, lambda s: setattr(x.bit_generator, "state", s))
+        return _Location(name, lambda: x.bit_generator.state, lambda s: setattr(x.bit_generator, "state", s))
     if isinstance(x, np.random.RandomState):
-        return _Place(name, lambda: x.get_state(legacy=False), x.set_state)
+        return _Location(name, lambda: x.get_state(legacy=False), x.set_state)
     if isinstance(x, torch.Generator):
-        return _Place(name, lambda: x.get_state().numpy(), lambda s: x.set_state(torch.from_numpy(s)))
-    return _Place(name, x.getstate, x.setstate)
+        return _Location(name, lambda: x.get_state().numpy(), lambda s: x.set_state(torch.from_numpy(s)))
+    return _Location(name, x.getstate, x.setstate)

@@ -17,7 +17,7 @@ from bray.cli.options import Replay, Serve
 from bray.cli.show import facts, log_shown, plain_table, put, renamed_act, say
 from bray.config import ConfigSource, options as options_of, parse_assignments
 from bray.errors import ConfigError, DataError
-from bray.service import SECTIONS, Service, configure, name_runs, serve as serve_runs
+from bray.service import SECTIONS, PolicyService, configure, name_runs, serve as serve_runs
 from bray.serving.config import ServedModelConfig, ServiceConfig
 from bray.serving.protocol import TICK, Refusal
 from bray.serving.record import About, Step, read_recording
@@ -124,7 +124,7 @@ async def _all_again(
     files: Sequence[Path], run: Path | None, config: ServedModelConfig
 ) -> list[tuple[Path, About, Pairs]]:
     """Every recording against its run (or another one); a run is loaded once."""
-    services: dict[Path, Service] = {}
+    services: dict[Path, PolicyService] = {}
     engine = partial(_torch_engine, trust=config.trust)
     out = []
     try:
@@ -133,7 +133,7 @@ async def _all_again(
             path = run or Path(about.run)
             try:
                 if path not in services:
-                    services[path] = Service({about.model: path}, config, torch_engine=engine)
+                    services[path] = PolicyService({about.model: path}, config, torch_engine=engine)
                 out.append((file, about, await _again(services[path], about, steps)))
             except (DataError, Refusal, OSError) as e:
                 raise DataError(f"{file} cannot be played again: {e}") from None
@@ -143,7 +143,7 @@ async def _all_again(
     return out
 
 
-async def _again(service: Service, about: About, steps: Sequence[Step]) -> Pairs:
+async def _again(service: PolicyService, about: About, steps: Sequence[Step]) -> Pairs:
     actor = service.make_actor()
     actor.start(about.session, b"")
     pairs = []

@@ -124,7 +124,7 @@ class RayWorkers:
         self.cluster.close()
 
 
-class _Place(NamedTuple):
+class _WorkerProcess(NamedTuple):
     """Where a worker runs."""
 
     process_id: int
@@ -138,7 +138,7 @@ class RayWorker:
     def __init__(self, workers: RayWorkers, made: bytes, replaces: bool):
         self._workers, self._made, self._replaces = workers, made, replaces
         self._guest, self._tries = False, _TRIES
-        self._place: _Place | None = None
+        self._place: _WorkerProcess | None = None
         self._asked: deque[Any] = deque()
         self._end, self._moves, self._closed = "", False, False
         self._begin(guest=replaces and not workers.has_room(now=True))
@@ -279,8 +279,8 @@ class _Actor:
         """Ray puts it before what it prints."""
         return self._name
 
-    def place(self) -> _Place:
-        return _Place(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+    def place(self) -> _WorkerProcess:
+        return _WorkerProcess(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
 
     def make(self, made: bytes) -> tuple[str, Any, Any]:
         try:

@@ -12,7 +12,7 @@ import gymnasium as gym
 from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
-from bray.envs.registry import EnvContext, EnvSource, resolve
+from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec
@@ -23,7 +23,7 @@ class Builder:
     """Makes the environments of one config, here or in another process."""
 
     config: EnvConfig
-    source: EnvSource
+    source: EnvOrigin
     render_mode: str | None = None
     worker_index: int = 0
     remote: bool = False

@@ -76,7 +76,7 @@ def _native_pays(build: Builder) -> bool:
 
 def _processes_pay(build: Builder, worker_index: int) -> bool:
     """Whether stepping in several processes saves more time than it costs, by the declared cost of a step
-    (`EnvSource.step_ms`). Rollout workers have the cores already.
+    (`EnvOrigin.step_ms`). Rollout workers have the cores already.
 
     Both forms give the same trajectories, so that the choice changes nothing but the speed.
     """

@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 from bray import tree
 from bray.envs.atari import SERVES, is_atari, shows_pictures
 from bray.envs.config import AtariConfig, EnvConfig
-from bray.envs.registry import EnvSource
+from bray.envs.registry import EnvOrigin
 from bray.envs.spaces import BatchCheck, spec_from_gym
 from bray.envs.vector import StepResult, VecEnv
 from bray.errors import CheckpointError, ConfigError, UnknownName
@@ -207,7 +207,7 @@ def _own(obs: NestedArray) -> NestedArray:
 # --- choosing ---------------------------------------------------------------------------------------------------------
 
 
-def why_not_native(config: EnvConfig, source: EnvSource, render_mode: str | None) -> str | None:
+def why_not_native(config: EnvConfig, source: EnvOrigin, render_mode: str | None) -> str | None:
     """None where Gymnasium's registry has a vector form of this very environment, else the reason there is none."""
     spec = source.gym_spec
     if spec is None:
@@ -246,7 +246,7 @@ def _load(entry_point: Any) -> Any:
 
 def make_native(
     config: EnvConfig,
-    source: EnvSource,
+    source: EnvOrigin,
     preprocessing: dict[str, Any],
     seed: int,
     render_mode: str | None,
@@ -276,7 +276,7 @@ class _AnyAction(gym.Space):
         return True
 
 
-def _make_registered(config: EnvConfig, source: EnvSource, limit: int | None, render_mode: str | None) -> Any:
+def _make_registered(config: EnvConfig, source: EnvOrigin, limit: int | None, render_mode: str | None) -> Any:
     gym_spec = source.gym_spec
     creator = _load(gym_spec.vector_entry_point)
     arguments = {**gym_spec.kwargs, **config.env_config}
@@ -292,7 +292,7 @@ def _make_registered(config: EnvConfig, source: EnvSource, limit: int | None, re
         raise ConfigError(f"the vector form of {source.name} does not take {config.env_config}: {e}") from e
 
 
-def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, threads: int) -> Any:
+def _make_ale(config: EnvConfig, source: EnvOrigin, limit: int | None, threads: int) -> Any:
     from ale_py.vector_env import AtariVectorEnv
 
     atari, kwargs = config.atari, source.gym_spec.kwargs
@@ -318,7 +318,7 @@ def _make_ale(config: EnvConfig, source: EnvSource, limit: int | None, threads: 
     )
 
 
-def make_envpool(config: EnvConfig, source: EnvSource, seed: int) -> VecEnv:
+def make_envpool(config: EnvConfig, source: EnvOrigin, seed: int) -> VecEnv:
     """The environment of that name in EnvPool, whose spaces are its own."""
     if importlib.util.find_spec("envpool") is None:
         raise ConfigError("env.vector=envpool needs the package envpool: pip install envpool")

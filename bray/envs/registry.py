@@ -99,7 +99,7 @@ class OldGym:
 
 
 @dataclass(frozen=True)
-class EnvSource:
+class EnvOrigin:
     """Where an environment comes from: a Gymnasium id, or a creator (class, function), or one object."""
 
     name: str
@@ -204,7 +204,7 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
 class _Sent:
     """In the place of `EnvConfig.id`: what a name stands for where it was given."""
 
-    source: EnvSource
+    source: EnvOrigin
     gym_spec: Any
 
 
@@ -223,7 +223,7 @@ def register_gym(spec: Any) -> None:
         gym.registry.setdefault(spec.id, spec)
 
 
-def resolve(config: EnvConfig) -> EnvSource:
+def resolve(config: EnvConfig) -> EnvOrigin:
     """The source behind `config.id`; a name nothing answers to is refused with the nearest known one."""
     for module in config.import_modules:
         try:
@@ -242,39 +242,39 @@ def resolve(config: EnvConfig) -> EnvSource:
                 f"env.id is one {type(name).__name__} object, but num_envs={config.num_envs} need one each: "
                 "give its class or a function that makes it"
             )
-        return EnvSource(env_name(name), creator=name)
+        return EnvOrigin(env_name(name), creator=name)
     if not name:
         raise ConfigError("no environment given: set env.id, e.g. CartPole-v1 (`bray envs` lists all)")
     if name in _CREATORS:
-        return EnvSource(name, creator=_CREATORS[name])
+        return EnvOrigin(name, creator=_CREATORS[name])
     if name in gym.registry:
-        return EnvSource(name, gym_id=name)
+        return EnvOrigin(name, gym_id=name)
     if ":" in name:
         return _from_module(name)
     if name.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:
         raise missing_package(name, "ale_py")
     known = list_envs()  # registers the Atari games where their package is installed
     if name in gym.registry:
-        return EnvSource(name, gym_id=name)
+        return EnvOrigin(name, gym_id=name)
     if name in _old_ids():
-        return EnvSource(name, creator=OldGym(name, _package(_old_ids(), name)))
+        return EnvOrigin(name, creator=OldGym(name, _package(_old_ids(), name)))
     if (family := family_of_id(name)) is not None:
         return _from_module(f"{family.module}:{name}")
     raise UnknownName("environment", name, known)
 
 
-def _from_module(name: str) -> EnvSource:
+def _from_module(name: str) -> EnvOrigin:
     """The source behind `module:Class` or `module:id-of-a-registry`."""
     module_name, _, attribute = name.partition(":")
     module = _import(name, module_name)
     if attribute in _CREATORS:
-        return EnvSource(attribute, creator=_CREATORS[attribute])
+        return EnvOrigin(attribute, creator=_CREATORS[attribute])
     if attribute not in gym.registry and callable(register := getattr(module, "register_envs", None)):
         register()  # packages that wait to be asked
     if attribute in gym.registry:
-        return EnvSource(attribute, gym_id=attribute)
+        return EnvOrigin(attribute, gym_id=attribute)
     if attribute in _old_ids():
-        return EnvSource(attribute, creator=OldGym(attribute, module_name))
+        return EnvOrigin(attribute, creator=OldGym(attribute, module_name))
     creator: Any = module
     for part in attribute.split("."):
         creator = getattr(creator, part, None)
@@ -283,7 +283,7 @@ def _from_module(name: str) -> EnvSource:
         package = module_name.partition(".")[0]
         public += [k for registry in (gym.registry, _old_ids()) for k in registry if _package(registry, k) == package]
         raise UnknownName("environment", attribute, public, f"in module {module_name}", script_hint(name))
-    return EnvSource(name, creator=creator)
+    return EnvOrigin(name, creator=creator)
 
 
 def _import(name: str, module: str) -> Any:

@@ -34,7 +34,7 @@ from bray.envs.process import START_TIMEOUT, Child, Lost, portable, unpack
 from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.spaces import BatchCheck, caster
 from bray.envs.vector import Infos, StepResult, VecEnv
-from bray.envs.worker import QUIET, STEP, Share, SharedArrays, serve_share
+from bray.envs.worker import QUIET, STEP, EnvArrays, Share, serve_share
 from bray.errors import ConfigError, EnvError
 from bray.tree import NestedArray
 
@@ -60,7 +60,7 @@ class SubprocessVecEnv(VecEnv):
         self._rows = [slice(low, high) for low, high in itertools.pairwise(edges)]
         self._share = Share(replace(build, remote=True), self.spec, seed, numbers, range(0), build.source.gym_spec)
         self._calls = ReplayedCalls()
-        shared = SharedArrays(self.spec, self.num_envs)
+        shared = EnvArrays(self.spec, self.num_envs)
         self._memory = multiprocessing.get_context("spawn").RawArray(ctypes.c_uint8, max(1, shared.size))
         self._view = shared.view(self._memory)
         self._action_leaves = tree.leaves(self._view["action"])

@@ -34,7 +34,7 @@ _FLAGS = {
 }
 
 
-class SharedArrays:
+class EnvArrays:
     """The arrays both sides see, laid out one after another in one piece of memory."""
 
     def __init__(self, spec: EnvSpec, num_envs: int):
@@ -91,7 +91,7 @@ class Share:
         for told in self.each:
             envs.foreach_env(pickle.loads(told))  # our own bytes, from our own parent
         rows = slice(self.numbers.start - self.beside.start, self.numbers.stop - self.beside.start)
-        view = tree.index(SharedArrays(self.spec, len(self.beside)).view(memory), rows)
+        view = tree.index(EnvArrays(self.spec, len(self.beside)).view(memory), rows)
         if self.episodes is not None and self.begin is not None:
             for to, given in zip(
                 tree.leaves(view["obs"]), tree.leaves(envs.take_over(self.episodes, self.begin)), strict=True

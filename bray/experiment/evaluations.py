@@ -8,7 +8,7 @@ from typing import Any
 from bray.envs.process import Lost
 from bray.envs.registry import sent
 from bray.errors import BrayError, DiskFull
-from bray.experiment.evaluator import Evaluator, Looked, Plan, Task, look_at
+from bray.experiment.evaluator import EvaluationPlan, Evaluator, Looked, Task, look_at
 from bray.experiment.policy import ServedPolicy
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
@@ -32,7 +32,7 @@ class Evaluations:
         if self._run.eval_parallel:
             env = sent(self._env) if experiment.has_env else self._env
             parts = (self._run, env, config["model"], config["algo"], self._training.spec)
-            self._beside = Evaluator(Plan(experiment.algo, *parts))
+            self._beside = Evaluator(EvaluationPlan(experiment.algo, *parts))
 
     def look(self, row: dict[str, Any], callbacks: CallbackList) -> None:
         """After an iteration: tell its row of evaluations that have ended. In line, those that are due now."""

@@ -23,12 +23,12 @@ from bray.experiment.policy import ServedPolicy
 from bray.inference.torch_engine import load_weights
 from bray.spec import EnvSpec
 from bray.train.evaluate import evaluate_model
-from bray.train.player import Parts
+from bray.train.sampler import Parts
 from bray.video import write_video
 
 
 @dataclass
-class Plan(Parts):
+class EvaluationPlan(Parts):
     """What the process is told."""
 
     spec: EnvSpec
@@ -78,7 +78,7 @@ class Evaluator:
     """See the module. `begin` returns at once; `finished` says whether the answer of `take` is there. A process that
     died is started again by the next `begin`."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: EvaluationPlan):
         try:
             self._told, self._needs_main = portable(plan)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
@@ -138,7 +138,7 @@ class Evaluator:
 def serve_evaluator(conn: Connection, told: bytes) -> None:
     """In the process: one task after the other."""
     try:
-        plan: Plan = pickle.loads(told)  # our own bytes, from our own parent
+        plan: EvaluationPlan = pickle.loads(told)  # our own bytes, from our own parent
         torch.set_num_threads(1)
         torch.manual_seed(plan.run.seed)
         policy = make_policy(plan.algo, plan.config, plan.spec)

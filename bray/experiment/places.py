@@ -19,9 +19,9 @@ def home_of(run: RunConfig) -> Callable[[], Home] | None:
     """What makes the place where rollout workers live; None = processes of this machine."""
     if not on_ray(run):
         return None
-    from bray.remote.players import RayPlayers  # it imports Ray
+    from bray.remote.home import RayHome  # it imports Ray
 
-    return partial(RayPlayers, run)
+    return partial(RayHome, run)
 
 
 def run_path(path: str | Path | None, project: str | Path | None, trial: str | None, algo: str) -> Path | None:

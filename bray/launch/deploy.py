@@ -3,8 +3,8 @@ with.
 
 A model that only PolicyAgents ask is deployed from `spec.json`, `policy.json` and `models/NAME/` of its run directory.
 Neither its module nor the algorithm's is imported, and so neither torch nor the environment. Each process of an actor
-has one `bray.service.Service`, with its versions, its admin routes and its batches; the agents find it as the `model`
-of their section of the config.
+has one `bray.service.PolicyService`, with its versions, its admin routes and its batches; the agents find it as the
+`model` of their section of the config.
 
     runs, reasons = find_deployed(graph)        # run directories by model; why each of the others is not deployed so
 """
@@ -25,7 +25,7 @@ from bray.launch.graph import Component, Graph
 from bray.launch.modules import Modules, edges_in_code
 from bray.remote.actor.policy_agent import PolicyAgent
 from bray.rundir import RunDir
-from bray.service import Service, close_shared, open_shared
+from bray.service import PolicyService, close_shared, open_shared
 from bray.serving.config import DeployConfig, ServedModelConfig
 from bray.serving.model import ServedModel
 from bray.serving.server import Server
@@ -138,7 +138,7 @@ class ModelFiles:
 @dataclass(frozen=True)
 class Deployment:
     """The models that the agents of one actor play with. It travels to the actor's processes, each of which opens a
-    Service."""
+    PolicyService."""
 
     actor: str
     runs: Mapping[str, Path]
@@ -148,7 +148,7 @@ class Deployment:
     """Where the processes of all actors share what the admin port was told."""
 
     @property
-    def service(self) -> Service:
+    def service(self) -> PolicyService:
         """That of this process."""
         return _services[str(self.shared), self.actor]
 
@@ -161,7 +161,7 @@ class Deployment:
                 "null`"
             )
         service = await asyncio.to_thread(
-            Service, self.runs, ServedModelConfig(), self.shared, configs=self.configs, with_outputs=True
+            PolicyService, self.runs, ServedModelConfig(), self.shared, configs=self.configs, with_outputs=True
         )
         key = (str(self.shared), self.actor)
         _services[key] = service
@@ -173,7 +173,7 @@ class Deployment:
         server.close_hooks.append(forget)
 
 
-_services: dict[tuple[str, str], Service] = {}
+_services: dict[tuple[str, str], PolicyService] = {}
 """Of this process, by the shared directory and the actor. In one process (`cluster: local`) there may be several
 actors."""
 

@@ -148,9 +148,9 @@ class _Maker:
 
     # --- what it returns ----------------------------------------------------------------------------------------------
 
-    def _reader(self, net: nn.Module, out: Any) -> Reader:
+    def _reader(self, net: nn.Module, out: Any) -> OutputReader:
         """How the outputs of this network become the dict that the algorithm reads."""
-        read = Reader(self.kind)
+        read = OutputReader(self.kind)
         layout = self.spec.layout
         head = out[0] if isinstance(out, (tuple, list)) and out else out
         if self.kind == "actor_critic" and isinstance(out, Tensor):
@@ -258,7 +258,7 @@ class _Value(nn.Module):
         return self.head(self.encoder(obs))
 
 
-class Reader(nn.Module):
+class OutputReader(nn.Module):
     """Tensors and tuples, as tutorials return them, as the dict that an algorithm reads."""
 
     def __init__(self, kind: str):
@@ -299,7 +299,7 @@ class Adapted(nn.Module):
 
     recurrent = False
 
-    def __init__(self, net: nn.Module, features: nn.Module | None, read: Reader):
+    def __init__(self, net: nn.Module, features: nn.Module | None, read: OutputReader):
         super().__init__()
         self.net, self.features, self.read = net, features, read
         self.draws: Shapes = getattr(net, "draws", None) or {}
@@ -329,7 +329,7 @@ class AdaptedMemory(Adapted):
 
     recurrent = True
 
-    def __init__(self, net: nn.Module, features: nn.Module | None, read: Reader, memory: Memory):
+    def __init__(self, net: nn.Module, features: nn.Module | None, read: OutputReader, memory: Memory):
         super().__init__(net, features, read)
         self.memory = memory
 

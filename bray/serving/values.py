@@ -17,7 +17,7 @@ from bray.serving.messages import MAX_JSON
 from bray.serving.numbers import has_structure, read_numbers, structure
 from bray.spec import ACTION_MASK, EnvSpec, Space
 
-Reader = Callable[[Any], Any]
+ReadValue = Callable[[Any], Any]
 _SHOWN = (
     1 << 12
 )  # bytes; what does not fit is decoded for the message only up to this size: decoded it may be thirty times as large
@@ -54,7 +54,7 @@ def _leaf_sizes(space: Space) -> list[int]:
     return [math.prod(space.shape)]
 
 
-def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> Reader:
+def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> ReadValue:
     """A function from decoded JSON (or numpy) to one observation: arrays of the space's shape and type. An array may
     also be sent as `{"base64": "...", "dtype": "float32"}`, its raw bytes in little-endian order. What does not fit
     raises DataError.
@@ -127,7 +127,7 @@ def _decode(value: Any, where: str) -> Any:
         raise DataError(f"{where}: {e}; expected JSON that fits the space") from None
 
 
-def _array_reader(space: Space, where: str, max_json: int) -> Reader:
+def _array_reader(space: Space, where: str, max_json: int) -> ReadValue:
     whole = space.kind in ("discrete", "multi_discrete")
     dtype = np.dtype(np.int64 if whole else space.dtype)
     shape = tuple(space.shape)

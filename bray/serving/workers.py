@@ -122,7 +122,7 @@ def run_loop(main: Coroutine[Any, Any, T], fast: bool = True) -> T:
 
 
 @dataclass
-class _Place:
+class _WorkerSlot:
     """Where a worker stands among the others."""
 
     worker: int
@@ -143,7 +143,7 @@ def _orphaned(loop: asyncio.AbstractEventLoop, parent: int, ask: Callable[[], No
 async def _work(
     make_actor: Callable[[], Any] | None,
     config: ServiceConfig,
-    place: _Place | None,
+    place: _WorkerSlot | None,
     on_ready: Ready | None,
     prepare: Prepare | None,
 ) -> int:
@@ -381,7 +381,7 @@ class _Parent:
             def tell(port: int, admin_port: int) -> None:
                 os.write(self._ready_out, bytes([worker]))
 
-            place = _Place(worker, table, self.directory, self._parent_in, self._admin)
+            place = _WorkerSlot(worker, table, self.directory, self._parent_in, self._admin)
             code = run_loop(_work(self.make_actor, self.config, place, tell, self.prepare))
         except BrayError as e:
             code = _MISTAKE

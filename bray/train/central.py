@@ -1,4 +1,4 @@
-"""Central inference: players ask the process that learns, and one forward there answers all who have asked.
+"""Central inference: samplers ask the process that learns, and one forward there answers all who have asked.
 
 Observations, and the memory of a Model that has one, go through shared memory, and so do the outputs; pipes say whose
 are there. The server is a thread with a copy of the Model of its own: new weights are taken between two forwards, so
@@ -42,16 +42,16 @@ logger = logging.getLogger("bray")
 _MESSAGE = struct.Struct("<QQ")
 """A block and the number of its question. One write of so few bytes to a pipe is never torn."""
 _STOP = _FAILED = (1 << 64) - 1
-_LIFE = (
-    1 << 40
-)  # questions of a worker; numbers of one that replaces it begin anew, so that answers to the dead are told apart
+_PER_WORKER = 1 << 40
+"""Question numbers of one worker. A replacement counts from the next multiple, so that a late answer to the worker that
+died is not taken for one of its own."""
 _ERROR_BYTES = 4096
-_SWITCH_S = 5e-4  # players wait for this thread: the learner's Python lets it run within half a millisecond, not five
+_SWITCH_S = 5e-4  # samplers wait for this thread: the learner's Python lets it run within half a millisecond, not five
 
 
 @dataclass
 class Line:
-    """What a player needs for asking; it can be sent to a process that is being started."""
+    """What a sampler needs for asking; it can be sent to a process that is being started."""
 
     inputs: SharedArrays
     outputs: SharedArrays
@@ -143,7 +143,7 @@ class CentralServer:
     # --- in the thread
 
     def _serve(self) -> None:
-        # Players wait for this stream, and nobody for the learner's: its kernels let these pass.
+        # Samplers wait for this stream, and nobody for the learner's: its kernels let these pass.
         stream = torch.cuda.Stream(self._engine.device, priority=-1) if self._written else None
         with torch.cuda.stream(stream):
             while _STOP not in (asked := _read(self._questions)):
@@ -221,7 +221,7 @@ def _leaves(structure: Any, value: Any) -> list[Any]:
     return out
 
 
-# --- in a player ------------------------------------------------------------------------------------------------------
+# --- in a sampler -----------------------------------------------------------------------------------------------------
 
 
 class Answers:
@@ -243,7 +243,7 @@ class CentralEngine:
     """The Model of the process that learns, asked for one group of environments."""
 
     def __init__(self, line: Line, group: int, answers: Answers, life: int = 0):
-        self._line, self._answers, self._number = line, answers, life * _LIFE
+        self._line, self._answers, self._number = line, answers, life * _PER_WORKER
         self._block, rows = line.blocks[group]
         self._inputs = [x[rows] for x in line.inputs.views()]
         self._outputs = [x[rows] for x in line.outputs.views()]

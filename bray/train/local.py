@@ -31,9 +31,9 @@ from bray.train.config import RunConfig
 from bray.train.device import resolve_device, tune, use_threads
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import evaluate_model
-from bray.train.player import Plan, group_numbers
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
+from bray.train.sampler import SamplerPlan, group_numbers
 from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 _PICTURE = 32  # pixels of a side, at least
@@ -158,7 +158,7 @@ class LocalTraining(Driver):
         def weights() -> dict[str, np.ndarray]:
             return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
 
-        plan = Plan(
+        plan = SamplerPlan(
             self.algo,
             self.run_config,
             sent(self.env_config),

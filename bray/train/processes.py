@@ -1,4 +1,4 @@
-"""Players as processes of this machine. Weights and pieces go through shared memory, questions and answers through a
+"""Samplers as processes of this machine. Weights and pieces go through shared memory, questions and answers through a
 pipe.
 
 Nobody waits for anybody there: see `SharedFeed`."""
@@ -25,37 +25,37 @@ from bray.data.piece import COLUMNS, Piece
 from bray.envs.process import START_TIMEOUT, STOP, Child, error_answer, portable, unpack
 from bray.errors import EnvError
 from bray.train.central import CentralServer, Line
-from bray.train.player import Plan, Played, Player
+from bray.train.sampler import Played, Sampler, SamplerPlan
 from bray.tree.shared import places
 
 _PLACES = 3
-"""For pieces of a player: one that is lent to the process that learns, and two that it may have been asked for."""
+"""For pieces of a sampler: one that is lent to the process that learns, and two that it may have been asked for."""
 
 
 # --- in the process that learns ---------------------------------------------------------------------------------------
 
 
 class Processes:
-    """Where players live: processes of this machine."""
+    """Where samplers live: processes of this machine."""
 
     def __init__(self, weights: Mapping[str, np.ndarray], central: CentralServer | None = None):
         """central: who computes the Model for them; then it takes the weights, and they do not."""
         self._feed = SharedFeed({} if central else weights)
         self._central = central
-        self._starting: list[PlayerProcess] = []
+        self._starting: list[SamplerProcess] = []
 
-    def start(self, plan: Plan) -> PlayerProcess:
-        """Begin to start a player; `started` waits for it. Where more start than there are cores for, they would only
+    def start(self, plan: SamplerPlan) -> SamplerProcess:
+        """Begin to start a sampler; `started` waits for it. Where more start than there are cores for, they would only
         slow each other down, beyond their time limit: the next one then begins when the first of them is there."""
         self._starting = [worker for worker in self._starting if worker.starting]
         if len(self._starting) >= 2 * (os.cpu_count() or 1):
             wait([self._starting.pop(0).conn], START_TIMEOUT)
         line = self._central.line(plan.index - 1) if self._central else None
-        self._starting.append(PlayerProcess(plan, self._feed, line))
+        self._starting.append(SamplerProcess(plan, self._feed, line))
         return self._starting[-1]
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
-        """Players take the newest weights when they begin to play, so a question need not say which."""
+        """Samplers take the newest weights when they begin to play, so a question need not say which."""
         if self._central:
             self._central.take_weights()
         self._feed.publish(dict if self._central else weights, clock)
@@ -65,14 +65,14 @@ class Processes:
         return [worker for worker in workers if worker.conn in ready]
 
     def close(self) -> None:
-        """Nothing is left when the players are closed."""
+        """Nothing is left when the samplers are closed."""
 
 
-class PlayerProcess:
-    """A player in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it
+class SamplerProcess:
+    """A sampler in a process, seen from its parent. Questions are answered in their order; `Lost` is raised where it
     died or hangs."""
 
-    def __init__(self, plan: Plan, feed: SharedFeed, line: Line | None = None):
+    def __init__(self, plan: SamplerPlan, feed: SharedFeed, line: Line | None = None):
         told, needs_main = portable(plan)
         self._memory = _memory_file()
         self._child = Child(serve_player, (feed, line, told, self._memory), "bray-rollout", needs_main)
@@ -100,7 +100,7 @@ class PlayerProcess:
         self._child.send(pickle.dumps((method, *arguments)))
 
     def receive(self, timeout: float | None) -> Any:
-        """The answer to the oldest question. Rows that were played lie in memory that the player writes over when it
+        """The answer to the oldest question. Rows that were played lie in memory that the sampler writes over when it
         plays the third time from now."""
         answer, _ = unpack(self._child.receive(timeout))
         if not isinstance(answer, _Placed):
@@ -124,22 +124,22 @@ class PlayerProcess:
 
 
 class _Placed:
-    """What was played, its arrays in a place of the player's memory; with the first, how large a place is and what lies
-    in it."""
+    """What was played, its arrays in a place of the sampler's memory; with the first, how large a place is and what
+    lies in it."""
 
     def __init__(self, played: Played, place: int, memory: tuple[int, Piece] | None):
         self.played, self.place, self.memory = played, place, memory
 
 
 def _memory_file() -> Path:
-    """A name for the memory of a player's pieces. The parent gives it, so that it can take the file away whatever
-    becomes of the player."""
+    """A name for the memory of a sampler's pieces. The parent gives it, so that it can take the file away whatever
+    becomes of the sampler."""
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     return Path(folder) / f"bray-rollout-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _attach(path: Path, size: int, template: Piece) -> list[Piece]:
-    """The pieces in a file that a player has made; nobody else opens it any more."""
+    """The pieces in a file that a sampler has made; nobody else opens it any more."""
     with path.open("r+b") as file:
         pieces = _map(file.fileno(), size, template)
     path.unlink()
@@ -157,13 +157,13 @@ def _columns(piece: Piece) -> dict[str, Any]:
     return {name: value for name in COLUMNS if (value := getattr(piece, name)) is not None}
 
 
-# --- in a player's process --------------------------------------------------------------------------------------------
+# --- in a sampler's process -------------------------------------------------------------------------------------------
 
 
 def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: bytes, file: Path) -> None:
     """Play until told to stop."""
     try:
-        player = Player(pickle.loads(told), line)  # our own bytes, from our own parent
+        sampler = Sampler(pickle.loads(told), line)  # our own bytes, from our own parent
     except BaseException as e:
         conn.send(error_answer(e))
         return
@@ -175,16 +175,16 @@ def serve_player(conn: Connection, feed: SharedFeed, line: Line | None, told: by
             try:
                 if method == "play":
                     newest = feed.read()
-                    result: Any = memory.place(player.play(newest.weights, newest.clock, returns=arguments[-1]))
+                    result: Any = memory.place(sampler.play(newest.weights, newest.clock, returns=arguments[-1]))
                 else:
-                    result = getattr(player, method)(*arguments)
+                    result = getattr(sampler, method)(*arguments)
                 answer = _packed(method, result)
             except BaseException as e:  # a sys.exit() in code of the user too
                 answer = pickle.dumps(error_answer(e))
             conn.send_bytes(answer)
-            player.laps.lap("transfer")
+            sampler.laps.lap("transfer")
     finally:
-        player.close()
+        sampler.close()
 
 
 def _packed(method: str, result: Any) -> bytes:

@@ -123,13 +123,13 @@ def _refuse_idle(config: Resolved) -> None:
             for rule in known[name].metadata:
                 if isinstance(rule, Excludes) and (other := rule.other) in set_:
                     raise ConfigError(
-                        f"{_told(config, section, name)} and {_told(config, section, other)} exclude each other: "
+                        f"{_shown(config, section, name)} and {_shown(config, section, other)} exclude each other: "
                         f"set one of them and leave the other at its default ({name}={show(known[name].default)}, "
                         f"{other}={show(known[other].default)})"
                     )
                 if isinstance(rule, Needs) and rule.other not in set_:
                     raise ConfigError(
-                        f"{_told(config, section, name)} has no effect without {section}.{rule.other}: set that too, "
+                        f"{_shown(config, section, name)} has no effect without {section}.{rule.other}: set that too, "
                         f"or leave {name} out"
                     )
 
@@ -148,7 +148,7 @@ def _refuse_empty_cluster(run: RunConfig) -> None:
         )
 
 
-def _told(config: Resolved, section: str, name: str) -> str:
+def _shown(config: Resolved, section: str, name: str) -> str:
     """`algo.tau=0.01 (preset cartpole_dqn)`."""
     key = f"{section}.{name}"
     return f"{key}={show(getattr(config[section], name))} ({config.provenance.get(key, 'given')})"

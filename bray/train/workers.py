@@ -1,12 +1,12 @@
-"""Rollout workers: players, each with its own environments and its own copy of the Model, as one source of pieces.
+"""Rollout workers: samplers, each with its own environments and its own copy of the Model, as one source of pieces.
 
 In rounds: all are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by
 side in the order of the workers. Asynchronous: each has a piece or two to play under way, with the newest weights that
 are there when it begins one, and plays on while the learner learns; whatever has been played is taken. A slow worker
 then holds nobody up, and what is learnt from is some versions old.
-A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where players live
+A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where samplers live
 is a `Home`:
-processes of this machine (`processes.py`) or of a cluster (`bray/remote/players.py`).
+processes of this machine (`processes.py`) or of a cluster (`bray/remote/home.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from bray.envs.rewards import Moments
 from bray.errors import ConfigError, EnvError
 from bray.metrics.spent import WEIGHTS, Laps, WorkerTimes
 from bray.train.callbacks import CallbackList, EpisodeMetrics
-from bray.train.player import Plan, Played
 from bray.train.rollout import returns_of
+from bray.train.sampler import Played, SamplerPlan
 from bray.train.source import RolloutWorker, Source
 
 logger = logging.getLogger("bray")
@@ -48,7 +48,7 @@ TURN_S = 1.0  # seconds after which those who wait for all workers look whether 
 
 
 class Worker(Protocol):
-    """A player somewhere else. Questions (methods of `Player`) are answered in their order; `Lost` is raised where it
+    """A sampler somewhere else. Questions (methods of `Sampler`) are answered in their order; `Lost` is raised where it
     died or hangs."""
 
     @property
@@ -63,10 +63,10 @@ class Worker(Protocol):
 
 
 class Home(Protocol):
-    """Where players live, and how weights get there. What `publish` returns is the first argument of the question
+    """Where samplers live, and how weights get there. What `publish` returns is the first argument of the question
     `play`, the clock the second, and the returns that rewards are normalised by the third."""
 
-    def start(self, plan: Plan) -> Worker: ...
+    def start(self, plan: SamplerPlan) -> Worker: ...
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any: ...
     def wait(self, workers: Sequence[Any], timeout: float) -> list[Any]:
         """Those of these workers that have answered, have started or have died; waits so many seconds for the first of
@@ -96,7 +96,7 @@ class WorkerSource(Source):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SamplerPlan,
         home: Home,
         weights: Callable[[], Mapping[str, np.ndarray]],
         asynchronous: bool = False,
@@ -167,7 +167,7 @@ class WorkerSource(Source):
             for piece in pieces:
                 self._lag.see(piece, self._clock.version)
         if not self.asynchronous:
-            return [side_by_side(pieces)]  # copied: players write over theirs
+            return [side_by_side(pieces)]  # copied: samplers write over theirs
         return pieces if self._lanes is None else self._lanes.take()
 
     def learns(self, piece: Piece, version: int) -> None:

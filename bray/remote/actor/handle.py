@@ -91,7 +91,7 @@ class RemoteActor:
         self._ports = (self._asked.port, admin_of(self._asked, self._asked.port))
         self._reserved: list[socket.socket] = []
         self._session: ClusterSession | None = None
-        self._nodes: dict[str, _Place] = {}  # by node id
+        self._nodes: dict[str, _NodeWorkers] = {}  # by node id
         self._entry: Member | None = None
         self._over = threading.Event()
         self._supervisor: threading.Thread | None = None
@@ -144,7 +144,7 @@ class RemoteActor:
             logger.info("actor %s: cluster='local' has one worker, not %d", self.name, self._config.workers)
         config = replace(self._config, workers=1, use_gateway=None)
         service = ActorService(secrets.token_hex(8), config, alone=True, prepare=self._prepare)
-        place = self._nodes["local"] = _Place(0, [f"actor/{self.name}/local/0"])
+        place = self._nodes["local"] = _NodeWorkers(0, [f"actor/{self.name}/local/0"])
         member = self._cluster.start(place.names[0], ActorWorker, service, 0, *self._made)
         self._ports = member.call("ports").result()
 
@@ -195,7 +195,7 @@ class RemoteActor:
             index = next(i for i in range(len(taken) + 1) if i not in taken)
             taken.add(index)
             names = [f"actor/{self.name}/{node.id[:12]}/{i}" for i in range(self._config.workers)]
-            places[node.id] = _Place(index, names)
+            places[node.id] = _NodeWorkers(index, names)
         self._nodes |= places
         failed: dict[str, BaseException] = {}
         with ThreadPoolExecutor(8) as pool:
@@ -214,7 +214,7 @@ class RemoteActor:
                 raise error
         return [e for e in failed.values() if isinstance(e, ResourceError)]
 
-    def _start(self, node: str, place: _Place, i: int) -> None:
+    def _start(self, node: str, place: _NodeWorkers, i: int) -> None:
         number = place.index * self._config.workers + i
         name = place.names[i]
         self._cluster.start(
@@ -282,7 +282,7 @@ class RemoteActor:
 
 
 @dataclass
-class _Place:
+class _NodeWorkers:
     """A node's workers."""
 
     index: int

@@ -17,7 +17,7 @@ from bray.cluster.session import session
 from bray.errors import BrayError, LinkLost, Unreachable
 from bray.inference.batcher import Collector, Item, group_by_kind
 from bray.inference.rows import STACK_ERRORS, Template, WrongSample, as_arrays, length, split
-from bray.remote.model.layout import CURRENT, Reader, Writer
+from bray.remote.model.layout import CURRENT, RowsReader, Writer
 from bray.serving.link import Link
 
 FORWARD = 1
@@ -41,7 +41,7 @@ class WorkerConnection:
         self.member = member
         self.link: Link | None = None
         self.connecting: asyncio.Task[None] | None = None
-        self.writer, self.reader = Writer(), Reader()
+        self.writer, self.reader = Writer(), RowsReader()
         self.in_flight: dict[asyncio.Future[memoryview], tuple[list[Item], float]] = {}
         self.rows = 0  # under way
         self.error = "it was never reached"
@@ -167,7 +167,7 @@ class Caller(Collector):
                     break
                 await asyncio.sleep(0.2)
             else:
-                worker.writer, worker.reader = Writer(), Reader()
+                worker.writer, worker.reader = Writer(), RowsReader()
                 worker.link = link
         worker.connecting = None
         self._flush()

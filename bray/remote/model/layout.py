@@ -55,7 +55,7 @@ class Writer:
         return [_HEAD.pack(step, rows, number, len(spec)) + spec, *to_bytes(columns)]
 
 
-class Batch(NamedTuple):
+class RowsBatch(NamedTuple):
     """What a message holds."""
 
     step: int
@@ -65,13 +65,13 @@ class Batch(NamedTuple):
     values: Any
 
 
-class Reader:
+class RowsReader:
     """The layouts that the other side of a connection has described so far."""
 
     def __init__(self) -> None:
         self._known: dict[int, Layout] = {}
 
-    def read(self, body: memoryview) -> Batch:
+    def read(self, body: memoryview) -> RowsBatch:
         """Raises DataError on anything that is no such message. Arrays are copies, aligned and writable."""
         if len(body) < _HEAD.size:
             raise DataError(f"not a batch: {len(body)} bytes")
@@ -88,4 +88,4 @@ class Reader:
             raise DataError(f"not a batch: {e}") from None
         if size and number:
             self._known[number] = layout
-        return Batch(step, rows, layout.spec, layout.tree([c.copy() for c in columns]))
+        return RowsBatch(step, rows, layout.spec, layout.tree([c.copy() for c in columns]))

@@ -19,7 +19,7 @@ from bray.remote.model.caller import FORWARD
 from bray.remote.model.client import Follower
 from bray.remote.model.engine_host import EngineHost
 from bray.remote.model.keeper import ModelInfo
-from bray.remote.model.layout import CURRENT, Reader, Writer
+from bray.remote.model.layout import CURRENT, RowsReader, Writer
 from bray.serving.link import Address, Link
 
 logger = logging.getLogger("bray.remote")
@@ -70,7 +70,7 @@ class ModelWorker:
         if kind != FORWARD:
             raise BrayError(f"a model knows messages of kind {FORWARD}, got {kind}")
         if link.data is None:
-            link.data = Reader(), Writer()
+            link.data = RowsReader(), Writer()
         batch = link.data[0].read(body)
         if batch.step == CURRENT:
             answer = self.served.host.forward(*batch.values, batch=True, with_step=True)

@@ -29,7 +29,7 @@ from bray.serving.link import Link, Listener
 
 if TYPE_CHECKING:
     from bray.remote.trainer.drive import RankDriver
-    from bray.remote.trainer.worker import Plan
+    from bray.remote.trainer.worker import TrainPlan
 
 logger = logging.getLogger("bray.remote")
 
@@ -92,12 +92,12 @@ class RemoteTrainer:
         config, name              what the Trainer is made with
         hooks                     more `Hook`s of the loop
         """
-        from bray.remote.trainer.worker import Plan
+        from bray.remote.trainer.worker import TrainPlan
 
         if train is None:
             plan = self._driven(*args, **kwargs)
         elif callable(train):
-            plan = Plan(self.name, train, args, kwargs)
+            plan = TrainPlan(self.name, train, args, kwargs)
         else:
             raise ConfigError(f"train: expected a function, got {train!r}; a class is given as trainer=")
         opened = session()
@@ -112,10 +112,10 @@ class RemoteTrainer:
         run.start()
         return run.promise
 
-    def _driven(self, **given: Any) -> Plan:
-        """The Plan of a training without a function; defaults are those of Plan and Settings."""
+    def _driven(self, **given: Any) -> TrainPlan:
+        """The TrainPlan of a training without a function; defaults are those of TrainPlan and Settings."""
         from bray.remote.trainer.drive import Settings
-        from bray.remote.trainer.worker import Plan
+        from bray.remote.trainer.worker import TrainPlan
 
         name = given.pop("name", None) or self.name
         of_plan = ("trainer", "model", "buffers", "config", "seed")
@@ -142,7 +142,7 @@ class RemoteTrainer:
             del settings["batch_size"]
         plan = {k: v for k, v in given.items() if k in of_plan}
         plan |= {"buffers": tuple(buffers), "config": plan.get("config") or {name: {}}}
-        return Plan(name, eval_buffer=eval_buffer, settings=Settings(**settings), **plan)
+        return TrainPlan(name, eval_buffer=eval_buffer, settings=Settings(**settings), **plan)
 
 
 _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
@@ -151,7 +151,7 @@ _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
 class _Ranks:
     """A training under way."""
 
-    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: TrainPlan, trainer: RemoteTrainer):
         self.session, self.plan, self.trainer = opened, plan, trainer
         self.promise = Promise()
         self.promise.set_running_or_notify_cancel()
@@ -189,7 +189,7 @@ class _Ranks:
 class _LocalRanks(_Ranks):
     """One rank, in a thread of this process."""
 
-    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: TrainPlan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
         self._drive: RankDriver | None = None
         self._over = False
@@ -247,7 +247,7 @@ _making = threading.Lock()
 class _RayRanks(_Ranks):
     """Ranks in processes of Ray Train, which starts all of them again when one dies."""
 
-    def __init__(self, opened: ClusterSession, plan: Plan, trainer: RemoteTrainer):
+    def __init__(self, opened: ClusterSession, plan: TrainPlan, trainer: RemoteTrainer):
         super().__init__(opened, plan, trainer)
         ranks = opened.cluster
         from bray.cluster.ray import RayCluster

@@ -45,7 +45,7 @@ _GRACE = 5.0  # seconds that a user's function has after the end of the session
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """What every rank of a trainer does."""
 
     name: str
@@ -62,7 +62,7 @@ class Plan:
     settings: Settings = field(default_factory=Settings)
 
 
-def execute(plan: Plan, device: torch.device, started: Callable[[RankDriver], None]) -> Any:
+def execute(plan: TrainPlan, device: torch.device, started: Callable[[RankDriver], None]) -> Any:
     """Do it; `started` is told of the driver, where there is one."""
     if plan.train is not None:
         return plan.train(*plan.args, **plan.kwargs)
@@ -71,7 +71,7 @@ def execute(plan: Plan, device: torch.device, started: Callable[[RankDriver], No
     return driver.train()
 
 
-def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
+def make_driver(plan: TrainPlan, ranks: Ranks, device: torch.device) -> RankDriver:
     """The loop over the components that the plan names."""
     from bray.remote.buffer.handle import RemoteBuffer
     from bray.remote.master import merge, reported
@@ -96,7 +96,7 @@ def make_driver(plan: Plan, ranks: Ranks, device: torch.device) -> RankDriver:
 
 
 def assemble(
-    plan: Plan,
+    plan: TrainPlan,
     model: torch.nn.Module,
     remote_model: Any,
     buffers: Mapping[str, Any],
@@ -149,7 +149,7 @@ def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], ba
     experience.columns = max(1, rows // experience.piece_length)
 
 
-def _as_rows(plan: Plan, name: str, buffer: Any, model: Any) -> Any:
+def _as_rows(plan: TrainPlan, name: str, buffer: Any, model: Any) -> Any:
     """A buffer that agents with an algorithm push into, as rows prepared by that algorithm; any other as it is."""
     for section in plan.config.values():
         if isinstance(section, Mapping) and section.get("buffer") == name and section.get("algo") is not None:
@@ -178,7 +178,7 @@ def trainer_path(run: Path, name: str) -> Path:
     return run if read_json(claim).get("name") == name else own
 
 
-def described_by(plan: Plan) -> AlgoSetup | None:
+def described_by(plan: TrainPlan) -> AlgoSetup | None:
     """The algorithm that plays with the model that is trained: the trainer's own, or that of an agent. It knows spaces
     and acting rule."""
     model = plan.model if isinstance(plan.model, str) else plan.model.name
@@ -205,7 +205,7 @@ def describe_run(setup: AlgoSetup, module: Any, model: str, config: Mapping[str,
             logger.warning("%s: `bray eval` will not find the network of %s: %s", run.path, model, e)
 
 
-def _algorithm(plan: Plan, cls: Any) -> tuple[AlgoSetup, Any]:
+def _algorithm(plan: TrainPlan, cls: Any) -> tuple[AlgoSetup, Any]:
     """The algorithm of a plan, and the class of its Learner where that is another one."""
     if cls is not None and not hasattr(cls, "update"):
         raise ConfigError(
@@ -260,7 +260,7 @@ def rank_main(info: SessionInfo, name: str, address: Address, made: list[Any], u
     where = f"trainer {name}, rank {ranks.rank} of {ranks.size} (pid {os.getpid()} on {socket.gethostname()})"
     logger.info("%s begins", where)
     try:
-        plan: Plan = session().cluster.get(made[0])  # only now: the user's modules are found on the session's path
+        plan: TrainPlan = session().cluster.get(made[0])  # only now: the user's modules are found on the session's path
         device = device_of(use_gpu, where)
         ranks.check_gpus(device)
         with _Line(address, plan) as line:
@@ -302,7 +302,7 @@ def _flush_numbers() -> None:
 class _Line:
     """The connection to the process that called `train`. When that ends the session, or is gone, the rank ends too."""
 
-    def __init__(self, address: Address, plan: Plan):
+    def __init__(self, address: Address, plan: TrainPlan):
         self._driven = plan.train is None
         self._drive: RankDriver | None = None
         self._over = self._left = False

@@ -1,4 +1,4 @@
-"""A player: environments, a Policy and a copy of the Model (or a line to it), in a process of their own. It plays rows
+"""A sampler: environments, a Policy and a copy of the Model (or a line to it), in a process of their own. It plays rows
 when it is asked to."""
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Parts:
 
 
 @dataclass
-class Plan(Parts):
-    """What a player is told."""
+class SamplerPlan(Parts):
+    """What a sampler is told."""
 
     index: int
     """From 1; 0 is the process that learns."""
@@ -58,7 +58,7 @@ class Plan(Parts):
 
 
 class Played(NamedTuple):
-    """The rows that a player was asked for."""
+    """The rows that a sampler was asked for."""
 
     piece: Piece
     counts: Counts
@@ -70,10 +70,10 @@ class Played(NamedTuple):
     """Of its returns, where rewards are normalised by them (`RewardTransform`)."""
 
 
-class Player:
+class Sampler:
     """See the module."""
 
-    def __init__(self, plan: Plan, line: Line | None = None):
+    def __init__(self, plan: SamplerPlan, line: Line | None = None):
         """line: where inference is central, whom to ask."""
         torch.set_num_threads(1)
         self._plan, self._line, self._seed = plan, line, plan.run.seed
@@ -125,7 +125,7 @@ class Player:
 
     def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
         """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are
-        normalised by the `returns` of all players, and what comes here."""
+        normalised by the `returns` of all samplers, and what comes here."""
         self.laps.lap("idle")
         if self._line is None:
             load_weights(self.model, weights)

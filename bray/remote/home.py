@@ -1,4 +1,4 @@
-"""Players of rollout workers on a Ray cluster (`run.cluster: ray`): a `Home` for `bray.train.workers`."""
+"""Samplers of rollout workers on a Ray cluster (`run.cluster: ray`): a `Home` for `bray.train.workers`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from bray.act import Clock
 from bray.cluster.feed import StoreFeed
 from bray.cluster.ray_workers import RayWorker, RayWorkers
 from bray.train.config import RunConfig
-from bray.train.player import Plan, Player
+from bray.train.sampler import Sampler, SamplerPlan
 
 
-class RayPlayers:
-    """Where players live: processes that Ray places on any node. Weights and pieces go through its object store."""
+class RayHome:
+    """Where samplers live: processes that Ray places on any node. Weights and pieces go through its object store."""
 
     def __init__(self, run: RunConfig):
         cpus, gpus = run.num_cpus_per_worker, run.num_gpus_per_worker
         self._workers = RayWorkers("rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
         self._feed = StoreFeed(self._workers.put)
 
-    def start(self, plan: Plan) -> RayWorker:
-        """Begin to start a player; `started` waits for it."""
-        return self._workers.start(partial(Player, plan), replaces=plan.life > 0)
+    def start(self, plan: SamplerPlan) -> RayWorker:
+        """Begin to start a sampler; `started` waits for it."""
+        return self._workers.start(partial(Sampler, plan), replaces=plan.life > 0)
 
     def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> Any:
-        """Weights for players to come; what `play` is given for them."""
+        """Weights for samplers to come; what `play` is given for them."""
         return self._feed.publish(weights, clock)
 
     def wait(self, workers: Sequence[RayWorker], timeout: float) -> list[RayWorker]:
