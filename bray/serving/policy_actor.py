@@ -130,7 +130,8 @@ class BasePolicyAgent(Agent):
 
     def make_rows(self) -> Rows | None:
         """What learns from this session, or counts its episodes; None = nobody."""
-        return self.model.make_rows()
+        rows: Rows | None = self.model.make_rows()
+        return rows
 
     def observe(self, state: State) -> tuple[Any, ...]:
         """(observation, reward of the previous action, terminated, truncated) of a tick, and maybe a mask of legal
