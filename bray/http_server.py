@@ -87,7 +87,7 @@ class HttpServer:
         try:
             while await self._take(reader, writer) and self._server.is_serving():
                 pass
-        except (EOFError, ConnectionError, TimeoutError):
+        except (EOFError, ConnectionError, TimeoutError, asyncio.CancelledError):  # the last: its loop ends
             logger.debug("a connection broke", exc_info=True)
         finally:
             writer.close()

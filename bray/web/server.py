@@ -92,7 +92,9 @@ class RenderServer:
         return f"http://{'127.0.0.1' if self.host in ('0.0.0.0', '') else self.host}:{self.port}/"
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._closed.set)
+        """May be called again."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self.exports.close()
