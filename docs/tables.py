@@ -3,7 +3,7 @@
 A table of keys stands between `<!-- keys: NAME -->` and `<!-- end -->`; NAME is what `bray schema NAME` takes. Metrics
 stand after `<!-- metrics -->`, what was measured of an algorithm (`bray/presets/scores.json`) after
 `<!-- scores: NAME -->`.
-`tests/test_options.py` fails when a page is stale.
+`tests/cli/test_options.py` fails when a page is stale.
 """
 
 import re

@@ -14,6 +14,10 @@ import pytest
 
 os.environ["COLUMNS"] = "160"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes that tests start find the helpers beside this file too.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    dict.fromkeys([str(Path(__file__).parent), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+)
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # no Ray but those that tests start
 
 if "BRAY_TESTS_STATE" not in os.environ:  # the processes that tests start inherit it
@@ -110,7 +114,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.removeprefix("tests/") in SLOW:
+        if item.path.name + item.nodeid.partition(".py")[2] in SLOW:
             item.add_marker(pytest.mark.slow)
 
 

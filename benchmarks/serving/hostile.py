@@ -7,7 +7,7 @@ ticks at a time and reads the replies.
 bodies: 120 connections send 16 MiB bodies but for their last byte, then close, again and again. tokens: the same with a
 wrong token.
 `reads`: what reading one tick that is accepted holds the loop for, at the limits of its size. What is measured are
-milliseconds; the mechanisms are tested in tests/test_serving_limits.py and tests/test_values.py.
+milliseconds; the mechanisms are tested in tests/serving/test_serving_limits.py and tests/serving/test_values.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A check is a function of a run's rows and options that yields a sentence, with c
 looks bad. It is said when 5 of the last 10 rows do. A number that a row does not have is NaN, for which no comparison
 holds: a check asks what is bad, and says nothing where it cannot know. The limits are far from what healthy runs show
 (the pages of docs/algorithms tell what that is): a warning is to be believed. To add one, write the function here under
-`@check`, a line for the table of docs/algorithms.md, and its signs in tests/test_health.py.
+`@check`, a line for the table of docs/algorithms.md, and its signs in tests/diagnosis/test_health.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,276 @@
+"""A run says what looks wrong with it: each cause is provoked, and sound runs are left in peace."""
+
+import logging
+import re
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+import bray.diagnosis.watch
+from bray.cli.main import main
+from bray.data.experience import Replay
+from bray.diagnosis.symptoms import CHECKS, Symptoms
+from bray.experiment import Experiment
+from bray.figures import read_results
+from bray.rundir import RunDir
+from bray.train.units import dead_share
+
+ON = {"num_envs": 8, "rollout_length": 64, "save_figure": False, "checkpoint_freq": 0}
+OFF = {"num_envs": 4, "learning_starts": 100, "train_every": 4, "save_figure": False, "checkpoint_freq": 0}
+
+
+@pytest.fixture(autouse=True)
+def short_iterations(monkeypatch):
+    monkeypatch.setattr(Replay, "iteration_steps", 100)
+    monkeypatch.setattr(bray.diagnosis.watch, "COUNT_UNITS", 5)
+
+
+def trained(algo, env, config, iterations, path=None):
+    exp = Experiment(algo, env, use_preset=False, config=config, path=path, seed=0)
+    rows = list(exp.train({"training_iteration": iterations}))
+    exp.close()
+    return rows
+
+
+def warnings(caplog):
+    return [r.message for r in caplog.records if r.levelno == logging.WARNING]
+
+
+# --- provoked ---------------------------------------------------------------------------------------------------------
+
+
+class Big(gym.Wrapper):
+    """CartPole whose rewards are 10,000 times as large."""
+
+    def __init__(self):
+        super().__init__(gym.make("CartPole-v1"))
+
+    def step(self, action):
+        obs, reward, *rest = self.env.step(action)
+        return obs, 1e4 * reward, *rest
+
+
+def test_a_learning_rate_that_is_too_high(tmp_path, caplog, capsys):
+    """The policy jumps; it may also jump to an end where it stays."""
+    rows = trained("PPO", "CartPole-v1", {**ON, "lr": 0.1, "epochs": 4, "minibatches": 4}, 10, tmp_path / "r")
+    said = next(w for w in warnings(caplog) if "moves too far in each update" in w or "always does the same" in w)
+    assert "Usually helps: lower lr (0.100 now), " in said or "Usually helps: lower lr (0.100 now) or" in said
+    assert "health" not in rows[0]
+    assert rows[-1]["health"].startswith(("step size", "entropy", "dead units"))
+    assert read_results(tmp_path / "r")[-1]["health"] == rows[-1]["health"]
+    assert said in RunDir.open(tmp_path / "r").log.read_text()
+    assert main(["runs", str(tmp_path)]) == 0
+    assert rows[-1]["health"] in capsys.readouterr().out
+
+    caplog.clear()
+    exp = Experiment.resume(tmp_path / "r")
+    again = list(exp.train({"training_iteration": 14}))
+    exp.close()
+    assert again[0]["health"].startswith(rows[-1]["health"])
+    assert said.partition("(")[0] not in caplog.text  # it was said before
+
+
+@pytest.mark.parametrize(("algo", "config"), [("PPO", {**ON, "minibatches": 16}), ("A2C", ON), ("DQN", OFF)])
+def test_rewards_of_ten_thousand(algo, config, caplog, tmp_path):
+    rows = trained(algo, "test_health:Big", config, 12, tmp_path / "r")
+    assert rows[-1]["health"] == "reward scale"
+    (said,) = warnings(caplog)
+    assert re.match(r"rewards are large \(returns of [\d,]+, so values of about [\de.+]+\)", said)
+    assert said.endswith("Usually helps: set normalize_rewards or set clip_rewards.")
+
+
+def test_rewards_of_ten_thousand_that_are_normalised(caplog, tmp_path):
+    trained("PPO", "test_health:Big", {**ON, "normalize_rewards": True}, 8, tmp_path / "r")
+    assert not warnings(caplog)
+
+
+def test_dead_relus(caplog, tmp_path):
+    exp = Experiment(
+        "DQN", "CartPole-v1", use_preset=False, path=tmp_path / "r", config={**OFF, "fcnet_activation": "relu"}
+    )
+    layers = [m for m in exp.training.model.modules() if isinstance(m, nn.Linear)]
+    with torch.no_grad():
+        layers[0].bias.fill_(-1e3)  # where one step that is far too large leads
+    rows = list(exp.train({"training_iteration": 6}))
+    exp.close()
+    assert rows[4]["health/dead_units"] == 1.0
+    assert rows[4]["health"] == "dead units"
+    (said,) = warnings(caplog)
+    assert said.startswith(
+        "100% of the units of a layer say the same of every observation (ReLUs at zero, tanh at one end)"
+    )
+    assert "set layer_norm, change fcnet_activation (relu now)" in said
+
+
+def test_entropy_collapse(caplog, tmp_path):
+    rows = trained("A2C", "CartPole-v1", {**ON, "lr": 1.0}, 12, tmp_path / "r")
+    assert "entropy" in rows[-1]["health"].split(", ")
+    (said,) = [w for w in warnings(caplog) if "always does the same" in w]
+    assert "no better than at the start" in said
+    assert said.endswith("Usually helps: lower lr (1 now) or raise entropy_coef (0.010 now).")
+
+
+def test_values_that_feed_on_themselves(caplog, tmp_path):
+    """The target network is the network itself, and a linear one: nothing holds the values."""
+    config = {**OFF, "lr": 0.3, "target_period": 1, "double": False, "max_grad_norm": None, "fcnet_activation": "none"}
+    rows = trained("DQN", "test_health:Growing", config, 14, tmp_path / "r")
+    assert "action values" in rows[-1]["health"].split(", ")
+    (said,) = [w for w in warnings(caplog) if "far beyond what the rewards allow" in w]
+    assert "lower lr (0.300 now), raise target_period (1 now)" in said
+    assert said.endswith("or set double.")
+
+
+def test_minibatches_of_a_few_rows(caplog, tmp_path):
+    """PPO's pieces are cut for eight environments; one game alone leaves two rows in each."""
+    rows = trained("PPO", "CartPole-v1", {"num_envs": 1, "rollout_length": 64, "epochs": 2}, 6, tmp_path / "r")
+    assert rows[-1]["health"] == "small minibatches"
+    (said,) = warnings(caplog)
+    assert said.startswith("each gradient step learns from 2 rows only")
+    assert said.endswith("lower minibatches (32 now), raise num_envs (1 now) or raise rollout_length (64 now).")
+
+
+class Growing(gym.Env):
+    """One reward a step, ten steps, observations that grow."""
+
+    observation_space = spaces.Box(-1e3, 1e3, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.t += 1
+        return np.float32([10.0 * self.t, -self.t]), 1.0, False, self.t == 10, {}
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+EPISODES = {
+    "episode_return_mean": 20.0,
+    "episode_return_min": 10.0,
+    "episode_return_max": 50.0,
+    "episode_length_mean": 20.0,
+}
+OPTIONS = {
+    "gamma": 0.99,
+    "lr": 1e-3,
+    "normalize_rewards": False,
+    "clip_rewards": None,
+    "max_staleness": None,
+    "epochs": 10,
+    "minibatches": 32,
+}
+SOUND = {"loss/kl": 0.01, "loss/clip_fraction": 0.1, "loss/entropy": 0.5, "loss/explained_variance": 0.8,
+         "loss/value_loss": 5.0, "loss/grad_norm": 3.0, "loss/q": 40.0, "health/dead_units": 0.4,
+         "replay/size": 1000.0, "replay/staleness_mean": 300.0, "env_steps_total": 2000,
+         "learner_steps_total": 1000}  # fmt: skip
+SIGNS = {
+    "loss": ({"loss/value_loss": 1e25}, 1),
+    "entropy": ({"loss/entropy": 1e-6}, 5),
+    "step size": ({"loss/clip_fraction": 0.7}, 5),
+    "value function": ({"loss/explained_variance": -2.0, "loss/value_loss": 500.0}, 20),
+    "action values": ({"loss/q": -2_600.0}, 5),
+    "reward scale": ({"episode_return_mean": 5e3, "loss/explained_variance": 0.0}, 5),
+    "gradients": ({"loss/grad_norm": 4_000.0}, 5),
+    "dead units": ({"health/dead_units": 0.95}, 1),
+    "stale replay": ({"replay/staleness_mean": 1_200.0}, 5),
+    "small minibatches": ({"env_steps_total": 3_000, "learner_steps_total": 5_000}, 1),
+}
+
+
+@pytest.mark.parametrize("cause", SIGNS)
+def test_each_cause_is_said_once_and_only_after_its_patience(cause, caplog):
+    changed, patience = SIGNS[cause]
+    symptoms = Symptoms(OPTIONS)
+    for _ in range(12):
+        assert symptoms.look({**EPISODES, **SOUND}) == []
+    for n in range(1, 2 * patience + 5):
+        told = symptoms.look({**EPISODES, **SOUND, **changed})
+        assert told == ([cause] if n >= patience else [])
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("cause", [c for c, (_, patience) in SIGNS.items() if patience > 1])
+def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
+    changed, patience = SIGNS[cause]
+    symptoms = Symptoms(OPTIONS)
+    for i in range(4 * patience):
+        symptoms.look({**EPISODES, **SOUND, **(changed if i % 3 == 0 else {})})
+    assert not caplog.records
+
+
+def test_all_causes_are_tried_here_and_documented():
+    assert list(SIGNS) == list(CHECKS)
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    table = text.partition("\n## When something looks wrong\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([a-z ]+)` \|", table, re.M) == list(CHECKS)
+
+
+def test_numbers_that_are_missing_or_not_finite_say_nothing(caplog):
+    symptoms = Symptoms()
+    for row in ({}, dict.fromkeys([*SOUND, *EPISODES]), dict.fromkeys([*SOUND, *EPISODES], float("nan"))):
+        for _ in range(30):
+            assert symptoms.look(row) == []
+    assert not caplog.records
+
+
+# --- dead units -------------------------------------------------------------------------------------------------------
+
+
+def test_dead_units_are_counted_in_any_network():
+    obs = np.random.default_rng(0).normal(size=(251, 4)).astype(np.float32)
+    dense = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
+    dense[0].bias.data = torch.tensor([-1e3] * 6 + [1e3] * 2)  # a ReLU far above zero is alive
+    dense[2].weight.data.zero_()
+    assert dead_share(dense, obs) == 0.75
+    dense[2].bias.data = torch.tensor([-1e3] * 4 + [1e3] * 4)
+    assert dead_share(dense, obs) == 1.0  # tanh at both ends, but never at another one
+    dense[2].bias.data = torch.tensor([4.0] * 8)
+    assert dead_share(dense, obs) == 0.75  # 0.9993: far out, and it comes back
+    pictures = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 1), nn.ReLU(inplace=True), nn.Flatten())
+    pictures[1].bias.data = torch.tensor([-1e3] * 2 + [1e3] * 6)
+    assert dead_share(pictures, obs) == 0.25
+    assert dead_share(nn.Sequential(nn.Linear(4, 8), nn.ELU()), obs) is None
+    assert dead_share(nn.Sequential(nn.Linear(4, 2), nn.Tanh()), obs) is None  # an action, not a layer
+
+
+def test_counting_dead_units_leaves_a_network_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    dead_share(model, np.ones((9, 4), np.float32))
+    assert model.training
+    assert model[1].training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("config", [{}, {"use_lstm": True, "lstm_cell_size": 8, "rollout_length": 8}])
+def test_dead_units_of_a_run_with_memory(config, tmp_path):
+    rows = trained(
+        "PPO", "CartPole-v1", {**ON, **config, "fcnet_activation": "relu", "fcnet_hiddens": [16]}, 5, tmp_path / "r"
+    )
+    assert 0.0 <= rows[-1]["health/dead_units"] < 0.5
+
+
+# --- no false alarm ---------------------------------------------------------------------------------------------------
+
+PRESETS = [("PPO", "CartPole-v1"), ("A2C", "CartPole-v1"), ("PQN", "CartPole-v1"), ("DQN", "CartPole-v1"),
+           ("C51", "CartPole-v1"), ("QR-DQN", "CartPole-v1"), ("IQN", "CartPole-v1"), ("Rainbow", "CartPole-v1"),
+           ("PPO", "Pendulum-v1"), ("SAC", "Pendulum-v1")]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("algo", "env"), PRESETS)
+def test_presets_train_without_a_warning(algo, env, caplog, tmp_path, monkeypatch):
+    monkeypatch.undo()  # the iterations of a user
+    exp = Experiment(algo, env, path=tmp_path / "r", seed=7, config={"save_figure": False})
+    rows = list(exp.train())
+    exp.close()
+    assert [w for w in warnings(caplog) if "bray doctor" not in w] == []  # what it says of its speed is the machine's
+    assert not any("health" in row for row in rows)
