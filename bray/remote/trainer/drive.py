@@ -190,9 +190,6 @@ class RankDriver(Driver):
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Who has asked to stop meanwhile is not forgotten."""
-
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
         row = super().iterate(most_episodes)
         if row is None or not self.ranks.first:
