@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from bray.cluster import io
@@ -16,6 +17,7 @@ from bray.remote.buffer.reader import BufferReader
 from bray.remote.buffer.writer import Writer
 
 FLUSH_TIMEOUT = 5.0
+_A_MOMENT = 0.002  # seconds in which a shard that has samples answers
 
 
 class BufferConnection:
@@ -35,7 +37,7 @@ class BufferConnection:
             ports = [*(links := [ShardLink(here, n, self) for n in names])]
             self._links = links
         self.writer = Writer(settings, ports, here=not self._links)
-        self.reader = BufferReader(settings, ports, io.call if self._links else lambda function: function())
+        self.reader = BufferReader(settings, ports, *((io.call, _later) if self._links else (_now, _now)))
         self._reading = self._closed = False
 
     def read(self, prefetch: int) -> BufferReader:
@@ -97,6 +99,14 @@ class BufferConnection:
 
     def port_failed(self, error: BaseException | None) -> None:
         self.reader.fail(error if isinstance(error, BrayError) else BrayError(str(error)))
+
+
+def _later(function: Callable[[], None]) -> None:
+    io.loop().call_later(_A_MOMENT, function)
+
+
+def _now(function: Callable[[], None]) -> None:
+    function()
 
 
 _connections: dict[tuple[bytes, str], BufferConnection] = {}

@@ -50,10 +50,16 @@ class _Waiter(Promise):
 
 class BufferReader:
     """Fetched batches (or samples), each for one consumer, and the callers that wait for one. `run` calls a function
-    where ports may be used: on the io loop, or at once."""
+    where ports may be used: on the io loop, or at once. `later` does so there after a moment."""
 
-    def __init__(self, settings: BufferDefinition, ports: Sequence[Port], run: Callable[[Callable[[], None]], None]):
-        self._settings, self._ports, self._run = settings, ports, run
+    def __init__(
+        self,
+        settings: BufferDefinition,
+        ports: Sequence[Port],
+        run: Callable[[Callable[[], None]], None],
+        later: Callable[[Callable[[], None]], Any],
+    ):
+        self._settings, self._ports, self._run, self._later = settings, ports, run, later
         self._lock = threading.RLock()
         self._waiters: deque[_Waiter] = deque()
         self._back: deque[Make] = deque()  # returned by callers that were interrupted
@@ -166,7 +172,9 @@ class BufferReader:
     def _is_low(self) -> bool:
         return len(self._ready) < self.prefetch
 
-    def _ask(self) -> None:
+    def _ask(self, of_all: bool = False) -> None:
+        """Without prefetching, one shard for each caller that waits; of all only when that one has nothing: what a
+        second one sends as well would lie here until somebody pops again."""
         with self._lock:
             live = [p for p in self._ports if not p.gone]
             if not live:
@@ -181,11 +189,20 @@ class BufferReader:
             with self._lock:
                 wanted = bool(self._waiters) or self._is_low()
                 depth = 2 if self.prefetch else 1
-                if not wanted or not port.up or port in self._ended or self._asked[port] >= depth:
+                enough = not self.prefetch and not of_all and sum(self._asked.values()) >= len(self._waiters)
+                if not wanted or enough or not port.up or port in self._ended or self._asked[port] >= depth:
                     continue
                 self._asked[port] += 1
                 most, wait = self._most if self.prefetch else 1, self._wait
             port.pop(most, lambda *answer, port=port, most=most, wait=wait: self._got(port, most, wait, *answer))
+        with self._lock:
+            first = self._waiters[0] if self._waiters else None
+        if first is not None and not self.prefetch and not of_all:
+            self._later(lambda: self._ask_all_for(first))
+
+    def _ask_all_for(self, first: _Waiter) -> None:
+        if self._waiters and self._waiters[0] is first:
+            self._ask(of_all=True)
 
     def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None) -> None:
         with self._lock:
