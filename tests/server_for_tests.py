@@ -114,9 +114,9 @@ class Server:
         except (OSError, ValueError):
             pass
         finally:
+            sock.close()  # first: who sees that it is not open any more may send at once
             with self.lock:
                 self.open.discard(sock)
-            sock.close()
 
     # --- the protocols ------------------------------------------------------------------------------------------------
 
