@@ -2,7 +2,9 @@
 
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
 first alternates. Training: environment steps per second of CPU time of all processes, after a warm-up, so that other
-work on the machine counts less; `ppo-workers` has two worker processes. `live`, `launched`: rows that PPO learns from
+work on the machine counts less; `ppo-workers` has two worker processes. The two trainings of a pair take turns every
+twentieth of their steps, the same work for both, because the speed of a core changes within seconds: a pair's ratio is
+the median over those turns. `live`, `launched`: rows that PPO learns from
 32 games in another process, per second of CPU time of `bray train --live` and of `bray launch` in one process.
 `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another process.
 `local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes. These and `live`, `launched`
@@ -30,6 +32,7 @@ TRAINING = {
     "sac": ("SAC", "Pendulum-v1", 3_000, {}),
     "ppo-workers": ("PPO", "CartPole-v1", 60_000, {"num_workers": 2}),
 }
+TURNS, WARM_UP = 20, 4  # the first turns are not counted
 LIVE = ("live", "launched")
 REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
@@ -39,12 +42,12 @@ from bray.experiment import Experiment
 run, env, steps, config = json.loads(sys.argv[1])
 training = Experiment(run=run, env=env, config=config).training
 cpu = lambda: cpu_seconds(family(os.getpid()))
-while training.env_steps < steps // 6:
-    training.iterate()
-before, start = training.env_steps, cpu()
-while training.env_steps < steps:
-    training.iterate()
-print((training.env_steps - before) / (cpu() - start))
+training.iterate()
+for line in sys.stdin:  # a turn
+    before, start = training.env_steps, cpu()
+    while training.env_steps < before + steps // TURNS:
+        training.iterate()
+    print((training.env_steps - before) / (cpu() - start), flush=True)
 training.close()
 """
 _SERVE = """
@@ -85,10 +88,8 @@ def measure(tree: Path, case: str, folder: str) -> float:
         words = ["-c", f"GAMES = {_GAMES!r}\n{_SERVE}"]
     elif case in LIVE:
         words = ["-m", "benchmarks.live", "--side", case, "--repeat", "1", "--seconds", "12"]
-    elif case in REMOTE:
-        words = ["-m", "benchmarks.remote.ours", case, "--seconds", "5"]
     else:
-        words = ["-c", _TRAIN, json.dumps(TRAINING[case])]
+        words = ["-m", "benchmarks.remote.ours", case, "--seconds", "5"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment(tree), cwd=folder)
     if done.returncode:
         raise SystemExit(f"{case} in {tree} failed: {done.stderr.strip()[-400:]}")
@@ -98,6 +99,24 @@ def measure(tree: Path, case: str, folder: str) -> float:
     if case in REMOTE:
         return 1e6 / lines[-1]["cpu_us"]
     return float(done.stdout.split()[-1])
+
+
+def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[float]]:
+    """Steps per CPU second of each turn, for each tree."""
+    words = [sys.executable, "-c", f"TURNS = {TURNS}\n{_TRAIN}", json.dumps(TRAINING[case])]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
+    both = [subprocess.Popen(words, env=environment(tree), **pipes) for tree in trees]
+    rates: list[list[float]] = [[] for _ in trees]
+    for _ in range(TURNS):
+        for child, out in zip(both, rates, strict=True):
+            print("go", file=child.stdin, flush=True)
+            if not (line := child.stdout.readline()):
+                raise SystemExit(f"{case}: a training ended by itself")
+            out.append(float(line))
+    for child in both:
+        child.stdin.close()
+        child.wait()
+    return [out[WARM_UP:] for out in rates]
 
 
 def main() -> int:
@@ -110,11 +129,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bray-against-") as folder, other_tree(args.rev, Path(folder)) as other:
         print(f"{'case':<12} {'here':>9} {args.rev:>9} {'ratio':>6}  pairs")
         for case in args.cases or cases:
-            here, there = [], []
+            here, there, ratios = [], [], []
             for i in range(args.pairs):
-                for tree, out in ((ROOT, here), (other, there))[:: 1 if i % 2 else -1]:
-                    out.append(measure(tree, case, folder))
-            ratios = [a / b for a, b in zip(here, there, strict=True)]
+                order = 1 if i % 2 else -1
+                trees = [ROOT, other][::order]
+                if case in TRAINING:
+                    ours, theirs = train_in_turns(trees, case, folder)[::order]
+                else:
+                    ours, theirs = [[measure(tree, case, folder)] for tree in trees][::order]
+                here.append(statistics.median(ours))
+                there.append(statistics.median(theirs))
+                ratios.append(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
             shown = " ".join(f"{r:.2f}" for r in ratios)
             middle = [statistics.median(x) for x in (here, there, ratios)]
             print(f"{case:<12} {middle[0]:>9,.0f} {middle[1]:>9,.0f} {middle[2]:>6.3f}  {shown}", flush=True)
