@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 EXTRAS ?= train,serve,remote,atari,mujoco,dev
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is wanted: without it every start of Python recompiles the libraries.
@@ -18,9 +19,12 @@ unexport PYTHONDONTWRITEBYTECODE
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip uninstall -q -y bray 2>/dev/null  # how the distribution was called before 0.2
-	$(BIN)/pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	@PYTHON=$(PYTHON) tools/install $(VENV) $(EXTRAS)
+	@touch $@ $(DEMO_STAMP)
+
+# The demo needs neither Ray nor Atari nor the developers' tools.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	@PYTHON=$(PYTHON) tools/install $(VENV) train,serve
 	@touch $@
 
 # Debian packages that tests need, where there is root; none is needed to train.
@@ -34,7 +38,7 @@ box2d: setup
 	$(BIN)/pip install -q -c constraints.txt swig setuptools wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q -c constraints.txt --no-build-isolation box2d-py
 
-demo: setup
+demo: $(DEMO_STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: setup system lint types

@@ -3,8 +3,8 @@
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
 first alternates. Training: environment steps per second of CPU time of all processes, after a warm-up, so that other
 work on the machine counts less; `ppo-workers` has two worker processes. The two trainings of a pair take turns every
-twentieth of their steps, the same work for both, because the speed of a core changes within seconds: a pair's ratio is
-the median over those turns. `live`, `launched`: rows that PPO learns from
+twentieth of their steps (or every iteration), the same work for both, because the speed of a core changes within
+seconds: a pair's ratio is the median over those turns. `live`, `launched`: rows that PPO learns from
 32 games in another process, per second of CPU time of `bray train --live` and of `bray launch` in one process.
 `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another process.
 `local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes. These and `live`, `launched`
@@ -26,13 +26,13 @@ from benchmarks.same_weights import BASE, ROOT, environment, other_tree
 
 TRAINING = {
     "ppo": ("PPO", "CartPole-v1", 60_000, {}),
-    "ppo-lstm": ("PPO", "CartPole-v1", 16_000, {"use_lstm": True}),
+    "ppo-lstm": ("PPO", "CartPole-v1", 25_000, {"use_lstm": True}),
     "a2c": ("A2C", "CartPole-v1", 40_000, {}),
     "dqn": ("DQN", "CartPole-v1", 12_000, {}),
-    "sac": ("SAC", "Pendulum-v1", 3_000, {}),
+    "sac": ("SAC", "Pendulum-v1", 12_000, {}),
     "ppo-workers": ("PPO", "CartPole-v1", 60_000, {"num_workers": 2}),
 }
-TURNS, WARM_UP = 20, 4  # the first turns are not counted
+TURNS, WARM_UP = 20, 3  # in how many turns a training is made at most; the first ones are not counted
 LIVE = ("live", "launched")
 REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
@@ -42,12 +42,11 @@ from bray.experiment import Experiment
 run, env, steps, config = json.loads(sys.argv[1])
 training = Experiment(run=run, env=env, config=config).training
 cpu = lambda: cpu_seconds(family(os.getpid()))
-training.iterate()
 for line in sys.stdin:  # a turn
     before, start = training.env_steps, cpu()
     while training.env_steps < before + steps // TURNS:
         training.iterate()
-    print((training.env_steps - before) / (cpu() - start), flush=True)
+    print(training.env_steps, (training.env_steps - before) / (cpu() - start), flush=True)
 training.close()
 """
 _SERVE = """
@@ -107,12 +106,14 @@ def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[float
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
     both = [subprocess.Popen(words, env=environment(tree), **pipes) for tree in trees]
     rates: list[list[float]] = [[] for _ in trees]
-    for _ in range(TURNS):
+    done = 0
+    while done < TRAINING[case][2]:
         for child, out in zip(both, rates, strict=True):
             print("go", file=child.stdin, flush=True)
             if not (line := child.stdout.readline()):
                 raise SystemExit(f"{case}: a training ended by itself")
-            out.append(float(line))
+            done, rate = int(line.split()[0]), float(line.split()[1])
+            out.append(rate)
     for child in both:
         child.stdin.close()
         child.wait()

@@ -26,6 +26,7 @@ EVAL_CI = "eval/return_ci95"
 EVAL_STEPS = "eval/env_steps"
 _COLORS = ("#2f6fb5", "#d9722e", "#3a9a5b", "#b5403f", "#7a5aa8", "#8a6a4f", "#c46aa5", "#5b6770")
 _POINTS = 300  # of a curve averaged over seeds
+_ENOUGH = 20  # episodes, before their mean return is drawn
 
 PathLike = str | Path
 
@@ -61,6 +62,14 @@ def series(rows: Sequence[Mapping[str, Any]], key: str, x: str = ENV_STEPS) -> t
     ]
     xs, ys = zip(*points, strict=True) if points else ((), ())
     return np.array(xs, float), np.array(ys, float)
+
+
+def _returns(rows: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """The curve of the training's returns. Which episodes end first says more of their length than of the policy, so it
+    begins when some have ended."""
+    enough = [r for r in rows if r.get("episodes_total", _ENOUGH) >= _ENOUGH]
+    curve = series(enough, TRAIN)
+    return curve if len(curve[0]) else series(rows, TRAIN)
 
 
 def mean_and_std(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -145,8 +154,10 @@ def plot_learning_curve(axes: Any, run_dirs: PathLike | Sequence[PathLike]) -> N
     """Draw a learning curve on the axes of a figure."""
     dirs = [run_dirs] if isinstance(run_dirs, (str, Path)) else list(run_dirs)
     results = [read_results(d) for d in dirs]
-    _draw(axes, [series(rows, TRAIN) for rows in results], _COLORS[0], "training", [str(d) for d in dirs])
     evaluations = [e for e in map(_evaluations, results) if len(e[0])]
+    curves = [_returns(rows) for rows in results]
+    if any(len(x) for x, _ in curves) or not evaluations:  # learning from files plays no episodes
+        _draw(axes, curves, _COLORS[0], "training", [str(d) for d in dirs])
     if len(dirs) > 1 and evaluations:
         _draw(axes, [e[:2] for e in evaluations], _COLORS[1], "evaluation", [str(d) for d in dirs])
     elif evaluations:
@@ -167,7 +178,7 @@ def overlay(
         raise DataError("a figure needs at least one run, got none")
     with _figure(Path(out), title or "Learning curves", threshold) as axes:
         given = {k: [v] if isinstance(v, (str, Path)) else list(v) for k, v in runs.items()}
-        curves = {label: [series(read_results(d), TRAIN) for d in dirs] for label, dirs in given.items()}
+        curves = {label: [_returns(read_results(d)) for d in dirs] for label, dirs in given.items()}
         empty = [label for label, seeds in curves.items() if not any(len(x) for x, _ in seeds)]
         for i, (label, seeds) in enumerate(curves.items()):
             if label not in empty or len(empty) == len(curves):
@@ -183,7 +194,7 @@ def _draw(
     """A curve, or thin ones with their mean and its band."""
     curves = [c for c in curves if len(c[0])]
     if not curves:
-        raise DataError(f"{', '.join(names) or 'no run'}: no finished episode with {TRAIN} and {ENV_STEPS} to draw")
+        raise DataError(f"{', '.join(names) or 'no run'}: no finished episode yet, so there is no curve to draw")
     x, mean, std = mean_and_std(curves)
     if len(curves) > 1:
         label = f"{label}, {len(curves)} seeds, mean ± std"

@@ -79,6 +79,8 @@ class Scripted(gym.Env):
                 return obs.tolist(), reward
             case "reward_nan":
                 return obs, float("nan")
+            case "reward_text":
+                return obs, "1"
             case "reward_none":
                 return obs, None
             case "reward_array":

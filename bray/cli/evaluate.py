@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
 from bray.act import GREEDY, SAMPLE
 from bray.cli.options import Eval
-from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, trusting
+from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, terminal, trusting
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.experiment.film import film
 from bray.metrics import short
 from bray.rundir import RunDir
 from bray.train.evaluate import much_worse, summarize
+from bray.train.rollout import Step
 from bray.video import write_video
 
 Render = Literal["video", "human"]
@@ -59,7 +61,14 @@ def judge(
     folder = RunDir(out).folder("videos") if render == "video" else out
     cut = (0.0, 0)
     if steps is None:
-        results = exp.play(episodes, seed=seed, act=act)
+        with terminal().status("playing") as status:  # nothing is shown where this is not a terminal
+            played = itertools.count(1)
+
+            def on_step(step: Step) -> None:
+                if (n := next(played)) % 1000 == 0:
+                    status.update(f"playing: {n:,} steps in each of {len(step.reward)} environments")
+
+            results = exp.play(episodes, seed=seed, act=act, on_step=on_step)
     else:
         results, cut = exp.play_steps(steps, seed=seed, act=act)
     if not quiet:

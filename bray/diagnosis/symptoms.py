@@ -32,8 +32,8 @@ KL_FAR = 0.06
 CLIPPED = 0.4
 CERTAIN = 0.01
 """Share of its first entropy below which a policy always does the same."""
-UNEXPLAINED = -0.5
-Q_BEYOND = 10.0
+UNEXPLAINED = -0.2
+Q_BEYOND = 4.0
 """Times the largest value that the rewards allow."""
 REWARD_SCALE = 1e4
 """Size of values that a network does not get to by itself."""
@@ -44,13 +44,24 @@ FEW_ROWS = 12.0
 STALE = 4.0
 """How many times older than usual replayed transitions may be. Usual is the number of gradient steps that are made
 while half of the replay is filled."""
+FLAT_ROWS, FLAT_STEPS, FLAT_PICTURES = 50, 150_000, 4
+"""How long a return may stand still: rows and steps, the steps of Atari games times a factor."""
+LOST_GAIN = 0.1
+"""Share of what was gained that a policy which collapsed has left."""
+ENDLESS = 5_000
+"""Steps of each environment in which an episode should end, or five times its usual length."""
+HOT = 100.0
+"""A temperature, in rewards of a step, at which the entropy is all that counts."""
+UNUSED = 0.2
+"""Mean weight of importance sampling below which little is learnt from most rows."""
 _SCALE = ("set normalize_rewards", "set clip_rewards")
-_BEGINNINGS = (("loss/entropy", "episode_return_mean"), ("loss/grad_norm",))  # what checks ask `Rows.first` for
+_RETURN = "episode_return_mean"
+_BEGINNINGS = (("loss/entropy", _RETURN), ("loss/grad_norm",), (_RETURN,))  # what checks ask `Rows.first` for
 
 
 class Rows:
-    """What is kept of the rows of a run so far: the newest two, how it began, and the largest return. `options`: as
-    `Symptoms` has them."""
+    """What is kept of the rows of a run so far: the newest two, how it began, and what its returns have been since.
+    `options`: as `Symptoms` has them."""
 
     def __init__(self, options: Mapping[str, Any] | None = None, patience: int = PATIENCE):
         self._options, self.beginning = options, 2 * patience
@@ -59,6 +70,17 @@ class Rows:
         self.largest_return = math.nan
         """Of all episodes, whatever its sign."""
         self._first: dict[tuple[str, ...], list[list[float]]] = {keys: [] for keys in _BEGINNINGS}
+        self.seen = 0
+        self.resumed = False
+        self._newest = deque[float](maxlen=self.beginning)
+        self.best = -math.inf
+        """The best mean return of as many rows as the beginning has."""
+        self.longest = 0.0
+        """Mean length of episodes, at its longest."""
+        self.ended_at = 0.0
+        """Steps of the run when an episode had ended last."""
+        self.stands = math.nan, 0.0, 0
+        """The return that later ones were equal to, and the steps and rows of the run when it was first seen."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         for keys, first in self._first.items():
@@ -68,6 +90,31 @@ class Rows:
         self.before, self.now = self.now, row
         returns = (number(row, f"episode_return_{end}") for end in ("min", "max"))
         self.largest_return = max([*(abs(x) for x in returns if x is not None), self.largest_return])
+        self.seen += 1
+        steps, got = self[ENV_STEPS], self[_RETURN]
+        if self.since_last("episodes_total") > 0:
+            self.ended_at = steps
+            self.longest = max(self.longest, self["episode_length_mean"])
+        if not math.isnan(got):
+            self._newest.append(got)
+            if len(self._newest) == self.beginning:
+                self.best = max(self.best, statistics.fmean(self._newest))
+            if not abs(got - self.stands[0]) <= 1e-3 * abs(got):
+                self.stands = got, steps, self.seen
+
+    @property
+    def start(self) -> tuple[float, float]:
+        """Mean and deviation of the first returns, of as many rows as a beginning has; NaN before, and in a run that
+        was resumed: how it began is not known."""
+        first = [x for (x,) in self.first(_RETURN)]
+        if self.resumed or len(first) < self.beginning:
+            return math.nan, math.nan
+        return statistics.fmean(first), statistics.pstdev(first)
+
+    def flat_for(self, steps: float, rows: int) -> bool:
+        """Whether a return that has not moved for so long should have."""
+        slow = FLAT_PICTURES if str(self.option("id")).startswith("ALE/") else 1
+        return steps >= slow * FLAT_STEPS and rows >= FLAT_ROWS
 
     def __getitem__(self, key: str) -> float:
         """A finite number of the newest row; NaN where it has none."""
@@ -96,6 +143,13 @@ class Rows:
         if not isinstance(gamma, (int, float)):
             return math.nan
         return return_ * max(1.0 / (max(self["episode_length_mean"], 1.0) * max(1.0 - gamma, 1e-6)), 1.0)
+
+    def discounted(self, return_: float) -> float:
+        """The value of an episode of this return whose rewards are all alike."""
+        gamma, length = self.option("gamma"), max(self["episode_length_mean"], 1.0)
+        if not isinstance(gamma, (int, float)):
+            return math.nan
+        return return_ / length * (length if gamma == 1.0 else (1.0 - gamma**length) / (1.0 - gamma))
 
     def helps(self, *cures: str) -> str:
         """`Usually helps: lower lr (0.1 now) or set target_kl.`, with options that this run has. A cure is a verb and
@@ -136,7 +190,9 @@ class Symptoms:
     def resume(self, row: Mapping[str, Any], told: Iterable[str]) -> None:
         """Go on after this row; the causes `told` are not said again."""
         self.told += told
-        self._rows.now = {key: row.get(key) for key in (ENV_STEPS, "learner_steps_total")}
+        self._rows.resumed = True
+        self._rows.ended_at = number(row, ENV_STEPS) or 0.0
+        self._rows.now = {key: row.get(key) for key in (ENV_STEPS, "learner_steps_total", "episodes_total")}
 
     def look(self, row: Mapping[str, Any]) -> list[str]:
         """Say what is to be said of this row; returns the causes that were said so far."""
@@ -202,6 +258,8 @@ def value_function(rows: Rows) -> Iterator[str]:
 @check("action values")
 def action_values(rows: Rows) -> Iterator[str]:
     q, scale = rows["loss/q"], rows.value_scale(rows.largest_return)
+    if not math.isnan(bonus := rows["loss/alpha"] * abs(rows["loss/entropy"])):
+        scale += bonus / max(1.0 - rows.option("gamma"), 1e-6)  # what SAC adds to the rewards
     if not rows.rewards_are_scaled and abs(q) > Q_BEYOND * max(scale, 1.0):
         yield (
             f"action values are far beyond what the rewards allow (loss/q is {q:.3g}, returns suggest {scale:.3g} at "
@@ -232,6 +290,113 @@ def gradients(rows: Rows) -> Iterator[str]:
     if norm > GRADIENTS_GROWN * max(usual, 1e-3):
         cures = rows.helps("lower lr", "lower critic_lr", "set max_grad_norm", *_SCALE)
         yield f"gradients have grown from {usual:.2g} to {norm:.2g}. {cures}"
+
+
+@check("no gradients")
+def no_gradients(rows: Rows) -> Iterator[str]:
+    if rows["loss/grad_norm"] == 0.0:
+        yield (
+            "the gradient is exactly 0: nothing is learnt. All rewards alike, a Model that is cut off from its loss "
+            "(detach, no_grad), or dead units. " + rows.helps("raise entropy_coef", "lower lr", *_SCALE)
+        )
+
+
+@check("flat return", patience=0)
+def flat_return(rows: Rows) -> Iterator[str]:
+    """No better than at the start, or all alike at the longest that an episode lasts and never rewarded."""
+    steps, got, (start, spread) = rows[ENV_STEPS], rows[_RETURN], rows.start
+    stands, since, since_row = rows.stands
+    cures = rows.helps("set rnd", "raise entropy_coef", "raise rollout_length", "raise num_envs", "lower lr")
+    cures = f"{cures} `bray algos --for ENV` tells what has learnt there.".strip()
+    if rows.flat_for(steps, rows.seen) and max(rows.best, got) <= start + max(2.0 * spread, 0.05 * abs(start)):
+        what = f"the return has not moved in {short(steps)} steps: {short(got)}, {short(start)} at the start"
+        if rows.largest_return == 0.0:
+            what = f"no reward was ever seen in {short(steps)} steps: nothing tells a good action from a bad one"
+        yield f"{what}. {cures}"
+    elif (
+        stands <= 0.0
+        and rows.flat_for(steps - since, rows.seen - since_row)
+        and rows["episode_length_mean"] >= 0.99 * rows.longest
+    ):
+        yield (
+            f"the return has stood at {short(stands)} since step {short(since)}, and episodes are as long as ever: "
+            f"what ends one early or rewards it was never found. {cures}"
+        )
+
+
+@check("collapse")
+def collapse(rows: Rows) -> Iterator[str]:
+    """Of what was gained next to nothing is left."""
+    got, (start, spread) = rows[_RETURN], rows.start
+    gain = rows.best - start
+    if gain > max(abs(start), 10.0 * spread) and got - start < LOST_GAIN * gain:
+        yield (
+            f"the return has fallen from {short(rows.best)} to {short(got)}, about where it began ({short(start)}): "
+            "what was learnt is lost; `best` among the checkpoints is from before. "
+            + rows.helps("lower lr", "set target_kl", "lower epochs", "raise target_period", "lower tau", *_SCALE)
+        )
+
+
+@check("endless episodes", patience=0)
+def endless_episodes(rows: Rows) -> Iterator[str]:
+    envs = (rows.option("num_envs") or 1) * max(rows.option("num_workers") or 1, 1)
+    without = rows[ENV_STEPS] - rows.ended_at
+    if rows["episodes_total"] >= 0 and without > envs * max(ENDLESS, 5.0 * rows.longest):
+        last = f"; the return of {short(rows[_RETURN])} is from step {short(rows.ended_at)}" if rows.longest else ""
+        yield (
+            f"no episode has ended for {short(without)} steps{last}. A game without an end needs a limit: "
+            "env.max_episode_steps=1000"
+        )
+
+
+@check("support")
+def support(rows: Rows) -> Iterator[str]:
+    """C51's atoms do not reach to where the returns are."""
+    low, high, q = rows.option("v_min"), rows.option("v_max"), rows["loss/q"]
+    if low is None or high is None:
+        return
+    ends = sorted(rows.discounted(rows[f"episode_return_{end}"]) for end in ("min", "max"))
+    far, edge = 0.05 * (high - low), 0.01 * (high - low)
+    if not rows.rewards_are_scaled and (ends[0] < low - far or ends[1] > high + far):
+        wide = math.floor(min(1.2 * ends[0], low)), math.ceil(max(1.2 * ends[1], high))
+        yield (
+            f"discounted returns reach from {ends[0]:.3g} to {ends[1]:.3g}, beyond the atoms of the values "
+            f"({short(low)} to {short(high)}), which count all that as the same: set v_min={wide[0]} v_max={wide[1]}, "
+            "and more where returns will grow"
+        )
+    elif rows.rewards_are_scaled and (q < low + edge or q > high - edge):
+        yield f"values are at an end of their atoms ({q:.3g}; {short(low)} to {short(high)}): widen v_min and v_max"
+
+
+@check("temperature")
+def temperature(rows: Rows) -> Iterator[str]:
+    alpha, reward = rows["loss/alpha"], abs(rows[_RETURN]) / max(rows["episode_length_mean"], 1.0)
+    if alpha > HOT * max(reward, 1.0):
+        yield (
+            f"the temperature is {alpha:.3g} where a step is worth {reward:.2g}: only entropy counts, rewards do not. "
+            + rows.helps("lower target_entropy", "lower alpha_lr", "lower initial_alpha", *_SCALE)
+        )
+
+
+@check("unused rows")
+def unused_rows(rows: Rows) -> Iterator[str]:
+    if rows["loss/rho"] < UNUSED:
+        yield (
+            f"what was played counts for {rows['loss/rho']:.0%} only (loss/rho, usual is above 80 %): the policy has "
+            "moved far from the one that acted. "
+            + rows.helps("lower lr", "lower num_workers", "lower epochs", "lower rollout_length")
+        )
+
+
+@check("equal returns")
+def equal_returns(rows: Rows) -> Iterator[str]:
+    """Of a generation of ES or ARS."""
+    got = rows["loss/return_mean"]
+    if rows["loss/return_std"] == 0.0 and not got > rows.start[0]:
+        yield (
+            f"all players of a generation return {short(got)}: no direction is better than another. "
+            + rows.helps("raise sigma", "raise num_envs")
+        )
 
 
 @check("dead units", patience=0)

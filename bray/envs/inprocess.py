@@ -197,11 +197,9 @@ class InProcessVecEnv(VecEnv):
     def _rewards(self, reward: list[Any]) -> np.ndarray:
         """float32[B]; an array of one number is a number too."""
         try:
-            out = np.array(reward, np.float32)
-            if out.ndim == 1 and None not in reward:  # numpy reads None as nan
-                return out
-            if out.ndim > 1 and out.size == self.num_envs:
-                return out.reshape(-1)
+            out = np.array(reward)
+            if out.dtype.kind in "fiub" and out.size == self.num_envs:  # with float32 asked for, "1" is 1 and None nan
+                return out.astype(np.float32, copy=False).reshape(-1)
         except (TypeError, ValueError):
             pass
         for i, r in enumerate(reward):

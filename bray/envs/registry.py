@@ -185,11 +185,7 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
         extra["render_mode"] = render_mode
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     first = positional[0] if positional else None
-    takes_dict = first is not None and (
-        first.name in ("env_config", "config", "cfg", "env_cfg", "context", "ctx")
-        or (first.default is first.empty and first.name not in arguments and len(positional) == 1)
-    )
-    if takes_dict and first is not None and first.name not in arguments:
+    if first is not None and first.name not in arguments and _takes_dict(first):
         given = {k: v for k, v in extra.items() if k in names}
         return creator(arguments, **given)
     keywords = {**{k: v for k, v in extra.items() if k in names}, **arguments}
@@ -197,7 +193,29 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
         for key in arguments:
             if key not in names:
                 raise UnknownName(f"argument of {name}", key, names, where="env_config")
+    for p in parameters:
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in keywords:
+            raise ConfigError(
+                f"{name}: {p.name} is missing: env.env_config.{p.name}=... (a first parameter that is to get all of "
+                "env_config as one dict is called env_config or config)"
+            )
     return creator(**keywords)
+
+
+_DICT_NAMES = ("env_config", "config", "cfg", "conf", "env_cfg", "context", "env_context", "ctx", "kwargs", "params")
+
+
+def _takes_dict(p: inspect.Parameter) -> bool:
+    """Whether a first parameter wants all of env_config: by its name (`lambda c: ...`, `lambda _: ...` too) or type."""
+    said = getattr(p.annotation, "__name__", str(p.annotation))
+    return p.name in _DICT_NAMES or (
+        p.default is p.empty
+        and (
+            p.name.startswith("_")
+            or len(p.name) == 1
+            or said.partition("[")[0] in ("dict", "Dict", "Mapping", "EnvContext")
+        )
+    )
 
 
 @dataclass(frozen=True)

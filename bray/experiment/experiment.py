@@ -21,7 +21,7 @@ from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
-from bray.errors import CheckpointError, ConfigError
+from bray.errors import CheckpointError, ConfigError, DataError
 from bray.experiment.evaluations import Evaluations
 from bray.experiment.places import check_playable, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
@@ -51,15 +51,13 @@ from bray.train.live import ID as LIVE, LiveTraining
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining
-from bray.train.progress import Picture, Rows, describe, open_sinks
+from bray.train.progress import LastRow, Picture, Rows, describe, open_sinks
 from bray.train.run import Run
 from bray.train.setup import Check, set_up
 from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
 
-GRAPH_WAIT_S = 120.0
-"""For an export of graph.onnx that is under way when the training ends."""
 _AUTO_REPLAY_BYTES = 2 << 30  # checkpoint_replay=auto saves replays up to this size
 _TRY_AGAIN = 60.0  # seconds: a full disk is not asked at every iteration
 
@@ -190,9 +188,7 @@ class Experiment:
             self._run.saved_callbacks = {}
         return Rows(self._train(stop, sinks, own, show))
 
-    def fit(
-        self, stop: Mapping[str, float] | None = None, progress: bool = True, callbacks: Any = None
-    ) -> dict[str, Any]:
+    def fit(self, stop: Mapping[str, float] | None = None, progress: bool = True, callbacks: Any = None) -> LastRow:
         """Train until a stop condition holds, showing progress; returns the last result row."""
         until = check_stop(stop) if stop is not None else self.config["run"].stop
         if not until:
@@ -200,7 +196,7 @@ class Experiment:
         about = f"{self.config['run'].algorithm} on {self.env_id}"
         for _ in self.train(until, [TerminalSink(about, until)] if progress else [], callbacks):
             pass
-        return self.last_row or {}
+        return LastRow(self.last_row or {}, about, self.path / "figures" / "learning_curve.png")
 
     def _train(
         self, stop: Mapping[str, float], sinks: Sequence[Sink], callbacks: CallbackList, show: bool
@@ -228,11 +224,11 @@ class Experiment:
 
     @contextlib.contextmanager
     def _closing(self, graph: GraphExport) -> Iterator[None]:
-        """Around the sinks: what they show last is not held back by the wait for graph.onnx."""
+        """Around the sinks: a run that is over does not wait for graph.onnx, one that was stopped leaves it out."""
         try:
             yield
         finally:
-            graph.close(0.0 if self.run.stop_requested else GRAPH_WAIT_S, lambda: self.hurries)
+            graph.close(goes_on=not self.run.stop_requested)
 
     def _graph_export(self) -> GraphExport:
         """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports
@@ -313,6 +309,8 @@ class Experiment:
         try:
             out = self.run.directory.folder("figures") / "learning_curve.png"
             figures.learning_curve(self.path, out, self._title, stop.get("episode_return_mean"))
+        except DataError as e:
+            logger.info("no learning curve: %s", e)
         except Exception as e:  # a picture must not lose a trained agent
             logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
 
@@ -542,6 +540,12 @@ class Experiment:
     def _written(self) -> Path | None:
         """The run directory, where something was written."""
         return self._run.directory.path if self._run is not None and self._run.has_directory else None
+
+    def __enter__(self) -> Experiment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._run is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, Row, flatten_row
 
-_NOTEBOOK_S = 0.5  # between two lines in a notebook
+_NOTEBOOK_S = 0.5  # between two pictures of the table in a notebook
 
 
 def short(x: Any) -> str:
@@ -38,8 +39,7 @@ def duration(seconds: float) -> str:
 
 
 class TerminalSink:
-    """Progress for people: a live table in a terminal, one line that is written over in a notebook, else one line every
-    `every` seconds."""
+    """Progress for people: a table that changes in a terminal or a notebook, else one line every `every` seconds."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TerminalSink:
         self._shown: Row | None = None
         self._at = -math.inf
         self._live: Any = None
-        self._width = 0  # of the line that a notebook shows
+        self._cell: Any = None  # where a notebook shows the table
 
     def progress(self, row: Row) -> float | None:
         """How near the run is to the first of its stop conditions to come, 0..1; None without one."""
@@ -80,7 +80,7 @@ class TerminalSink:
             return
         self._at, self._shown = now, row
         if self.console.is_jupyter:
-            self._write_over(f"{self.title}  {self._text(row, fraction)}".strip())
+            self._show_in_cell(self._table(row, fraction))
         elif self.console.is_terminal:
             if self._live is None:
                 from rich.live import Live
@@ -91,18 +91,25 @@ class TerminalSink:
         else:
             self.console.print(self._text(row, fraction), markup=False, highlight=False, soft_wrap=True)
 
-    def _write_over(self, text: str) -> None:
-        """A line in the place of the one before: rich would put a new block of HTML into the page for each."""
-        self.console.file.write(f"\r{text:<{self._width}}")
-        self.console.file.flush()
-        self._width = len(text)
+    def _show_in_cell(self, table: Any) -> None:
+        """The table in the place of the one before: rich would put a new one into the page each time."""
+        from IPython.display import HTML, display
+        from rich.console import Console
+
+        page = Console(record=True, file=io.StringIO(), width=100)
+        page.print(table)
+        html = HTML(page.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>"))
+        if self._cell is None:
+            self._cell = display(html, display_id=True)
+        else:
+            self._cell.update(html)
 
     def _text(self, row: Row, fraction: float | None) -> str:
         parts = [f"iter {short(row.get(ITERATION))}", f"steps {short(row.get(ENV_STEPS))}"]
         if row.get("env_steps_per_second") is not None:
             parts.append(f"{short(round(row['env_steps_per_second']))}/s")
         if row.get("episode_return_mean") is None:
-            parts.append("no finished episode yet")
+            parts.append(_no_return(row))
         else:
             parts += [f"return {short(row['episode_return_mean'])}", f"length {short(row.get('episode_length_mean'))}"]
         parts += [f"{k} {short(v)}" for k, v in _main(row)]
@@ -129,7 +136,7 @@ class TerminalSink:
         ranged = row.get("episode_return_min"), row.get("episode_return_max")
         returned = short(row.get("episode_return_mean"))
         if row.get("episode_return_mean") is None:
-            returned = "no finished episode yet"
+            returned = _no_return(row)
         elif None not in ranged:
             returned += f"  ({short(ranged[0])} … {short(ranged[1])})"
         speed = row.get("env_steps_per_second")
@@ -169,12 +176,16 @@ class TerminalSink:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        if self._width:
-            self.console.file.write("\n")
-            self._width = 0
 
 
 def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:
     """The numbers worth a place on the screen besides the fixed ones: evaluation first, then losses."""
     keys = [k for k in row if k.startswith("eval/") and k.endswith("mean")] + [k for k in row if k.startswith("loss/")]
     return [(k, row[k]) for k in keys if isinstance(row[k], (int, float))][:most]
+
+
+def _no_return(row: Row) -> str:
+    """Why a row has no return of episodes that were played."""
+    if "data/episodes" in row:
+        return f"learns from {short(row['data/episodes'])} episodes of files"
+    return "no finished episode yet"

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -17,11 +16,13 @@ from bray.errors import ConfigError
 
 logger = logging.getLogger("bray.serving")
 
-_TURN_S = 0.25  # between two looks at who hurries
-_SILENT_S = 5.0  # of waiting, before it is said
-
+# A pipe that closes without a word means that whoever asked for the graph is dead.
 _CODE = """
-import sys
+import os, sys, threading
+def end_with_parent():
+    if not os.read(0, 1):
+        os._exit(3)
+threading.Thread(target=end_with_parent, daemon=True).start()
 from bray.errors import BrayError, ExportError
 from bray.experiment import export_graph
 try:
@@ -46,7 +47,7 @@ def export_graph(path: Path, trust: bool = False) -> None:
 
 def _start(path: Path, said: IO[bytes], trust: bool = False, **options: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", _CODE, str(path), *(["trust"] if trust else [])]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, **options)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=said, **options)
 
 
 def _last_line(said: IO[bytes]) -> str:
@@ -62,45 +63,45 @@ class GraphExport:
         """after_s: seconds of training before it begins; None: never."""
         self._path, self._after_s = path, after_s
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """What is under way."""
 
     def tend(self, trained_s: float) -> None:
         """Begin when it is time, and look whether it failed; called after every iteration."""
-        if self._process is not None:
+        if self.process is not None:
             self._look()
         elif self._after_s is not None and trained_s >= self._after_s:
             self._after_s = None
             one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            self._process = _start(self._path, self._said, env=one_thread, preexec_fn=_be_nice)
+            self.process = _start(self._path, self._said, env=one_thread, preexec_fn=_be_nice)
 
     def _look(self) -> None:
-        if self._process is not None and self._process.poll() is not None:
-            if self._process.returncode > 0:
+        if self.process is not None and self.process.poll() is not None:
+            if self.process.returncode > 0:
                 logger.warning(
                     "graph.onnx could not be written (%s): elsewhere this run is served with --engine torch --trust",
                     _last_line(self._said),
                 )
-            self._process = None
+            self.process = None
 
-    def close(self, wait_s: float, hurries: Callable[[], bool]) -> None:
-        """Wait until it has finished, `wait_s` at most; end it as soon as `hurries` says so."""
-        if self._process is not None:
-            waited, turn = 0.0, min(_TURN_S, wait_s)
-            while self._process.poll() is None and waited < wait_s and not hurries():
-                with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(turn)
-                waited += turn
-                if waited == _SILENT_S:
-                    logger.warning("waiting for graph.onnx, at most %g s; Ctrl-C leaves it out", wait_s)
-            if self._process.poll() is None:
-                if wait_s:
-                    logger.warning(
-                        "graph.onnx was not written within %g s: `bray export %s` writes it", waited, self._path
-                    )
-                self._process.kill()
-                self._process.wait()
-            self._look()
+    def close(self, goes_on: bool) -> None:
+        """The training is over: an export that is under way finishes by itself, or is left out."""
+        self._look()
+        if self.process is not None:
+            assert self.process.stdin is not None
+            if goes_on:
+                with suppress(BrokenPipeError):  # it ended just now
+                    self.process.stdin.write(b"g")
+                    self.process.stdin.flush()
+                _going_on.append(self.process)
+            else:
+                self.process.kill()
+                self.process.wait()
+            self.process.stdin.close()
         self._said.close()
+
+
+_going_on: list[subprocess.Popen[bytes]] = []  # nobody waits for them
 
 
 def _be_nice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +14,17 @@ from bray.act import GREEDY, TRAINED
 from bray.capture import Record
 from bray.envs.config import EnvConfig
 from bray.envs.make import make_vec
+from bray.envs.missing import warn_once
 from bray.envs.vector import VecEnv
 from bray.train.acting import acting_engine, initial_state
 from bray.train.rollout import Rollout, Step
 
+logger = logging.getLogger("bray")
+
 EVAL_SEED = 1_000_003
 """Evaluation episodes are the same ones in every run."""
+LONGEST = 30_000
+"""Steps after which an episode of an evaluation is cut: Atari's longest has 27,000."""
 
 
 def eval_config(config: EnvConfig, num_envs: int) -> EnvConfig:
@@ -67,7 +73,8 @@ def play(
     most_steps: int | None = None,
 ) -> list[tuple[float, int]]:
     """Play `episodes` whole episodes (each environment its share, so that short ones are not preferred): (return,
-    length) each. With `most_steps` those that end within so many environment steps."""
+    length) each. With `most_steps` those that end within so many environment steps. One that has no end is cut and is
+    the last of its environment."""
     share = [episodes // env.num_envs + (b < episodes % env.num_envs) for b in range(env.num_envs)]
     done: list[list[tuple[float, int]]] = [[] for _ in share]
     rollout = trained(env, engine, policy, seed, mode, initial_state)
@@ -80,6 +87,16 @@ def play(
         for b, return_, length in rollout.ended:
             if len(done[b]) < share[b]:
                 done[b].append((return_, length))
+        if rollout.env_steps >= LONGEST:
+            for b in map(int, np.flatnonzero(rollout.lengths >= LONGEST)):
+                if len(done[b]) < share[b]:
+                    warn_once(
+                        logger,
+                        f"an episode was cut after {LONGEST:,} steps and counts as it stands: "
+                        "env.max_episode_steps=N gives episodes an end",
+                    )
+                    done[b].append((float(rollout.returns[b]), int(rollout.lengths[b])))
+                    share[b] = len(done[b])
     return [result for d in done for result in d]
 
 

@@ -39,10 +39,17 @@ class FileTraining(Driver):
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, data: DataConfig):
         self.algo, self.run_config, self.env_config = algo, run, env
-        if run.eval_freq or run.video_freq:
+        if env.id == ID and (run.eval_freq or run.video_freq):
+            raise ConfigError("eval_freq, video_freq: there is no environment to evaluate in: name one with --env")
+        if played := [key for key in run.stop if key.startswith("episode")]:
             raise ConfigError(
-                "eval_freq, video_freq: there is no environment to evaluate in while learning from files; leave them "
-                "out"
+                f"run.stop: {played[0]!r}, but a run that learns from files plays no episodes (data/return_mean is "
+                "that of the files): say eval/return_mean, with --env ENV --eval-freq N"
+            )
+        if not run.eval_freq:
+            logger.warning(
+                "nothing says how well this plays: --eval-freq N evaluates it%s",
+                "" if env.id != ID else ", with --env ENV for an environment to play in",
             )
         self.device = resolve_device(run.device)
         self.reader = EpisodeReader(find_files(data.files))

@@ -6,12 +6,12 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bray.metrics import CsvSink, JsonlSink, Row, Sink, Sinks, TensorBoardSink, short
+from bray.metrics import CsvSink, JsonlSink, Row, Sink, Sinks, TensorBoardSink, duration, short
 from bray.rundir import RunDir
 
 _HOSTNAME = socket.gethostname()
@@ -54,6 +54,22 @@ class Picture:
 
     def __fspath__(self) -> str:
         return str(self.path)
+
+
+class LastRow(dict[str, Any]):
+    """The last result row of a training, told in one line; notebooks show the learning curve with it."""
+
+    def __init__(self, row: Mapping[str, Any], about: str, curve: Path):
+        super().__init__(row)
+        self.about, self.curve = about, curve
+
+    def __repr__(self) -> str:
+        steps, seconds = short(self.get("env_steps_total")), duration(self.get("time_total_s") or 0.0)
+        scores = [f"{key} {short(self[key])}" for key in ("episode_return_mean", "eval/return_mean") if key in self]
+        return f"<{self.about}: {', '.join([f'{steps} env steps', *scores, seconds])}; {len(self)} numbers, as a dict>"
+
+    def _repr_png_(self) -> bytes | None:
+        return self.curve.read_bytes() if self.curve.exists() else None
 
 
 def open_sinks(directory: RunDir, more: Sequence[Sink] = (), board: bool = True) -> Sinks:

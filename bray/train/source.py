@@ -111,17 +111,21 @@ class FileSource(Source):
         self._layout = layout
         self._reader = files if isinstance(files, EpisodeReader) else EpisodeReader(files)
         self._at = self._told = 0
+        self._returns: dict[int, float] = {}  # by episode
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         if self._at >= len(self._reader):
             raise EndOfData("all trajectory files are read")
         episode = self._reader[self._at]
         piece = episode_piece(episode, self._at, self._layout)
+        self._returns[self._at] = float(np.sum(episode["reward"], dtype=np.float64))
         self._at += 1
-        if self._at <= self._told:
-            return [piece], Counts()
-        ended = (float(np.sum(episode["reward"], dtype=np.float64)), len(episode["reward"]))
-        return [piece], Counts(piece.length, (ended,))
+        return [piece], Counts() if self._at <= self._told else Counts(piece.length)
+
+    def numbers(self) -> dict[str, float]:
+        """Of the episodes in the files: whoever learns from them did not play them, so they are not counted as its."""
+        returns = self._returns.values()
+        return {"data/episodes": len(returns), "data/return_mean": sum(returns) / len(returns)} if returns else {}
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
         return {"arrays": {}, "json": {"episodes": max(self._at, self._told)}}

@@ -529,9 +529,9 @@ def test_a_learner_of_ones_own_learns_from_files_without_an_environment(tmp_path
     assert np.mean(losses[:3]) > 1.0
     assert np.mean(losses[-10:]) < 0.4
     assert driver.env_steps == ROWS_OF_FILES
-    assert rows[-1]["episodes_total"] == 9
+    assert rows[-1]["data/episodes"] == 9
     expected = [float(e["reward"].sum(dtype=np.float64)) for e in episodes()]
-    assert rows[-1]["episode_return_mean"] == pytest.approx(np.mean(expected))
+    assert rows[-1]["data/return_mean"] == pytest.approx(np.mean(expected))
 
 
 def test_dqn_learns_from_files_without_an_environment(tmp_path):

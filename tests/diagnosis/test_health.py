@@ -1,5 +1,6 @@
 """A run says what looks wrong with it: each cause is provoked, and sound runs are left in peace."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -134,6 +135,55 @@ def test_minibatches_of_a_few_rows(caplog, tmp_path):
     assert said.endswith("lower minibatches (32 now), raise num_envs (1 now) or raise rollout_length (64 now).")
 
 
+def test_atoms_that_do_not_reach_the_returns(caplog, tmp_path):
+    rows = trained("C51", "CartPole-v1", {**OFF, "v_max": 10.0}, 8, tmp_path / "r")
+    assert rows[-1]["health"] == "support"
+    (said,) = warnings(caplog)
+    assert re.search(r"beyond the atoms of the values \(-10 to 10\).* set v_min=-10 v_max=\d\d", said)
+
+
+def test_a_temperature_that_drowns_the_rewards(caplog, tmp_path):
+    config = {**OFF, "initial_alpha": 1e3, "learning_starts": 20, "max_episode_steps": 20}
+    rows = trained("SAC", "Pendulum-v1", config, 8, tmp_path / "r")
+    assert rows[-1]["health"] == "temperature"
+    assert "only entropy counts, rewards do not" in caplog.text
+    assert "lower alpha_lr (0.001 now), lower initial_alpha (1,000 now)" in caplog.text
+
+
+def test_a_generation_that_is_all_alike(caplog, tmp_path):
+    rows = trained("ES", "test_health:Growing", {"num_envs": 4, "save_figure": False}, 8, tmp_path / "r")
+    assert rows[-1]["health"] == "equal returns"
+    assert "all players of a generation return 10: no direction is better than another" in caplog.text
+
+
+class Endless(gym.Env):
+    """Never ends, never rewards."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def test_games_without_an_end_or_a_reward(caplog, tmp_path, monkeypatch):
+    monkeypatch.setattr("bray.diagnosis.symptoms.ENDLESS", 100)
+    rows = trained("PPO", "test_health:Endless", ON, 4, tmp_path / "r")
+    assert rows[-1]["health"] == "endless episodes"
+    assert re.search(r"no episode has ended for [\d,]+ steps\. .*env\.max_episode_steps=1000", caplog.text)
+
+    monkeypatch.setattr("bray.diagnosis.symptoms.FLAT_STEPS", 3_000)
+    monkeypatch.setattr("bray.diagnosis.symptoms.FLAT_ROWS", 12)
+    rows = trained("PPO", "test_health:Endless", {**ON, "max_episode_steps": 20}, 13, tmp_path / "s")
+    assert rows[-1]["health"] == "no gradients, flat return"
+    assert "the gradient is exactly 0: nothing is learnt" in caplog.text
+    assert "no reward was ever seen in " in caplog.text
+
+
 class Growing(gym.Env):
     """One reward a step, ten steps, observations that grow."""
 
@@ -157,6 +207,7 @@ EPISODES = {
     "episode_return_min": 10.0,
     "episode_return_max": 50.0,
     "episode_length_mean": 20.0,
+    "episodes_total": 100,
 }
 OPTIONS = {
     "gamma": 0.99,
@@ -166,6 +217,8 @@ OPTIONS = {
     "max_staleness": None,
     "epochs": 10,
     "minibatches": 32,
+    "v_min": -10.0,
+    "v_max": 60.0,
 }
 SOUND = {"loss/kl": 0.01, "loss/clip_fraction": 0.1, "loss/entropy": 0.5, "loss/explained_variance": 0.8,
          "loss/value_loss": 5.0, "loss/grad_norm": 3.0, "loss/q": 40.0, "health/dead_units": 0.4,
@@ -175,10 +228,18 @@ SIGNS = {
     "loss": ({"loss/value_loss": 1e25}, 1),
     "entropy": ({"loss/entropy": 1e-6}, 5),
     "step size": ({"loss/clip_fraction": 0.7}, 5),
-    "value function": ({"loss/explained_variance": -2.0, "loss/value_loss": 500.0}, 20),
-    "action values": ({"loss/q": -2_600.0}, 5),
+    "value function": ({"loss/explained_variance": -0.3, "loss/value_loss": 500.0}, 20),
+    "action values": ({"loss/q": -1_300.0}, 5),
     "reward scale": ({"episode_return_mean": 5e3, "loss/explained_variance": 0.0}, 5),
     "gradients": ({"loss/grad_norm": 4_000.0}, 5),
+    "no gradients": ({"loss/grad_norm": 0.0}, 5),
+    "flat return": ({"env_steps_total": 200_000, "episodes_total": 10_000}, 38),
+    "collapse": ({"episode_return_mean": 21.0}, 5),
+    "endless episodes": ({"env_steps_total": 9_000}, 1),
+    "support": ({"episode_return_max": 500.0}, 5),
+    "temperature": ({"loss/alpha": 1e3}, 5),
+    "unused rows": ({"loss/rho": 0.05}, 5),
+    "equal returns": ({"loss/return_std": 0.0, "loss/return_mean": 20.0}, 5),
     "dead units": ({"health/dead_units": 0.95}, 1),
     "stale replay": ({"replay/staleness_mean": 1_200.0}, 5),
     "small minibatches": ({"env_steps_total": 3_000, "learner_steps_total": 5_000}, 1),
@@ -189,15 +250,15 @@ SIGNS = {
 def test_each_cause_is_said_once_and_only_after_its_patience(cause, caplog):
     changed, patience = SIGNS[cause]
     symptoms = Symptoms(OPTIONS)
-    for _ in range(12):
-        assert symptoms.look({**EPISODES, **SOUND}) == []
+    for i in range(24 if cause == "collapse" else 12):
+        assert symptoms.look({**EPISODES, **SOUND, **({"episode_return_mean": 450.0} if i >= 12 else {})}) == []
     for n in range(1, 2 * patience + 5):
         told = symptoms.look({**EPISODES, **SOUND, **changed})
         assert told == ([cause] if n >= patience else [])
     assert len(warnings(caplog)) == 1
 
 
-@pytest.mark.parametrize("cause", [c for c, (_, patience) in SIGNS.items() if patience > 1])
+@pytest.mark.parametrize("cause", [c for c in SIGNS if CHECKS[c][0] > 0])
 def test_a_bad_row_now_and_then_is_nothing(cause, caplog):
     changed, patience = SIGNS[cause]
     symptoms = Symptoms(OPTIONS)
@@ -259,6 +320,23 @@ def test_dead_units_of_a_run_with_memory(config, tmp_path):
 
 
 # --- no false alarm ---------------------------------------------------------------------------------------------------
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "learning"
+LEARNT_NOTHING = {"dqn-cartpole-masked", "ppo-cue-mlp", "ppo-mountaincar"}  # what memory and curiosity are shown beside
+
+
+@pytest.mark.parametrize("record", sorted(RECORDS.glob("*-*.jsonl")), ids=lambda path: path.stem)
+def test_the_records_of_sound_runs_raise_no_alarm(record, caplog):
+    runs: dict[object, list[dict[str, float]]] = {}
+    for line in record.read_text().splitlines():
+        runs.setdefault((row := json.loads(line)).get("seed"), []).append(row)
+    options = {"id": "ALE/Pong-v5"} if record.stem.startswith(("pong", "breakout")) else {}
+    for rows in runs.values():
+        symptoms = Symptoms(options)
+        for row in rows:
+            symptoms.look(row)
+        assert symptoms.told == (["flat return"] if record.stem in LEARNT_NOTHING else [])
+
 
 PRESETS = [("PPO", "CartPole-v1"), ("A2C", "CartPole-v1"), ("PQN", "CartPole-v1"), ("DQN", "CartPole-v1"),
            ("C51", "CartPole-v1"), ("QR-DQN", "CartPole-v1"), ("IQN", "CartPole-v1"), ("Rainbow", "CartPole-v1"),

@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from bray.envs import EnvConfig, make_vec
+from bray.envs import EnvConfig, make_env, make_vec
 from bray.envs.check import check_env
 from bray.errors import ConfigError, EnvError
 
@@ -21,6 +21,7 @@ FAULTS = {
     "shape": r"environment 1, episode 0, step 3: observation has shape \(3,\) in its space, got \(2,\)",
     "list": r"environment 1, episode 0, step 3: observation is an array of float32, got a list",
     "reward_nan": r"environment 1, episode 0, step 3: the reward is nan",
+    "reward_text": r"environment 1, episode 0, step 3: the reward is a number, got str '1': return float",
     "reward_none": r"environment 1, episode 0, step 3: the reward is a number, got NoneType None: return float",
     "reward_arrays": r"environment 1, episode 0, step 3: the reward is a number, got ndarray array\(\[1\., 2\.\]\)",
 }
@@ -284,3 +285,20 @@ def test_what_cannot_be_made_is_an_error():
     assert "Did you mean 'CartPole-v1'" in said("CartPol-v1")[0]
     assert said(e.MultiEnv)  # takes env_config, never ends
     assert "observation_space" in said(lambda: object())[0] or "not an environment" in said(lambda: object())[0]
+
+
+class Sized(e.Scripted):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+
+def test_an_argument_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"Sized: size is missing: env\.env_config\.size=\.\.\."):
+        make_vec(EnvConfig(Sized), seed=0)
+    with pytest.raises(ConfigError, match="size is missing"):
+        make_vec(EnvConfig(lambda size: Sized(size)), seed=0)
+    assert any("size is missing" in finding for finding in said(Sized))
+    for creator in (lambda c: Sized(c), lambda _: Sized(_), lambda conf: Sized(conf)):
+        assert make_env(EnvConfig(creator, env_config={"depth": 2})).size == {"depth": 2}
+    assert make_env(EnvConfig(Sized, env_config={"size": 3})).size == 3

@@ -173,3 +173,18 @@ def test_a_film_in_line(tmp_path, caplog):
 def test_nothing_to_evaluate_is_refused():
     with pytest.raises(ConfigError, match="nothing is evaluated: set eval_freq"):
         bray.Experiment(run="PPO", env="CartPole-v1", eval_parallel=True)
+
+
+class Endless(CartPoleEnv):
+    """Goes on, whatever happens."""
+
+    def step(self, action):
+        return self.reset()[0], 1.0, False, False, {}
+
+
+def test_an_episode_without_an_end_is_cut(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("bray.train.evaluate.LONGEST", 40)
+    exp = bray.Experiment(run="PPO", env="test_evaluations:Endless", path=tmp_path / "run", **SMALL)
+    assert exp.play(5, num_envs=2) == [(40.0, 40), (40.0, 40)]
+    exp.close()
+    assert "an episode was cut after 40 steps and counts as it stands: env.max_episode_steps=N" in caplog.text

@@ -92,8 +92,13 @@ def test_an_experiment_says_what_it_is(exp, tmp_path):
 def test_plot_draws_the_curve_and_notebooks_show_it(exp, tmp_path):
     with pytest.raises(ConfigError, match="train first"):
         exp.plot()
-    exp.fit({"training_iteration": 8}, progress=False)
+    last = exp.fit({"training_iteration": 8}, progress=False)
+    assert last == exp.last_row
+    assert repr(last).startswith(f"<A2C on CartPole-v1: {last['env_steps_total']} env steps, episode_return_mean ")
+    assert len(repr(last)) < 150
+    assert last._repr_png_() is None  # this run saves no figure
     picture = exp.plot()
+    assert last._repr_png_()[:4] == b"\x89PNG"
     assert picture.path == tmp_path / "run" / "figures" / "learning_curve.png"
     assert picture._repr_png_()[:4] == b"\x89PNG"  # what IPython asks for
     loaded = bray.Experiment.load(tmp_path / "run")

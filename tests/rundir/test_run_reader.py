@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 import socket
 import urllib.error
 import urllib.request
@@ -123,18 +124,30 @@ def test_a_flipped_bit_in_a_graph_is_never_served(run):
         serve(run)
 
 
-def test_a_graph_that_is_not_waited_for_is_told(tmp_path, caplog):
-    export = GraphExport(tmp_path, 0.0)
+def begin_export(path):
+    export = GraphExport(path, 0.0)
     export.tend(1.0)
-    export.close(1e-3, lambda: False)  # a start of Python takes longer
-    assert f"graph.onnx was not written within 0.001 s: `bray export {tmp_path}` writes it" in caplog.text
+    return export, export.process
 
 
-def test_a_graph_is_not_waited_for_by_one_who_hurries(tmp_path, caplog):
-    export = GraphExport(tmp_path, 0.0)
-    export.tend(1.0)
-    export.close(3600.0, lambda: True)
-    assert "graph.onnx was not written within 0 s" in caplog.text  # else: that it could not be
+def test_a_finished_training_leaves_its_export_to_itself(tmp_path):
+    export, process = begin_export(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "wait", lambda *_: None)  # as without the tests' own wait
+        export.close(goes_on=True)
+    assert process.wait() == 2  # it ended by itself: there is no run in the directory
+
+
+def test_a_stopped_training_ends_its_export(tmp_path):
+    export, process = begin_export(tmp_path)
+    export.close(goes_on=False)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_an_export_ends_with_a_training_that_is_killed(tmp_path):
+    _, process = begin_export(tmp_path)
+    process.stdin.close()  # what the kernel does for a process that dies
+    assert process.wait() == 3
 
 
 def test_a_training_leaves_its_graph_and_learns_the_same_to_the_bit(made, tmp_path):

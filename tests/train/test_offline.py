@@ -13,6 +13,7 @@ from bray.data.files import EpisodeWriter
 from bray.errors import ConfigError
 from bray.experiment import Experiment
 from bray.figures import read_results
+from bray.rundir import RunDir
 from bray.train.driver import Driver
 from bray.train.offline import FileTraining
 from bray.train.source import FileSource
@@ -67,7 +68,9 @@ def test_in_python(files, tmp_path):
     exp = bray.Experiment(run="DQN", data=files, env=ENV, path=tmp_path / "run", epochs=1, fcnet_hiddens=[8])
     row = list(exp.train())[-1]
     assert isinstance(exp.training, FileTraining)
-    assert row["episodes_total"] == 300
+    assert row["data/episodes"] == 300
+    assert row["episodes_total"] == 0
+    assert row["episode_return_mean"] is None  # it has played none
     assert exp.has_env  # for its spaces, and to play in afterwards
     exp.close()
 
@@ -81,7 +84,8 @@ def test_in_python(files, tmp_path):
         ({"run": "ES"}, "ES learns from what its newest policy did"),
         ({"data": "nowhere/*.episodes"}, "found none"),
         ({"live": True}, "not from both"),
-        ({"eval_freq": 1}, "leave them out"),
+        ({"eval_freq": 1}, "there is no environment to evaluate in: name one with --env"),
+        ({"stop": {"episode_return_mean": 475}}, "plays no episodes .* say eval/return_mean, with --env"),
     ],
 )
 def test_what_cannot_work_is_refused(files, tmp_path, more, message):
@@ -89,8 +93,19 @@ def test_what_cannot_work_is_refused(files, tmp_path, more, message):
         _ = Experiment(**{"run": "DQN", "data": files, "path": tmp_path / "x", **more}).training
 
 
+def test_files_are_judged_by_evaluation_alone(files, tmp_path, caplog):
+    config = {"epochs": 2, "fcnet_hiddens": [8], "eval_freq": 1, "eval_episodes": 2}
+    with Experiment(run="DQN", data=files, env=ENV, path=tmp_path / "run", **config) as exp:
+        rows = list(exp.train())
+    judged = [row["eval/return_mean"] for row in rows if "eval/return_mean" in row]
+    assert judged
+    assert rows[-1]["data/return_mean"] not in judged
+    assert RunDir.open(tmp_path / "run").load_checkpoint("best").meta["eval/return_mean"] == max(judged)
+    assert "nothing says how well this plays" not in caplog.text
+
+
 def test_an_environment_to_play_in_brings_no_preset(files, tmp_path):
-    """That of DQN for CartPole evaluates while it trains, which learning from files refuses."""
+    """That of DQN for CartPole has a goal and a length for playing."""
     exp = Experiment(run="DQN", data=files, env="CartPole-v1", path=tmp_path / "x")
     assert exp.config["run"].eval_freq == 0
     assert not exp.config["run"].stop
