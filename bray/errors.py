@@ -136,7 +136,5 @@ def did_you_mean(name: str, known: Iterable[str], most: int = 12) -> str:
 def how_to_install(extra: str) -> str:
     """The command that adds an extra of Bray. The package index has other software under the name bray, so that no hint
     may send anybody there."""
-    return (
-        f"pip install '.[{extra}]' in Bray's repository, or './bray_rl-{__version__}-py3-none-any.whl[{extra}]' with "
-        "its wheel"
-    )
+    command = "make box2d" if extra == "box2d" else f"pip install '.[{extra}]'"  # that one is compiled, with swig
+    return f"{command} in Bray's repository, or './bray_rl-{__version__}-py3-none-any.whl[{extra}]' with its wheel"

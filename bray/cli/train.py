@@ -24,6 +24,7 @@ from bray.errors import BrayError, ConfigError, StoppedBySignal
 from bray.experiment import Experiment
 from bray.figures import show_figure
 from bray.metrics import TerminalSink, duration, short
+from bray.rundir import RunDir
 from bray.train.callbacks import Callbacks
 from bray.train.config import RunConfig
 from bray.train.live import LiveTraining
@@ -209,6 +210,8 @@ def _closing(exp: Experiment) -> Iterator[None]:
 
 def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     run = exp.config["run"]
+    if options.resume is None:
+        RunDir.signs_of_free(exp.path)  # before anything is made or said
     if not options.quiet and exp.has_env and not exp.live:
         count = exp.config["env"].num_envs * max(1, run.num_workers)
         if count >= _MANY:

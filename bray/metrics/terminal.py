@@ -11,6 +11,7 @@ from typing import Any
 from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, Row, flatten_row
 
 _NOTEBOOK_S = 0.5  # between two pictures of the table in a notebook
+_STALE = 10  # rows without the end of an episode, after which their return is told as an old one
 
 
 def short(x: Any) -> str:
@@ -59,6 +60,7 @@ class TerminalSink:
         self._at = -math.inf
         self._live: Any = None
         self._cell: Any = None  # where a notebook shows the table
+        self._ended: tuple[int, Any] = 0, None  # rows since an episode has ended, and the steps of the run then
 
     def progress(self, row: Row) -> float | None:
         """How near the run is to the first of its stop conditions to come, 0..1; None without one."""
@@ -74,6 +76,8 @@ class TerminalSink:
     def write(self, row: Row) -> None:
         row = flatten_row(row)
         self._last, now = row, self._clock()
+        ended = row.get("episodes_this_iter", 1) > 0
+        self._ended = (0, row.get(ENV_STEPS)) if ended else (self._ended[0] + 1, self._ended[1])
         fraction = self.progress(row)
         wait = _NOTEBOOK_S if self.console.is_jupyter else 0.1 if self.console.is_terminal else self.every
         if now - self._at < wait:
@@ -111,7 +115,8 @@ class TerminalSink:
         if row.get("episode_return_mean") is None:
             parts.append(_no_return(row))
         else:
-            parts += [f"return {short(row['episode_return_mean'])}", f"length {short(row.get('episode_length_mean'))}"]
+            returned = f"return {short(row['episode_return_mean'])}{self._stale()}"
+            parts += [returned, f"length {short(row.get('episode_length_mean'))}"]
         parts += [f"{k} {short(v)}" for k, v in _main(row)]
         if row.get("time_total_s") is not None:
             parts.append(duration(row["time_total_s"]))
@@ -122,6 +127,11 @@ class TerminalSink:
         if row.get(HEALTH):
             parts.append(f"LOOKS WRONG: {row[HEALTH]}")
         return "  ".join(parts)
+
+    def _stale(self) -> str:
+        """After a return that is an old one: no episode has ended for a while."""
+        rows, steps = self._ended
+        return f" (of step {short(steps)}, none since)" if rows >= _STALE else ""
 
     def _table(self, row: Row, fraction: float | None) -> Any:
         from rich.console import Group
@@ -138,7 +148,7 @@ class TerminalSink:
         if row.get("episode_return_mean") is None:
             returned = _no_return(row)
         elif None not in ranged:
-            returned += f"  ({short(ranged[0])} … {short(ranged[1])})"
+            returned += f"  ({short(ranged[0])} … {short(ranged[1])}){self._stale()}"
         speed = row.get("env_steps_per_second")
         cells = [
             ("iteration", short(row.get(ITERATION))),

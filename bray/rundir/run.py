@@ -74,14 +74,7 @@ class RunDir(Checkpoints):
             run.lock()
             run.recover()
             return run
-        if path.exists() and not path.is_dir():
-            raise CheckpointError(f"{path} is a file: expected the name of a new directory")
-        run, found = cls(path), _signs(path)
-        if found and not run.is_blank():
-            raise CheckpointError(
-                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose "
-                f"another --trial (in Python: Experiment.resume({str(path)!r}), or another path=)."
-            )
+        run, found = cls(path), cls.signs_of_free(path)
         with writing(path, "nothing was changed"):
             run.checkpoints.mkdir(parents=True, exist_ok=True)
         run.lock()
@@ -89,6 +82,19 @@ class RunDir(Checkpoints):
             run.refuse_links()
             run.recover()
         return run
+
+    @classmethod
+    def signs_of_free(cls, path: Path) -> list[str]:
+        """Refuse a path where no new run can begin; what a run that ended before its first checkpoint left there."""
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"{path} is a file: expected the name of a new directory")
+        found = _signs(path)
+        if found and not cls(path).is_blank():
+            raise CheckpointError(
+                f"{path} already holds a run ({', '.join(found)}). Go on with it by --resume {path}, or choose "
+                f"another --trial (in Python: Experiment.resume({str(path)!r}), or another path=)."
+            )
+        return found
 
     def is_blank(self) -> bool:
         """Whether a run ended before its first checkpoint, so that nothing is lost where another one begins here."""

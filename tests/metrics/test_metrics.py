@@ -464,6 +464,15 @@ def test_pretty_print_is_yaml_without_the_config():
     assert yaml.safe_load(text) == {"training_iteration": 1, "loss": {"policy": 0.5}, "x": None, "name": "ä"}
 
 
+def test_a_return_of_long_ago_is_told_as_one():
+    out = io.StringIO()
+    sink = TerminalSink(console=Console(file=out, width=200), every=0.0)
+    for i in range(1, 13):
+        sink.write({"env_steps_total": 100 * i, "episode_return_mean": 7.0, "episodes_this_iter": int(i == 2)})
+    lines = out.getvalue().splitlines()
+    assert [i for i, line in enumerate(lines, 1) if "return 7 (of step 200, none since)" in line] == [12]
+
+
 def test_a_notebook_sees_one_table_that_changes(monkeypatch):
     """IPython's part is two names; what it is given is HTML."""
     shown, now = [], [0.0]
