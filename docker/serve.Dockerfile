@@ -11,9 +11,10 @@ RUN apt-get update \
 RUN useradd --create-home --uid 10001 bray
 WORKDIR /home/bray/src
 COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./
+COPY tools ./tools
 COPY bray ./bray
 COPY template ./template
-RUN make setup EXTRAS=serve PIP_NO_CACHE_DIR=1
+RUN make setup EXTRAS=serve PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
 ENV PATH=/home/bray/src/.venv/bin:$PATH
 USER 10001
 WORKDIR /home/bray

@@ -11,9 +11,10 @@ RUN apt-get update \
 RUN useradd --create-home bray
 WORKDIR /home/bray/src
 COPY Makefile pyproject.toml constraints.txt README.md LICENSE ./
+COPY tools ./tools
 COPY bray ./bray
 COPY template ./template
-RUN make setup EXTRAS=train,serve,remote,atari PIP_NO_CACHE_DIR=1
+RUN make setup EXTRAS=train,serve,remote,atari PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1 UV_COMPILE_BYTECODE=1
 ENV PATH=/home/bray/src/.venv/bin:$PATH
 USER bray
 WORKDIR /home/bray
