@@ -1,5 +1,8 @@
 """Worker processes of this one, on this machine: started, asked, killed by their id.
 
+On Linux they are forked from a process that has loaded what they need (`nursery.py`), so that a start is not seconds of
+imports; elsewhere each loads it for itself.
+
 They end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can
 (Linux).
 """
@@ -24,6 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import cloudpickle
+import numpy as np
 
 from bray.errors import CheckpointError, ConfigError, EnvError
 
@@ -51,16 +55,20 @@ class Child:
     """A worker process, seen from its parent. It runs `serve(conn, *arguments)`, which answers questions at its end of
     a pipe."""
 
-    def __init__(self, serve: Callable[..., None], arguments: tuple[Any, ...], name: str, needs_main: bool = False):
-        context = multiprocessing.get_context("spawn")
-        self.conn, theirs = context.Pipe()
+    def __init__(
+        self, serve: Callable[..., None], arguments: tuple[Any, ...], name: str, loads: str, needs_main: bool = False
+    ):
+        """loads: the module that it begins with."""
+        self.conn, theirs = multiprocessing.Pipe()
         handle, self._trace_path = tempfile.mkstemp(prefix=f"{name}-")
         self._trace = os.fdopen(handle)
-        by_main = threading.current_thread() is threading.main_thread()
-        setting = (theirs, self._trace_path, os.getpid(), by_main)
-        self.process = context.Process(target=run_child, args=(*setting, serve, arguments), daemon=True, name=name)
-        with _main_only_if(needs_main), _signals_held_back():
-            self.process.start()
+        try:
+            with _main_only_if(needs_main), _signals_held_back():
+                self.process = _start(loads, name, (theirs, self._trace_path, dict(os.environ)), (serve, arguments))
+        except (EOFError, ConnectionError):  # the nursery died while it loaded the module, and said why
+            self._trace.close()
+            self._unlink()
+            raise LostAtStart(f"no worker process could be started: {loads} was not loaded, see above") from None
         self.killed = False
         """Whether it still lived when `kill` ended it."""
         theirs.close()  # so that the worker's death is seen as the end of the pipe
@@ -148,6 +156,21 @@ class Child:
         self.kill()
 
 
+def _start(loads: str, name: str, setting: tuple[Any, ...], what: tuple[Any, ...]) -> Any:
+    """A process that runs `run_child`."""
+    made: Any
+    if sys.platform == "linux":
+        from bray.envs.nursery import ForkedProcess, nursery
+
+        made, parent = ForkedProcess, nursery(loads).pid
+    else:
+        made, parent = multiprocessing.get_context("spawn").Process, os.getpid()
+    process = made(target=run_child, args=(*setting, parent, *what), daemon=True, name=name)
+    process.module = loads
+    process.start()
+    return process
+
+
 def unpack(answer: bytes) -> tuple[Any, list[str]]:
     """(result, failures) of a worker's answer; its error is raised."""
     return read_answer(pickle.loads(answer))
@@ -215,13 +238,17 @@ def _signals_held_back() -> Iterator[None]:
 def run_child(
     conn: Connection,
     trace_path: str,
+    environ: dict[str, str],
     parent: int,
-    by_main: bool,
     serve: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
     """In the child: serve until told to stop or the parent is gone."""
-    _die_with_parent(parent, by_main)
+    _die_with_parent(parent)
+    if sys.platform == "linux":  # what it has from the nursery, and not from who asked for it
+        os.environ.clear()
+        os.environ.update(environ)
+        np.random.seed()  # those of all would draw the same numbers
     # A daemon, so that no exit of the parent waits for it; but a rollout worker has children of its own, which end with
     # it as it does with its parent.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -236,13 +263,16 @@ def run_child(
             serve(conn, *arguments)
 
 
-def _die_with_parent(parent: int, by_main_thread: bool) -> None:
-    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches the
-    parent."""
-    if sys.platform == "linux" and by_main_thread:  # the kernel's signal comes when the starting *thread* ends
+def _die_with_parent(parent: int) -> None:
+    """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches who asked
+    for us. `parent`: from which we were started; a nursery, which ends with that one, has a single thread."""
+    if sys.platform == "linux":
+        from bray.envs.nursery import leave
+
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        leave()
     process = multiprocessing.parent_process()
-    if process is None or (by_main_thread and os.getppid() != parent):
+    if process is None or os.getppid() != parent:
         os._exit(1)
     sentinel = process.sentinel
 

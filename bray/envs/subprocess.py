@@ -91,7 +91,7 @@ class SubprocessVecEnv(VecEnv):
         share = replace(self._share, numbers=self._share.beside[rows], episodes=episodes, begin=begin)
         try:
             told, needs_main = portable(share)
-            return Child(serve_share, (self._memory, told), "bray-env", needs_main)
+            return Child(serve_share, (self._memory, told), "bray-env", serve_share.__module__, needs_main)
         except (pickle.PicklingError, AttributeError, TypeError) as e:
             raise ConfigError(
                 f"{self.name} cannot be made in another process ({e}): its creator uses something that cannot be sent "

@@ -94,7 +94,7 @@ class Evaluator:
     def begin(self, task: Task) -> None:
         self.task, message = task, pickle.dumps(task)
         if self._child is None:
-            self._child = Child(serve_evaluator, (self._told,), "bray-evaluator", self._needs_main)
+            self._child = Child(serve_evaluator, (self._told,), "bray-evaluator", Parts.__module__, self._needs_main)
             self._waiting = message  # it would not be read before the process is there
         else:
             self._child.send(message)

@@ -75,7 +75,9 @@ class SamplerProcess:
     def __init__(self, plan: SamplerPlan, feed: SharedFeed, line: Line | None = None):
         told, needs_main = portable(plan)
         self._memory = _memory_file()
-        self._child = Child(serve_player, (feed, line, told, self._memory), "bray-rollout", needs_main)
+        self._child = Child(
+            serve_player, (feed, line, told, self._memory), "bray-rollout", Sampler.__module__, needs_main
+        )
         self._pieces: list[Piece] = []
         self.starting = True
 

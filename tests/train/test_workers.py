@@ -377,6 +377,10 @@ def test_each_worker_knows_its_number():
     exp.close()
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def wait_for(happened, process):
     while not happened():
         assert process.poll() is None
@@ -393,7 +397,8 @@ def test_a_run_that_is_ended_while_workers_play_is_resumed(run, end, tmp_path):
     with subprocess.Popen([sys.executable, "-m", "bray", *words, "--stop", '{"env_steps_total": -1}']) as process:
         checkpoints = RunDir(tmp_path / "t").steps
         wait_for(lambda: (tmp_path / "t").exists() and len(checkpoints()) > 1, process)
-        workers = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        workers = [worker for child in children(process.pid) for worker in children(child)]  # it has them forked
+        assert len(workers) == 2
         process.send_signal(end)
         process.wait()
     for worker in workers:
