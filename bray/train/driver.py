@@ -287,8 +287,8 @@ class Driver:
         return batch
 
     def iterate(self, most_episodes: int | None = None) -> dict[str, Any] | None:
-        """One iteration: to the next multiple of the experience's `iteration_steps`, and on to the end of a batch where
-        it learns from each row once.
+        """One iteration: to the next multiple of the experience's `iteration_steps`, or to the goal of the run where
+        that comes first, and on to the end of a batch where it learns from each row once.
         Returns its row of numbers, or None if the data ended or a stop was requested before anything was gathered. It
         ends early when `most_episodes` have been finished since training began."""
         if self.ended:
@@ -299,6 +299,7 @@ class Driver:
         means = Means()
         every = self.experience.iteration_steps
         until = (steps // every + 1) * every if every else steps
+        until = until if self.goal is None else min(until, self.goal)
         left = None if most_episodes is None else max(0, most_episodes - self.totals.episodes.total)
         for source in self._running:
             source.limit_episodes(left)
@@ -356,6 +357,8 @@ class Driver:
             if most_episodes is not None and totals.episodes.total >= most_episodes:
                 return
 
+    goal: int | None = None
+    """Environment steps after which the run ends."""
     ended = False
     """Whether the data has ended."""
     finished = False

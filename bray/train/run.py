@@ -177,6 +177,7 @@ class Run:
         """One iteration; None when the data has ended."""
         training, between = self.training, self._between + self._lap()
         try:
+            training.goal = int(stop["env_steps_total"]) if "env_steps_total" in stop else None
             row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
         except Exception as e:
             if (cause := self.health.cause(e, training.lost_weights())) is not None:

@@ -88,6 +88,22 @@ def test_an_experiment_says_what_it_is(exp, tmp_path):
     assert str(tmp_path / "run") in repr(exp)
 
 
+@pytest.mark.parametrize(
+    ("run", "config", "most"),
+    [
+        ("DQN", {"num_envs": 1, "learning_starts": 100, "train_every": 50}, 0),
+        ("A2C", {"num_envs": 2, "rollout_length": 10}, 20),
+    ],
+)
+def test_the_last_iteration_ends_at_the_goal(run, config, most, tmp_path):
+    """Other iterations end at multiples of 1,000; one that learns from rollouts ends with one."""
+    config = {**config, "use_preset": False, "iteration_steps": 1_000, "save_figure": False}
+    with bray.Experiment(run=run, env="CartPole-v1", path=tmp_path / "run", **config) as exp:
+        steps = [row["env_steps_total"] for row in exp.train({"env_steps_total": 1_300})]
+    assert len(steps) == 2
+    assert 1_300 <= steps[-1] <= 1_300 + most
+
+
 @pytest.mark.draws
 def test_plot_draws_the_curve_and_notebooks_show_it(exp, tmp_path):
     with pytest.raises(ConfigError, match="train first"):
