@@ -149,8 +149,11 @@ class HttpServer:
 
 
 def is_same_origin(headers: Mapping[str, str]) -> bool:
-    """Whether no page of another site sent a request."""
+    """Whether no page of another site sent a request. Browsers send no Origin with a plain GET; Sec-Fetch-Site they
+    always send to this machine."""
     host, origin = headers.get("host", "").lower(), headers.get("origin")
+    if headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
+        return False
     return origin is None or origin.lower() in (f"http://{host}", f"https://{host}")
 
 

@@ -59,8 +59,8 @@ class EpisodeWriter:
     def write(self, episode: Episode) -> None:
         steps = _check(episode)
         raw = tree.pack(_squeeze(episode))
-        if len(raw) > _MAX_EPISODE:
-            raise DataError(f"an episode of {len(raw)} bytes; the most is {_MAX_EPISODE}. Write it in parts.")
+        if (size := max(len(raw), tree.nbytes(episode))) > _MAX_EPISODE:
+            raise DataError(f"an episode of {size} bytes; the most is {_MAX_EPISODE}. Write it in parts.")
         block = self._compressor.compress(raw)
         if self._file is None:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +133,8 @@ class EpisodeReader(Sequence[Episode]):
             steps += [n for *_, n in index]
         self.steps = np.array(steps, np.int64)
         """Transitions of each episode."""
+        self.sizes = np.array([raw for *_, raw in self._entries], np.int64)
+        """Bytes of each episode, with stacked frames stored once."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -238,6 +240,8 @@ def _unsqueeze(block: NestedArray) -> Episode:
         k = int(stack)
         if stack.ndim != 0 or not 2 <= k <= min(len(x), _MAX_STACK) or x.ndim < 2:
             raise DataError(f"frames of shape {x.shape} cannot be stacked by {k}")
+        if x.nbytes * k > _MAX_EPISODE:
+            raise DataError(f"{x.nbytes} bytes of frames, each {k} times; the most is {_MAX_EPISODE}")
         windows = np.lib.stride_tricks.sliding_window_view(x, k, axis=0)  # [T + 1, ..., k]
         return np.ascontiguousarray(np.moveaxis(windows, -1, 1))
 

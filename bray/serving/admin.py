@@ -35,8 +35,7 @@ class AdminGuard:
         return found
 
     def _foreign(self, path: str, headers: Mapping[str, str]) -> Refusal | None:
-        other_site = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
-        if other_site or not is_same_origin(headers):
+        if not is_same_origin(headers):
             return Refusal(403, "foreign_origin", "pages of other sites may not use the admin port")
         name, host = host_name(headers), headers.get("host", "").lower()
         if path not in PROBES and host and name not in self._names and address(name) is None:

@@ -23,13 +23,15 @@ from bray import tree
 from bray.data.files import SUFFIX as MANY, EpisodeReader
 from bray.errors import CheckpointError, DataError, UnknownName
 from bray.rundir import open_plain
-from bray.serving.episodes import SUFFIX as ONE, read_episode
+from bray.serving.episodes import MAX_MEMORY, SUFFIX as ONE, read_episode
 from bray.serving.state import State
 
 _FOLDERS = ("episodes", "trajectories")
 _PLAIN = re.compile(r"[^./\\\0][^/\\\0]{0,200}")
 _SAVED = re.compile(r"(.*)-(\d+)\.(\d+)" + re.escape(ONE))
 _KEPT = 3  # episodes in memory
+MOST_ROWS = 1 << 18
+"""Rows of a trajectory that is shown: each becomes a State, of 2 kB and more."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,13 @@ class Project:
             raise reader
         if number >= len(reader):
             raise DataError(f"{path} holds {len(reader)} episodes, there is no number {number}")
+        rows, size = int(reader.steps[number]) + 1, int(reader.sizes[number])  # checked before anything is made of them
+        if rows > MOST_ROWS or size > MAX_MEMORY:
+            raise DataError(
+                f"{path}: episode {number} has {rows:,} rows of {size:,} bytes; the most that is shown are "
+                f"{MOST_ROWS:,} and {MAX_MEMORY:,}: `bray collect` writes shorter ones where env.max_episode_steps is "
+                "set"
+            )
         return states_of(reader[number], f"{path.stem}#{number}")
 
 

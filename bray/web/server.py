@@ -118,7 +118,7 @@ class RenderServer:
     # --- requests
 
     def _answer(self, request: Request) -> Reply:
-        if why := self._not_trusted(request.headers):
+        if why := self._not_trusted(request):
             return _error(403, why)
         try:
             return self._reply(request)
@@ -130,11 +130,14 @@ class RenderServer:
             logger.exception("%s failed", request.target[:200])
             return _error(500, f"{type(e).__name__}: {e}")
 
-    def _not_trusted(self, headers: Mapping[str, str]) -> str:
-        """Why a request was not meant for this page: it names another machine, or another page sent it."""
+    def _not_trusted(self, request: Request) -> str:
+        """Why a request was not meant for this page: it names another machine, or another page sent it. A link to the
+        page itself may stand anywhere: it holds nothing before it asks."""
+        headers = request.headers
         if self.host not in ("0.0.0.0", "::", "") and host_name(headers) not in (*_LOCAL, self.host.lower()):
             return f"this page is not called {headers.get('host', '')[:200]!r}"
-        return "" if is_same_origin(headers) else "requests of other pages are not answered"
+        followed = request.path == "/" and headers.get("sec-fetch-mode") == "navigate" and "origin" not in headers
+        return "" if followed or is_same_origin(headers) else "requests of other pages are not answered"
 
     def _reply(self, request: Request) -> Reply:
         path, calls = request.path, self._posts if request.method == "POST" else self._gets

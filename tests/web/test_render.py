@@ -22,7 +22,7 @@ from PIL import Image
 from render_for_tests import make_project, save, state
 
 from bray.cli.main import main
-from bray.data.files import write_episodes
+from bray.data.files import EpisodeReader, write_episodes
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.serving.episodes import PackedMessage
 from bray.serving.state import State
@@ -30,7 +30,7 @@ from bray.web import render as render_module
 from bray.web.describe import describe
 from bray.web.pictures import Frames, from_png, pictures, png, tiled
 from bray.web.render import Render, RenderCache, RenderError, VideoExports, Worker
-from bray.web.runs import Project, states_of
+from bray.web.runs import MOST_ROWS, Project, states_of
 from bray.web.server import RenderServer
 
 FUNCTIONS = ("render", "several", "fails", "hangs", "leaves", "asks", "wrong", "growing")
@@ -232,6 +232,22 @@ def test_trials_and_episodes_newest_first(project):
     episode = project.read("first", listed[0].name)
     assert [s.tick for s in episode.states] == [0, 1]
     assert project.read("first", listed[0].name) is episode
+
+
+def test_a_small_file_does_not_become_millions_of_states(project, monkeypatch):
+    """Zeros are compressed to almost nothing, and every row of a trajectory would be a State."""
+    flat = np.zeros(MOST_ROWS, np.int8)
+    columns = {"obs": np.zeros((MOST_ROWS + 1, 0), np.int8), "action": flat, "reward": flat}
+    columns |= {"terminated": flat.astype(bool), "truncated": flat.astype(bool)}
+    write_episodes(project.path / "first" / "trajectories" / "large", [columns])
+    (file,) = (project.path / "first" / "trajectories").glob("large*")
+    assert file.stat().st_size < 2000
+    monkeypatch.setattr("bray.web.runs.states_of", None)
+    monkeypatch.setattr(EpisodeReader, "__getitem__", None)  # it is not even unpacked
+    with pytest.raises(DataError, match=r"262,145 rows.*the most that is shown"):
+        project.read("first", f"{file.name}#0")
+    entries = {entry.name: entry.error for entry in project.episodes("first")[0]}
+    assert "262,145 rows" in entries[f"{file.name}#0"]
 
 
 def test_trajectories_are_episodes_too(project):
@@ -595,12 +611,18 @@ def test_other_pages_and_other_names_are_not_answered(server):
         {"Host": "evil.example"},
         {"Host": f"evil.example:{server.port}"},
         {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "navigate"},
     ):
         assert ask(server, "/api/start", **headers)[0] == 403
         assert ask(server, "/api/export", {}, **headers)[0] == 403
     for host in (f"localhost:{server.port}", f"127.0.0.1:{server.port}", "localhost"):
         assert ask(server, "/api/start", Host=host)[0] == 200
     own = f"127.0.0.1:{server.port}"
+    assert ask(server, "/api/start", **{"Sec-Fetch-Site": "same-origin"})[0] == 200
+    assert ask(server, "/", **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
+    assert ask(server, "/?trial=first", **link)[0] == 200  # of a message that somebody was sent
     assert ask(server, "/api/stop", {"number": 0}, Host=own, Origin=f"http://{own}")[0] == 404
     everywhere = RenderServer(server.project, {}, host="0.0.0.0")
     try:
