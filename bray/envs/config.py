@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from bray.config.check import check_fields
-from bray.config.declare import Amount, Count, Flag, Positive, Share, Whole
+from bray.config.declare import Amount, Count, Flag, Positive, Secret, Share, Whole
 from bray.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ class EnvConfig:
     id: Any = ""
     """A Gymnasium id, a name given to `register_env`, `module:Class`, a class, a factory, or (num_envs=1) an
     environment object."""
-    env_config: dict[str, Any] = field(default_factory=dict)
+    env_config: Annotated[dict[str, Any], Secret(inside=True)] = field(default_factory=dict)
     """Arguments of the environment: keywords, or one dict where its constructor takes `env_config`, `config` or
     `cfg`."""
     import_modules: list[str] = field(default_factory=list)
@@ -59,7 +59,7 @@ class EnvConfig:
     environment, not by a measurement (docs/environments.md has the rule)."""
     num_envs: Annotated[Count, Flag("--num-envs-per-worker")] = 1
     """Environments stepped together."""
-    per_env: list[dict[str, Any]] = field(default_factory=list)
+    per_env: Annotated[list[dict[str, Any]], Secret(inside=True)] = field(default_factory=list)
     """`env_config` of environment i (of each rollout worker), merged over the common one."""
     num_processes: Count | None = None
     """Processes of the subprocess form; null = one per core, at most one per environment (with `wait_num`: one per
@@ -68,7 +68,7 @@ class EnvConfig:
     """Entries of a Dict observation that are left out, e.g. [mission]."""
     max_episode_steps: Annotated[int, Ge(-1)] | None = None
     """Steps after which an episode is truncated. null = the environment's own limit, -1 = none."""
-    wrappers: list[Any] = field(default_factory=list)
+    wrappers: Annotated[list[Any], Secret(inside=True)] = field(default_factory=list)
     """Wrappers from the inside out: a known name, a Gymnasium wrapper's name, `module:Class`, or a dict {name: ...,
     **arguments}."""
     action_bounds: tuple[float | list[float], float | list[float]] | None = None
@@ -94,7 +94,8 @@ class EnvConfig:
     max_restarts: Whole = 0
     """How often environments that raise, die or hang are rebuilt before the run stops."""
     step_timeout: Positive | None = None
-    """Seconds after which a step counts as hung (subprocess form)."""
+    """Seconds after which a step counts as hung: environments then run in processes of their own (vector: auto or
+    subprocess)."""
     wait_num: Count | None = None
     """A step returns as soon as this many environments are ready, so that slow ones do not hold up the others
     (vector=subprocess); the others are waited for in later steps. Environments of one process are ready together. Runs

@@ -53,7 +53,8 @@ def make_vec(
         raise ConfigError(
             f"{source.name} has no native vector form: {why_not}. Use env.vector=inprocess or subprocess."
         )
-    if form == "native" or (form == "auto" and why_not is None and _native_pays(build)):
+    timed = config.step_timeout is not None  # a step that hangs can be ended in another process only
+    if form == "native" or (form == "auto" and why_not is None and not timed and _native_pays(build)):
         worker_seed = episode_seed(seed, worker_index, numbers.start if numbers else 0) if worker_index else seed
         return native.make_native(together, source, build.preprocessing(), worker_seed, render_mode, threads)
     if source.single and form == "subprocess":
@@ -62,7 +63,7 @@ def make_vec(
         try:
             return SubprocessVecEnv(build, seed, numbers)
         except ConfigError:
-            if form == "subprocess" or config.step_timeout is not None:
+            if form == "subprocess" or timed:
                 raise
             log.info("%s cannot be made in another process: its environments run in this one.", source.name)
     return InProcessVecEnv(build, seed, numbers=numbers)

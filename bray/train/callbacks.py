@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from bray import tree
-from bray.errors import ConfigError
+from bray.errors import ConfigError, UnknownName
 from bray.named import load_named
 from bray.train.awaited import Awaited
 
@@ -127,31 +127,57 @@ class EarlyStopping(Callbacks):
         self.best, self.waited = float(state["best"]), int(state["waited"])
 
 
+EVENTS = tuple(name for name in vars(Callbacks) if name.startswith("on_"))
+
+
+class Functions(Callbacks):
+    """Plain functions as callbacks, by the names of their events."""
+
+    def __init__(self, functions: Mapping[str, Any]):
+        for event, function in functions.items():
+            if event not in EVENTS:
+                raise UnknownName("event of callbacks", str(event), EVENTS)
+            function = _load(function) if isinstance(function, str) else function
+            if not callable(function) or isinstance(function, type):
+                raise ConfigError(
+                    f"callbacks: {event}: expected a function or its name `module:function`, got {function!r}"
+                )
+            setattr(self, event, function)
+
+
 def make_callbacks(*given: Any) -> CallbackList:
-    """Callbacks from objects, classes, names (`module:Class`) and dicts {name, **arguments}; each argument is one of
-    these, a list, or None."""
+    """Callbacks from objects, classes, functions, names (`module:Class`, `module:function`), dicts {name, **arguments}
+    and dicts {event: function}; each argument is one of these, a list, or None."""
     listed = [some if isinstance(some, (list, tuple)) else [some] for some in given if some is not None]
     return CallbackList([_make(one) for some in listed for one in some])
+
+
+def _load(name: str) -> Any:
+    return load_named(name, "callbacks", "run.callbacks", {"EarlyStopping": EarlyStopping})
 
 
 def _make(given: Any) -> Callbacks:
     arguments: dict[str, Any] = {}
     if isinstance(given, dict):
+        if given and "name" not in given:
+            return Functions(given)
         arguments = {k: v for k, v in given.items() if k != "name"}
-        given = given.get("name")
-    made = (
-        load_named(given, "callbacks", "run.callbacks", {"EarlyStopping": EarlyStopping})
-        if isinstance(given, str)
-        else given
-    )
+        given = given.get("name", {})
+    made = _load(given) if isinstance(given, str) else given
     if isinstance(made, type) and issubclass(made, Callbacks):
         try:
             return made(**arguments)
         except TypeError as e:
             raise ConfigError(f"callbacks: {made.__name__} does not take {arguments or 'no arguments'}: {e}") from e
-    if not isinstance(made, Callbacks):
-        raise ConfigError(f"callbacks: expected bray.Callbacks (an object, a class, or `module:Class`), got {made!r}")
-    return made
+    if isinstance(made, Callbacks):
+        return made
+    if not callable(made) or isinstance(made, type):
+        raise ConfigError(
+            "callbacks: expected bray.Callbacks (an object, a class, or `module:Class`), a function of (experiment, "
+            f"row), or a dict of functions by event ({', '.join(EVENTS)}), got {made!r}"
+        )
+    called = getattr(made, "__name__", "")
+    return Functions({called if called in EVENTS else "on_train_result": made})
 
 
 class CallbackList(Callbacks):
@@ -202,7 +228,10 @@ class CallbackList(Callbacks):
             )
 
     def _asking(self, event: str) -> list[Any]:
-        return [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not getattr(Callbacks, event)]
+        own = [
+            c for c in self.callbacks if event in vars(c) or getattr(type(c), event) is not getattr(Callbacks, event)
+        ]
+        return [getattr(c, event) for c in own]
 
     def of_episodes(self) -> CallbackList:
         """Those that have a callback of episodes."""

@@ -50,7 +50,7 @@ def set_up(
     """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked
     before anything is imported: for the algorithm, and for all the rest once it is merged. `launched`: games of a
     launch file play; a preset says how to learn, not when to stop or how many environments Bray steps."""
-    given = [spread_sections(source) for source in sources]
+    given = [_with_listed_callbacks(spread_sections(source)) for source in sources]
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
     live = live or any("live" in source.values for source in given)
@@ -85,7 +85,19 @@ def set_up(
         check(config.to_dict())
     else:  # a new run; one that was made before runs on
         _refuse_idle(config)
+        _refuse_idle_workers(config, env)
     return Setup(algo, env, live, config)
+
+
+def _with_listed_callbacks(source: ConfigSource) -> ConfigSource:
+    """One callback may stand without a list around it: a function, a dict of functions, a name."""
+    values: dict[str, Any] = dict(source.values)
+    if isinstance(run := values.get("run"), dict):
+        values["run"] = run = type(run)(run)  # `run.callbacks=...` makes a dict of another type
+    for place in (values, run):
+        if isinstance(place, dict) and not isinstance(one := place.get("callbacks"), (list, type(None))):
+            place["callbacks"] = list(one) if isinstance(one, tuple) else [one]
+    return replace(source, values=values)
 
 
 def _of_others(algo: str, key: str) -> str:
@@ -134,6 +146,31 @@ def _refuse_idle(config: Resolved) -> None:
                     )
 
 
+def _refuse_idle_workers(config: Resolved, env: Any) -> None:
+    """Raise where an option of workers or environments was set that this run has no use for."""
+    run, form = config["run"], config["env"].vector
+    for name in ("num_cpus_per_worker", "num_gpus_per_worker", "object_store_mb"):
+        if not on_ray(run) and getattr(run, name) != getattr(RunConfig, name):
+            raise ConfigError(
+                f"{_shown(config, 'run', name)} is for workers on a Ray cluster, and this run has none there: set "
+                f"run.cluster=ray (--cluster ray) with num_workers, or leave {name} out"
+            )
+    alone = is_object(env)
+    if config["env"].step_timeout is not None and (alone or form not in ("auto", "subprocess")):
+        why = "an environment given as an object stays" if alone else f"env.vector={form} keeps environments"
+        raise ConfigError(
+            f"{_shown(config, 'env', 'step_timeout')} has no effect: {why} in this process, where a step that hangs "
+            "cannot be ended; "
+            + ("give its class or a function that makes it" if alone else "set env.vector=subprocess")
+            + ", or leave step_timeout out"
+        )
+
+
+def is_object(env: Any) -> bool:
+    """Whether an environment is given as an object, which is there only once."""
+    return not isinstance(env, (str, type)) and hasattr(env, "step")
+
+
 def on_ray(run: RunConfig) -> bool:
     """Whether rollout workers are Ray's."""
     return run.cluster == "ray" or (run.cluster is None and run.address is not None)
@@ -158,7 +195,7 @@ def _defaults(algo: Any, env: Any) -> dict[str, Any]:
     """What an algorithm changes in other sections. An environment given as an object is there only once, whatever
     number it would like."""
     defaults = dict(getattr(algo, "DEFAULTS", {}))
-    if not isinstance(env, (str, type)) and hasattr(env, "step"):
+    if is_object(env):
         defaults["env"] = {k: v for k, v in defaults.get("env", {}).items() if k != "num_envs"}
     return defaults
 

@@ -2,6 +2,7 @@
 
 import re
 
+import gymnasium as gym
 import pytest
 from envs_for_tests import Scripted
 
@@ -121,6 +122,17 @@ def test_a_preset_for_another_version_is_said(caplog):
             {"recurrent": "gru"},
             r"model\.recurrent='gru' \(python\) has no effect without model\.use_lstm: set that too",
         ),
+        ({"num_gpus_per_worker": 0.5, "num_workers": 2}, r"run\.num_gpus_per_worker=0\.5 .*is for workers on a Ray"),
+        ({"num_cpus_per_worker": 2}, r"run\.num_cpus_per_worker=2\.0 .*is for workers on a Ray cluster"),
+        ({"object_store_mb": 100}, r"run\.object_store_mb=100 \(python\) is for workers on a Ray cluster"),
+        (
+            {"object_store_mb": 100, "address": "10.0.0.1:6379", "num_workers": 1},
+            r"run\.object_store_mb=100 .* and run\.address='10\.0\.0\.1:6379' .*exclude each other",
+        ),
+        *(
+            ({"step_timeout": 3, "vector": form}, rf"env\.step_timeout=3\.0 .*env\.vector={form} .*vector=subprocess")
+            for form in ("inprocess", "native", "envpool")
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_named_with_what_they_belong_to(keys, said):
@@ -128,6 +140,13 @@ def test_options_that_would_do_nothing_are_named_with_what_they_belong_to(keys, 
         Experiment("PPO", "CartPole-v1", **keys)
     Experiment("PPO", "CartPole-v1", use_lstm=True, recurrent="gru")
     Experiment("R2D2", "CartPole-v1", recurrent="gru")  # it has a memory by itself
+    Experiment("PPO", "CartPole-v1", num_cpus_per_worker=0.5, object_store_mb=100, cluster="ray", num_workers=1)
+    Experiment("PPO", "CartPole-v1", step_timeout=3.0)
+
+
+def test_a_step_of_an_environment_object_cannot_be_timed():
+    with pytest.raises(ConfigError, match=r"given as an object stays in this process.*give its class"):
+        Experiment("PPO", gym.make("CartPole-v1"), step_timeout=3.0, use_preset=False)
 
 
 def test_options_that_exclude_each_other_are_both_named():

@@ -317,6 +317,7 @@ def test_auto_takes_the_fastest_form():
     assert kind(e.Slow, 4, num_processes=2) is SubprocessVecEnv
     assert kind(e.Sleepy, 4, num_processes=2, env_config={"seconds": 0.002}) is InProcessVecEnv  # it does not say so
     assert kind(e.Scripted, 1, step_timeout=5.0) is SubprocessVecEnv
+    assert kind("CartPole-v1", 8, step_timeout=5.0) is SubprocessVecEnv  # although there is a native form
 
 
 def test_auto_goes_by_what_is_declared_and_never_measures(monkeypatch):

@@ -16,7 +16,7 @@ from bray.envs.replayed_calls import ReplayedCalls
 from bray.errors import ConfigError, EnvError
 from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
-from bray.train.callbacks import EarlyStopping
+from bray.train.callbacks import EarlyStopping, make_callbacks
 
 
 def test_of_one_place_in_the_code_the_last_function_is_kept():
@@ -433,12 +433,58 @@ def test_what_is_saved_in_the_middle_of_an_iteration_is_not_exact(tmp_path, capl
         (["os:path"], "expected bray.Callbacks"),
         (["no_such_module:Mine"], "cannot load 'no_such_module:Mine'.*PYTHONPATH"),
         ([{"name": "EarlyStopping", "patients": 3}], "does not take {'patients': 3}"),
+        ({"on_episode_ends": print}, "unknown event of callbacks 'on_episode_ends'. Did you mean 'on_episode_end'"),
+        ({"on_episode_end": 7}, "on_episode_end: expected a function"),
+        ({"on_episode_end": bray.Callbacks}, "on_episode_end: expected a function"),
+        ({}, "expected bray.Callbacks"),
     ],
 )
 def test_what_are_no_callbacks_is_refused(tmp_path, given, message):
     exp = experiment(tmp_path)
     with pytest.raises(ConfigError, match=message):
         exp.train({"training_iteration": 1}, callbacks=given)
+    exp.close()
+
+
+def note_result(experiment, row):
+    row["noted"] = 1
+
+
+def on_episode_end(episode):
+    episode.custom_metrics["steps"] = episode.length
+
+
+FUNCTIONS = {
+    "function": note_result,
+    "lambda": lambda experiment, row: row.update(noted=1),
+    "dict": {"on_train_result": note_result, "on_episode_end": on_episode_end},
+    "dict of names": {"on_train_result": f"{__name__}:note_result"},
+    "name": f"{__name__}:note_result",
+    "list": [on_episode_end, {"name": "EarlyStopping"}, note_result],
+    "tuple": (note_result, f"{__name__}:on_episode_end"),
+}
+
+
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_plain_functions_are_callbacks(form):
+    given = FUNCTIONS[form]
+    for where in ({"callbacks": given}, {"config": {"run": {"callbacks": given}}}, {"config": {"callbacks": given}}):
+        made = make_callbacks(bray.Experiment(run="PPO", env=Phased, **where).config["run"].callbacks)
+        for callbacks in (made, make_callbacks(given)):
+            row = {"episode_return_mean": 0.0}
+            callbacks.callbacks[-1 if form == "list" else 0].on_train_result(None, row)
+            assert row["noted"] == 1
+            assert callbacks.watches is (form in ("dict", "list", "tuple"))  # on_episode_end, by its name
+
+
+def test_functions_train_and_go_on_after_a_resume(tmp_path):
+    exp = experiment(tmp_path, callbacks={"on_episode_end": on_episode_end})
+    (row,) = exp.train({"training_iteration": 1}, callbacks=note_result)
+    assert (row["noted"], row["custom_metrics/steps_mean"]) == (1, 3.0)
+    exp.close()
+    exp = bray.Experiment.resume(exp.path, callbacks=[note_result, on_episode_end])
+    (row,) = exp.train({"training_iteration": 2})
+    assert (row["noted"], row["custom_metrics/steps_mean"]) == (1, 3.0)
     exp.close()
 
 
