@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from bray.errors import ConfigError, DataError
+from bray.errors import CheckpointError, ConfigError, DataError
 from bray.metrics.rows import ENV_STEPS
 from bray.rundir import write_atomic
+from bray.rundir.reader import read_plain
 
 logger = logging.getLogger("bray")
 
@@ -29,23 +30,25 @@ _POINTS = 300  # of a curve averaged over seeds
 _ENOUGH = 20  # episodes, before their mean return is drawn
 
 PathLike = str | Path
+_MOST_ROWS = 1 << 30  # bytes of result.jsonl, a million rows
 
 
 def read_results(run_dir: PathLike) -> list[dict[str, Any]]:
     """The rows of `result.jsonl`; half a line at the end (of a run that is being written) is left out."""
-    path = Path(run_dir)
-    path = path / "result.jsonl" if path.is_dir() else path
+    path, root = Path(run_dir), None
+    if path.is_dir():
+        path, root = path / "result.jsonl", path
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as e:
-        raise DataError(f"{path}: expected the results of a run ({e.strerror})") from None
+        lines = read_plain(path if root is None else path.name, root, _MOST_ROWS).split(b"\n")
+    except CheckpointError as e:
+        raise DataError(f"expected the results of a run: {e}") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 continue
             raise DataError(f"{path}:{number}: expected a line of JSON, got {line[:60]!r}") from None

@@ -38,7 +38,7 @@ def export(options: Export) -> int:
     cpu = ConfigSource("bray export", {"run": {"device": "cpu"}})  # a run of a GPU is exported anywhere
     exp = Experiment.load(path, saved.step, sources=[cpu], trust=trusting(options), plays=False)
     torch.set_num_threads(1)
-    folder = run.models / saved.name
+    folder = run.model_folder(saved.name)
     console = terminal()
     exporter = _Exporter(exp, saved, quantize)
     with console.status("exporting"):

@@ -44,7 +44,7 @@ class Reading(Options):
     """What reads a run directory that may come from elsewhere."""
 
     trust: bool = False
-    """Import what the run directory names: an environment, a model or an algorithm that is not part of Bray. See
+    """Allow what the run directory asks for: code that is not part of Bray, a Ray cluster, a port. See
     docs/security.md."""
 
 

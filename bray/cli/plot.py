@@ -23,7 +23,7 @@ def plot(options: Plot) -> int:
     paths = list(dict.fromkeys(path for root in options.runs for path in _expand(root)))
     title, groups = group(paths)
     out = options.out or (
-        paths[0] / "figures" / "learning_curve.png" if len(paths) == 1 else Path("learning_curves.png")
+        RunDir(paths[0]).folder("figures") / "learning_curve.png" if len(paths) == 1 else Path("learning_curves.png")
     )
     if len(groups) == 1:
         figures.learning_curve(paths, out, title, options.threshold)

@@ -276,8 +276,7 @@ def _head(exp: Experiment, options: Train) -> None:
     if options.resume is None and run.init_from is not None:
         rows.append(("weights", f"of {run.init_from}"))
     if isinstance(training, LiveTraining):
-        url = f"http://{training.live.host}:{training.source.port}/step"
-        rows.append(("games call", f"POST {url}"))
+        rows.append(("games call", f"POST {training.source.url}"))
         rows.append(("how it goes", f"http://127.0.0.1:{training.source.admin_port}/training"))
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
     rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))

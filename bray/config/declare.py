@@ -94,6 +94,14 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Secret:
+    """In a field's `Annotated`: what is never written (`bray.config.secrets`)."""
+
+    inside: bool = False
+    """Not all of it: entries that look like secrets."""
+
+
+@dataclass(frozen=True)
 class Option:
     """One field of a dataclass."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from bray.config.secrets import hide_section
 from bray.config.sources import SCALARS, Key
 from bray.errors import UnknownName
 
@@ -61,32 +62,38 @@ class Resolved:
         """The values of these sections, by their names alone."""
         return {key: value for section in sections for key, value in vars(self[section]).items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, nested by section: `params.json`."""
+    def to_plain(self) -> dict[str, Any]:
+        """Plain data, nested by section, with secrets: to look at, not to write."""
         return {name: to_plain(value) for name, value in self.sections.items()}
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, nested by section, without secrets: `params.json`."""
+        return {name: hide_section(type(self.sections[name]), values) for name, values in self.to_plain().items()}
+
+    def _places(self) -> dict[str, str]:
+        """Where each value came from. Of what was typed with a secret in it, the key alone is shown."""
+        both = [list(leaves(values, ())) for values in (self.to_plain(), self.to_dict())]
+        hidden = {".".join(key) for (key, value), (_, shown) in zip(*both, strict=True) if value != shown}
+        typed = {self.provenance.get(key, "") for key in hidden}
+        return {
+            key: re.sub(r"^([^\s=]+).* on the ", r"\1 on the ", place, flags=re.DOTALL) if place in typed else place
+            for key, place in self.provenance.items()
+        }
+
     def rows(self) -> list[tuple[str, Any, str]]:
-        """(key, value, where it came from) for every value."""
+        """(key, value, where it came from) for every value; without secrets."""
         found = [pair for section, values in self.to_dict().items() for pair in leaves(values, (section,))]
-        return [(".".join(k), v, self.provenance.get(".".join(k), "default")) for k, v in found]
+        places = self._places()
+        return [(".".join(k), v, places.get(".".join(k), "default")) for k, v in found]
 
     def to_yaml(self) -> str:
-        """`config.yaml`: loads back to the same config; a comment after each value says where it came from."""
-        lines = list(self._yaml_lines(self.to_dict(), ()))
+        """`config.yaml`: loads back to the same config, but for secrets; a comment after each value says where it came
+        from."""
+        lines = list(_yaml_lines(self.to_dict(), (), self._places()))
         width = min(60, max((len(text) for text, where in lines if where), default=0))
         return "".join(
             f"{text:<{width}}  # {' '.join(where.splitlines())}\n" if where else f"{text}\n" for text, where in lines
         )
-
-    def _yaml_lines(self, values: dict[str, Any], path: Key) -> Iterator[tuple[str, str]]:
-        for name, value in values.items():
-            here = (*path, name)
-            key = f"{'  ' * len(path)}{_yaml_scalar(name)}:"
-            if isinstance(value, dict) and (value or not path):
-                yield key if value else f"{key} {{}}", ""
-                yield from self._yaml_lines(value, here)
-            else:
-                yield f"{key} {yaml_flow(value)}", self.provenance.get(".".join(here), "default")
 
     def table(self) -> Any:
         """A rich Table for `--print-config`; values that were set stand out from defaults."""
@@ -100,6 +107,17 @@ class Resolved:
             style = "dim" if where == "default" else "bold"
             table.add_row(Text(key), Text(yaml_flow(value), style=style), Text(where, style="dim"))
         return table
+
+
+def _yaml_lines(values: dict[str, Any], path: Key, places: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for name, value in values.items():
+        here = (*path, name)
+        key = f"{'  ' * len(path)}{_yaml_scalar(name)}:"
+        if isinstance(value, dict) and (value or not path):
+            yield key if value else f"{key} {{}}", ""
+            yield from _yaml_lines(value, here, places)
+        else:
+            yield f"{key} {yaml_flow(value)}", places.get(".".join(here), "default")
 
 
 def yaml_flow(value: Any) -> str:

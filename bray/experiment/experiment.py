@@ -17,6 +17,7 @@ from bray._version import __version__
 from bray.act import GREEDY
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
+from bray.config.secrets import refuse_hidden
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
 from bray.envs.make import make_vec
@@ -27,19 +28,20 @@ from bray.experiment.places import check_playable, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.saved import (
     changed_by,
-    import_check,
     made_from,
     named_in_script,
     read_config,
     read_launch,
+    trust_check,
     with_choices,
+    with_secrets,
 )
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.metrics import Sink, TerminalSink
 from bray.metrics.trackers import make_trackers
 from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, default_run_dir
-from bray.rundir.trust import Answer
+from bray.rundir.trust import Answer, When
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
@@ -108,6 +110,8 @@ class Experiment:
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
         self._plays = True
+        self._check_training: Check | None = None
+        """Asked before a loaded run trains: it may connect, listen and write."""
         self._resumes = False
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
@@ -133,6 +137,8 @@ class Experiment:
 
     def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
         self._check_plays()
+        if self._check_training is not None:
+            self._check_training(self.config.to_dict())
         c = self.config
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
         if self.live:
@@ -356,10 +362,12 @@ class Experiment:
         directory = RunDir.open(path)
         directory.refuse_old_launch()
         checkpoint = directory.load_checkpoint(which)
-        check = import_check(directory, trust, env, plays)
-        sources, check = changed_by(read_config(directory), sources, env, check)
+        moments = [When.MADE, When.PLAYS] if plays else [When.MADE]
+        check = trust_check(directory, trust, moments, env)
+        sources, check = changed_by(with_secrets(read_config(directory)), sources, env, check)
         exp = cls(env=env, sources=sources, use_preset=False, _check=check)
-        exp._plays = plays
+        exp._refuse_hidden(path, *(["env", "model"] if plays else ["model"]))
+        exp._plays, exp._check_training = plays, trust_check(directory, trust, [When.TRAINS])
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
         exp.loaded = checkpoint.path, checkpoint.step
@@ -383,15 +391,16 @@ class Experiment:
         directory = RunDir.open(path)
         if (directory.path / TRAINER_JSON).exists():
             raise ConfigError(f"{path} was made by `bray launch`: continue it with `bray launch` and the same file")
-        saved = read_config(directory)
+        saved = with_secrets(read_config(directory))
         if "live" not in saved.values and any("live" in source.values for source in sources):
             raise ConfigError(
                 f"{path} learnt in an environment, not from live games: leave out --live and its flags; a new run can "
                 f"start with its weights (bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
-        sources, check = changed_by(saved, sources, env, import_check(directory, trust, env))
+        sources, check = changed_by(saved, sources, env, trust_check(directory, trust, When, env))
         exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check)
+        exp._refuse_hidden(path, "run", "env", "model")
         exp._resumes = True
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
             raise ConfigError(f"--resume {path} resumes that run: leave out --init-from")
@@ -403,6 +412,12 @@ class Experiment:
         if why:
             logger.warning("%s: %s (exact: false in meta.json)", path, why)
         return exp
+
+    def _refuse_hidden(self, path: str | Path, *sections: str) -> None:
+        """Secrets are not written: those that are needed now must have been given again. A service looks after its own
+        tokens."""
+        plain = self.config.to_plain()
+        refuse_hidden({section: plain[section] for section in sections}, str(path))
 
     def _go_on_from(self, directory: RunDir, checkpoint: Checkpoint) -> str:
         """Take over the state of a checkpoint of a run, and its directory; returns why that is not exact, in words."""

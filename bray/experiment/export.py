@@ -21,6 +21,6 @@ def export_graph(path: str | Path, trust: Answer = False) -> Path:
     served = Experiment.load(path, sources=[cpu], trust=trust, plays=False).served
     obs = random_observations(served.spec, 2)
     args = (obs,) if served.initial_state is None else (obs, served.initial_state(2))
-    file = run.models / run.model_name() / "graph.onnx"
+    file = run.model_folder(run.model_name()) / "graph.onnx"
     rundir.write_atomic(file, rundir.seal(export_onnx(served.model, args, served.outputs)))
     return file

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bray.config import ConfigSource, Resolved, parse_yaml
+from bray.config.secrets import HIDDEN, give_again
 from bray.errors import BrayError, CheckpointError
 from bray.named import in_script
 from bray.rundir import RunDir
-from bray.rundir.trust import Answer, check, named, named_by_launch
+from bray.rundir.trust import Answer, When, check, named, named_by_launch
+from bray.serving.access import TOKEN
 from bray.spec import EnvSpec
 from bray.train.device import resolve_device
 from bray.train.local import threads_for
@@ -24,13 +27,21 @@ def read_config(directory: RunDir) -> ConfigSource:
     return parse_yaml(directory.read_text("config.yaml"), str(directory.path / "config.yaml"))
 
 
+def with_secrets(saved: ConfigSource) -> ConfigSource:
+    """A saved config with what the environment gives again of its secrets."""
+    return replace(saved, values=give_again(saved.values))
+
+
 def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
     """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before
-    on any machine."""
-    if config["run"].threads is not None:
-        return config
-    run = replace(config["run"], threads=threads_for(spec, resolve_device(config["run"].device)))
-    return Resolved({**config.sections, "run": run}, {**config.provenance, "run.threads": "chosen by rule"})
+    on any machine; and that there were tokens in the environment, so that it is not resumed without any."""
+    sections, places = dict(config.sections), dict(config.provenance)
+    if config["run"].threads is None:
+        chosen = threads_for(spec, resolve_device(config["run"].device))
+        sections["run"], places["run.threads"] = replace(config["run"], threads=chosen), "chosen by rule"
+    if "live" in sections and os.environ.get(TOKEN):
+        sections["live"], places["live.tokens"] = replace(sections["live"], tokens=(HIDDEN,)), TOKEN
+    return Resolved(sections, places)
 
 
 def changed_by(
@@ -50,16 +61,14 @@ def _nothing_left(config: Mapping[str, Any]) -> None:
     pass
 
 
-def import_check(directory: RunDir, trust: Answer, env: Any = None, plays: bool = True) -> Check:
-    """A check that raises where a run's config names code that may not be imported. An `env` given as an object is the
-    caller's own; with `plays=False` no environment is made, so its name is not checked."""
-    own_env = env is not None and not isinstance(env, str)
-
-    def is_imported(key: str) -> bool:
-        return not (key == "env.id" and own_env) and (plays or not key.startswith("env."))
+def trust_check(directory: RunDir, trust: Answer, when: Iterable[When], env: Any = None) -> Check:
+    """A check that raises where a run's config asks for what it may not, of what takes effect `when`. An `env` given
+    as an object is the caller's own."""
+    own_env, moments = env is not None and not isinstance(env, str), frozenset(when)
 
     def check_config(config: Mapping[str, Any]) -> None:
-        check(directory.path, [item for item in named(config) if is_imported(item[0])], trust)
+        asked = named(config, directory.path, moments)
+        check(directory.path, [item for item in asked if not (item[0] == "env.id" and own_env)], trust)
 
     return check_config
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from bray.config.check import check_fields
-from bray.config.declare import Count, Needs, Whole
+from bray.config.declare import Count, Needs, Secret, Whole
 from bray.errors import ConfigError, UnknownName
 from bray.nn.layers import activation, read_layer
 from bray.nn.merge import MERGES
@@ -103,7 +103,7 @@ class ModelConfig:
     """Your first layer, named in the same ways: a function obs -> obs of tensors [B, ...], or Name(space,
     **custom_options), an nn.Module whose attribute `space` describes its outputs. It is a part of the Model: training,
     evaluation, serving and the exported graph have it alike."""
-    custom_options: dict[str, Any] = field(default_factory=dict)
+    custom_options: Annotated[dict[str, Any], Secret(inside=True)] = field(default_factory=dict)
     """Keyword arguments for custom_model and custom_preprocessor."""
     loss_terms: dict[str, float] = field(default_factory=dict)
     """Terms of your own in the loss of the Model, each with its weight: {"module:function": 0.1}. function(batch,

@@ -82,6 +82,14 @@ class Checkpoints:
 
     # --- model versions
 
+    def model_folder(self, name: str = "default") -> Path:
+        """The folder of a model, to write into; whatever a link there leads to is not of this run."""
+        folder = self.models / safe_name(name)
+        for path in (self.models, folder):
+            if path.is_symlink():
+                raise CheckpointError(f"{path} is a link: models are written inside of the run directory only")
+        return folder
+
     def weights_path(self, step: int, name: str = "default") -> Path:
         return self.models / safe_name(name) / f"{_step(step)}.safetensors"
 
@@ -117,7 +125,7 @@ class Checkpoints:
 
     def protect(self, step: int, name: str = "default", on: bool = True) -> None:
         """Keep a version (cloned, being served) and its checkpoint from retention; `on=False` releases it."""
-        mark = self.weights_path(step, name).with_suffix(".keep")
+        mark = self.model_folder(name) / f"{_step(step)}.keep"
         if on:
             write_atomic(mark, "")
         else:

@@ -177,14 +177,15 @@ class RunDir(Checkpoints):
     # --- what was run
 
     def write_config(self, config: Any) -> None:
-        """`config.yaml` and `params.json` of a `config.Resolved`. What they name is the user's own, and trusted from
-        now on."""
+        """`config.yaml` and `params.json` of a `config.Resolved`, without secrets. What they ask for is the user's
+        own, and trusted from now on."""
         write_atomic(self.path / "config.yaml", config.to_yaml())
         self.write_json("params.json", config.to_dict())
-        remember(named(config.to_dict()))
+        remember(named(config.to_dict(), self.path))
 
     def write_launch(self, model: str, config: Mapping[str, Any]) -> None:
-        """`launch.json`: the launch file whose project makes the network of a model. It is trusted from now on."""
+        """`launch.json`: the launch file whose project makes the network of a model, without secrets. It is trusted
+        from now on."""
         launch = {"model": model, "config": dict(config)}
         self.write_json("launch.json", launch)
         remember(named_by_launch(self.read_json("launch.json")))

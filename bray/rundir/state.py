@@ -45,7 +45,7 @@ def unpack_state(data: bytes) -> Any:
     """The inverse of `pack_state`; arrays are writable copies."""
     try:
         return _decode(tree.unpack(data, copy=True))
-    except (ValueError, AttributeError) as e:
+    except (ValueError, AttributeError, RecursionError) as e:
         raise DataError(f"not a trainer state ({e})") from None
 
 

@@ -1,20 +1,25 @@
-"""What a run directory may import. A directory from elsewhere is data: a module that it names is imported only where
-the user allows it.
+"""What a run directory may cause. A directory from elsewhere is data: what it asks to import, to connect to, to listen
+on, to read or to write elsewhere happens only where the user allows it.
 
-Code that this user's own runs named (when they were written), or that was allowed once, is remembered by a checksum of
-the name and the arguments it is called with, in `$XDG_STATE_HOME/bray/trusted` (`~/.local/state/bray/trusted`), a line
-each. What a name means is decided by the import path of the process, never by the directory.
+`ASKS` and `HARMLESS` together have every key of a run's config: a new key belongs in one of them.
+
+What this user's own runs asked for (when they were written), or what was allowed once, is remembered in
+`$XDG_STATE_HOME/bray/trusted` (`~/.local/state/bray/trusted`), a line each: code by a checksum of the name and the
+arguments it is called with, anything else by one of the value and the run directory. What a name means is decided by
+the import path of the process, never by the directory.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bray.errors import CheckpointError
 from bray.rundir.log import logger
@@ -30,38 +35,171 @@ class UntrustedRun(CheckpointError):
     """A run directory that names code nobody has allowed."""
 
 
-def named(config: Mapping[str, Any]) -> list[Asked]:
-    """What a config, as plain data by section, asks to import beside the installed algorithms and environments."""
-    return [(key, name, arguments) for key, name, arguments in _named(config) if isinstance(name, str)]
+class When(enum.Enum):
+    """When a key of a run's config takes effect."""
+
+    MADE = "whenever its policy is made"
+    PLAYS = "where it plays in its environment"
+    TRAINS = "where it trains"
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    run, env, model = (config.get(k) or {} for k in ("run", "env", "model"))
-    if _is_path(run.get("algorithm")):
-        yield "run.algorithm", run["algorithm"], None
-    for callback in run.get("callbacks") or ():
-        name = callback.get("name") if isinstance(callback, Mapping) else callback
-        if _is_path(name):
-            yield "run.callbacks", name, callback
-    name = env.get("id")
-    if _is_path(name) or str(name).startswith("GymV"):  # adapters of old gym import what their arguments name
-        yield "env.id", name, [env.get("env_config"), env.get("per_env")]
-    for module in env.get("import_modules") or ():
-        yield "env.import_modules", module, None
-    for wrapper in env.get("wrappers") or ():
-        name = wrapper.get("name") if isinstance(wrapper, Mapping) else wrapper
-        if _is_path(name) or name in _WRITES_FILES:
-            yield "env.wrappers", name, wrapper
-    for key in ("custom_model", "custom_preprocessor"):
-        if _is_path(model.get(key)):
-            yield f"model.{key}", model[key], model.get("custom_options")
-    for name in model.get("loss_terms") or ():
-        if _is_path(name):
-            yield "model.loss_terms", name, None
+class Ask(NamedTuple):
+    """What a key of a run's config asks for."""
+
+    to: str
+    """In words, before the value."""
+    when: When
+    find: Callable[[Any, Mapping[str, Any]], Iterator[tuple[Any, Any]]]
+    """(name, arguments) of everything that a value asks for; it gets the section too."""
 
 
 def _is_path(name: Any) -> bool:
     return isinstance(name, str) and ":" in name
+
+
+def _code(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if _is_path(value):
+        yield value, None
+
+
+def _network(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if _is_path(value):
+        yield value, section.get("custom_options")
+
+
+def _each_code(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    return ((name, None) for name in value if _is_path(name))
+
+
+def _environment(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if _is_path(value) or str(value).startswith("GymV"):  # adapters of old gym import what their arguments name
+        yield value, [section.get("env_config"), section.get("per_env")]
+
+
+def _environment_files(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Paths and addresses that a registered environment is given; those of another one belong to its name."""
+    if not any(_environment(section.get("id"), section)):
+        yield from ((text, None) for text in _texts(value) if re.search(r"[/\\]|^~|^\.\.", text))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+def _wrappers(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for wrapper in value:
+        name = wrapper.get("name") if isinstance(wrapper, Mapping) else wrapper
+        if _is_path(name) or name in _WRITES_FILES:
+            yield name, wrapper
+
+
+def _callbacks(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    for callback in value:
+        if isinstance(callback, Mapping) and "name" not in callback:  # {event: function}
+            yield from ((name, None) for name in callback.values() if _is_path(name))
+        else:
+            name = callback.get("name") if isinstance(callback, Mapping) else callback
+            if _is_path(name):
+                yield name, callback
+
+
+def _given(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The value itself, or each of several."""
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        yield str(one), None
+
+
+def _ray(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if value == "ray":
+        yield "Ray", None
+
+
+def _not_here(value: Any, section: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    if value != "127.0.0.1":
+        yield str(value), None
+
+
+_IMPORT, _LISTEN = "import and run", "listen on"
+ASKS: dict[str, Ask] = {
+    "run.algorithm": Ask(_IMPORT, When.MADE, _code),
+    "run.callbacks": Ask(_IMPORT, When.MADE, _callbacks),
+    "env.id": Ask(_IMPORT, When.PLAYS, _environment),
+    "env.env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
+    "env.per_env": Ask("hand to its environment", When.PLAYS, _environment_files),
+    "env.import_modules": Ask(_IMPORT, When.PLAYS, _given),
+    "env.wrappers": Ask(_IMPORT, When.PLAYS, _wrappers),
+    "model.custom_model": Ask(_IMPORT, When.MADE, _network),
+    "model.custom_preprocessor": Ask(_IMPORT, When.MADE, _network),
+    "model.loss_terms": Ask(_IMPORT, When.MADE, _each_code),
+    "run.cluster": Ask("start, or connect to,", When.TRAINS, _ray),
+    "run.address": Ask("connect to Ray at", When.TRAINS, _given),
+    "run.track": Ask("send results to", When.TRAINS, _given),
+    "live.host": Ask(_LISTEN, When.TRAINS, _given),
+    "live.port": Ask("listen on port", When.TRAINS, _given),
+    "live.admin_host": Ask(_LISTEN, When.TRAINS, _not_here),
+    "live.admin_port": Ask("listen on port", When.TRAINS, _given),
+    "live.admin_names": Ask("answer at the admin port to the name", When.TRAINS, _given),
+    "live.trusted_proxies": Ask("believe the proxy", When.TRAINS, _given),
+    "live.token": Ask("let in whoever has", When.TRAINS, _given),
+    "live.tokens": Ask("let in whoever has", When.TRAINS, _given),
+    "live.admin_tokens": Ask("let change the service whoever has", When.TRAINS, _given),
+    "live.token_file": Ask("read", When.TRAINS, _given),
+    "live.admin_token_file": Ask("read", When.TRAINS, _given),
+    "live.tls_cert": Ask("read", When.TRAINS, _given),
+    "live.tls_key": Ask("read", When.TRAINS, _given),
+    "live.spec": Ask("read", When.TRAINS, _given),
+    "data.files": Ask("read", When.TRAINS, _given),
+}
+"""Keys of a run's config that make a process import, connect, listen, or read and write elsewhere."""
+HARMLESS = {
+    "run": """
+        seed stop init_from init_map init_partial device threads record num_workers inference env_groups
+        worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb iteration_steps
+        eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s
+        keep_checkpoints keep_best checkpoint_score checkpoint_replay export_graph_after_s log_level save_figure
+        show_figure
+    """,  # init_from: of a run that begins; one that was written never looks at it again
+    "env": """
+        vector num_envs num_processes drop_obs max_episode_steps action_bounds frame_stack flatten_obs atari
+        clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout
+    """,
+    "model": """
+        fcnet_hiddens fcnet_activation conv_filters conv_activation conv_features dim zero_mean free_log_std
+        log_std_init vf_share_layers use_lstm recurrent lstm_cell_size attention_window attention_layers
+        attention_heads entities entity_width merge embedding_dim recurrent_norm max_seq_len normalize_observations
+        layer_norm init layers custom_options
+    """,  # custom_options: the arguments of a network, and trusted with its name
+    "live": """
+        obs actions rows wait_s max_games session_secrets max_connections_per_address max_sessions_per_address
+        max_requests_per_address use_tcp use_gateway tick_timeout_s idle_timeout_s disconnect_timeout_s
+        request_timeout_s keep_alive_s drain_timeout_s first_request_s max_body max_bodies max_header max_connections
+        max_pending max_pending_per_session blocked_after_s check_obs fallback max_wait_s max_queue max_json
+    """,
+    "data": "epochs",
+}
+"""All other keys, by section: numbers, choices and names that Bray looks up in its own tables. The `algo` section has
+no texts: a test looks."""
+
+
+def named(config: Mapping[str, Any], path: str | Path = "", when: frozenset[When] = frozenset(When)) -> list[Asked]:
+    """What a config, as plain data by section, asks for beside the installed algorithms and environments. `path`: its
+    run directory."""
+    found = []
+    for key, ask in ASKS.items():
+        section, _, name = key.partition(".")
+        values = config.get(section) or {}
+        if ask.when in when and values.get(name) not in (None, "", [], (), {}):
+            found += [(key, one, arguments) for one, arguments in ask.find(values[name], values)]
+    here = os.path.realpath(path)
+    return [
+        (key, one, arguments if ASKS[key].to == _IMPORT else here)
+        for key, one, arguments in found
+        if isinstance(one, str)
+    ]
 
 
 def named_by_launch(launch: Mapping[str, Any]) -> list[Asked]:
@@ -87,14 +225,23 @@ def check(path: Path, asked: list[Asked], answer: Answer = False) -> None:
     new = [item for item in asked if _checksum(item) not in known]
     if not new:
         return
-    what = ", ".join(dict.fromkeys(f"{name!r} ({key})" for key, name, _ in new))
-    yes = answer(f"{path} asks to import and run {what}, on this machine, as you.") if callable(answer) else answer
+    what = _in_words(new)
+    yes = answer(f"{path} asks to {what}, on this machine, as you.") if callable(answer) else answer
     if not yes:
         raise UntrustedRun(
-            f"{path} asks to import and run {what}. It was not made here by you, so nothing was imported: look at "
-            "what it is, and allow it with --trust (in Python: trust=True)"
+            f"{path} asks to {what}. It was not made here by you, so nothing was imported or started: look at what it "
+            "is, and allow it with --trust (in Python: trust=True)"
         )
     remember(new)
+
+
+def _in_words(asked: list[Asked]) -> str:
+    """`import and run 'a:B' (env.id), 'c' (env.wrappers), connect to Ray at '10.0.0.1:6379' (run.address)`."""
+    said: dict[str, list[str]] = {}
+    for key, name, _ in asked:
+        to = ASKS[key].to if key in ASKS else _IMPORT
+        said.setdefault(to, []).append(f"{name!r} ({key})")
+    return ", ".join(f"{to} {', '.join(dict.fromkeys(names))}" for to, names in said.items())
 
 
 def remember(asked: list[Asked]) -> None:

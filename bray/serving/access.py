@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bray.config.secrets import HIDDEN
 from bray.errors import ConfigError
 from bray.limited_log import LimitedLog
 from bray.serving.addresses import AddressCounts, Proxies, Rates, client_key
@@ -40,13 +41,22 @@ _FILES = ("tls_cert", "tls_key", "token_file", "admin_token_file")
 
 def with_environment(config: ServiceConfig) -> ServiceConfig:
     """The config with the tokens of the environment, and its files as seen from here: read where a service is started,
-    since its workers may have neither the environment nor the current directory."""
-    tokens, admin_tokens = (tuple(os.environ.get(name, "").split()) for name in (TOKEN, ADMIN_TOKEN))
+    since its workers may have neither the environment nor the current directory. A service whose tokens were not
+    written down, and are not given again, does not start: it would let everybody in."""
+    tokens, admin_tokens = (
+        (*(token for token in given if token != HIDDEN), *os.environ.get(name, "").split())
+        for name, given in ((TOKEN, config.tokens), (ADMIN_TOKEN, config.admin_tokens))
+    )
+    if HIDDEN in config.tokens and not tokens and config.token_file is None:
+        raise ConfigError(
+            "this service had a token, and secrets are not written to run directories: give it again, by "
+            f"--token-file FILE, in the environment ({TOKEN}) or on the command line (token=...)"
+        )
     files = {name: path for name in _FILES if (path := getattr(config, name)) is not None}
     return replace(
         config,
-        tokens=(*config.tokens, *tokens),
-        admin_tokens=(*config.admin_tokens, *admin_tokens),
+        tokens=tokens,
+        admin_tokens=admin_tokens,
         **{name: os.path.abspath(path) for name, path in files.items()},
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from bray.config.declare import Amount, Count, Flag, Name, Port, Positive
+from bray.config.declare import Amount, Count, Flag, Name, Port, Positive, Secret
 from bray.errors import ConfigError
 
 
@@ -121,10 +121,11 @@ class ServiceSettings(AccessConfig):
     tokens: Annotated[
         tuple[str, ...],
         Flag("--token", "T", help="The old way to say --token-file: other users of this machine see it."),
+        Secret(),
     ] = ()
     """When given, a request must carry one of these in its `token`. On a command line other users can see them: use
     `token_file` or BRAY_TOKEN."""
-    admin_tokens: tuple[str, ...] = ()
+    admin_tokens: Annotated[tuple[str, ...], Secret()] = ()
     """As `admin_token_file`, for Python; on a command line use the file or BRAY_ADMIN_TOKEN."""
     blocked_after_s: Positive = 0.5
     """An Actor that keeps the event loop for this long is named in the log."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from bray.config.declare import Amount, Count, Flag, Needs, Positive, Whole, values_of
+from bray.config.declare import Amount, Count, Excludes, Flag, Needs, Positive, Secret, Whole, values_of
 from bray.errors import ConfigError
 from bray.serving.config import AnswerConfig, ServiceConfig, ServiceSettings
 
@@ -75,7 +75,7 @@ class RunConfig:
     """CPUs that Ray reserves for each worker; parts of one too."""
     num_gpus_per_worker: Amount = 0.0
     """GPUs that Ray reserves for each worker, for environments that use one; with 0.25, four workers share a GPU."""
-    object_store_mb: Count | None = None
+    object_store_mb: Annotated[Count | None, Excludes("address")] = None
     """Shared memory for weights and rows in a Ray that the run starts, in MB; null = as Ray decides, a third of the
     memory."""
     iteration_steps: Whole | None = None
@@ -112,9 +112,9 @@ class RunConfig:
     export_graph_after_s: Amount | None = 20.0
     """Seconds of training after which graph.onnx is written, once and in a process of its own: what serving elsewhere
     needs beside the weights; null = not while training (`bray export` writes it too)."""
-    callbacks: Annotated[list[Any], Flag(metavar="MODULE:CLASS")] = field(default_factory=list)
-    """Code of your own at the events of a training: names `module:Class` of `bray.Callbacks`, or dicts {name,
-    arguments...}; ours is EarlyStopping."""
+    callbacks: Annotated[list[Any], Flag(metavar="MODULE:CLASS"), Secret(inside=True)] = field(default_factory=list)
+    """Code of your own at the events of a training: names `module:Class` of `bray.Callbacks`, dicts {name,
+    arguments...}, functions, or dicts of functions by event; ours is EarlyStopping."""
     track: Annotated[list[str], Flag(metavar="NAME")] = field(default_factory=list)
     """Services that result rows go to, beside the files of the run: wandb, mlflow."""
     log_level: Annotated[str, Flag(metavar="LEVEL")] = "warning"
@@ -144,7 +144,7 @@ class LiveGames:
     """Sessions at once."""
     host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = every network of this machine."""
-    token: str | None = None
+    token: Annotated[str | None, Secret()] = None
     """When given, every request must carry it. On a command line other users can see it: use `token_file` or
     BRAY_TOKEN."""
 
@@ -153,7 +153,7 @@ class LiveGames:
 class LiveConfig(AnswerConfig, ServiceSettings, LiveGames):
     """Where games call, and what they send; with all settings of a game service, and of how ticks are answered."""
 
-    tokens: tuple[str, ...] = ()
+    tokens: Annotated[tuple[str, ...], Secret()] = ()
     """As `token`, several."""
 
     def service(self) -> ServiceConfig:

@@ -164,6 +164,11 @@ class LiveSource(Source):
         return self.server.port
 
     @property
+    def url(self) -> str:
+        """What games are told to call."""
+        return f"{'http' if self.live.tls_cert is None else 'https'}://{self.live.host}:{self.port}/step"
+
+    @property
     def admin_port(self) -> int:
         """Where their owner finds /training and /metrics."""
         self.open()
@@ -223,7 +228,7 @@ class LiveSource(Source):
             return ""
         games = len(self.server.server.sessions.sessions)
         if not games:
-            return f"no game is connected: they call POST http://{self.live.host}:{self.port}/step"
+            return f"no game is connected: they call POST {self.url}"
         return f"{games} game{'s are' if games > 1 else ' is'} connected"
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:

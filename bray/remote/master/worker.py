@@ -23,6 +23,7 @@ import numpy as np
 
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
+from bray.config.secrets import hide_launch
 from bray.errors import BrayError, DataError, MissingComponent, UnknownName
 from bray.http_server import HttpServer, Reply, Request, listening
 from bray.limited_log import OncePer
@@ -377,7 +378,11 @@ class Master:
                     for (name, labels), t in ((key, series.total) for key, series in self._series.items())
                 ],
                 "episodes": self._episodes.get_state(),
-                "values": {k: v for k, v in self._values.items() if k not in self._unsaved},
+                "values": {
+                    k: hide_launch(v) if k == "config" and isinstance(v, dict) else v
+                    for k, v in self._values.items()
+                    if k not in self._unsaved
+                },
                 "counters": dict(self._counters),
                 "model": self._model,
                 "seconds": self._elapsed(),

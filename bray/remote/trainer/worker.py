@@ -24,6 +24,7 @@ import torch
 from bray.cluster import io
 from bray.cluster.protocol import Failure
 from bray.cluster.session import SessionInfo, session
+from bray.config.secrets import hide_launch
 from bray.data.rollouts import Rollouts
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
 from bray.remote.algo import AlgoSetup, named_setup
@@ -200,7 +201,7 @@ def describe_run(setup: AlgoSetup, module: Any, model: str, config: Mapping[str,
     section = config.get(model)
     if isinstance(section, Mapping) and section.get("module"):  # its network is the project's own
         try:
-            run.write_launch(model, config)
+            run.write_launch(model, hide_launch(config))
         except (TypeError, DataError) as e:
             logger.warning("%s: `bray eval` will not find the network of %s: %s", run.path, model, e)
 
