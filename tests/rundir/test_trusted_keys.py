@@ -105,10 +105,13 @@ def test_a_foreign_run_connects_to_nothing_by_itself(key, made, tmp_path, monkey
 
 def test_trust_lets_it_connect(made, tmp_path, monkeypatch):
     path = foreign(made, tmp_path, **CONNECTS["run.address"])
-    asked = []
-    monkeypatch.setattr("bray.experiment.experiment.home_of", lambda run: asked.append(run.address))
-    Experiment.resume(path, trust=True).close()
-    assert asked == ["10.9.8.7:6379"]
+
+    def connect(run):
+        raise ConnectionError(f"to {run.address}")
+
+    monkeypatch.setattr("bray.experiment.experiment.home_of", connect)
+    with pytest.raises(ConnectionError, match="to 10.9.8.7:6379"):
+        Experiment.resume(path, trust=True)
     other = shutil.copytree(path, tmp_path / "other", symlinks=True)
     with pytest.raises(UntrustedRun, match=r"run\.address"):  # what was allowed was this directory's
         Experiment.resume(other)
