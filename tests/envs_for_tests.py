@@ -445,3 +445,30 @@ class AddOne(gym.ObservationWrapper):
 def make_scripted(env_config: dict[str, Any]) -> gym.Env:
     """A creator for register_env."""
     return Scripted(**env_config)
+
+
+class Phased(gym.Env):
+    """Episodes of `phase` steps; rewards tell the phase."""
+
+    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    to_fail = 0
+
+    def __init__(self, **_):
+        self.phase, self.steps = 3, 0
+
+    def set_phase(self, phase):
+        self.phase = phase
+        return phase
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if Phased.to_fail:
+            Phased.to_fail -= 1
+            raise RuntimeError("the game fell over")
+        return np.zeros(2, np.float32), float(self.phase), self.steps >= self.phase, False, {"phase": self.phase}

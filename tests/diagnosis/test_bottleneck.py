@@ -16,7 +16,7 @@ from bray.experiment.saved import with_choices
 from bray.metrics.spent import PHASES, Laps, WorkerTimes
 from bray.spec import EnvSpec, Space
 from bray.train.config import RunConfig
-from tests.train.test_callbacks import Phased
+from tests.envs_for_tests import Phased
 
 PPO = {"num_envs": 8, "num_workers": 0, "rollout_length": 128, "minibatches": 16, "epochs": 10, "device": "cpu"}
 DQN = {"num_envs": 1, "num_workers": 0, "replay_size": 1000, "train_every": 1, "updates": 1, "device": "cpu"}

@@ -5,7 +5,6 @@ import json
 import time
 from functools import partial
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,12 @@ from bray.envs.replayed_calls import ReplayedCalls
 from bray.errors import ConfigError, EnvError
 from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
+<<<<<<< HEAD
 from bray.train.callbacks import EarlyStopping, make_callbacks
+=======
+from bray.train.callbacks import EarlyStopping
+from tests.envs_for_tests import Phased
+>>>>>>> 648971e (Keep an environment of tests in a light module, refuse in one process)
 
 
 def test_of_one_place_in_the_code_the_last_function_is_kept():
@@ -27,33 +31,6 @@ def test_of_one_place_in_the_code_the_last_function_is_kept():
     assert list(calls) == [2, "asked"]
     calls.add(partial(max, 1), "built in")
     assert list(calls) == [2, "asked", "built in"]
-
-
-class Phased(gym.Env):
-    """Episodes of `phase` steps; rewards tell the phase."""
-
-    observation_space = gym.spaces.Box(-1, 1, (2,), np.float32)
-    action_space = gym.spaces.Discrete(2)
-
-    to_fail = 0
-
-    def __init__(self, **_):
-        self.phase, self.steps = 3, 0
-
-    def set_phase(self, phase):
-        self.phase = phase
-        return phase
-
-    def reset(self, *, seed=None, options=None):
-        self.steps = 0
-        return np.zeros(2, np.float32), {}
-
-    def step(self, action):
-        self.steps += 1
-        if Phased.to_fail:
-            Phased.to_fail -= 1
-            raise RuntimeError("the game fell over")
-        return np.zeros(2, np.float32), float(self.phase), self.steps >= self.phase, False, {"phase": self.phase}
 
 
 def experiment(tmp_path, **more):

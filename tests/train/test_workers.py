@@ -20,7 +20,8 @@ from bray.errors import CheckpointError, ConfigError, EnvError
 from bray.figures import read_results
 from bray.rundir import RunDir
 from bray.train.sampler import RowsOfAll
-from tests.train.test_callbacks import Phased, Watcher
+from tests.envs_for_tests import Phased
+from tests.train.test_callbacks import Watcher
 
 
 def experiment(path=None, env="CartPole-v1", run="PPO", **config):

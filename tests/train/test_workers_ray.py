@@ -16,8 +16,8 @@ from bray.cluster import ray_workers
 from bray.cluster.machine import Machine
 from bray.config import ConfigSource
 from bray.errors import ConfigError, EnvError, ResourceError
+from tests.envs_for_tests import Phased
 from tests.ray_for_tests import start_shared_ray, stop_shared_ray
-from tests.train.test_callbacks import Phased
 from tests.train.test_workers import experiment, rows_of
 
 KEYS = ("env_steps_total", "episodes_total", "episode_length_mean", "loss/policy_loss", "loss/value_loss")
