@@ -21,8 +21,7 @@ from bray.cluster.machine import Machine
 from bray.errors import BrayError, CheckpointError, ConfigError, ResourceError
 from bray.launch.graph import Graph, ResourceRequest, load, total
 from bray.launch.hints import game_command
-from bray.launch.modules import check_modules
-from bray.launch.spaces import check_networks
+from bray.launch.modules import check_modules, check_networks
 
 if TYPE_CHECKING:
     from bray.launch.build import Launched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import keyword
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,14 +19,19 @@ from bray.errors import ConfigError, UnknownName
 
 
 def resolve(
-    sections: Mapping[str, type], sources: Sequence[ConfigSource], elsewhere: Callable[[str], str] = lambda key: ""
+    sections: Mapping[str, type],
+    sources: Sequence[ConfigSource],
+    elsewhere: Callable[[str], str] = lambda key: "",
+    null_is_default: bool = False,
 ) -> Resolved:
     """Merge sources (later ones win), check every value, and build the section dataclasses.
 
     Raises UnknownName for one unknown key, else ConfigError that lists every mistake with its place. `elsewhere`: the
-    end of the message about a key that is known, but not here; empty for others.
+    end of the message about a key that is known, but not here; empty for others. `null_is_default`: a null takes back
+    what earlier sources gave, unless the option takes a null itself.
     """
     merger = _Merger(sections, elsewhere)
+    merger.null_is_default = null_is_default
     for source in sources:
         merger.add(source)
     built = {section: merger.build(cls, merger.values[section], (section,)) for section, cls in sections.items()}
@@ -50,6 +56,8 @@ class _Merger:
 
     `path` is always where a value stands in the config, `at` how its source spells that.
     """
+
+    null_is_default = False
 
     def __init__(self, sections: Mapping[str, type], elsewhere: Callable[[str], str]):
         self.sections, self.elsewhere = sections, elsewhere
@@ -104,6 +112,8 @@ class _Merger:
         option = options(cls).get(name)
         if option is None:
             self.unknown(path, at)
+        elif value is None and self.null_is_default and type(None) not in typing.get_args(option.hint):
+            into.pop(name, None)
         elif option.nested and isinstance(value, dict):
             inner = into.get(name)
             into[name] = inner if isinstance(inner, dict) else {}

@@ -26,8 +26,7 @@ from bray.launch.deploy import (
     open_deployments,
 )
 from bray.launch.graph import Component, Graph
-from bray.launch.modules import Modules
-from bray.launch.spaces import check_network
+from bray.launch.modules import Modules, check_network
 from bray.remote.actor.options import ActorOptions
 from bray.remote.buffer.options import BufferOptions
 from bray.remote.model.options import ModelOptions
@@ -102,20 +101,15 @@ class Launched:
 
 
 _HOMES = {
-    "RemoteModel": "bray.remote.model.handle",
-    "RemoteBuffer": "bray.remote.buffer.handle",
-    "RemoteActor": "bray.remote.actor.handle",
-    "RemoteTrainer": "bray.remote.trainer.handle",
     "PolicyActor": "bray.serving.policy_actor",
     "numbers": "bray.remote.master",
-    "set": "bray.remote.master",
-    "set_tensorboard_step": "bray.remote.master",
 }
+"""Of parts that are no public names."""
 
 
 def find_part(name: str) -> Any:
     """What a run is made of, imported when it is needed: a run without trainers needs nothing of theirs."""
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "bray")), name)
 
 
 def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda name: None) -> Launched:
@@ -129,9 +123,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     find_part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
     _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
-        if (
-            kind == "trainer"
-        ):  # stops are called newest first: after the trainers have ended, before games in progress are waited for
+        if kind == "trainer":  # stops are called newest first: after its end, before games in progress are waited for
             session.stop_hooks.append(run.save_models)
         for c in graph.of_kind(kind).values():
             try:
@@ -173,8 +165,6 @@ def _model(run: Launched, modules: Modules, c: Component) -> None:
     else:
         build_model = modules.needed(c)
     made = build_model(c.name, run.graph.config)
-    if not (isinstance(made, tuple) and len(made) == 2):
-        raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
     if s.module is not None:
         check_network(run.graph, modules, c, made)
     model, forward_args = made

@@ -105,29 +105,24 @@ def total(asks: Iterable[ResourceRequest]) -> ResourceRequest:
 
 def _ask(c: Component) -> ResourceRequest | None:
     s = c.settings
+    cpus, gpus, memory, where = 0.0, 0.0, 0, "any node"
     if c.kind == "model":
-        if s.local_mode or not s.num_workers:
-            return ResourceRequest(c.name, 0, 0.0, 0.0, 0, "in whoever asks it")
-        n = s.num_workers
-        return ResourceRequest(
-            c.name, n, n * s.cpus_per_worker, n * s.gpus_per_worker, n * s.memory_per_worker, "any node"
-        )
-    if c.kind == "source":
-        return ResourceRequest(c.name, s.num_workers or 1, 0.0, 0.0, 0, "any node")
-    if c.kind == "buffer":
-        return ResourceRequest(
-            c.name, min(s.num_workers, s.size), 0.0, 0.0, 0, "any node"
-        )  # none without room for a batch
-    if c.kind == "actor":
-        n = s.num_workers
-        return ResourceRequest(
-            c.name, n, n * s.cpus_per_worker, 0.0, n * s.memory_per_worker, f"each node, port {s.port or 'any'}"
-        )
-    if c.kind == "trainer":
+        n, cpus, gpus, memory = s.num_workers, s.cpus_per_worker, s.gpus_per_worker, s.memory_per_worker
+        if s.local_mode or not n:
+            n, where = 0, "in whoever asks it"
+    elif c.kind == "source":
         n = s.num_workers or 1
-        cpus = 1.0 if s.cpus_per_worker is None else s.cpus_per_worker
-        return ResourceRequest(c.name, n, n * cpus, n * gpus_of_rank(s.use_gpu, s.gpus_per_worker), 0, "any node")
-    return None
+    elif c.kind == "buffer":
+        n = min(s.num_workers, s.size)  # none without room for a batch
+    elif c.kind == "actor":
+        n, cpus, memory = s.num_workers, s.cpus_per_worker, s.memory_per_worker
+        where = f"each node, port {s.port or 'any'}"
+    elif c.kind == "trainer":
+        n, cpus = s.num_workers or 1, 1.0 if s.cpus_per_worker is None else s.cpus_per_worker
+        gpus = gpus_of_rank(s.use_gpu, s.gpus_per_worker)
+    else:
+        return None
+    return ResourceRequest(c.name, n, n * cpus, n * gpus, n * memory, where)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -221,7 +216,7 @@ class _Reader:
     def resolved(self, section: str, cls: type, sources: Sequence[ConfigSource]) -> Any:
         """The dataclass, or None with the mistakes noted."""
         try:
-            return resolve({section: cls}, _without_nulls(section, cls, sources))[section]
+            return resolve({section: cls}, sources, null_is_default=True)[section]
         except ConfigError as e:
             for problem in e.problems or (e,):
                 text = re.sub(r"\bclass_\b", "class", str(problem).removeprefix("."))
@@ -305,35 +300,32 @@ class _Reader:
         values, so that they are looked at even where other keys of a component are wrong."""
         edges = []
 
-        def one(kind: str, *key: str) -> list[str]:
-            to = _get(config, key)
-            return [to] if isinstance(to, str) and self.refers(key, to, kind) else []
-
-        def many(kind: str, *key: str) -> list[str]:
-            listed = _get(config, key)
+        def refs(kind: str, *key: str) -> list[str]:
+            given = _get(config, key)
+            places = [(*key, str(i)) for i in range(len(given))] if isinstance(given, list) else [key]
             out: list[str] = []
-            for i, to in enumerate(listed if isinstance(listed, list) else []):
+            for place, to in zip(places, given if isinstance(given, list) else [given], strict=True):
                 if to in out:
-                    self.problem((*key, str(i)), f"{to!r} is listed twice")
-                elif isinstance(to, str) and self.refers((*key, str(i)), to, kind):
+                    self.problem(place, f"{to!r} is listed twice")
+                elif isinstance(to, str) and self.refers(place, to, kind):
                     out.append(to)
             return out
 
         for name, kind in self.kinds.items():
             if kind in ("model", "agent", "trainer"):
-                edges += [Edge(to, name, "algorithm") for to in one("config", name, "algo")]
+                edges += [Edge(to, name, "algorithm") for to in refs("config", name, "algo")]
             if kind == "buffer":
-                edges += [Edge(to, name, "fills") for to in many("source", name, "sources")]
+                edges += [Edge(to, name, "fills") for to in refs("source", name, "sources")]
             elif kind == "agent":
-                edges += [Edge(to, name, "answers") for to in one("model", name, "model")]
-                edges += [Edge(name, to, "pushes") for to in one("buffer", name, "buffer")]
+                edges += [Edge(to, name, "answers") for to in refs("model", name, "model")]
+                edges += [Edge(name, to, "pushes") for to in refs("buffer", name, "buffer")]
             elif kind == "actor":
-                edges += [Edge(name, to, "ticks") for to in many("agent", name, "agents")]
+                edges += [Edge(name, to, "ticks") for to in refs("agent", name, "agents")]
             elif kind == "trainer":
                 shares = _shares(self.all[name].settings) if name in self.all else {}
-                edges += [Edge(b, name, f"trains {shares.get(b, '')}".strip()) for b in many("buffer", name, "buffers")]
-                edges += [Edge(to, name, "evaluates") for to in one("buffer", name, "eval", "buffer")]
-                edges += [Edge(name, to, "publishes") for to in one("model", name, "model")]
+                edges += [Edge(b, name, f"trains {shares.get(b, '')}".strip()) for b in refs("buffer", name, "buffers")]
+                edges += [Edge(to, name, "evaluates") for to in refs("buffer", name, "eval", "buffer")]
+                edges += [Edge(name, to, "publishes") for to in refs("model", name, "model")]
         return edges
 
     def refers(self, key: tuple[str, ...], to: str, kind: str) -> bool:
@@ -507,27 +499,3 @@ def _shares(s: TrainerSettings) -> dict[str, str]:
     if weights is None or len(weights) != len(s.buffers) or not sum(weights):
         return {}
     return {b: f"{100 * w / sum(weights):.3g} %" for b, w in zip(s.buffers, weights, strict=True)}
-
-
-def _without_nulls(section: str, cls: type, sources: Sequence[ConfigSource]) -> list[ConfigSource]:
-    """null means the default: such keys are taken out, here and in the sources before, unless the field takes a null
-    itself."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    out: list[ConfigSource] = []
-    for source in sources:
-        values = source.values if section == "" else source.values.get(section, {})
-        nulls = {k for k, v in values.items() if v is None and k in hints and not _takes_null(hints[k])}
-        for i, earlier in enumerate(out):
-            out[i] = _dropped(earlier, section, nulls)
-        out.append(_dropped(source, section, nulls))
-    return out
-
-
-def _takes_null(hint: Any) -> bool:
-    return type(None) in typing.get_args(hint)
-
-
-def _dropped(source: ConfigSource, section: str, keys: set[str]) -> ConfigSource:
-    values = source.values if section == "" else source.values.get(section, {})
-    kept = {k: v for k, v in values.items() if k not in keys}
-    return dataclasses.replace(source, values=kept if section == "" else {section: kept})
