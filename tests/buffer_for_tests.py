@@ -19,12 +19,12 @@ class SocketCluster(LocalCluster):
 class _Known:
     """A shard that another process has."""
 
-    def __init__(self, opening):
-        self.opening = opening
+    def __init__(self, answers):
+        self.answers = answers
 
     def call(self, method, *args, **kwargs):
         promise = Promise()
-        promise.set_result({"opening": self.opening, "described": self.opening.settings}[method])
+        promise.set_result(self.answers[method])
         return promise
 
 
@@ -72,7 +72,10 @@ def _child(info, openings, function, args, pipe):
 
 def child(session, function, *args):
     """Run a function of a module in another process of the session. Returns (process, pipe with its result)."""
-    openings = {n: session.cluster.find(n).call("opening").result() for n in session.cluster.names("buffer/")}
+    openings = {
+        n: {method: session.cluster.find(n).call(method).result() for method in ("opening", "described")}
+        for n in session.cluster.names("buffer/")
+    }
     context = multiprocessing.get_context("forkserver")
     mine, theirs = context.Pipe()
     process = context.Process(target=_child, args=(session.info, openings, function, args, theirs), daemon=True)

@@ -31,7 +31,6 @@ class LocalMember:
         cluster = session().cluster
         assert isinstance(cluster, LocalCluster)
         promise = Promise()
-        promise.set_running_or_notify_cancel()
         try:
             result = getattr(cluster.hosted(self.name).worker, method)(*args, **kwargs)
         except BaseException as e:
@@ -56,10 +55,7 @@ class LocalMember:
 
 def _settle(promise: Promise, done: Future[Any]) -> None:
     error = Unreachable("the call was cancelled") if done.cancelled() else done.exception()
-    if error is not None:
-        promise.set_exception(error)
-    else:
-        promise.set_result(done.result())
+    promise.settle(None if error is not None else done.result(), error)
 
 
 class LocalCluster:

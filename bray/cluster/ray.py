@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -147,7 +147,6 @@ class _Call(Promise):
 
     def __init__(self, member: RayMember, request: tuple[Any, ...], timeout: float, retry: bool):
         super().__init__()
-        self.set_running_or_notify_cancel()
         self._member, self._request, self._retry = member, request, retry
         self._timeout, self._end = timeout, time.monotonic() + timeout
         self._loop = io.loop()
@@ -155,7 +154,8 @@ class _Call(Promise):
         self._send()
 
     def _start_timer(self) -> None:
-        timer = self._loop.call_later(self._timeout, self._fail, Unreachable(f"{self._what} in {self._timeout:g} s"))
+        late = Unreachable(f"{self._what} in {self._timeout:g} s")
+        timer = self._loop.call_later(self._timeout, self.settle, None, late)
         self.add_done_callback(lambda _: self._loop.call_soon_threadsafe(timer.cancel))
 
     @property
@@ -175,28 +175,23 @@ class _Call(Promise):
             self._lost(error)
             return
         fine, result = answer.result()
-        if not fine:
-            self._fail(result.for_caller())
+        if fine:
+            self.settle(result)
         else:
-            with contextlib.suppress(InvalidStateError):  # the timer was quicker
-                self.set_result(result)
+            self.settle(error=result.for_caller())
 
     def _lost(self, error: BaseException) -> None:
         if not isinstance(error, (*_GONE, MissingComponent)):
-            self._fail(error)
+            self.settle(error=error)
             return
         self._member.forget_actor()
         if self._retry and time.monotonic() + _RETRY_S < self._end:
             self._loop.call_soon_threadsafe(self._loop.call_later, _RETRY_S, self._send)
         elif isinstance(error, MissingComponent):
-            self._fail(error)
+            self.settle(error=error)
         else:
             why = (str(error).splitlines() or [type(error).__name__])[0]
-            self._fail(Unreachable(f"{self._what}: {why}"))
-
-    def _fail(self, error: BaseException) -> None:
-        with contextlib.suppress(InvalidStateError):
-            self.set_exception(error)
+            self.settle(error=Unreachable(f"{self._what}: {why}"))
 
 
 class RayMember:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -61,6 +62,28 @@ class ClusterSession:
     """Called first at the end, newest first: they stop what makes work for others, games and trainers."""
     close_hooks: list[Callable[[], None]] = field(default_factory=list)
     """Called after them, newest first."""
+    _own: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def own(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What this process has one of in the session: made when it is first asked for, or has `ended`; the end of the
+        session closes it."""
+        found = self._own.get(key)
+        if found is None or found.ended:
+            with _making:
+                found = self._own.get(key)
+                if found is None or found.ended:
+                    found = self._own[key] = make()
+                    self.close_hooks.append(lambda: self.disown(*key))
+        return found
+
+    def owned(self, key: tuple[Any, ...]) -> Any:
+        """The same, or None where there is none."""
+        return self._own.get(key)
+
+    def disown(self, *beginning: Any) -> None:
+        """Close what has a key that begins so."""
+        for key in [key for key in self._own if key[: len(beginning)] == beginning]:
+            self._own.pop(key).close()
 
     @property
     def path(self) -> Path:
@@ -107,6 +130,21 @@ class ClusterSession:
 
 
 _current: ClusterSession | None = None
+_making = threading.RLock()
+_of_parent: list[Any] = []
+
+
+def _forked() -> None:
+    """A forked process makes its own of everything. It keeps its parent's, unused: closing them would close the
+    parent's."""
+    global _making
+    _making = threading.RLock()
+    if _current is not None:
+        _of_parent.append(_current._own)
+        _current._own = {}
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def current() -> ClusterSession | None:

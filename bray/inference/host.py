@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,19 @@ class Forward(Protocol):
 
 
 class Promise(Future[Any]):
-    """A result in the making: `await` it in a loop, or `.result()` in a thread."""
+    """A result in the making: `await` it in a loop, or `.result()` in a thread. Nobody can cancel it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """The first end counts."""
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.set_result(result)
+            else:
+                self.set_exception(error)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
@@ -152,7 +164,6 @@ class ModelHost:
         """
         weights = _copy(weights)
         publishing = Promise()
-        publishing.set_running_or_notify_cancel()  # from here on nobody can cancel it
         with self._lock:
             if self._closed:
                 raise BrayError(f"model {self.name!r} is closed and takes no more weights")
@@ -223,7 +234,6 @@ class ModelHost:
         result is there.
         If it is the current one, the newest of the others takes its place."""
         promise = Promise()
-        promise.set_running_or_notify_cancel()
         with self._lock:
             version = self._others.pop(step, None)
             if version is None:

@@ -14,9 +14,7 @@ Agents act with its Policy, a trainer runs its Learner over its experience, `bui
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -33,15 +31,11 @@ from bray.data.experience import Replay, Sequences
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.errors import ConfigError, UnknownName
-from bray.inference.host import ModelHost
 from bray.inference.torch_engine import is_recurrent
 from bray.nn.catalog import ModelConfig, example_obs
-from bray.remote.model.client import Client, client_of
-from bray.remote.model.engine_host import keep_up
 from bray.remote.model.handle import RemoteModel
 from bray.rundir import TRAINER_JSON, read_json
 from bray.spec import EnvSpec
-from bray.train.live import LiveEngine
 from bray.train.setup import set_up
 
 KEYS = ("algorithm", "env", "settings", "model")
@@ -189,58 +183,11 @@ class AlgoSetup:
 
 
 def exploring_model(setup: AlgoSetup, model: Any, config: Mapping[str, Any]) -> Any:
-    """What an agent in training asks in place of this model: a NoisyModel if it has noisy layers, or may have them
+    """What an agent in training asks in place of this model: with noise where it has noisy layers, or may have them
     because a module of the project builds it."""
     if not isinstance(model, RemoteModel):
         return model
     section = config.get(model.name)
     own = isinstance(section, Mapping) and section.get("module")
     noisy = own or getattr(setup.make_model(), "draws", None)
-    return NoisyModel(model, setup.make_policy()) if noisy else model
-
-
-class NoisyModel:
-    """A RemoteModel with noisy layers, for agents that explore. Forwards run in this process, on a copy that follows
-    the published weights, and each has new noise. The RemoteModel itself answers without noise, as its exported graph
-    does.
-
-    A model that turns out to have no noisy layers is asked directly.
-    """
-
-    def __init__(self, remote: Any, policy: Any):
-        self._remote, self._policy = remote, policy
-        self._opening = threading.Lock()
-        self._client: Client | None = None
-        self._asked: Any = None  # the copy, or the RemoteModel where there is no noise
-
-    @property
-    def num_workers(self) -> int:
-        return self._remote.num_workers if self._asked is self._remote else 0
-
-    @property
-    def _is_open(self) -> bool:
-        """Not where the model of this name is another one now."""
-        return self._client is not None and not self._client.ended
-
-    def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, int] | None:
-        """`(outputs, step)` of a batch if forwards are quick, else None: await `forward`."""
-        return self._asked.run_now(args, rows) if self._is_open else None
-
-    async def forward(self, *args: Any, **how: Any) -> Any:
-        if not self._is_open:
-            await asyncio.to_thread(self._open)
-        return await self._asked.forward(*args, **how)
-
-    def _open(self) -> None:
-        with self._opening:
-            if self._is_open:
-                return
-            client = client_of(self._remote.name)
-            module, (weights, step) = self._remote.get_model().eval(), self._remote.get_weights()
-            if getattr(module, "draws", None):
-                engine = LiveEngine(module, self._policy, np.random.default_rng())
-                self._asked = host = ModelHost(self._remote.name, engine, step, weights)
-                client.bring(lambda news: keep_up(host, news))
-            else:
-                self._asked = self._remote
-            self._client = client
+    return model.exploring(setup.make_policy()) if noisy else model

@@ -12,7 +12,7 @@ import pytest
 
 from bray.cluster import io
 from bray.errors import MissingComponent, Unreachable
-from bray.remote.buffer import ports
+from bray.remote.buffer import connection
 from bray.remote.buffer.handle import RemoteBuffer, find
 from bray.remote.buffer.slabs import Slab, SlabAddress, Window, look_into
 from bray.remote.buffer.worker import BufferShard
@@ -216,7 +216,7 @@ def test_a_new_shard_is_told_that_others_push(session):
 
 
 def test_who_waits_for_a_stopped_buffer_is_told(session, monkeypatch):
-    monkeypatch.setattr(ports, "RETRY_S", 0.05)
+    monkeypatch.setattr(connection, "RETRY_S", 0.05)
     buffer, other = RemoteBuffer("b", size=2, num_workers=2), RemoteBuffer("c", num_workers=1)
     late = buffer.push(*(sample(i) for i in range(9)), drop=False)
     names = ["buffer/b/0", "buffer/b/1", "buffer/c/0"]

@@ -7,9 +7,8 @@ import pytest
 
 from bray.errors import ConfigError, DataError
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import read_batch
+from bray.remote.buffer.columns import Queue, read_batch
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.queue import Queue
 from bray.remote.buffer.worker import BufferShard
 from bray.tree.layout import Layouts
 
@@ -230,9 +229,9 @@ def test_a_shard_may_be_used_from_many_threads():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": 0}, "size is a whole number of at least 1, got 0"),
-        ({"batch_size": 1.5}, "batch_size is a whole number"),
-        ({"density": 0}, "density is the percentage"),
+        ({"size": 0}, r"buffer 'b'\.size: expected a whole number > 0, got 0"),
+        ({"batch_size": 1.5}, "batch_size: expected a whole number > 0 or null, got 1.5"),
+        ({"density": 0}, "density: expected a whole number >= 1 and <= 100, got 0"),
     ],
 )
 def test_settings_that_cannot_work(settings, message):

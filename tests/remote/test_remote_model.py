@@ -17,7 +17,7 @@ import bray
 from bray import tree
 from bray.act import Clock
 from bray.cluster import io, session as sessions
-from bray.errors import BrayError, CheckpointError, ConfigError, MissingComponent, UnknownName, Unreachable
+from bray.errors import BrayError, CheckpointError, ConfigError, DataError, MissingComponent, UnknownName, Unreachable
 from bray.remote.model import keeper as keeper_module
 from bray.remote.model.client import Client, client_of
 from bray.remote.model.definition import Definition, find_example
@@ -295,16 +295,16 @@ def test_a_handle_is_found_by_name_and_pickled_by_name():
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
-        ({"use_onnx": "Train"}, UnknownName, "'train'"),
-        ({"max_batch_size": 0}, ConfigError, "max_batch_size >= 1"),
-        ({"num_workers": -1}, ConfigError, "num_workers >= 0"),
-        ({"checkpoint_interval": 0}, ConfigError, "null for one every checkpoint_every_s seconds"),
-        ({"checkpoint_every_s": 0}, ConfigError, "expected checkpoint_every_s > 0, got 0"),
+        ({"use_onnx": "Train"}, ConfigError, "Did you mean 'train'"),
+        ({"max_batch_size": 0}, ConfigError, r"model 'm'\.max_batch_size: expected a whole number > 0, got 0"),
+        ({"num_workers": -1}, ConfigError, "num_workers: expected a whole number >= 0, got -1"),
+        ({"checkpoint_interval": 0}, ConfigError, "checkpoint_interval: expected a whole number > 0 or null, got 0"),
+        ({"checkpoint_every_s": 0}, ConfigError, "checkpoint_every_s: expected a number > 0, got 0"),
         ({"checkpoint": 7}, UnknownName, "unknown checkpoint '7'"),
         ({"checkpoint": "nowhere.safetensors"}, CheckpointError, "neither a step of this trial nor a weight file"),
         ({"use_onnx": "train", "forward_args": ()}, ConfigError, "needs forward_args"),
         ({"name": "../m"}, CheckpointError, "expected a model name"),
-        ({"forward_args": ("text",)}, ConfigError, "trees of numpy arrays"),
+        ({"forward_args": ("text",)}, DataError, "arrays of numbers, this one holds a str"),
     ],
 )
 def test_wrong_settings_are_refused_and_nothing_is_left(keys, error, message):

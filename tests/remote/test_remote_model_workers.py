@@ -14,10 +14,9 @@ from bray import tree
 from bray.cluster import io, session as sessions
 from bray.errors import BrayError, DataError, RemoteError, Unreachable
 from bray.remote.model import caller as caller_module
-from bray.remote.model.caller import Caller
+from bray.remote.model.caller import MOST_KINDS, Caller, RowsReader, Writer
+from bray.remote.model.client import ModelWorker
 from bray.remote.model.handle import RemoteModel
-from bray.remote.model.layout import MOST_KINDS, RowsReader, Writer
-from bray.remote.model.worker import ModelWorker
 from tests.ray_for_tests import opened
 
 X = np.arange(4, dtype=np.float32)

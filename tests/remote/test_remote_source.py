@@ -239,13 +239,14 @@ def test_what_is_no_source(session, sources, kwargs, message):
 
 def test_a_reader_that_was_killed_goes_on_where_it_was(session):
     from bray.cluster import io
-    from bray.remote.source.worker import SourceReader
+    from bray.remote.source import SourceReader
 
     buffer = RemoteBuffer("b", size=1000, num_workers=1)
     shard = session.cluster.hosted("buffer/b/0").worker
     io.run(shard.source("source/b/0", False))
     shard.progress("source/b/0", {"source 0 (Numbers)": (1, 4), "source 1 (Numbers)": (2, 0)})
-    reader = SourceReader("source/b/0", buffer, [(0, Numbers(0, 10)), (1, Numbers(100, 10))], 2, ["source/b/0"])
+    sources = [(0, Numbers(0, 10)), (1, Numbers(100, 10))]
+    reader = SourceReader("source/b/0", buffer.settings, sources, 2, ["source/b/0"])
     io.run(reader.start())
     io.run(reader.wait(), 20)
     assert [int(s["x"][0]) for s in buffer] == list(range(4, 10))

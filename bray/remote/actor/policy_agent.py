@@ -75,12 +75,17 @@ def make_model(name: str, config: Any) -> ActingModel:
     """What the agents of one name share in this process, by their section of the file."""
     from bray.envs.rewards import RewardTransform
     from bray.remote.algo import exploring_model, named_setup
+    from bray.remote.buffer.handle import RemoteBuffer
+    from bray.remote.model.handle import RemoteModel
     from bray.rl.draws import use_compiled_draws
 
     use_compiled_draws()
     section = config[name]
     setup = named_setup(config, name)
-    model = _find_model(name, section)
+    model = section.get("model")
+    if model is None:
+        raise ConfigError(f"{name}: expected model: NAME, the model to play with; got none")
+    model = RemoteModel(model) if isinstance(model, str) else model
     wait_s = _seconds(name, section.get("wait_s", 0.0))
     act = section.get("act", GREEDY)
     if act not in MODES:
@@ -89,8 +94,9 @@ def make_model(name: str, config: Any) -> ActingModel:
     sink = None
     if section.get("buffer") is not None and learns:
         _refuse(name, setup)
-        sink = BufferSink(name, _find_buffer(section["buffer"]), wait_s, model)
         model = exploring_model(setup, model, config)
+        buffer = section["buffer"]
+        sink = BufferSink(name, RemoteBuffer(buffer) if isinstance(buffer, str) else buffer, wait_s, model)
     experience = setup.make_experience()
     rewards = RewardTransform(setup.env_config, 1, setup.config.gamma)
     return ActingModel(
@@ -189,26 +195,7 @@ def _merge_counts(name: str, counts: Counts) -> None:
         merge("env_steps", counts.env_steps, agent=name)
 
 
-def _find_model(name: str, section: Mapping[str, Any]) -> Any:
-    model = section.get("model")
-    if model is None:
-        raise ConfigError(f"{name}: expected model: NAME, the model to play with; got none")
-    if not isinstance(model, str):
-        return model
-    from bray.remote.model.handle import RemoteModel
-
-    return RemoteModel(model)
-
-
 def _seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST_WAIT_S:
         raise ConfigError(f"{name}: expected wait_s to be seconds, from 0 to {_MOST_WAIT_S:g}, got {value!r}")
     return float(value)
-
-
-def _find_buffer(buffer: Any) -> Any:
-    if not isinstance(buffer, str):
-        return buffer
-    from bray.remote.buffer.handle import RemoteBuffer
-
-    return RemoteBuffer(buffer)

@@ -23,7 +23,7 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import ConfigError, Ended, MissingComponent, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.remote.buffer.connection import FLUSH_TIMEOUT, connected, connection
+from bray.remote.buffer.connection import FLUSH_TIMEOUT, connection
 from bray.remote.buffer.options import BufferDefinition, BufferOptions, without_store
 from bray.remote.buffer.pending import Pushed
 from bray.remote.buffer.reader import PREFETCH, BufferReader
@@ -99,13 +99,9 @@ class RemoteBuffer:
         if io.is_loop() and not got.done():
             reader.give_up(got)
             raise RuntimeError("pop waits, and the loop of this process's connections must not: await pop_async()")
-        try:
-            return got.result(timeout)()
-        except TimeoutError:
-            return self._late(reader, got, timeout)
-        except BaseException:
-            reader.leave(got)
-            raise
+        with self._waiting(reader, got, timeout):
+            got.result(timeout)
+        return got.result()()
 
     async def pop_async(self, timeout: float | None = None) -> NestedArray:
         """`pop` in a coroutine."""
@@ -116,19 +112,21 @@ class RemoteBuffer:
         got = reader.pop()
         if not isinstance(got, Promise):
             return got()
+        with self._waiting(reader, got, timeout):
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(got)), timeout)
+        return got.result()()
+
+    @contextlib.contextmanager
+    def _waiting(self, reader: BufferReader, got: Promise, timeout: float | None) -> Iterator[None]:
+        """After a timeout, what came at the last moment is there; who is interrupted leaves it to others."""
         try:
-            return (await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(got)), timeout))()
+            yield
         except TimeoutError:
-            return self._late(reader, got, timeout)
+            if reader.give_up(got):
+                raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
         except BaseException:
             reader.leave(got)
             raise
-
-    def _late(self, reader: BufferReader, got: Promise, timeout: float | None) -> NestedArray:
-        """After a timeout: what came at the last moment."""
-        if reader.give_up(got):
-            raise TimeoutError(f"nothing came from buffer {self.name!r} in {timeout:g} s") from None
-        return got.result()()
 
     def __iter__(self) -> Iterator[NestedArray]:
         return self
@@ -162,16 +160,9 @@ class RemoteBuffer:
         The promise is kept when all are read, or broken by the error of the first one that raised: the others go on all
         the same.
         """
-        from bray.remote.source.handle import add_source
+        from bray.remote.source import add_source
 
-        return add_source(self, sources, num_workers, epoch, name or self.name)
-
-    def _push_from(self, source: str, sample: NestedArray) -> Pushed:
-        return connection(self.settings).writer.push((sample,), False, source)
-
-    def _reads(self, source: str, ended: bool) -> None:
-        """This process reads a source of the buffer."""
-        connection(self.settings).source = source, ended
+        return add_source(self.settings, sources, num_workers, epoch, name or self.name)
 
     # --- numbers ------------------------------------------------------------------------------------------------------
 
@@ -181,9 +172,8 @@ class RemoteBuffer:
         Shards that do not answer in time are left out."""
         cluster = session().cluster
         shards: list[dict[str, Any]] = []
-        names = [f"buffer/{self.name}/{i}" for i in range(self.settings.shards)]
         calls = []
-        for each in names:
+        for each in self.settings.members:
             with contextlib.suppress(MissingComponent):
                 calls.append(cluster.find(each).call("numbers", timeout=timeout))
         for call in calls:
@@ -252,22 +242,22 @@ def _find_or_make(asked: BufferDefinition) -> BufferDefinition:
 
 
 def _make(asked: BufferDefinition) -> BufferDefinition:
-    cluster = session().cluster
+    cluster, members = session().cluster, asked.members
 
     def start(index: int) -> None:
-        cluster.start(f"buffer/{asked.name}/{index}", BufferShard, asked, index)
+        cluster.start(members[index], BufferShard, asked, index)
 
     start(0)  # of several processes that make the buffer, the one that makes its first shard makes them all
     try:
         if cluster.kind == "local":
-            for index in range(1, asked.shards):
+            for index in range(1, len(members)):
                 start(index)
-        elif asked.shards > 1:
-            with ThreadPoolExecutor(min(8, asked.shards - 1)) as pool:  # a process takes seconds
-                list(pool.map(start, range(1, asked.shards)))
+        else:
+            with ThreadPoolExecutor(8) as pool:  # a process takes seconds
+                list(pool.map(start, range(1, len(members))))
     except BaseException:
-        for index in range(asked.shards):
-            cluster.stop(f"buffer/{asked.name}/{index}")
+        for name in members:
+            cluster.stop(name)
         raise
     return asked
 
@@ -276,7 +266,7 @@ def _make(asked: BufferDefinition) -> BufferDefinition:
 
 
 def _named(name: str) -> RemoteBuffer:
-    known = connected(name)
+    known = session().owned(("buffer", name))
     return find(name) if known is None else _handle(known.settings)
 
 

@@ -91,90 +91,107 @@ class PrefetchBuffer(Iterator[Any]):
         if size < 0 or max_reuse < 0:
             raise ConfigError(f"size and max_reuse are at least 0, got {size} and {max_reuse}")
         self.buffer, self.size, self.max_reuse, self.name = iter(buffer), size, max_reuse, name
-        self.reused = 0
-        self._last: Any = None
-        self._left = 0  # times that the last one may be returned again
-        self._ahead = _Ahead(self.buffer, size) if size else None
+        self._ahead = Prefetcher(self.buffer, size, max_reuse) if size else None
         if self._ahead is not None:
-            threading.Thread(target=self._ahead.run, name=f"prefetch {name}".strip(), daemon=True).start()
+            self._ahead.start(f"prefetch {name}".strip())
 
     def __next__(self) -> Any:
-        ahead = self._ahead
-        if ahead is None:
-            return next(self.buffer)
-        with ahead.changed:
-            if self._left and not ahead.ready and ahead.error is None:
-                self._left -= 1
-                self.reused += 1
-                return self._last
-            ahead.changed.wait_for(lambda: ahead.ready or ahead.error is not None or ahead.closed)
-            if not ahead.ready:
-                if ahead.closed or isinstance(ahead.error, StopIteration):
-                    raise StopIteration
-                raise ahead.error  # type: ignore[misc]
-            batch = ahead.ready.popleft()
-            ahead.changed.notify_all()
-        if self.max_reuse:
-            self._last, self._left = batch, self.max_reuse
-        return batch
+        return next(self.buffer) if self._ahead is None else self._ahead.get()
 
     @property
     def ready(self) -> int:
         """Batches that are fetched and wait."""
         return 0 if self._ahead is None else len(self._ahead.ready)
 
+    @property
+    def reused(self) -> int:
+        return 0 if self._ahead is None else self._ahead.reused
+
     def close(self) -> None:
         """End the thread: at once where it waits for a RemoteBuffer, else when the buffer gives it what it waits
         for."""
         if self._ahead is not None:
             self._ahead.close()
-        self._last = None
 
     def __del__(self) -> None:
-        if getattr(self, "_ahead", None) is not None:
+        if hasattr(self, "_ahead"):
             self.close()
 
 
-class _Ahead:
-    """The thread's side. It does not refer to the PrefetchBuffer, so that one can be garbage collected."""
+class Prefetcher:
+    """The thread of a PrefetchBuffer, and of a trainer's Feed. It does not refer to them, so that they can be garbage
+    collected. With size 0 it fetches a batch when one is asked for."""
 
-    def __init__(self, buffer: Iterator[Any], size: int):
-        self._buffer, self._size = buffer, size
-        self.changed = threading.Condition()
+    def __init__(self, buffer: Iterator[Any], size: int, max_reuse: int):
+        self._buffer, self._size, self._max_reuse = buffer, size, max_reuse
+        self._changed = threading.Condition()
         self.ready: deque[Any] = deque()
-        self.error: BaseException | None = None
-        self.closed = False
+        self.reused = 0
+        """Batches given again so far."""
+        self._wanted = size  # batches that may be ready
+        self._error: BaseException | None = None
+        self._started = self._closed = False
         self._thread = 0
+        self._last: Any = None
+        self._left = 0  # times that the last one may be given again
 
-    def run(self) -> None:
-        with self.changed:
+    def start(self, name: str) -> None:
+        """If it is not started yet."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The next batch, or the last one again; None when there is none in time. What the thread ended with is raised
+        here."""
+        with self._changed:
+            if self._left and not self.ready and self._error is None:
+                self._left -= 1
+                self.reused += 1
+                return self._last
+            self._wanted = max(1, self._size)
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self.ready or self._error is not None or self._closed, timeout):
+                return None
+            if not self.ready:
+                raise StopIteration if self._closed or self._error is None else self._error
+            self._wanted = self._size
+            batch = self.ready.popleft()
+            self._changed.notify_all()
+        if self._max_reuse:
+            self._last, self._left = batch, self._max_reuse
+        return batch
+
+    def _run(self) -> None:
+        with self._changed:
             self._thread = threading.get_ident()
         try:
             while self._fetch():
                 pass
         except BaseException as e:
-            self.error = e
-        with self.changed:
+            self._error = e
+        with self._changed:
             self._thread = 0
-            self.changed.notify_all()
+            self._changed.notify_all()
         forget_interrupt()
 
     def _fetch(self) -> bool:
-        with self.changed:
-            self.changed.wait_for(lambda: len(self.ready) < self._size or self.closed)
-            if self.closed:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.ready) < self._wanted or self._closed)
+            if self._closed:
                 return False
         batch = next(self._buffer)
-        with self.changed:
+        with self._changed:
             self.ready.append(batch)
-            self.changed.notify_all()
+            self._changed.notify_all()
         return True
 
     def close(self) -> None:
-        with self.changed:
-            self.closed = True
+        """A batch that comes now is for others."""
+        with self._changed:
+            self._closed, self._last = True, None
             self.ready.clear()
-            self.changed.notify_all()
+            self._changed.notify_all()
             if self._thread:
                 interrupt(self._thread)
 

@@ -48,21 +48,21 @@ class BufferDefinition(BufferOptions):
     """Unique in the session."""
 
     def __post_init__(self) -> None:
+        from bray.config.check import check_fields  # it imports pydantic
+
         if not self.name or "/" in self.name:
             raise ConfigError(f"the name of a buffer is not empty and has no '/': got {self.name!r}")
-        for key, value in (("size", self.size), ("batch_size", self.batch_size), ("num_workers", self.num_workers)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"buffer {self.name!r}: {key} is a whole number of at least 1, got {value!r}")
-        if not 1 <= self.density <= 100:
-            raise ConfigError(
-                f"buffer {self.name!r}: density is the percentage of its workers that a producer connects to, "
-                f"1 to 100; got {self.density!r}"
-            )
+        check_fields(self, f"buffer {self.name!r}")
 
     @property
     def shards(self) -> int:
         """Number of shards: none without room for a batch."""
         return min(self.num_workers, self.size)
+
+    @property
+    def members(self) -> list[str]:
+        """The shards, by their names in the cluster."""
+        return [f"buffer/{self.name}/{i}" for i in range(self.shards)]
 
     def capacity(self, shard: int) -> int:
         """Samples that a shard holds; all shards together hold `size` batches."""

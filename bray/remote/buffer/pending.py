@@ -1,4 +1,5 @@
-"""Samples that are on their way to a shard, and the receipts that whoever pushed them may wait for."""
+"""Samples that are on their way to a shard, the receipts that whoever pushed them may wait for, and the shard as its
+producers and consumers see it."""
 
 from __future__ import annotations
 
@@ -9,19 +10,18 @@ import os
 import threading
 import time
 from asyncio.events import _get_running_loop
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
-from bray.errors import DataError
-from bray.remote.buffer.columns import Chunk, Memory, read_batch
-from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.slabs import Slot
-from bray.tree.layout import Layout, Layouts
+from bray.remote.buffer.columns import Chunk, Memory
+from bray.remote.buffer.slabs import Slab, Slot
+from bray.tree.layout import Layout
 
 logger = logging.getLogger("bray.remote")
 
+MOST_IN_FLIGHT = 4
 _BATCH_BYTES = 1 << 19  # small samples that travel in one message
 
 _lock = threading.Lock()
@@ -123,35 +123,6 @@ def _wake(futures: list[asyncio.Future[None]]) -> None:
             future.set_result(None)
 
 
-class SampleCheck:
-    """Samples of one buffer that are to share a batch have the same structure: checked here, before the shard finds
-    out."""
-
-    def __init__(self, settings: BufferDefinition):
-        self._layouts = Layouts()
-        self._batched = settings.batch_size is not None
-        self._first: Layout | None = None
-
-    def read(self, samples: Sequence[Any]) -> list[tuple[Layout, list[np.ndarray]]]:
-        out = [self._layouts.read(sample) for sample in samples]
-        for layout, _ in out:
-            self._compare(layout)
-        return out
-
-    def read_batch(self, batch: Any) -> Chunk:
-        chunk = read_batch(batch, self._layouts)
-        self._compare(chunk.layout)
-        return chunk
-
-    def _compare(self, layout: Layout) -> None:
-        if not self._batched or layout is self._first:
-            return
-        if self._first is None:
-            self._first = layout
-        elif different := self._first.differs(layout):
-            raise DataError(f"samples that share a batch have the same keys and shapes; {different}")
-
-
 class PendingBatch(Receipt):
     """Rows of one layout that have no receipt yet. They wait in the writer's queue until they are sent; a batch whose
     shard dies goes back there. They lie in `data`, which may be a slot of a slab, or are gathered as the bytes of each
@@ -218,3 +189,54 @@ class PendingBatch(Receipt):
     def forget_rows(self) -> None:
         """Whoever keeps the receipt does not keep the samples."""
         self.data, self.slot, self._columns, self._adds = None, None, [], []
+
+
+Give = Callable[[int, list[Chunk], int], None]
+"""Called with the answer to a pop: kind, pieces of the batch, samples that wait."""
+Done = Callable[[BaseException | None], None]
+"""Called when samples that were pushed are in the shard's queue, or with the reason why they are not."""
+
+
+class Port:
+    """A shard. One of the same process (`worker.py`) is called directly, from any thread; one elsewhere is reached
+    through a link (`connection.py`). Writers and readers do not know which they use."""
+
+    up = True
+    gone = False
+    """It will not come back."""
+    ready = True
+    """Takes samples."""
+    behind = 0
+    """Samples that wait for room in a shard of this process."""
+    offered: Slab | None = None
+    """The slab of this process that the shard was asked to map."""
+    in_flight = bytes_in_flight = 0
+    last_sent = -1
+    """These three are kept by the writer."""
+
+    def connect(self) -> None:
+        """Connect, and stay connected."""
+
+    def offer(self, slab: Callable[[], Slab], answered: Callable[[], None]) -> None:
+        """Ask the shard whether it can map this slab of ours; after that it takes samples."""
+
+    def stop_lending(self) -> bool:
+        """The shard is gone. Whether consumers of it may still read what was lent to it."""
+        return False
+
+    def push(self, chunk: Chunk, drop: bool, done: Done, source: str = "") -> None:
+        """Samples for a shard of this process: the memory becomes the shard's."""
+        raise NotImplementedError
+
+    def send(self, batch: PendingBatch, done: Done) -> None:
+        """Samples for a shard of another process; at most MOST_IN_FLIGHT batches without a receipt."""
+        raise NotImplementedError
+
+    def pop(self, most: int, give: Give) -> None:
+        """Ask for a batch, or for at most `most` samples. `give` is called when there are some, or when the buffer has
+        ended."""
+        raise NotImplementedError
+
+    def withdraw(self) -> None:
+        """Pops without an answer get one: NOTHING."""
+        raise NotImplementedError

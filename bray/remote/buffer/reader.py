@@ -13,9 +13,9 @@ from typing import Any
 from bray.errors import BrayError, Ended
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk
+from bray.remote.buffer.columns import Chunk, join, private
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.ports import Port
+from bray.remote.buffer.pending import Port
 from bray.tree import NestedArray
 
 PREFETCH = 2
@@ -131,7 +131,7 @@ class BufferReader:
     def interrupt(self, thread: int) -> None:
         for promise in [w for w in list(self._waiters) if w.thread == thread]:
             if self.give_up(promise):
-                _settle(promise, error=Ended("the wait was interrupted"))
+                promise.settle(error=Ended("the wait was interrupted"))
         self.pause()  # what is pushed now is for others
 
     def fail(self, error: BrayError, for_good: bool = False) -> None:
@@ -139,7 +139,7 @@ class BufferReader:
             waiters, self._waiters = self._waiters, deque()
             self._failed = error if for_good else None
         for promise in waiters:
-            _settle(promise, error=error)
+            promise.settle(error=error)
 
     # --- fetching -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class BufferReader:
                 if make is None:
                     return
                 promise = self._waiters.popleft()
-            _settle(promise, make)
+            promise.settle(make)
 
     def _is_low(self) -> bool:
         return len(self._ready) < self.prefetch
@@ -204,7 +204,8 @@ class BufferReader:
         if self._waiters and self._waiters[0] is first:
             self._ask(of_all=True)
 
-    def _got(self, port: Port, most: int, wait: int, kind: int, chunk: Chunk | None) -> None:
+    def _got(self, port: Port, most: int, wait: int, kind: int, pieces: list[Chunk], waiting: int) -> None:
+        chunk = None if not pieces else pieces[0] if len(pieces) == 1 else join(pieces, private)
         with self._lock:
             self._asked[port] -= 1
             if kind == m.ENDED:
@@ -228,12 +229,3 @@ class BufferReader:
     def port_up(self) -> None:
         if self._waiters or self.prefetch:
             self._ask()
-
-
-def _settle(promise: Promise, result: Any = None, error: BaseException | None = None) -> None:
-    if not promise.set_running_or_notify_cancel():
-        return
-    if error is None:
-        promise.set_result(result)
-    else:
-        promise.set_exception(error)

@@ -7,7 +7,6 @@ from any thread; the producers and consumers of other processes reach them throu
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from collections import deque
@@ -20,26 +19,14 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import DataError
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, join, private
+from bray.remote.buffer.columns import Chunk, Queue, join, private
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.queue import Queue
+from bray.remote.buffer.pending import Done, Give, Port
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.serving.link import Address, Link, Listener
 from bray.tree.layout import Layouts, to_bytes
 
-logger = logging.getLogger("bray.remote")
-
 MAX_LEASED = 1 << 30  # bytes of shared memory that one consumer may hold; beyond it gets copies
-
-Give = Callable[[int, list[Chunk], int], None]
-"""Called with the answer to a pop: kind, pieces of the batch, samples that wait."""
-
-
-class ShardAddress(NamedTuple):
-    """How a shard is reached."""
-
-    address: Address
-    settings: BufferDefinition
 
 
 class _Pop(NamedTuple):
@@ -50,8 +37,8 @@ class _Pop(NamedTuple):
     consumer: Any
 
 
-class BufferShard:
-    """One of the workers of a RemoteBuffer."""
+class BufferShard(Port):
+    """One of the workers of a RemoteBuffer; in its own process it is the port to itself."""
 
     def __init__(self, settings: BufferDefinition, index: int):
         self.settings, self.index = settings, index
@@ -77,7 +64,7 @@ class BufferShard:
 
     # --- the shard, from any thread -----------------------------------------------------------------------------------
 
-    def push(self, chunk: Chunk, drop: bool, done: Callable[[BaseException | None], None], source: str = "") -> None:
+    def push(self, chunk: Chunk, drop: bool, done: Done, source: str = "") -> None:
         """Take samples. `done(None)` is called when they are in the queue (evicting the oldest ones with `drop`),
         `done(error)` when they cannot be."""
         with self._lock:
@@ -108,8 +95,6 @@ class BufferShard:
         queue.put(chunk)
 
     def pop(self, most: int, give: Give, consumer: Any = None) -> None:
-        """Ask for a batch, or for at most `most` samples. `give` is called when there are some, or when the buffer has
-        ended."""
         with self._lock:
             self._consumers.add(consumer)
             self._pops.append(_Pop(give, most, consumer))
@@ -220,9 +205,10 @@ class BufferShard:
     def described(self) -> BufferDefinition:
         return self.settings
 
-    def opening(self) -> ShardAddress:
+    def opening(self) -> Address:
+        """Where it is reached."""
         assert self.listener is not None
-        return ShardAddress(self.listener.address, self.settings)
+        return self.listener.address
 
     async def close(self) -> None:
         if self.listener is not None:

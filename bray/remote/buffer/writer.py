@@ -24,12 +24,11 @@ from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Memory, stack
+from bray.remote.buffer.columns import AlikeSamples, Chunk, read_batch, stack
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.pending import PendingBatch, Pushed, Receipt, SampleCheck
-from bray.remote.buffer.ports import MOST_IN_FLIGHT, Port
+from bray.remote.buffer.pending import MOST_IN_FLIGHT, PendingBatch, Port, Pushed, Receipt
 from bray.remote.buffer.slabs import Slab
-from bray.tree.layout import Layout
+from bray.tree.layout import Layout, Layouts
 
 logger = logging.getLogger("bray.remote")
 
@@ -49,7 +48,7 @@ class Writer:
         self._connections = max(1, -(-len(ports) * settings.density // 100))
         # a large push is spread over the shards, so that it finds the room of all of them
         self._most = max(1, settings.capacity(len(ports) - 1) // 2) if len(ports) > 1 else 1 << 31
-        self._check = SampleCheck(settings)
+        self._layouts, self._alike = Layouts(), AlikeSamples(settings.batch_size)
         self._lock = threading.Lock()
         self._queue: deque[PendingBatch] = deque()
         self._gathering: PendingBatch | None = None  # the last one in the queue, where it takes more rows
@@ -72,7 +71,9 @@ class Writer:
         with self._lock:
             self._may_push(drop)
             one = self._add_one_more(samples[0], drop, source) if len(samples) == 1 else None
-            read = self._check.read(samples) if one is None else []
+            read = [self._layouts.read(sample) for sample in samples] if one is None else []
+            for layout, _ in read:
+                self._alike.check(layout)
         if self._here:
             groups = itertools.groupby(read, key=itemgetter(0))
             return self._push_here([stack(each, [leaves for _, leaves in rows]) for each, rows in groups], drop, source)
@@ -81,7 +82,8 @@ class Writer:
     def push_batch(self, batch: Any, drop: bool) -> Pushed:
         with self._lock:
             self._may_push(drop)
-            chunk = self._check.read_batch(batch)
+            chunk = read_batch(batch, self._layouts)
+            self._alike.check(chunk.layout)
             small = chunk.layout.row_bytes < m.LARGE and not self._here
             batches = self._gather_rows(chunk, drop) if small else []
         if self._here:
@@ -99,7 +101,7 @@ class Writer:
                 turn = crc32(source.encode()) if source else next(self._sends)
                 receipts.append(Receipt())
                 part = chunk.part(first, min(first + most, chunk.rows))
-                self._ports[turn % len(self._ports)].take(part, drop, receipts[-1].finish, source)
+                self._ports[turn % len(self._ports)].push(part, drop, receipts[-1].finish, source)
         return Pushed(receipts)
 
     def _may_push(self, drop: bool) -> None:
@@ -132,7 +134,7 @@ class Writer:
         for i, (layout, leaves) in enumerate(samples):  # copied without the lock: other threads push meanwhile
             if layout.row_bytes >= m.LARGE:
                 large[i] = PendingBatch(layout, drop, source, 1)
-                large[i].add_large(leaves, self._memory())
+                large[i].add_large(leaves, self._own_slab().memory)
         batches: list[PendingBatch] = []
         with self._lock:
             if source:
@@ -199,10 +201,6 @@ class Writer:
         self._rows -= batch.rows
         self._bytes -= batch.nbytes
 
-    def _memory(self) -> Memory:
-        """Where large samples are copied to."""
-        return self._own_slab().memory
-
     def flush(self, timeout: float) -> None:
         """Wait until all that was pushed has arrived; what has not after `timeout` is left."""
         promise = Promise()
@@ -246,7 +244,7 @@ class Writer:
     def _send(self, port: Port, batch: PendingBatch) -> None:
         port.last_sent = next(self._sends)
         try:
-            port.push(batch, lambda error: self._received(port, batch, error))
+            port.send(batch, lambda error: self._received(port, batch, error))
         except DataError as e:  # too large for a message
             self._received(port, batch, e)
 
@@ -281,7 +279,7 @@ class Writer:
             batch.finish()
             return
         if batch.slot is not None:
-            batch.move(self._memory())  # a consumer may use the old one
+            batch.move(self._own_slab().memory)  # a consumer may use the old one
         with self._lock:  # sent again: twice is better than never
             self._queue.appendleft(batch)
             self._rows += batch.rows

@@ -54,6 +54,8 @@ def _ask(method: str, *args: Any) -> Any:
 class _Recorder:
     """The numbers of this process that the master does not have yet."""
 
+    ended = False
+
     def __init__(self, of: ClusterSession):
         self.of = of
         self._master: Member | None = None
@@ -106,11 +108,15 @@ class _Recorder:
                 self._put_back(rows)
                 raise
 
-    def flush(self) -> None:
-        if not io.is_loop():
-            io.run(self._send())
-        elif rows := self._take():  # the loop cannot wait for itself
-            self.master().call("merged", rows, retry=True, timeout=_PATIENCE).result()
+    def close(self) -> None:
+        """Send what is gathered."""
+        try:
+            if not io.is_loop():
+                io.run(self._send())
+            elif rows := self._take():  # the loop cannot wait for itself
+                self.master().call("merged", rows, retry=True, timeout=_PATIENCE).result()
+        except MissingComponent:
+            logger.warning("the last numbers of this process are lost: the master is gone")
 
     def _take(self) -> dict[Key, Merged]:
         with self._lock:
@@ -124,19 +130,9 @@ class _Recorder:
             self._gathered = rows
 
 
-_recording: _Recorder | None = None
-_making = threading.Lock()
-
-
 def _recorder() -> _Recorder:
-    global _recording
-    now = session()
-    if _recording is None or _recording.of is not now:
-        with _making:
-            if _recording is None or _recording.of is not now:
-                _recording = _Recorder(now)
-                now.close_hooks.append(flush)
-    return _recording
+    here = session()
+    return here.own(("numbers",), lambda: _Recorder(here))
 
 
 def merge(name: str, value: Any, desc: Mapping[str, str] | None = None, **labels: Any) -> None:
@@ -204,10 +200,7 @@ def reported() -> dict[str, Any]:
 
 def flush() -> None:
     """Send what `merge` has gathered in this process."""
-    try:
-        _recorder().flush()
-    except MissingComponent:
-        logger.warning("the last numbers of this process are lost: the master is gone")
+    _recorder().close()
 
 
 class Metric:
@@ -294,41 +287,36 @@ def set_tensorboard_step(model_name: str | None) -> None:
 
 def add_scalar(tag: str, value: Any, step: int | None = None) -> None:
     """One point; without a step it is drawn at the current one."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    _add(Summary(value=[Summary.Value(tag=tag, simple_value=float(value))]), step)
+    _add(tag, step, simple_value=float(value))
 
 
 def add_image(tag: str, image: Any, step: int | None = None, dataformats: str = "CHW") -> None:
     """A picture: [C, H, W] (or as `dataformats` says: HWC, HW), uint8 or floats in 0..1."""
-    from PIL import Image
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    array = _picture(_array(image), dataformats, tag)
-    out = bytes_io.BytesIO()
-    Image.fromarray(array).save(out, "PNG")
-    picture = Summary.Image(
-        height=array.shape[0], width=array.shape[1], colorspace=3, encoded_image_string=out.getvalue()
-    )
-    _add(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+    _add_picture(tag, step, [_picture(_array(image), dataformats, tag)], "PNG")
 
 
 def add_video(tag: str, video: Any, step: int | None = None, fps: float = 4) -> None:
     """A video: [T, C, H, W], or [N, T, C, H, W] shown side by side; uint8 or floats in 0..1."""
-    from PIL import Image
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
     array = _array(video)
     if array.ndim == 5:
         n, t, c, h, w = array.shape
         array = array.transpose(1, 2, 3, 0, 4).reshape(t, c, h, n * w)
     if array.ndim != 4 or not len(array):
         raise DataError(f"add_video({tag!r}): expected [T, C, H, W] or [N, T, C, H, W], got shape {list(array.shape)}")
-    first, *rest = [Image.fromarray(_picture(frame, "CHW", tag)) for frame in array]
+    frames = [_picture(frame, "CHW", tag) for frame in array]
+    _add_picture(tag, step, frames, "GIF", duration=1000.0 / fps, loop=0)
+
+
+def _add_picture(tag: str, step: int | None, frames: list[np.ndarray], file: str, **how: Any) -> None:
+    from PIL import Image
+
+    first, *rest = [Image.fromarray(frame) for frame in frames]
+    if rest:
+        how |= {"save_all": True, "append_images": rest}
     out = bytes_io.BytesIO()
-    first.save(out, "GIF", save_all=True, append_images=rest, duration=1000.0 / fps, loop=0)
-    picture = Summary.Image(height=first.height, width=first.width, colorspace=3, encoded_image_string=out.getvalue())
-    _add(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+    first.save(out, file, **how)
+    shape = {"height": first.height, "width": first.width, "colorspace": 3}
+    _add(tag, step, image={**shape, "encoded_image_string": out.getvalue()})
 
 
 def add_histogram(tag: str, values: Any, step: int | None = None, bins: int = 30) -> None:
@@ -347,8 +335,10 @@ def add_graph(model: Any, forward_args: Any) -> None:
     _ask("add_graph", made.SerializeToString())
 
 
-def _add(summary: Any, step: int | None) -> None:
-    _ask("add_summary", summary.SerializeToString(), step)
+def _add(tag: str, step: int | None, **value: Any) -> None:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    _ask("add_summary", Summary(value=[{"tag": tag, **value}]).SerializeToString(), step)
 
 
 def _array(value: Any) -> np.ndarray:

@@ -1,11 +1,14 @@
-"""A model as one process sees it: what is newest, forwards, publications. All handles of the process share one
-Client."""
+"""A model as one process sees it: what is newest, forwards, publications. All handles of the process share one Client;
+a process that answers for others has a ModelWorker."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 import threading
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -14,15 +17,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bray import tree
 from bray.act import Clock
 from bray.cluster import io
 from bray.cluster.session import current, session
+from bray.errors import BrayError, RemoteError
 from bray.inference.host import Promise
-from bray.remote.model.caller import Caller
+from bray.remote.model.caller import CURRENT, FORWARD, Caller, RowsReader, Writer
 from bray.remote.model.definition import Definition
 from bray.remote.model.engine_host import EngineHost
 from bray.remote.model.keeper import POLL_S, ModelInfo, News
 from bray.remote.model.weights import as_arrays
+from bray.serving.link import Address, Link
 
 logger = logging.getLogger("bray.remote")
 
@@ -40,7 +46,6 @@ class Follower:
         """What answers in this process."""
         self._about: ModelInfo | None = None
         self._clock = Clock(0, -1)
-        self._takers: list[Callable[[News], None]] = []
         self._published: tuple[Any, Clock, str] | None = None  # last, by us: reference to weights, clock, tag
         self._following: Future[Any] | None = None
         self._lock, self._taking = threading.RLock(), threading.Lock()
@@ -74,24 +79,22 @@ class Follower:
 
     async def serve(self, make: Callable[[ModelInfo], EngineHost]) -> EngineHost:
         """Answer in this process with what `make` makes in a thread."""
-        served = await asyncio.to_thread(make, self.about)
-        await asyncio.to_thread(self.bring, served.take)
-        with self._lock:
-            self.served, ended = served, self.ended
-        if ended:
+        served = await asyncio.to_thread(self._make, make)
+        if self.served is None:
             await served.host.close()
         return served
 
-    def bring(self, take: Callable[[News], None]) -> None:
-        """Call this with what is newest, now and whenever something newer comes, in a thread."""
-        with self._taking:
-            self._takers.append(take)
-            take(self.about.news)
+    def _make(self, make: Callable[[ModelInfo], EngineHost]) -> EngineHost:
+        with self._taking:  # what is published meanwhile waits
+            served = make(self.about)
+            with self._lock:
+                self.served = None if self.ended else served
+        return served
 
     def _take(self, about: ModelInfo) -> None:
         with self._taking:
-            for take in self._takers:
-                take(about.news)
+            if self.served is not None:
+                self.served.take(about.news)
             self._about = about
         self._advance(about.news.clock)
 
@@ -148,10 +151,16 @@ class _Publication(NamedTuple):
 
 class Client(Follower):
     """Opens (finds out who answers, makes an engine) at the first forward, follows at the first question about the
-    step."""
+    step.
 
-    def __init__(self, name: str):
+    noise  the Policy of agents that explore: where the Model has noisy layers, forwards run in this process, on a copy
+           that follows the published weights, and each has new noise. Other clients answer without noise, as the
+           exported graph does
+    """
+
+    def __init__(self, name: str, noise: Any = None):
         super().__init__(name)
+        self._noise = noise
         self.is_open = False
         self.has_kwargs = False
         self.has_answered = False
@@ -177,23 +186,21 @@ class Client(Follower):
             self.follow(await self.keeper.call("about", retry=True))
             definition = self.definition
             self.has_kwargs = definition.has_kwargs
-            if definition.is_local or self.session.cluster.kind == "local":
-                self.ask = (await self.serve(self._make_served)).ask
+            cluster = self.session.cluster
+            if self._noise is not None:
+                module = await asyncio.to_thread(cluster.get, self.about.module)
+                self._noise = self._noise if getattr(module, "draws", None) else None
+            if self._noise is not None or definition.is_local or cluster.kind == "local":
+                served = await self.serve(lambda about: EngineHost(about, self.keeper, noise=self._noise))
+                self.ask = served.ask
             else:
                 names = [f"model/{self.name}/{i}" for i in range(definition.num_workers)]
-                self._members = [self.session.cluster.find(name) for name in names]
+                self._members = [cluster.find(name) for name in names]
             with self._lock:
                 self.is_open = not self.ended
         except BaseException:
             self.close()
             raise
-
-    def _make_served(self, about: ModelInfo) -> EngineHost:
-        if self.session.member:
-            import torch
-
-            torch.seed()  # in a process of ours: else all actors of a Model that draws numbers draw the same ones
-        return EngineHost(about, self.keeper)
 
     @property
     def definition(self) -> Definition:
@@ -219,7 +226,6 @@ class Client(Follower):
         if self.session.cluster.kind == "local":
             arrays = {k: np.array(x) for k, x in arrays.items()}  # a trainer goes on writing into its arrays
         made = _Publication(Promise(), self.session.cluster.put(arrays), step, env_steps)
-        made.promise.set_running_or_notify_cancel()
         _ = self.clock  # the newest step that we know of goes along
         with self._lock:
             self._pending.append(made)
@@ -255,7 +261,7 @@ class Client(Follower):
             logger.error("model %s: weights are not published: %s", self.name, error)
         self._send_pending()
         for each in made:
-            each.promise.set_exception(error) if error is not None else each.promise.set_result(done.result())
+            each.promise.settle(None if error is not None else done.result(), error)
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -267,24 +273,76 @@ class Client(Follower):
                 loop.call_soon_threadsafe(caller.close)
 
 
-_clients: dict[str, Client] = {}
-_lock = threading.Lock()
+def client_of(name: str, noise: Any = None) -> Client:
+    """The client of this process for a model (and those who explore it). MissingComponent lists the models that
+    exist."""
+    return session().own(("model", name, noise), lambda: Client(name, noise))
 
 
-def client_of(name: str) -> Client:
-    """The client of this process for a model. MissingComponent lists the models that exist."""
-    here = session()
-    with _lock:
-        found = _clients.get(name)
-        if found is None or found.session is not here or found.ended:
-            found = _clients[name] = Client(name)
-            here.close_hooks.append(found.close)
-        return found
+# --- answering for others ---------------------------------------------------------------------------------------------
 
 
-def forget(name: str) -> None:
-    """The model of this name ends here; the next one of the name is another."""
-    with _lock:
-        found = _clients.pop(name, None)
-    if found is not None:
-        found.close()
+class ModelWorker:
+    """A process that answers for a model: batches come as frames over connections, those that wait together share a
+    forward."""
+
+    def __init__(self, model: str, index: int):
+        self.model, self.index = model, index
+        self.where = f"model/{model}/{index} (pid {os.getpid()} on {socket.gethostname()})"
+
+    async def start(self) -> None:
+        self._follower = Follower(self.model)
+        self._follower.follow(await self._follower.keeper.call("about", retry=True))
+        self.served = await self._follower.serve(self._make_served)
+        self._loop = asyncio.get_running_loop()
+        self.listener = await session().listen(f"model-{self.model}-{self.index}", self._message)
+
+    def _make_served(self, about: ModelInfo) -> EngineHost:
+        import torch
+
+        from bray.train.device import device_of
+
+        threads = max(1, int(about.definition.cpus_per_worker))
+        if session().member:  # a process of our own
+            torch.set_num_threads(threads)
+        device = device_of(about.definition.gpus_per_worker > 0, self.where)
+        return EngineHost(about, self._follower.keeper, device.type, threads)
+
+    def address(self) -> Address:
+        return self.listener.address
+
+    def numbers(self) -> dict[str, Any]:
+        """What this worker does, for a look from outside."""
+        return {**self.served.host.numbers(), "engine": self.served.engine, "pid": os.getpid()}
+
+    async def close(self) -> None:
+        self._follower.close()
+        await self.listener.close()
+        await self.served.host.close()
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def _message(self, link: Link, kind: int, number: int, body: memoryview) -> None:
+        """A frame is one batch to the ModelHost, whose batcher merges small batches that wait together."""
+        if kind != FORWARD:
+            raise BrayError(f"a model knows messages of kind {FORWARD}, got {kind}")
+        if link.data is None:
+            link.data = RowsReader(), Writer()
+        batch = link.data[0].read(body)
+        if batch.step == CURRENT:
+            answer = self.served.host.forward(*batch.values, batch=True, with_step=True)
+        else:
+            answer = self._loop.create_task(self.served.ask_version(batch.values, True, batch.step, True))
+        answer.add_done_callback(lambda answer: self._answered(link, number, batch.rows, answer))
+
+    def _answered(self, link: Link, number: int, rows: int, answer: asyncio.Future[Any]) -> None:
+        try:
+            outputs, step = answer.result()
+            if type(outputs) is not np.ndarray:
+                outputs = tree.map(np.asarray, outputs)
+            link.reply(number, *link.data[1].write(outputs, rows, step))
+        except BrayError as e:
+            link.fail(number, e)
+        except Exception as e:
+            trace = "".join(traceback.format_exception(e)).rstrip()
+            link.fail(number, RemoteError(f"{trace}\nraised in {self.where}"))

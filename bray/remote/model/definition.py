@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from bray import tree
+from bray.config.check import check_fields
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.inference import rows
 from bray.remote.model.options import ModelOptions
+from bray.tree.layout import as_array
 
 logger = logging.getLogger("bray.remote")
 
-ONNX = ("train", "infer", "quantize")
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a Model, trees of arrays `[B, ...]`."""
 
@@ -37,25 +38,7 @@ class Definition(ModelOptions):
     """Of this definition: another one of the same name is another model."""
 
     def __post_init__(self) -> None:
-        if self.use_onnx is not None and self.use_onnx not in ONNX:
-            raise UnknownName("use_onnx", str(self.use_onnx), [*ONNX, "null"], f"model {self.name}")
-        if self.max_batch_size < 1 or self.num_workers < 0:
-            raise ConfigError(
-                f"model {self.name!r} needs max_batch_size >= 1 and num_workers >= 0, got max_batch_size="
-                f"{self.max_batch_size} and num_workers={self.num_workers}"
-            )
-        if self.checkpoint_interval is not None and self.checkpoint_interval < 1:
-            raise ConfigError(
-                f"model {self.name!r}: checkpoint_interval is a number of steps >= 1, or null for one every "
-                f"checkpoint_every_s seconds; got {self.checkpoint_interval}"
-            )
-        if type(self.keep_checkpoints) is not int or self.keep_checkpoints < 1:
-            raise ConfigError(
-                f"model {self.name!r}: expected keep_checkpoints to be a whole number >= 1, got "
-                f"{self.keep_checkpoints!r}"
-            )
-        if not self.checkpoint_every_s > 0:
-            raise ConfigError(f"model {self.name!r}: expected checkpoint_every_s > 0, got {self.checkpoint_every_s}")
+        check_fields(self, f"model {self.name!r}")
         if self.use_onnx is not None and self.example is None:
             raise ConfigError(
                 f"model {self.name!r}: use_onnx={self.use_onnx!r} needs forward_args, an example of what the Model "
@@ -128,7 +111,7 @@ def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     takes. Where both work, they count as a batch."""
     if not args and not kwargs:
         return None
-    given = (tuple(tree.map(_as_numpy, tuple(args))), dict(tree.map(_as_numpy, dict(kwargs))))
+    given = (tuple(tree.map(as_array, tuple(args))), dict(tree.map(as_array, dict(kwargs))))
     as_sample = tree.map(lambda x: x[None], given)
     module = copy.deepcopy(model).cpu().eval()
     batch, batch_error = _try(module, given)
@@ -184,13 +167,6 @@ def _run(module: Any, given: Example, count: int) -> None:
             raise DataError(
                 f"output {path or 'output'!r} has shape {list(x.shape)}: expected one row for each of {count}"
             )
-
-
-def _as_numpy(x: Any) -> np.ndarray:
-    array = x.detach().cpu().numpy() if hasattr(x, "detach") else np.asarray(x)
-    if array.dtype.kind not in "biufc":
-        raise ConfigError(f"forward_args are trees of numpy arrays or tensors, got a {type(x).__name__}")
-    return array
 
 
 def _shapes(given: Example) -> str:

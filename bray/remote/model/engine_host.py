@@ -35,11 +35,16 @@ class EngineHost:
 
     device   "cpu" or "cuda"; on a GPU the engine is torch
     threads  of one forward in ONNX Runtime
+    noise    the Policy of agents that explore by noisy layers: each forward has new noise, and the engine is torch
     """
 
-    def __init__(self, about: ModelInfo, keeper: Member, device: str = "cpu", threads: int = 1):
+    def __init__(self, about: ModelInfo, keeper: Member, device: str = "cpu", threads: int = 1, noise: Any = None):
+        import torch
+
         from bray.inference.torch_engine import TorchEngine, load_weights
 
+        if session().member:  # a process of ours: else all those of a Model that draws numbers draw the same ones
+            torch.seed()
         self.definition: Definition = about.definition
         self._keeper, self._device, self._threads = keeper, device, threads
         cluster, news = session().cluster, about.news
@@ -47,7 +52,7 @@ class EngineHost:
         if self.definition.has_kwargs:
             module = with_kwargs(module)
         self._module = module.to(device)
-        self._mode = self.definition.use_onnx if device == "cpu" else None
+        self._mode = self.definition.use_onnx if device == "cpu" and noise is None else None
         self._graph: bytes | None = None
         self._int8: bytes | None = None
         self._loading: dict[int, asyncio.Task[None]] = {}
@@ -57,9 +62,13 @@ class EngineHost:
         load_weights(self._module, weights)
         constant = self._mode in ("infer", "quantize")
         most = self.definition.max_batch_size
-        self._recorded = self._is_quick()
+        self._recorded = noise is None and self._is_quick()
         sizes = _sizes(most) if self._recorded and self._mode is None else ()
-        engine = TorchEngine(self._module, record=self._recorded)
+        engine: Any = TorchEngine(self._module, record=self._recorded)
+        if noise is not None:
+            from bray.train.live import LiveEngine
+
+            engine = LiveEngine(self._module, noise, np.random.default_rng())
         if self.definition.example is not None:
             for size in sizes:  # recorded now, so that nobody waits for it later
                 engine.forward(*tree.map(lambda x, size=size: np.repeat(x[:1], size, 0), self.definition.args))
@@ -191,12 +200,6 @@ class EngineHost:
                 rows, self._rows = tree.index(tree.concat(self._rows), slice(CALIBRATION_ROWS)), None
                 self._keeper.tell("calibrate", rows)
         return outputs
-
-
-def keep_up(host: ModelHost, news: News) -> None:
-    """Bring a ModelHost to the newest version; it waits for a running forward."""
-    if news.step > host.step:
-        host.publish_weights(session().cluster.get(news.weights), news.step).result()
 
 
 def _sizes(most: int) -> tuple[int, ...]:

@@ -22,11 +22,10 @@ from bray.cluster.session import session
 from bray.errors import ConfigError, MissingComponent, Unreachable
 from bray.inference.host import Promise
 from bray.remote.master.handle import add_graph, set_tensorboard_step
-from bray.remote.model.client import Client, client_of, forget
+from bray.remote.model.client import Client, ModelWorker, client_of
 from bray.remote.model.definition import Definition, check_settings, find_example
 from bray.remote.model.keeper import Keeper
 from bray.remote.model.weights import get_torch_model_weights, set_torch_model_weights
-from bray.remote.model.worker import ModelWorker
 from bray.rundir import RunDir
 
 _LOADING_S = 120.0  # a model that has not answered by then will not
@@ -58,7 +57,7 @@ class RemoteModel:
         self._client: Client | None = None
         check_settings(name, settings)
         if model is None:
-            self._client = client_of(name)
+            self._known()
         elif settings.get("override_model", True) or not _exists(name):
             example = find_example(model, tuple(forward_args), forward_kwargs or {})
             _start(Definition(name, example, **settings), model, get_torch_model_weights(model), 0)
@@ -66,6 +65,14 @@ class RemoteModel:
             add_graph(model, self.get_torch_forward_args())
         if settings.get("tensorboard_step"):
             set_tensorboard_step(name)
+
+    _noise: Any = None
+
+    def exploring(self, policy: Any) -> RemoteModel:
+        """A handle for agents of this process that explore with this Policy: noisy layers have noise."""
+        handle = _found(self.name)
+        handle._noise = policy
+        return handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _found, (self.name,)
@@ -86,9 +93,8 @@ class RemoteModel:
         """
         client = self._client
         if client is None or not client.is_open:
-            client = client_of(self.name)
+            client = self._known()
             await asyncio.shield(asyncio.wrap_future(client.opening()))
-            self._client = client
         if kwargs or client.has_kwargs:
             args = client.definition.engine_args(args, kwargs)
         try:
@@ -127,13 +133,12 @@ class RemoteModel:
         """`forward` for plain code: waits for the outputs."""
         client = self._client
         if client is None or not client.is_open:
-            client = client_of(self.name)
+            client = self._known()
             if io.is_loop():
                 raise ConfigError(
                     f"model {self.name!r} was called where an event loop runs: write `await model.forward(...)` there"
                 )
             client.opening().result()
-            self._client = client
         if client.served is None or step is not None:
             return io.run(self.forward(*args, batch=batch, step=step, with_step=with_step, **kwargs))
         args = client.definition.engine_args(args, kwargs)
@@ -238,7 +243,7 @@ class RemoteModel:
     def _known(self) -> Client:
         """The client of this process, open or not."""
         if self._client is None or self._client.ended:
-            self._client = client_of(self.name)
+            self._client = client_of(self.name, self._noise)
         return self._client
 
 
@@ -321,6 +326,6 @@ def _start_worker(definition: Definition, index: int) -> None:
 
 def _stop(name: str) -> None:
     cluster = session().cluster
-    forget(name)
+    session().disown("model", name)  # the next one of the name is another
     for member in [*cluster.names(f"model/{name}/"), f"model/{name}"]:
         cluster.stop(member)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from bray.errors import DataError
+from bray.tree.layout import as_array
 
 
 def get_torch_model_weights(model: Any) -> dict[str, np.ndarray]:
@@ -34,11 +35,7 @@ def as_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _as_numpy(name: Any, x: Any) -> np.ndarray:
-    if isinstance(x, np.ndarray):
-        return x
-    if hasattr(x, "detach"):  # a tensor, on whatever device
-        return x.detach().cpu().numpy()
-    array = np.asarray(x)
-    if array.dtype.kind not in "biuf":
-        raise DataError(f"weight {name!r}: expected an array of numbers, got a {type(x).__name__}")
-    return array
+    try:
+        return as_array(x)
+    except DataError as e:
+        raise DataError(f"weight {name!r}: {e}") from None

@@ -172,23 +172,24 @@ def _describe(x: Any) -> str:
 
 
 def to_tensors(data: Any, device: torch.device) -> Any:
-    """Arrays of a tree as tensors on a device; other leaves stay as they are. (A tree here may have any keys.)"""
-    if isinstance(data, dict):
-        return {k: to_tensors(v, device) for k, v in data.items()}
-    if isinstance(data, (list, tuple)):
-        items = [to_tensors(v, device) for v in data]
-        return items if isinstance(data, list) else type(data)(*items) if hasattr(data, "_fields") else tuple(items)
-    if isinstance(data, (np.ndarray, np.generic)) and data.dtype.kind in "biufc":
-        array = np.asarray(data)
-        data = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return data.to(device, non_blocking=True) if isinstance(data, Tensor) else data
+    """Arrays of a tree as tensors on a device; other leaves stay as they are."""
+
+    def convert(x: Any) -> Any:
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "biufc":
+            array = np.asarray(x)
+            x = torch.from_numpy(array if array.flags.writeable else array.copy())
+        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    return tree.map(convert, data)
 
 
 def to_arrays(data: Any) -> Any:
     """Tensors of a tree as arrays, for a checkpoint."""
-    if isinstance(data, dict):
-        return {k: to_arrays(v) for k, v in data.items()}
-    if isinstance(data, Tensor):
-        data = data.detach().cpu()
-        return (data.float() if data.dtype == torch.bfloat16 else data).numpy().copy()
-    return tree.map(to_arrays, data) if isinstance(data, (list, tuple)) else data
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach().cpu()
+        return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
+
+    return tree.map(convert, data)

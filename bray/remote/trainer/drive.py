@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from annotated_types import Gt
 
 from bray.act import Clock
 from bray.act.feed import Latest, Weights
 from bray.config import Resolved
-from bray.config.declare import Count, describe, options
+from bray.config.check import check_fields
+from bray.config.declare import Count
 from bray.data.experience import Batch, EndOfData
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
@@ -67,10 +67,7 @@ class Settings(TrainOptions):
     """More of the loop."""
 
     def __post_init__(self) -> None:
-        for key, option in options(Settings).items():
-            value = getattr(self, key)
-            if value is not None and Gt(0) in option.metadata and not value > 0:
-                raise ConfigError(f"{key}: expected {describe(option.hint)}, got {value}")
+        check_fields(self, "train")
 
 
 class RankDriver(Driver):
@@ -110,8 +107,6 @@ class RankDriver(Driver):
         self._by_loss = isinstance(side.learner, LossLearner)
         if s.accumulate > 1 and not self._by_loss:
             raise ConfigError(f"accumulate={s.accumulate} needs a bray.Trainer; a Learner makes its own minibatches")
-        if eval_feed is not None and not hasattr(getattr(side.learner, "trainer", None), "eval"):
-            raise ConfigError("eval needs a bray.Trainer with a method `eval`")
         self._eval_feed = eval_feed
         self.first = 0
         """The model's step when this training began."""

@@ -3,8 +3,6 @@ trains."""
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +15,7 @@ from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.data.piece import Piece
 from bray.data.rows import Decoder
 from bray.errors import ConfigError, DataError
-from bray.remote.buffer.iterators import BatchBuffer, SampleBuffer
-from bray.remote.buffer.reader import forget_interrupt, interrupt
+from bray.remote.buffer.iterators import BatchBuffer, Prefetcher, SampleBuffer
 from bray.train.source import Source
 
 
@@ -53,63 +50,28 @@ class Feed:
             )
         first = turn % len(buffers)
         batches = [_Batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
-        self._batches = SampleBuffer(batches[first:] + batches[:first], shares[first:] + shares[:first])
+        mixed = SampleBuffer(batches[first:] + batches[:first], shares[first:] + shares[:first])
         self.names = ", ".join(buffers)
-        self._prefetch, self._max_reuse = prefetch_size, max_reuse if prefetch_size else 0
-        self._wanted = threading.Semaphore(prefetch_size)
-        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._asked = self._closed = False
-        self._last: Batch | None = None
-        self._reuses = 0
-        self.reused = 0
+        self._ahead = Prefetcher(mixed, prefetch_size, max_reuse if prefetch_size else 0)
+
+    @property
+    def reused(self) -> int:
         """Batches given again so far."""
+        return self._ahead.reused
 
     def get(self, timeout: float) -> Batch | None:
         """The next batch; None when there is none in time. Errors of the thread are raised here; EndOfData is one of
         them."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="bray-feed", daemon=True)
-            self._thread.start()
-        if self._reuses < self._max_reuse and self._last is not None and self._ready.empty():
-            self._reuses += 1
-            self.reused += 1
-            return replace(self._last, rows=0)  # its environment steps are counted already
-        if not self._prefetch and not self._asked:
-            self._asked = True
-            self._wanted.release()
+        before = self.reused
+        self._ahead.start("bray-feed")
         try:
-            got = self._ready.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if isinstance(got, BaseException):
-            self._ready.put(got)  # whoever asks again is told again
-            raise got
-        self._asked, self._last, self._reuses = False, got, 0
-        if self._prefetch:
-            self._wanted.release()
-        return got
+            batch = self._ahead.get(timeout)
+        except StopIteration:
+            raise EndOfData(f"{self.names}: no more data") from None
+        return batch if self.reused == before else replace(batch, rows=0)  # its environment steps are counted already
 
     def close(self) -> None:
-        self._closed = True
-        self._last = None
-        self._wanted.release()
-        if self._thread is not None and self._thread.ident is not None:
-            interrupt(self._thread.ident)  # a batch that comes now is for others
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._wanted.acquire()
-                if self._closed:
-                    return
-                self._ready.put(next(self._batches))
-        except StopIteration:
-            self._ready.put(EndOfData(f"{self.names}: no more data"))
-        except BaseException as e:
-            self._ready.put(e)
-        finally:
-            forget_interrupt()
+        self._ahead.close()
 
 
 class _Batches:

@@ -12,8 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import InvalidStateError
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,37 +111,51 @@ class RemoteTrainer:
         run.start()
         return run.promise
 
-    def _driven(self, **given: Any) -> TrainPlan:
-        """The TrainPlan of a training without a function; defaults are those of TrainPlan and Settings."""
+    def _driven(
+        self,
+        *,
+        name: str | None = None,
+        model: Any = None,
+        buffers: Any = (),
+        eval: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        trainer: Any = None,
+        seed: int = 0,
+        **settings: Any,
+    ) -> TrainPlan:
+        """The TrainPlan of a training without a function."""
         from bray.remote.trainer.drive import Settings
         from bray.remote.trainer.worker import TrainPlan
 
-        name = given.pop("name", None) or self.name
-        of_plan = ("trainer", "model", "buffers", "config", "seed")
-        of_settings = [f.name for f in fields(Settings) if not f.name.startswith("eval_")]
-        for key in given:
-            if key not in (known := (*of_plan, *of_settings, "eval", "name")):
+        name = name or self.name
+        known = [f.name for f in fields(Settings) if not f.name.startswith("eval_")]
+        known += ["name", "model", "buffers", "eval", "config", "trainer", "seed"]
+        for key in settings:
+            if key not in known:
                 raise UnknownName("argument", key, known, "RemoteTrainer.train without a function")
-        buffers = given.get("buffers")
-        if given.get("model") is None or not buffers:
+        if model is None or not buffers:
             raise ConfigError(f"trainer {name!r}: expected train=FUNCTION, or trainer=CLASS with model= and buffers=")
         if isinstance(buffers, str):
             raise ConfigError(f"trainer {name!r}: expected buffers=[{buffers!r}], a list, got {buffers!r}")
-        evaluation = dict(given.get("eval") or {})
-        for key in evaluation:
+        for key in (evaluation := dict(eval or {})):
             if key not in _EVAL:
                 raise UnknownName("key", key, _EVAL, f"eval of trainer {name}")
         eval_buffer = evaluation.pop("buffer", None)
-        if given.get("eval") is not None and eval_buffer is None:
+        if eval is not None and eval_buffer is None:
             raise ConfigError(f"trainer {name!r}: eval needs the name of a buffer: eval={{'buffer': 'eval_buffer'}}")
-        settings = {k: v for k, v in given.items() if k in of_settings} | {
-            f"eval_{k}": v for k, v in evaluation.items()
-        }
+        settings |= {f"eval_{k}": v for k, v in evaluation.items()}
         if settings.get("batch_size", 1) is None:
             del settings["batch_size"]
-        plan = {k: v for k, v in given.items() if k in of_plan}
-        plan |= {"buffers": tuple(buffers), "config": plan.get("config") or {name: {}}}
-        return TrainPlan(name, eval_buffer=eval_buffer, settings=Settings(**settings), **plan)
+        return TrainPlan(
+            name,
+            trainer=trainer,
+            model=model,
+            buffers=tuple(buffers),
+            eval_buffer=eval_buffer,
+            config=config or {name: {}},
+            seed=seed,
+            settings=Settings(**settings),
+        )
 
 
 _running: dict[tuple[str, str], Promise] = {}  # those that write checkpoints
@@ -154,24 +167,15 @@ class _Ranks:
     def __init__(self, opened: ClusterSession, plan: TrainPlan, trainer: RemoteTrainer):
         self.session, self.plan, self.trainer = opened, plan, trainer
         self.promise = Promise()
-        self.promise.set_running_or_notify_cancel()
 
     def start(self) -> None:
         threading.Thread(target=self._main, name=f"bray-trainer-{self.plan.name}", daemon=True).start()
 
     def _main(self) -> None:
         try:
-            self.settle(self.run())
+            self.promise.settle(self.run())
         except BaseException as e:
-            self.settle(error=e)
-
-    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
-        """The first end counts."""
-        with contextlib.suppress(InvalidStateError):
-            if error is not None:
-                self.promise.set_exception(error)
-            else:
-                self.promise.set_result(result)
+            self.promise.settle(error=e)
 
     def run(self) -> Any:
         raise NotImplementedError
@@ -331,7 +335,7 @@ class _RayRanks(_Ranks):
         from bray.remote.trainer.worker import DONE
 
         if kind == DONE:
-            self.settle(msgspec.json.decode(body))
+            self.promise.settle(msgspec.json.decode(body))
             link.reply(number)
 
     def end(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from bray.cluster.session import SessionInfo, session
 from bray.config.secrets import hide_launch
 from bray.data.rollouts import Rollouts
 from bray.errors import BrayError, ConfigError, DataError, Unreachable
+from bray.named import load_named
 from bray.remote.algo import AlgoSetup, named_setup
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.drive import RankDriver, Settings
@@ -108,7 +108,11 @@ def assemble(
 ) -> RankDriver:
     """A driver over these parts: of a `bray.Trainer` over opaque samples, or of an algorithm's Learner over pieces."""
     s = plan.settings
-    cls = find_class(plan.trainer)
+    cls = plan.trainer
+    if isinstance(cls, str):
+        cls = load_named(cls, "trainer", f"trainer {plan.name}", {})
+    if eval_buffer is not None and not (hasattr(cls, "loss") and hasattr(cls, "eval")):
+        raise ConfigError("eval needs a bray.Trainer with a method `eval`")
     if hasattr(cls, "loss"):
         learner: Any = LossLearner(cls, plan.name, plan.config, model, ranks, s.learning_rate, s.clip_grad_max_norm)
         rows = {name: _as_rows(plan, name, buffer, model) for name, buffer in buffers.items()}
@@ -120,12 +124,8 @@ def assemble(
         eval_feed = None
         if eval_buffer is not None and ranks.first:
             eval_feed = Feed({"eval": eval_buffer}, None, s.batch_size, s.batch_kind, learner.handle_batch, 0)
-        elif eval_buffer is not None and not hasattr(learner.trainer, "eval"):
-            raise ConfigError("eval needs a bray.Trainer with a method `eval`")
         return RankDriver(plan.name, side, [], remote_model, s, eval_feed=eval_feed, ranks=ranks, feeds=[feed], **place)
     setup, cls = _algorithm(plan, cls)
-    if eval_buffer is not None:
-        raise ConfigError("eval needs a bray.Trainer with a method `eval`")
     # A recording cannot hold the conversation between ranks.
     run = replace(setup.resolved["run"], seed=plan.seed + 10_007 * ranks.rank, record=ranks.size == 1)
     side = make_side(setup.algo, run, setup.spec, setup.model_config, setup.config, model, cls)
@@ -219,21 +219,6 @@ def _algorithm(plan: TrainPlan, cls: Any) -> tuple[AlgoSetup, Any]:
             f"algorithm and env; config has {', '.join(map(repr, plan.config)) or 'nothing'}"
         )
     return named_setup(plan.config, plan.name), cls
-
-
-def find_class(given: Any) -> Any:
-    """A class, also by `module:Class`."""
-    if not isinstance(given, str):
-        return given
-    module, _, name = given.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as e:
-        if isinstance(e, ModuleNotFoundError) and e.name and not module.startswith(e.name):
-            raise  # the module is there; something that it imports is not
-        raise ConfigError(
-            f"expected a trainer as module:Class, looked for {name!r} in {module!r} and found none ({e})"
-        ) from None
 
 
 # --- a rank of Ray Train ----------------------------------------------------------------------------------------------
