@@ -15,12 +15,8 @@ from bray.envs.replayed_calls import ReplayedCalls
 from bray.errors import ConfigError, EnvError
 from bray.rundir import RunDir
 from bray.rundir.trust import UntrustedRun
-<<<<<<< HEAD
 from bray.train.callbacks import EarlyStopping, make_callbacks
-=======
-from bray.train.callbacks import EarlyStopping
 from tests.envs_for_tests import Phased
->>>>>>> 648971e (Keep an environment of tests in a light module, refuse in one process)
 
 
 def test_of_one_place_in_the_code_the_last_function_is_kept():
