@@ -39,7 +39,7 @@ logger = logging.getLogger("bray.serving")
 TorchEngine = Callable[[Path, int], tuple[Any, Any]]
 """(run directory, step) -> (engine, the algorithm's Policy): what `experiment.torch_engine` does, for those who have
 torch."""
-_REMEMBERED = 64  # versions that were the newest one: a training may be followed for months
+_REMEMBERED = 64  # versions that were served before: a training may be followed for months
 
 
 class Version(Batcher):
@@ -122,7 +122,7 @@ class ServedModel:
         self.pinned: int | None = None
         # by label: those whose step changes while a training runs
         self._feeds = {label: FileFeed(self.run, self.weights_name, label) for label in ("latest", "best")}
-        self._newest: list[int] = []  # steps that were the newest one, in order, for rolling back
+        self._before: list[int] = []  # steps that were served before this one, in order, for rolling back
         self._locks = locks or VersionLocks()
         self._graph: Any = None
         self._dropped = {"batches": 0, "samples": 0}  # counts of versions that are gone
@@ -137,10 +137,10 @@ class ServedModel:
         `{"pin": STEP}`, `{"pin": null}` (back to the versions of the start), `{"rollback": true}` or
         `{"versions": {LABEL: SHARE}}`."""
         what, value = next(iter(asked.items())) if len(asked) == 1 else (None, None)
-        pin = None
+        pin, before = None, self._before
         versions = self.config.versions or {"latest": 1.0}
         if what == "rollback" and value is True:
-            pin = self._previous()
+            pin, before = self._previous()
         elif what == "pin" and type(value) is int:
             pin = value
         elif what == "versions" and isinstance(value, dict):
@@ -160,7 +160,9 @@ class ServedModel:
             if self.config.engine == "onnx" and not self.run.weights_path(step, self.weights_name).exists():
                 there = ", ".join(map(str, self.run.versions(self.weights_name)[-8:])) or "none"
                 raise CheckpointError(f"{self.run.path}: the weights of step {step} are missing. There are: {there}.")
-        return {"versions": versions, "steps": steps, "pinned": pin}
+        if what != "rollback":
+            before = self._followed_by(next(iter(steps.values())))
+        return {"versions": versions, "steps": steps, "pinned": pin, "before": before}
 
     def _step_of(self, label: str) -> int:
         if label in self._feeds:
@@ -175,14 +177,21 @@ class ServedModel:
             return dict(desired["steps"])
         return {label: self._step_of(label) for label in desired["steps"]}
 
-    def _previous(self) -> int:
-        """The version before the one that is served."""
-        now = self.shares[0].version.step
-        before = self._newest[: self._newest.index(now)] if now in self._newest else []
-        before = before or [s for s in self.run.versions(self.weights_name) if s < now]
+    def _previous(self) -> tuple[int, list[int]]:
+        """The version that was served before this one, and those before that; where nothing was, the next older one of
+        the run."""
+        now, there = self.shares[0].version.step, self.run.versions(self.weights_name)
+        before = [step for step in self._before if step in there]
+        if not before:
+            before = [step for step in there if step < now][-1:]
         if not before:
             raise ConfigError(f"{self.name}: there is no version before step {now}")
-        return before[-1]
+        return before[-1], before[:-1]
+
+    def _followed_by(self, step: int) -> list[int]:
+        """What will have been served before, once `step` is served."""
+        now = self.shares[0].version.step if self.shares else step
+        return self._before if step == now else [*self._before, now][-_REMEMBERED:]
 
     # --- loading and dropping them ------------------------------------------------------------------------------------
 
@@ -196,7 +205,7 @@ class ServedModel:
                     self._try_out(version)
                 self.versions[step] = version
             self.shares.append(self._use(label, desired["versions"][label], self.versions[step]))
-        self.pinned = desired["pinned"]
+        self.pinned, self._before = desired["pinned"], desired["before"]
 
     def _try_out(self, version: Version) -> None:
         try:
@@ -215,7 +224,7 @@ class ServedModel:
             self._use(label, desired["versions"][label], await self._loaded(step))
             for label, step in self._steps(desired).items()
         ]
-        self.pinned = desired["pinned"]
+        self.pinned, self._before = desired["pinned"], desired["before"]
 
     async def follow(self) -> None:
         """Go on to new checkpoints, where that is wanted."""
@@ -224,7 +233,10 @@ class ServedModel:
         for i, share in enumerate(self.shares):
             step = self._feeds[share.label].mark if share.label in self._feeds else None
             if step is not None and step != share.version.step:
-                self.shares[i] = self._use(share.label, share.share, await self._loaded(step))
+                version = await self._loaded(step)
+                if i == 0:
+                    self._before = self._followed_by(step)
+                self.shares[i] = self._use(share.label, share.share, version)
                 logger.info("%s: now serving %s = step %d", self.name, share.label, step)
 
     async def _loaded(self, step: int) -> Version:
@@ -246,16 +258,12 @@ class ServedModel:
 
     def _use(self, label: str, share: float, version: Version) -> TrafficShare:
         self._locks.set(self.run, self.weights_name, version.step)
-        if label == "latest" and self._newest[-1:] != [version.step]:
-            self._newest.append(version.step)
-            del self._newest[:-_REMEMBERED]
         return TrafficShare(label, share, version)
 
     def unused(self) -> list[int]:
-        """Versions in memory that no session is given any more; the one before the newest stays, for rolling back."""
-        wanted = {share.version.step for share in self.shares}
-        if self._newest[-1:] and self._newest[-1] in wanted:
-            wanted.update(self._newest[-2:-1])
+        """Versions in memory that no session is given any more; the one that was served before stays, for rolling
+        back."""
+        wanted = {share.version.step for share in self.shares} | set(self._before[-1:])
         return [step for step in self.versions if step not in wanted]
 
     async def drop(self, step: int) -> None:

@@ -549,6 +549,24 @@ def test_rolling_back_twice_goes_further_back(run):
         assert admin(server, "/models/m", {"pin": None})[0]["versions"][0]["step"] == last
 
 
+def test_rolling_back_a_pin_serves_what_was_served_before_it(run):
+    _, first, second, last = steps_of(run)
+    with serving({"m": run}) as server:
+
+        def rolled_back():
+            return admin(server, "/models/m", {"rollback": True})[0]["pinned"]
+
+        admin(server, "/models/m", {"pin": second})
+        admin(server, "/models/m", {"pin": first})
+        assert [rolled_back(), rolled_back()] == [second, last]
+        assert rolled_back() == second  # nothing was served before: the next older one
+        admin(server, "/models/m", {"versions": {str(last): 1.0}})
+        (run / "models" / "default" / f"{second}.safetensors").unlink()
+        assert rolled_back() == first  # the one that was served is gone
+        admin(server, "/models/m", {"pin": None})
+        assert rolled_back() == first
+
+
 def point(run, step):
     (run / "checkpoints" / "latest").unlink()
     (run / "checkpoints" / "latest").symlink_to(str(step))
@@ -608,7 +626,7 @@ def test_pin_and_roll_back_while_a_session_runs(run):
         (model,) = admin(server, "/models", {"versions": {str(before): 1.0}})
         assert client.tick({"obs": OBS})["version"] == before
         time.sleep(1.0)
-        assert admin(server, "/models")[0]["loaded"] == [before]
+        assert admin(server, "/models")[0]["loaded"] == [before, last]  # the one to roll back to stays
         for wish in (
             {"pin": 123456},
             {"pin": "x"},
