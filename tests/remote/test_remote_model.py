@@ -851,6 +851,45 @@ def test_the_pool_outlives_the_session(tmp_path):
 
 
 @inside
+def test_a_clone_is_of_the_nearest_version_at_or_below():
+    model = RemoteModel("m", Scale(0), (X,))
+    for step in (4, 8):
+        publish_all(model, [step])
+        model.add_to_pool()
+    publish_all(model, [12])
+    below = model.clone(7)
+    assert (below.name, below.step, below(X)[1]) == ("m-4", 4, 4)
+    assert model.clone(8).name == "m-8"
+    assert model.clone(99).step == 12
+    assert model.add_to_pool(11) == 8
+    assert model.add_to_pool(3) == 0
+
+
+@inside
+def test_no_version_at_or_below_is_said_with_those_that_there_are(tmp_path):
+    model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1, keep_checkpoints=2)
+    for step in range(1, 5):
+        publish_all(model, [step])
+        until(lambda step=step: step in versions(tmp_path))
+    until(lambda: versions(tmp_path) == [3, 4])
+    with pytest.raises(CheckpointError, match=r"no version at or below 2; there are: 3, 4\. keep_checkpoints"):
+        model.clone(2)
+
+
+def test_all_versions_stay_where_that_is_asked_for_and_those_given_up_are_not_cloned(tmp_path):
+    with opened(tmp_path, "local"):
+        model = RemoteModel("m", Scale(0), (X,), checkpoint_interval=1, keep_checkpoints=None)
+        for step in range(1, 9):
+            publish_all(model, [step])
+            until(lambda step=step: step in versions(tmp_path))
+    assert versions(tmp_path) == list(range(9))
+    with opened(tmp_path, "local"):
+        model = RemoteModel("m", Scale(0), (X,), checkpoint=3)
+        publish_all(model, [10])
+        assert model.clone(9).step == 3
+
+
+@inside
 def test_tensorboard_keys_reach_the_master(monkeypatch):
     calls = []
     monkeypatch.setattr("bray.remote.model.handle.add_graph", lambda model, args: calls.append((model, args)))

@@ -190,8 +190,9 @@ class RemoteModel:
     # --- versions -----------------------------------------------------------------------------------------------------
 
     def clone(self, step: int = -1, name: str | None = None) -> RemoteModel:
-        """An independent model that starts from a version of this one: -1 = the newest, else one of the run directory,
-        where it is then kept for good. The clone is called NAME-STEP by default; an existing one is found."""
+        """An independent model that starts from a version of this one: -1 = the newest, else the newest at or below
+        `step` that the run directory has, which then keeps it for good. The clone is called NAME-STEP by default, after
+        the version that it got; an existing one is found."""
         about = self._ask_keeper("about")
         ref, step = self._ask_keeper("freeze", step)
         name = name or f"{self.name}-{step}"
@@ -201,7 +202,8 @@ class RemoteModel:
         return RemoteModel(name)
 
     def add_to_pool(self, step: int = -1) -> int:
-        """Keep a version (-1 = the newest) to play against; returns its step. The run directory keeps it for good."""
+        """Keep a version (as `clone` finds it) to play against; returns its step. The run directory keeps it for
+        good."""
         return self._ask_keeper("add_to_pool", step)
 
     @property
@@ -227,8 +229,8 @@ class RemoteModel:
         return self._known().definition.checkpoint_every_s
 
     @property
-    def keep_checkpoints(self) -> int:
-        """How many of the newest checkpoints stay, beside the best one."""
+    def keep_checkpoints(self) -> int | None:
+        """How many of the newest checkpoints stay, beside the best one; None: all."""
         return self._known().definition.keep_checkpoints
 
     @property

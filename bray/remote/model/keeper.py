@@ -268,22 +268,29 @@ class Keeper:
                 return self._newest.weights, self._step
             versions = self._run.versions(self.name)
             if step not in versions:
-                known = ", ".join(map(str, sorted({*versions, self._step})[-8:]))
+                known = _some({*versions, self._step})
                 raise CheckpointError(f"model {self.name!r} has no version {step}; there are: {known}")
             return self._old(step), step
 
     def freeze(self, step: int) -> tuple[Any, int]:
-        """`weights`, and keep the version in the run directory for good."""
-        with self._lock:
-            ref, step = self.weights(step)
+        """`weights` of the newest version at or below `step` (-1: of all), which the run directory keeps for good."""
+        with self._save_lock, self._lock:  # meanwhile nothing is removed
+            known = {*self._run.versions(self.name), self._step}
+            at_or_below = [s for s in known if s == step or (s < step and s not in self._state["given_up"])]
+            if step >= 0 and not at_or_below:
+                raise CheckpointError(
+                    f"model {self.name!r} has no version at or below {step}; there are: {_some(known)}. "
+                    "keep_checkpoints says how many stay"
+                )
+            ref, step = self.weights(max(at_or_below) if step >= 0 else None)
             if step not in self._run.versions(self.name):
                 self._write(step, session().cluster.get(ref))
             self._run.protect(step, self.name)
             return ref, step
 
     def add_to_pool(self, step: int) -> int:
+        _, step = self.freeze(step)
         with self._lock:
-            _, step = self.freeze(step)
             if step not in self._state["pool"]:
                 self._state["pool"] = sorted([*self._state["pool"], step])
                 self._write_state()
@@ -327,6 +334,8 @@ class Keeper:
 
     def _retain(self) -> None:
         """Remove old versions, those that were given up first."""
+        if self.definition.keep_checkpoints is None:
+            return
         order = sorted(self._run.versions(self.name), key=lambda step: (step not in self._state["given_up"], step))
         kept = set(self._run.steps())
         for step in order[: -self.definition.keep_checkpoints]:
@@ -413,6 +422,10 @@ class Keeper:
 
 def _kind(args: Any) -> Any:
     return tree.map(lambda x: (x.dtype.str, x.shape[1:]), args)
+
+
+def _some(steps: set[int]) -> str:
+    return ", ".join(map(str, sorted(steps)[-8:]))
 
 
 def _step_of(name: str) -> int:

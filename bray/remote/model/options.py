@@ -17,9 +17,10 @@ class ModelOptions:
     checkpoint_every_s: Positive = 60.0
     """Seconds between checkpoints of the model, where `checkpoint_interval` is null. There is one at the start and one
     at the end too."""
-    keep_checkpoints: Count = 5
-    """Newest checkpoints that stay, of the model and of its trainer. Beside them the best one stays (by the mean return
-    of the last 100 episodes, where agents say it): `--mode deploy model1.versions={best: 1}` serves it."""
+    keep_checkpoints: Count | None = 5
+    """Newest checkpoints that stay, of the model and of its trainer; `null` = all. Beside them stay versions that were
+    cloned or added to the pool, and the best one (by the mean return of the last 100 episodes, where agents say it):
+    `--mode deploy model1.versions={best: 1}` serves it."""
     checkpoint: Whole | Name | None = None
     """What the model starts from: a step of this trial or the path of a weight file; `null` = the newest checkpoint. In
     deploy mode also the path of another run directory, as `bray train` makes it."""

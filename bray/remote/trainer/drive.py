@@ -132,8 +132,8 @@ class RankDriver(Driver):
         kept = RunConfig(
             algorithm="" if config is None else config["run"].algorithm,
             checkpoint_updates=s.checkpoint_interval or 0,
-            checkpoint_every_s=0.0 if s.checkpoint_interval else self._asks_model("checkpoint_every_s") or SAVE_EVERY,
-            keep_checkpoints=self._asks_model("keep_checkpoints") or RunConfig.keep_checkpoints,
+            checkpoint_every_s=0.0 if s.checkpoint_interval else self._asks_model("checkpoint_every_s", SAVE_EVERY),
+            keep_checkpoints=self._asks_model("keep_checkpoints", RunConfig.keep_checkpoints),
         )
         self.run = Run(
             self,
@@ -146,8 +146,8 @@ class RankDriver(Driver):
         )
         self.run.exact = False
 
-    def _asks_model(self, key: str) -> Any:
-        return getattr(self.remote_model, key, None) if self.ranks.first else None
+    def _asks_model(self, key: str, default: Any) -> Any:
+        return getattr(self.remote_model, key, default) if self.ranks.first else default
 
     def train(self) -> dict[str, Any]:
         """Run to the end; the summary."""
