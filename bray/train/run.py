@@ -35,6 +35,7 @@ from bray.train.callbacks import make_callbacks
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
 from bray.train.goals import Score, awaited_of, current, reached
+from bray.train.older import from_0_1
 from bray.train.progress import when_and_where
 
 logger = logging.getLogger("bray")
@@ -371,12 +372,9 @@ class Run:
         """Take over the state of a checkpoint of the run in `path`; returns why that is not exact, in words."""
         training = self.training
         with fits_state(path):
+            if "rollout" in state["json"]:
+                state = from_0_1(state)
             saved = state["json"]
-            if "experience" not in saved:
-                raise CheckpointError(
-                    f"{path} was trained by an older Bray, whose training state has another form: start from its "
-                    f"weights with --init-from {path}"
-                )
             why = why_inexact(saved, training.set_state(state, weights, path / "replay"))
             callbacks = json.loads(saved.get("callbacks", "{}"))
             self.saved_callbacks = {name: [dict(state) for state in mine] for name, mine in callbacks.items()}
@@ -394,7 +392,9 @@ def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
     whether all that was saved is back."""
     why, experience = [], state["experience"]
     lost = experience.get("came") and experience.get("rows") is False
-    if lost:
+    if lost and experience.get("old_layout"):
+        why.append("the replay has the layout of Bray 0.1, it fills anew")
+    elif lost:
         why.append("the replay was not saved (checkpoint_replay), it fills anew")
     if state.get("midway"):
         why.append("the checkpoint is of the middle of an iteration, which was cut short: new episodes start")

@@ -1,5 +1,5 @@
-"""Run directories that version 0.1 left on disk (tests/data/runs-0.1) still load, evaluate, export and serve, with the
-same actions."""
+"""Run directories that older versions left on disk (tests/files/runs-0.1, ...) still load, evaluate, export and serve,
+with the same actions, and go on training."""
 
 import contextlib
 import io
@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 
 import bray
+from bray import tree
 from bray.cli.main import main
 from bray.client import Client
+from bray.rundir import RunDir
+from bray.service import PolicyService
+from bray.serving.config import ServedModelConfig
 
 DATA = Path(__file__).parents[1] / "files" / "runs-0.1"
 TRAINED = ("ppo-cartpole", "ppo-lstm", "dqn-cartpole", "sac-pendulum")
@@ -91,6 +95,49 @@ def test_an_old_run_is_exported_and_served(run, capsys):
         answers_as_before(run.name, play(server.port, run.name))
 
 
+def same(a, b):
+    """Whether two trees hold the same, in whatever order."""
+    a, b = dict(tree.paths(a)), dict(tree.paths(b))
+    return a.keys() == b.keys() and all(np.array_equal(x, b[path]) for path, x in a.items())
+
+
+@pytest.mark.parametrize("run", [*TRAINED, "dqn-replay"], indirect=True)
+def test_an_old_run_is_resumed_with_weights_optimizer_and_counters(run, caplog):
+    saved = RunDir.open(run).load_checkpoint()
+    exp = bray.Experiment.resume(run)
+    said = [r.getMessage() for r in caplog.records if str(run) in r.getMessage()]
+    assert len(said) == 1
+    assert "new episodes start" in said[0] or "fills anew" in said[0]
+    training, before = exp.training, saved.state["json"]
+    assert same(training.weights(), saved.weights)
+    parts, learner = training.learner.state_dict()["parts"], saved.state["arrays"]["learner"]
+    assert same({name: parts[name] for name in learner}, learner)
+    assert (training.iteration, training.steps) == (before["iteration"], saved.step)
+    assert training.env_steps == before["rollout"]["env_steps"]
+    assert exp.last_row["episodes_total"] == before["row"]["episodes_total"]
+    rows = list(exp.train(stop={"training_iteration": training.iteration + 2}))
+    exp.close()
+    assert rows[-1]["env_steps_total"] > before["rollout"]["env_steps"]
+    assert rows[-1]["learner_steps_total"] > saved.step
+    assert rows[-1]["episodes_total"] >= before["row"]["episodes_total"]
+    assert RunDir.open(run).pointer("latest") == rows[-1]["learner_steps_total"]
+    with (run / "result.jsonl").open() as f:
+        assert [json.loads(line)["training_iteration"] for line in f] == list(range(1, training.iteration + 1))
+    bray.Experiment.resume(run).close()  # in today's form
+
+
+@pytest.mark.parametrize("run", ["dqn-replay"], indirect=True)
+def test_a_replay_of_0_1_is_filled_anew_which_is_said_once(run, caplog):
+    old = set((run / "replay").iterdir())
+    assert old
+    exp = bray.Experiment.resume(run)
+    for _ in exp.train(stop={"env_steps_total": exp.training.env_steps + 200}):
+        pass
+    exp.close()
+    assert caplog.text.count("the replay has the layout of Bray 0.1, it fills anew") == 1
+    assert not old & set((run / "replay").iterdir())  # nobody can read them any more
+
+
 @pytest.mark.parametrize("run", ["ppo-cartpole"], indirect=True)
 def test_bray_serve_answers_with_an_old_run(run):
     """One that was never exported."""
@@ -102,6 +149,28 @@ def test_bray_serve_answers_with_an_old_run(run):
     finally:
         process.terminate()
         process.communicate(timeout=30)
+
+
+# --- later minor versions: what tests/files/make_runs.py made with each -----------------------------------------------
+
+KEPT = sorted(path for path in DATA.parent.glob("runs-*/*") if path.is_dir() and path.parent != DATA)
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_run_of_each_minor_version_acts_is_served_and_goes_on(kept, tmp_path):
+    run = shutil.copytree(kept, tmp_path / "run", symlinks=True)
+    answered = json.loads((kept.parent / "actions.json").read_text())[kept.name]
+    exp = bray.Experiment.load(run)
+    assert [exp.policy(np.float32(obs)) for obs in answered["obs"]] == answered["actions"]
+    exp.close()
+    service = PolicyService({"m": run}, ServedModelConfig())  # its graph proves itself here
+    assert service.model("m").shares[0].version.step == RunDir(run).pointer("latest")
+    exp = bray.Experiment.resume(run)
+    before = exp.training.steps
+    assert before == RunDir(run).pointer("latest")
+    (row,) = exp.train(stop={"training_iteration": exp.training.iteration + 1})
+    exp.close()
+    assert row["learner_steps_total"] > before
 
 
 # --- a run directory of `bray launch` ---------------------------------------------------------------------------------
