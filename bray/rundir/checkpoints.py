@@ -155,7 +155,12 @@ class Checkpoints:
         try:
             if not os.path.lexists(link):
                 return max(self.steps(), default=None) if which == "latest" else None
-            text = os.readlink(link) if link.is_symlink() else self._read_plain(link, 64).decode().strip()
+            if link.is_symlink():
+                text = os.readlink(link)
+            elif link.is_dir():  # in a copy or an archive that followed the link
+                text = str(read_dict((link / META).relative_to(self.path), self.path).get("step"))
+            else:
+                text = self._read_plain(link, 64).decode().strip()
         except FileNotFoundError:
             return None
         except (OSError, UnicodeDecodeError) as e:
@@ -169,6 +174,10 @@ class Checkpoints:
 
     def _point(self, which: str, step: int) -> None:
         link = self.checkpoints / which
+        if link.is_dir() and not link.is_symlink():  # see `pointer`
+            copied = self._temporary("gone", step)
+            os.rename(link, copied)
+            shutil.rmtree(copied, ignore_errors=True)
         temp = self._temporary("new", step)
         try:
             os.symlink(str(step), temp)
