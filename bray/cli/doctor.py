@@ -28,19 +28,9 @@ from bray.cli.doctor_run import examine
 from bray.cli.options import Doctor
 from bray.cli.show import say
 from bray.errors import how_to_install
+from bray.inference.cpu import this_cpu
 from bray.train.machine import cores
 
-_FEATURES = {  # flag of /proc/cpuinfo -> how people call it
-    "amx_bf16": "AMX bf16",
-    "amx_int8": "AMX int8",
-    "avx512f": "AVX-512",
-    "avx512_bf16": "AVX-512 bf16",
-    "avx512_vnni": "AVX-512 VNNI",
-    "avx2": "AVX2",
-    "asimd": "NEON",
-    "bf16": "bf16",
-    "sve": "SVE",
-}
 SMOKE_SECONDS = 2.0
 """How long the trial training of `bray doctor` runs."""
 TRIED = ("vectors", "pictures")
@@ -127,22 +117,10 @@ def _python() -> list[Check]:
 
 
 def _cpu() -> list[Check]:
-    try:
-        info = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        info = ""
-    model = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", info, re.M)
-    arm = re.findall(r"^CPU (implementer|part)\s*:\s*(\w+)$", info, re.M)[:2]
-    name = (
-        model[1].strip()
-        if model
-        else " ".join([platform.processor() or platform.machine(), *[" ".join(x) for x in arm]])
-    )
-    flags = set((re.search(r"^(?:flags|Features)\s*:\s*(.+)$", info, re.M) or [""])[0].split())
-    found = [word for flag, word in _FEATURES.items() if flag in flags]
+    name, features = this_cpu()
     return [
         Check("cpu", name),
-        Check("cpu features", ", ".join(found) or "none of those Bray knows"),
+        Check("cpu features", ", ".join(features) or "none of those Bray knows"),
         Check("cores", f"{cores()} usable of {os.cpu_count()}"),
     ]
 

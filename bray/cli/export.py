@@ -18,14 +18,15 @@ from bray.inference.engine import Engine
 from bray.inference.export import export_onnx
 from bray.inference.graph import with_constant_weights
 from bray.inference.onnx_engine import OnnxEngine
+from bray.inference.proof import SAMPLES, WEIGHTS, Proof, write_export
 from bray.inference.quantize import quantize as to_int8
 from bray.inference.torch_engine import TorchEngine
 from bray.inference.verify import BATCHES, Report, check_close, follow, run, verify
-from bray.rundir import Checkpoint, RunDir, seal, write_atomic
+from bray.rundir import Checkpoint, RunDir
+from bray.rundir.weights import pack_weights
 
-GRAPH, MODEL, INT8, SAMPLES = "graph.onnx", "model.onnx", "model.int8.onnx", "samples.tree"
+GRAPH, MODEL, INT8 = "graph.onnx", "model.onnx", "model.int8.onnx"
 _RANDOM_ROWS = 256
-_SAMPLE_ROWS = 32
 
 
 @log_shown()
@@ -42,19 +43,20 @@ def export(options: Export) -> int:
     console = terminal()
     exporter = _Exporter(exp, saved, quantize)
     with console.status("exporting"):
-        for name, data in exporter.float32().items():
-            write_atomic(folder / name, seal(data))
+        files, proof = exporter.float32()
         reports: dict[str, Report] = exporter.reports()
         int8 = None
         if quantize:
-            int8 = to_int8(exporter.files[MODEL], exporter.args)
-            reports["int8"] = exporter.judge(OnnxEngine(int8))
+            int8 = to_int8(files[MODEL], exporter.args)
+            engine = OnnxEngine(int8)
+            reports["int8"] = exporter.judge(engine)
     refused = int8 is not None and reports["int8"].agreement < min_agreement
     if int8 is None or refused:
         (folder / INT8).unlink(missing_ok=True)  # one of an earlier export has other weights
     else:
-        write_atomic(folder / INT8, seal(int8))
-    sizes = {"onnx": len(exporter.files[MODEL]), "onnx, weights as inputs": len(exporter.files[GRAPH])}
+        files, proof = {**files, INT8: int8}, proof.with_int8(engine)
+    write_export(folder, files, proof)
+    sizes = {"onnx": len(files[MODEL]), "onnx, weights as inputs": len(files[GRAPH])}
     if int8 is not None:
         sizes["int8"] = len(int8)
     say(f"{exp.config['run'].algorithm} on {exp.env_id}, checkpoint {saved.step}", "bold")
@@ -99,11 +101,10 @@ class _Exporter:
             obs, states, self.expected = follow(self.model, obs, served.initial_state, exp.config["env"].num_envs)
             self.args = (obs, states)
         self.rows = tree.length(obs)
-        self.files: dict[str, bytes] = {}
         self.engines: dict[str, Engine] = {}
 
-    def float32(self) -> dict[str, bytes]:
-        """The files without int8, after a check that they answer like the Model."""
+    def float32(self) -> tuple[dict[str, bytes], Proof]:
+        """The files without int8, after a check that they answer like the Model, and the proof of them."""
         weights, step = self.saved.weights, self.saved.step
         graph = export_onnx(self.model.model, self.args, self.outputs, step)
         constant = with_constant_weights(graph, weights, step)
@@ -112,10 +113,8 @@ class _Exporter:
         self.engines = {"torch": self.model, "onnx": OnnxEngine(constant), "onnx, weights as inputs": bound}
         check_close(self.engines["onnx"], self.args, self.expected, MODEL)
         check_close(bound, self.args, self.expected, GRAPH)
-        some = slice(0, _SAMPLE_ROWS)
-        samples = {"inputs": tree.index(self.args, some), "outputs": tree.index(self.expected, some)}
-        self.files = {GRAPH: graph, MODEL: constant, SAMPLES: tree.pack(samples)}
-        return self.files
+        files = {GRAPH: graph, WEIGHTS: pack_weights(weights), MODEL: constant}
+        return files, Proof.make(self.args, self.expected, self.engines["onnx"], step)
 
     def reports(self) -> dict[str, Report]:
         return {name: self.judge(engine) for name, engine in self.engines.items()}

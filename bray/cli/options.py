@@ -199,7 +199,8 @@ class Export(Reading):
     """Write a checkpoint's Model as ONNX files, check them against torch and time them.
 
     RUN_DIR/models/default gets model.onnx, graph.onnx (its weights are inputs, so that it fits every checkpoint),
-    model.int8.onnx and samples.tree (inputs and outputs to check a port against).
+    model.int8.onnx, and their proof: samples.tree (inputs, and the outputs that every machine has to answer) with
+    graph.weights (the weights it was exported with).
     """
 
     path: RunDirectory

@@ -13,7 +13,10 @@ import onnxruntime
 from bray import tree
 from bray.errors import CheckpointError, ConfigError, DataError
 from bray.inference.engine import fit_weights, gather, lasting
-from bray.inference.graph import KEY, Signature, leaf_names, with_constant_weights
+from bray.inference.graph import KEY, Signature, leaf_names, refuse_external_data, with_constant_weights
+from bray.inference.proof import prove_beside
+from bray.rundir import check_seal, read_plain
+from bray.rundir.reader import most_bytes
 
 _DTYPES = {"float": "float32", "double": "float64", "float16": "float16", "bool": "bool"}
 
@@ -22,13 +25,13 @@ class OnnxEngine:
     """A graph in ONNX Runtime, on the CPU. With its weights inside it is fastest; with weights as inputs it waits for
     `set_weights` and can take new ones at any time."""
 
-    def __init__(self, model: str | Path | bytes, threads: int = 1, where: str = "this ONNX file"):
+    def __init__(self, model: str | Path | bytes, threads: int = 1, root: Path | None = None):
+        """`model`: the file's bytes, or its path: then it is as it was written, and answers what the samples beside it
+        say (`bray.inference.proof`). `root`: the directory that `path` is relative to, and stays in."""
         self.threads = threads
-        where = where if isinstance(model, bytes) else str(model)
-        try:
-            data = model if isinstance(model, bytes) else Path(model).read_bytes()
-        except OSError as e:
-            raise CheckpointError(f"{where} cannot be read ({e.strerror}): `bray export` writes it") from None
+        data, where = model if isinstance(model, bytes) else _read(Path(model), root), "this ONNX file"
+        if not isinstance(model, bytes):
+            where = str(model if root is None else root / model)
         self.session = _session(data, threads, where)
         self.signature = Signature.from_json(self.session.get_modelmeta().custom_metadata_map.get(KEY), where)
         self.step = self.signature.step
@@ -44,6 +47,13 @@ class OnnxEngine:
         self._weights: dict[str, Any] | None = None if self._wanted else {}
         self._bindings: dict[int, Any] = {}
         self._lock = threading.Lock()
+        if not isinstance(model, bytes):
+            prove_beside(self, data, Path(model), root)
+
+    @property
+    def runs_on(self) -> str:
+        """For messages."""
+        return f"ONNX Runtime {onnxruntime.__version__} ({', '.join(self.session.get_providers())})"
 
     def forward(self, *args: Any) -> Any:
         """A batch of what the Model takes (observations; and recurrent states) -> its outputs."""
@@ -120,6 +130,17 @@ class OnnxEngine:
         if len({len(x) for x in feed.values()}) > 1:
             sizes = {name: len(x) for name, x in feed.items()}
             raise DataError(f"inputs of one batch have the same number of rows, got {sizes}") from None
+
+
+def _read(path: Path, root: Path | None) -> bytes:
+    """A file as it was written, which asks for no other file."""
+    where = path if root is None else root / path
+    if not where.exists():
+        raise CheckpointError(f"{where} is missing: `bray export` writes it")
+    data = read_plain(path, root, most_bytes())
+    check_seal(data, where)
+    refuse_external_data(data, where)
+    return data
 
 
 def _session(data: bytes, threads: int, where: str) -> onnxruntime.InferenceSession:

@@ -25,9 +25,7 @@ from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
 from bray.act.feed import FileFeed
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
-from bray.inference.graph import refuse_external_data
-from bray.rundir import RunDir, check_seal, read_plain
-from bray.rundir.reader import most_bytes
+from bray.rundir import RunDir
 from bray.serving.bounds import Bounds, OutsideCount
 from bray.serving.config import AnswerConfig, ServedModelConfig
 from bray.serving.graph import export_graph
@@ -342,17 +340,10 @@ class ServedModel:
             export_graph(self.run.path, self.config.trust)
 
     def _read_graph(self, name: str) -> Any:
-        """An ONNX file of the run, as it was written."""
+        """An ONNX file of the run, as it was written and answering as it did then."""
         from bray.inference.onnx_engine import OnnxEngine
 
-        path = Path("models", self.weights_name, name)
-        where = self.run.path / path
-        if not where.exists():
-            raise CheckpointError(f"{where} is missing: `bray export` writes it")
-        data = read_plain(path, self.run.path, most_bytes())
-        check_seal(data, where)
-        refuse_external_data(data, where)
-        return OnnxEngine(data, self.config.threads, str(where))
+        return OnnxEngine(Path("models", self.weights_name, name), self.config.threads, self.run.path)
 
 
 def _zeros(state: Any, path: Path) -> Any:

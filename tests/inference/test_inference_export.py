@@ -338,7 +338,7 @@ def test_rows_of_all_inputs_must_agree():
 
 def test_files_that_are_not_ours(tmp_path, small):
     _, graph = small
-    with pytest.raises(CheckpointError, match=r"none\.onnx cannot be read"):
+    with pytest.raises(CheckpointError, match=r"none\.onnx is missing: `bray export` writes it"):
         OnnxEngine(tmp_path / "none.onnx")
     (tmp_path / "bad.onnx").write_bytes(graph[: len(graph) // 2])
     with pytest.raises(DataError, match=r"bad\.onnx: expected an ONNX file"):

@@ -21,15 +21,20 @@ PICTURE = Space("box", (4, 40, 40), "uint8", 0, 255)
 CHOICE = Space("discrete", (), "int64", n=(5,), start=(0,))
 
 
-def export(observation, args, outputs=("dist",), **model):
+def exported_model(observation, args, outputs=("dist",), **model):
+    """(a Model, its graph with weights as inputs)."""
     torch.manual_seed(0)
     made = make_model("actor_critic", EnvSpec("x", observation, CHOICE), ModelConfig(**model))
     with torch.no_grad():
         for name, p in made.named_parameters():
             if name in ("head.weight", "policy.weight"):
                 p.mul_(100.0)  # a policy that has made up its mind
-    weights = {k: v.numpy().copy() for k, v in made.state_dict().items()}
-    return made, with_constant_weights(export_onnx(made, args, outputs, step=4), weights)
+    return made, export_onnx(made, args, outputs, step=4)
+
+
+def export(observation, args, outputs=("dist",), **model):
+    made, graph = exported_model(observation, args, outputs, **model)
+    return made, with_constant_weights(graph, {k: v.numpy().copy() for k, v in made.state_dict().items()})
 
 
 def pictures(rows, seed=0):
@@ -99,17 +104,52 @@ def test_dense_layers_that_read_observations_stay_float32():
     assert np.abs(got - want).max() < 0.05 * np.ptp(want)
 
 
+def int8_layers(data):
+    """(operation, weights `[outputs, inputs]`) of the layers that compute in int8."""
+    graph = onnx.load_model_from_string(data).graph
+    values = {x.name: numpy_helper.to_array(x) for x in graph.initializer}
+    stored = {n.output[0]: values.get(n.input[0]) for n in graph.node if n.op_type == "DequantizeLinear"}
+    for node in graph.node:
+        weights = stored.get(node.input[1]) if node.op_type in ("Conv", "Gemm", "MatMul") else None
+        if weights is not None:
+            transposed = node.op_type == "Conv" or any(a.name == "transB" and a.i for a in node.attribute)
+            yield node.op_type, weights.reshape(len(weights), -1) if transposed else weights.T
+
+
+def without_vnni(inputs, weights):
+    """Unsigned bytes `[N, K]` times `[M, K]` as x86 CPUs without VNNI multiply: the sum of two products has 16 bits and
+    stays at their ends (vpmaddubsw); the sums of those have 32."""
+    pad = inputs.shape[1] % 2
+    x = np.pad(inputs, ((0, 0), (0, pad))).astype(np.int32)
+    w = np.pad(weights, ((0, 0), (0, pad))).astype(np.int32)
+    pairs = x[:, None, 0::2] * w[:, 0::2] + x[:, None, 1::2] * w[:, 1::2]
+    return pairs.clip(-(2**15), 2**15 - 1).sum(2)
+
+
+def exactly(inputs, weights):
+    return inputs.astype(np.int32) @ weights.astype(np.int32).T
+
+
 def test_no_cpu_overflows_the_sum_of_two_products(seeing):
-    """Without VNNI, two products of an unsigned byte and a weight are added in 16 bits: 10 % of actions were others."""
-    weights = [
-        numpy_helper.to_array(x).astype(np.int64)
-        for x in onnx.load_model_from_string(seeing[2]).graph.initializer
-        if x.data_type == onnx.TensorProto.INT8 and x.dims
-    ]
-    assert max(np.abs(w).max() for w in weights) > 32  # of the range that is left, not much is wasted
-    for w in weights:
-        largest = np.sort(np.abs(w).reshape(len(w), -1), axis=None)[-2:]
-        assert 255 * largest.sum() < 2**15
+    """With weights of 8 bits, CPUs without VNNI chose another action in one of ten states."""
+    obs = np.random.default_rng(0).normal(size=(64, 6)).astype(np.float32)
+    dense = quantize(export(BOX, [obs], fcnet_hiddens=(64, 64, 64))[1], [obs])
+    layers = [*int8_layers(seeing[2]), *int8_layers(dense)]
+    assert [kind for kind, _ in layers] == ["Conv"] * 3 + ["Gemm"] * 3
+    for kind, weights in layers:
+        assert weights.dtype == np.int8
+        assert np.abs(weights.astype(int)).max() > 32  # of the range that is left, not much is wasted
+        some = np.random.default_rng(1).integers(0, 256, (8, weights.shape[1]), np.uint8)
+        np.testing.assert_array_equal(without_vnni(some, weights), exactly(some, weights), err_msg=kind)
+        # In whatever order a kernel takes the inputs, it is not worse than this: the weights of an output sorted, so
+        # that the largest meet, and inputs of 255 wherever the weight has one sign.
+        found = False
+        for row in np.sort(weights)[:16, None]:
+            worst = np.concatenate([np.where(row > 0, 255, 0), np.where(row < 0, 255, 0)]).astype(np.uint8)
+            np.testing.assert_array_equal(without_vnni(worst, row), exactly(worst, row), err_msg=kind)
+            wide = np.clip(2 * row.astype(int), -127, 127)  # as without reduce_range
+            found = found or bool((without_vnni(worst, wide) != exactly(worst, wide)).any())
+        assert found, "this model of a CPU sees no overflow"
 
 
 def test_a_model_without_inner_layers_has_nothing_to_quantize():

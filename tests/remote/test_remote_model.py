@@ -3,6 +3,7 @@ test_remote_model_ray.py."""
 
 import asyncio
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from bray import tree
 from bray.act import Clock
 from bray.cluster import io, session as sessions
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, MissingComponent, UnknownName, Unreachable
+from bray.inference.onnx_engine import OnnxEngine
 from bray.remote.model import keeper as keeper_module
 from bray.remote.model.client import Client, client_of
 from bray.remote.model.definition import Definition, find_example
@@ -684,7 +686,7 @@ ENGINES = {"train": "onnx", "infer": "constant", "quantize": "int8"}
 
 
 @pytest.mark.parametrize(("mode", "tolerance"), [("train", 1e-5), ("infer", 1e-5), ("quantize", 0.1)])
-def test_onnx_answers_as_torch_does_and_takes_new_weights(mode, tolerance, tmp_path):
+def test_onnx_answers_as_torch_does_and_takes_new_weights(mode, tolerance, tmp_path, caplog):
     rng = np.random.default_rng(0)
     xs = rng.normal(size=(64, 4)).astype(np.float32)
     net = Wide()
@@ -709,7 +711,37 @@ def test_onnx_answers_as_torch_does_and_takes_new_weights(mode, tolerance, tmp_p
         until(lambda: model(xs[0], with_step=True)[1] == 2)
         np.testing.assert_allclose(model(xs[0], step=1), expected[0] + 1, atol=tolerance)
         assert model(xs[0]).tolist() == [0, 0, 0]
-    assert (tmp_path / "project" / "trial" / "models" / "m" / "graph.onnx").exists()
+    OnnxEngine(tmp_path / "project" / "trial" / "models" / "m" / "graph.onnx")  # with its proof beside it
+    assert "without a proof" not in caplog.text
+
+
+@inside
+@pytest.mark.parametrize(
+    ("mode", "broken", "engine"),
+    [("train", "float32", "torch"), ("infer", "float32", "torch"), ("quantize", "int8", "constant")],
+)
+def test_an_engine_that_answers_otherwise_than_where_it_was_made_is_not_used(mode, broken, engine, monkeypatch, caplog):
+    xs = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    net = Wide()
+    model = RemoteModel("m", net, (xs,), use_onnx=mode, max_batch_size=64)
+    keeper = sessions.session().cluster.hosted("model/m").worker
+    until(lambda: getattr(keeper.about().news, "int8" if mode == "quantize" else "graph") is not None)
+    real = OnnxEngine.forward
+    monkeypatch.setattr(
+        OnnxEngine, "forward", lambda self, *args: real(self, *args) + np.float32(self.signature.precision == broken)
+    )
+    expected = net(torch.from_numpy(xs)).detach().numpy()
+    np.testing.assert_allclose(model(xs, batch=True), expected, atol=1e-5)
+    until(lambda: "it is not used" in caplog.text)
+    assert served(model).engine == engine
+    with torch.no_grad():
+        net[-1].bias += 1.0
+    model.publish_weights(get_torch_model_weights(net)).result(LIMIT_S)
+    until(lambda: model(xs[0], with_step=True)[1] == 1)
+    np.testing.assert_allclose(model(xs, batch=True), expected + 1, atol=1e-5)
+    (said,) = [r.getMessage() for r in caplog.records if "it is not used" in r.getMessage()]
+    assert re.search(r"Output 'output' is off by (1|0\.9|1\.0)\S*, at most 0\.\d+ was expected", said)
+    assert said.endswith("In this process it is served by torch" if engine == "torch" else "it is served in float32")
 
 
 async def _gather(model, xs):
@@ -745,8 +777,6 @@ def test_int8_is_calibrated_on_what_the_model_sees(monkeypatch, tmp_path):
     ids=["samples", "branches"],
 )
 def test_a_model_that_cannot_be_exported_says_why_and_goes_on_with_torch(net, why, caplog):
-    import re
-
     model = RemoteModel("m", net, (X,), use_onnx="train")
     model(X)
     until(lambda: "is served by torch, not by ONNX" in caplog.text)
@@ -826,31 +856,6 @@ def test_clones_and_the_pool():
 
 
 @inside
-def test_few_old_versions_are_held_at_a_time(monkeypatch):
-    monkeypatch.setattr("bray.remote.model.engine_host.MOST_VERSIONS", 2)
-    model = RemoteModel("m", Scale(0), (X,))
-    for step in range(1, 6):
-        publish_all(model, [step])
-        model.add_to_pool()
-    for step in (1, 2, 3, 4, 1, 3):
-        assert model(X, step=step)[1] == step
-        assert len(served(model).host.steps) <= 3
-
-
-def test_the_pool_outlives_the_session(tmp_path):
-    with opened(tmp_path, "local"):
-        model = RemoteModel("m", Scale(0), (X,))
-        publish_all(model, [3])
-        model.add_to_pool()
-    with opened(tmp_path, "local"):
-        model = RemoteModel("m", Scale(0), (X,))
-        assert model.pool == [3]
-
-
-# --- TensorBoard ------------------------------------------------------------------------------------------------------
-
-
-@inside
 def test_a_clone_is_of_the_nearest_version_at_or_below():
     model = RemoteModel("m", Scale(0), (X,))
     for step in (4, 8):
@@ -887,6 +892,31 @@ def test_all_versions_stay_where_that_is_asked_for_and_those_given_up_are_not_cl
         model = RemoteModel("m", Scale(0), (X,), checkpoint=3)
         publish_all(model, [10])
         assert model.clone(9).step == 3
+
+
+@inside
+def test_few_old_versions_are_held_at_a_time(monkeypatch):
+    monkeypatch.setattr("bray.remote.model.engine_host.MOST_VERSIONS", 2)
+    model = RemoteModel("m", Scale(0), (X,))
+    for step in range(1, 6):
+        publish_all(model, [step])
+        model.add_to_pool()
+    for step in (1, 2, 3, 4, 1, 3):
+        assert model(X, step=step)[1] == step
+        assert len(served(model).host.steps) <= 3
+
+
+def test_the_pool_outlives_the_session(tmp_path):
+    with opened(tmp_path, "local"):
+        model = RemoteModel("m", Scale(0), (X,))
+        publish_all(model, [3])
+        model.add_to_pool()
+    with opened(tmp_path, "local"):
+        model = RemoteModel("m", Scale(0), (X,))
+        assert model.pool == [3]
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
 @inside

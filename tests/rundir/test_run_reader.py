@@ -189,6 +189,8 @@ FILES = {
     "spec.json": (load, serve, resume),
     "policy.json": (serve,),
     "models/default/graph.onnx": (serve,),
+    "models/default/graph.weights": (serve,),
+    "models/default/samples.tree": (serve,),
     "models/default/{step}.safetensors": (serve,),
     "checkpoints/{step}/meta.json": (load, resume),
     "checkpoints/{step}/state.tree": (load, resume),
@@ -236,6 +238,34 @@ def test_a_file_larger_than_it_can_be_is_refused_unread(name, run):
     for read in FILES[name]:
         with pytest.raises(BrayError, match=r"expected at most|bytes"):
             read(run)
+
+
+def test_a_copy_that_followed_links_is_a_run_like_any_other(made, tmp_path, capsys):
+    """`cp -rL`, or an archive: `latest` and `best` are directories then."""
+    run, step = shutil.copytree(made / "ppo", tmp_path / "copy", symlinks=False), newest(made / "ppo")
+    for which in ("latest", "best"):
+        assert (run / "checkpoints" / which / "meta.json").is_file()
+        assert not (run / "checkpoints" / which).is_symlink()
+        assert RunDir(run).pointer(which) == RunDir(made / "ppo").pointer(which)
+    serve(run)
+    load(run)
+    assert main(["export", str(run)]) == 0
+    assert main(["eval", str(run), "--episodes", "1", "--checkpoint", "best"]) == 0
+    train_on(run)
+    assert newest(run) > step
+    assert (run / "checkpoints" / "latest").is_symlink()
+    assert not list((run / "checkpoints").glob(".*"))
+    assert RunDir(run).load_checkpoint("best").step == RunDir(run).pointer("best")
+
+
+def test_a_copied_pointer_names_a_step_or_is_refused(made, tmp_path):
+    run = shutil.copytree(made / "ppo", tmp_path / "copy", symlinks=False)
+    (run / "checkpoints" / "latest" / "meta.json").write_text('{"step": "../../etc"}')
+    with pytest.raises(CheckpointError, match="expected the number of a checkpoint"):
+        load(run)
+    (run / "checkpoints" / "latest" / "meta.json").unlink()
+    with pytest.raises(CheckpointError, match=r"meta\.json is missing"):
+        load(run)
 
 
 def rewrite_meta(run, **changes):

@@ -28,6 +28,7 @@ from bray.client import ClientError
 from bray.config import ConfigSource
 from bray.errors import CheckpointError, ConfigError
 from bray.experiment import Experiment, export_graph
+from bray.inference.onnx_engine import OnnxEngine
 from bray.service import PolicyActor, PolicyService, configure, name_runs
 from bray.serving.background import BackgroundServer
 from bray.serving.config import ServedModelConfig, ServiceConfig
@@ -97,6 +98,28 @@ OBS = [0.01, -0.02, 0.03, 0.04]
 
 def some_obs(n, seed=0):
     return np.random.default_rng(seed).normal(scale=0.5, size=(n, 4)).astype(np.float32)
+
+
+# --- a graph proves itself --------------------------------------------------------------------------------------------
+
+
+def test_a_service_refuses_a_graph_that_answers_otherwise_than_where_it_was_exported(run, monkeypatch):
+    real = OnnxEngine.forward
+    monkeypatch.setattr(OnnxEngine, "forward", lambda self, *args: {"dist": 1.5 * real(self, *args)["dist"] + 0.1})
+    with pytest.raises(CheckpointError, match=r"graph\.onnx: it is not used.* Output 'dist' is off by \S+, at most"):
+        PolicyService({"m": run}, ServedModelConfig())
+
+
+def test_a_graph_is_proved_once_whatever_version_is_served(run, monkeypatch):
+    asked = []
+    real = OnnxEngine.forward
+    monkeypatch.setattr(OnnxEngine, "forward", lambda self, obs: asked.append(len(obs)) or real(self, obs))
+    first, *_, last = steps_of(run)
+    with serving({"m": run}, versions={str(first): 1.0}) as server, bray.Client(port=server.port) as client:
+        client.start()
+        admin(server, "/models/m", {"pin": last})
+        client.tick({"obs": OBS})
+    assert [n for n in asked if n > 1] == [32]
 
 
 # --- acting -----------------------------------------------------------------------------------------------------------

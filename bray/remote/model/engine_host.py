@@ -16,8 +16,9 @@ from bray.act.feed import Weights
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
-from bray.errors import BrayError
+from bray.errors import BrayError, CheckpointError
 from bray.inference.host import ModelHost
+from bray.inference.proof import ProvenGraph, prove
 from bray.remote.model.definition import Definition, with_kwargs
 from bray.remote.model.keeper import CALIBRATION_ROWS, ModelInfo, News
 
@@ -54,7 +55,7 @@ class EngineHost:
         self._module = module.to(device)
         self._mode = self.definition.use_onnx if device == "cpu" and noise is None else None
         self._graph: bytes | None = None
-        self._int8: bytes | None = None
+        self._int8: ProvenGraph | None = None
         self._loading: dict[int, asyncio.Task[None]] = {}
         self._used: dict[int, float] = {}  # older versions, and when they were asked last
         self._rows: list[Any] | None = [] if news.wants_rows and self._mode else None
@@ -150,8 +151,20 @@ class EngineHost:
         if self._int8 is not None:
             from bray.inference.onnx_engine import OnnxEngine
 
-            return OnnxEngine(self._int8, self._threads)
+            engine = OnnxEngine(self._int8.graph, self._threads)
+            if self._is_proven(engine, self._int8, "in int8", "in float32"):
+                return engine
+            self._mode, self._int8 = "infer", None
         return self._make_fixed(weights)
+
+    def _is_proven(self, engine: Any, exported: ProvenGraph, how: str, instead: str) -> bool:
+        """Whether it answers here as it did where it was made; if not, that is said."""
+        try:
+            prove(engine, exported.proof, f"model {self.definition.name} {how}")
+        except CheckpointError as e:
+            logger.error("%s. In this process it is served %s", e, instead)
+            return False
+        return True
 
     def _make_fixed(self, weights: Weights) -> Any:
         """An engine that keeps these weights."""
@@ -173,17 +186,30 @@ class EngineHost:
         cluster = session().cluster
         switched = self._mode is not None and news.graph is not None and self._graph is None
         if switched:
-            self._graph = cluster.get(news.graph)
-            if self._mode == "train":
-                from bray.inference.onnx_engine import OnnxEngine
-
-                self.host.replace_engine(OnnxEngine(self._graph, self._threads))
-        int8 = None if news.int8 is None else cluster.get(news.int8)
-        rebuilt = self._mode in ("infer", "quantize") and (switched or int8 != self._int8)
+            switched = self._switch(cluster.get(news.graph))
+        int8 = None if news.int8 is None or self._mode != "quantize" else cluster.get(news.int8)
+        other = (int8 and int8.graph) != (self._int8 and self._int8.graph)
+        rebuilt = self._mode in ("infer", "quantize") and (switched or other)
         if (news.tag != self._tag or rebuilt) and news.step >= self.host.step:
             self._int8 = int8
             self.host.publish_weights(cluster.get(news.weights), news.step).result()
             self._tag = news.tag
+
+    def _switch(self, exported: ProvenGraph) -> bool:
+        """From torch to a graph, if that answers here as it did where it was made."""
+        from bray.inference.onnx_engine import OnnxEngine
+
+        engine, weights = OnnxEngine(exported.graph, self._threads), exported.proof.weights
+        assert weights is not None
+        engine.set_weights(weights)
+        proven = engine if self._mode == "train" else engine.with_weights(weights)
+        if not self._is_proven(proven, exported, "as an ONNX graph", "by torch"):
+            self._mode = None
+            return False
+        self._graph = exported.graph
+        if self._mode == "train":
+            self.host.replace_engine(engine)
+        return True
 
     @property
     def engine(self) -> str:

@@ -15,6 +15,8 @@ from bray.errors import BrayError, ExportError
 from bray.inference.export import export_onnx
 from bray.inference.graph import with_constant_weights
 from bray.inference.onnx_engine import OnnxEngine
+from bray.inference.proof import Proof, ProvenGraph
+from bray.inference.quantize import quantize
 from bray.inference.torch_engine import TorchEngine, load_weights
 from bray.inference.verify import check_close, run
 
@@ -23,9 +25,11 @@ _ROWS = 16
 Weights = Mapping[str, np.ndarray]
 
 
-def make_graph(module: Any, args: tuple[Any, ...], weights: Weights, ready: Path | None = None) -> bytes:
-    """The graph of a Model, weights as inputs. `ready` is a file that may hold it already: it is used if it answers as
-    the Model does.
+def make_graph(
+    module: Any, args: tuple[Any, ...], weights: Weights, step: int = 0, ready: Path | None = None
+) -> ProvenGraph:
+    """The graph of a Model, weights as inputs, and the proof of it with these weights. `ready` is a file that may hold
+    it already: it is used if it answers as the Model does.
     ExportError says which operation cannot be exported and why, or that the Model draws random numbers."""
     load_weights(module, weights)
     module.eval()
@@ -39,23 +43,28 @@ def make_graph(module: Any, args: tuple[Any, ...], weights: Weights, ready: Path
     expected = run(TorchEngine(module, record=False), rows)
     if ready is not None and ready.is_file():
         try:
-            graph = ready.read_bytes()
-            _check(graph, weights, rows, expected)
-            return graph
+            return _proven(ready.read_bytes(), weights, step, rows, expected)
         except BrayError:  # of an older Model of this name: made anew below
             pass
-    graph = export_onnx(module, args)
-    _check(graph, weights, rows, expected)
-    return graph
+    return _proven(export_onnx(module, args), weights, step, rows, expected)
 
 
-def _check(graph: bytes, weights: Weights, rows: tuple[Any, ...], expected: Any) -> None:
+def _proven(graph: bytes, weights: Weights, step: int, rows: tuple[Any, ...], expected: Any) -> ProvenGraph:
     engine = OnnxEngine(graph)
     engine.set_weights(weights)
     check_close(engine, rows, expected, "its ONNX graph")
     check_close(
         OnnxEngine(with_constant_weights(graph, weights)), rows, expected, "its ONNX graph with constant weights"
     )
+    return ProvenGraph(graph, Proof.make(rows, expected, engine, step, weights=weights))
+
+
+def make_int8(graph: bytes, weights: Weights, step: int, rows: tuple[Any, ...]) -> ProvenGraph:
+    """A version in int8, calibrated on rows of inputs."""
+    constant = with_constant_weights(graph, weights, step)
+    int8, engine = quantize(constant, rows), OnnxEngine(constant)
+    some = tree.index(tuple(rows), slice(-_ROWS, None))
+    return ProvenGraph(int8, Proof.make(some, run(engine, some), engine, step).with_int8(OnnxEngine(int8)))
 
 
 def _some_rows(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -28,9 +28,11 @@ from bray.cluster import io
 from bray.cluster.feed import StoreFeed
 from bray.cluster.session import session
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, UnknownName
+from bray.inference.proof import WEIGHTS, write_export
 from bray.limited_log import OncePer
 from bray.remote.model.definition import Definition, with_kwargs
-from bray.rundir import RunDir, match_weights, read_json, read_weights, seal, write_atomic
+from bray.rundir import RunDir, match_weights, read_json, read_weights, write_atomic
+from bray.rundir.weights import pack_weights
 
 logger = logging.getLogger("bray.remote")
 
@@ -50,9 +52,9 @@ class News(Publication):
     tag: str = ""
     """Of the weights: they are announced again when there is a graph of them."""
     graph: Any = None
-    """A reference to the bytes of an ONNX graph, weights as inputs; None: torch."""
+    """A reference to the ProvenGraph of the Model, weights as inputs; None: torch."""
     int8: Any = None
-    """A reference to the bytes of this version in int8."""
+    """A reference to the ProvenGraph of this version in int8."""
     wants_rows: bool = False
     """Inputs to calibrate int8 on are missing."""
 
@@ -350,19 +352,21 @@ class Keeper:
 
         cluster, path = session().cluster, self._folder / _GRAPH
         start = time.monotonic()
+        with self._lock:
+            version, weights = self._newest, self._weights
         try:
             module = copy.deepcopy(cluster.get(self._module)).cpu().eval()
             if self.definition.has_kwargs:
                 module = with_kwargs(module)
             ready = None if self.definition.override_model else path
-            graph = make_graph(module, self.definition.args, self._weights, ready)
-            write_atomic(path, seal(graph))
+            made = make_graph(module, self.definition.args, weights, version.step, ready)
+            write_export(self._folder, {_GRAPH: made.graph, WEIGHTS: pack_weights(weights)}, made.proof)
         except Exception as e:
             logger.warning("model %s is served by torch, not by ONNX: %s", self.name, e)
             return
         logger.info("model %s has its ONNX graph after %.1f s", self.name, time.monotonic() - start)
         with self._lock:
-            self._graph = cluster.put(graph)
+            self._graph = cluster.put(made)
             if not self._quantize_soon():
                 self._announce(self._newest)
 
@@ -398,17 +402,14 @@ class Keeper:
 
     def _quantize(self) -> None:
         """In a thread: make the newest version int8, until there is no newer one."""
-        from bray.inference.graph import with_constant_weights
-        from bray.inference.quantize import quantize
+        from bray.remote.model.graphs import make_int8
 
         cluster = session().cluster
         while True:
             with self._lock:
                 version, weights = self._newest, self._weights
             try:
-                made = cluster.put(
-                    quantize(with_constant_weights(cluster.get(self._graph), weights, version.step), self._rows)
-                )
+                made = cluster.put(make_int8(cluster.get(self._graph).graph, weights, version.step, self._rows))
             except Exception as e:
                 if str(e) != self._int8_error:  # once for all versions
                     logger.warning("model %s is served in float32, not in int8: %s", self.name, e)
