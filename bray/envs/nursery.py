@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from contextlib import suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
@@ -23,6 +24,9 @@ from typing import Any
 _CODE = "import sys; sys.path[:] = {path!r}; from bray.envs.nursery import run; run({listener}, {alive}, {module!r})"
 """With our import path from the first import on: that of `python -c` begins with the working directory, which may be
 a stranger's."""
+
+_LONGEST = 100
+"""Bytes of a socket's path: a folder for temporary files may have a longer one."""
 
 _nurseries: dict[tuple[int, str], Nursery] = {}
 _lock = threading.Lock()
@@ -58,9 +62,10 @@ class Nursery:
         resource_tracker.ensure_running()
         with socket.socket(socket.AF_UNIX) as listener:
             self._address = arbitrary_address("AF_UNIX")
+            if len(os.fsencode(self._address)) > _LONGEST:
+                self._address = tempfile.mktemp(prefix="bray-", dir="/tmp")
             listener.bind(self._address)
-            if not util.is_abstract_socket_namespace(self._address):
-                os.chmod(self._address, 0o600)
+            os.chmod(self._address, 0o600)
             listener.listen()
             theirs, self._alive = os.pipe()
             fds = [listener.fileno(), theirs]
@@ -74,9 +79,11 @@ class Nursery:
 
     def end(self) -> None:
         """With all that was forked from it."""
-        with suppress(ProcessLookupError):
+        with suppress(FileNotFoundError):
+            os.unlink(self._address)
+        if not self._ended(os.WNOHANG):
             os.kill(self.pid, signal.SIGKILL)
-        self._ended(0)
+            self._ended(0)
 
     def _ended(self, how: int) -> bool:
         try:

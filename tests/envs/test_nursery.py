@@ -76,7 +76,7 @@ def hold(conn):
     ctypes.PyDLL(None).sleep(600)
 
 
-def test_with_a_killed_parent_ends_one_that_hangs_with_pythons_lock():
+def test_with_a_killed_parent_ends_one_that_hangs_with_pythons_lock(tmp_path):
     code = """
         import os, threading
         from bray.envs.process import Child
@@ -89,7 +89,10 @@ def test_with_a_killed_parent_ends_one_that_hangs_with_pythons_lock():
             threading.Thread(target=start).start()  # in whichever thread
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    temporary = tmp_path / ("x" * 100)  # longer than the address of a socket may be
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.kill()
