@@ -20,6 +20,9 @@ _JOYRL: dict[str, Key] = {
     "target_update": ("algo", "target_period"),
     "value_layers": ("model", "layers"),
     "model_save_fre": ("run", "checkpoint_updates"),
+    "online_eval_episode": ("run", "eval_episodes"),
+    "save_fig": ("run", "save_figure"),
+    "show_fig": ("run", "show_figure"),
 }
 """Keys of JoyRL's `general_cfg` and `algo_cfg` that only have another name here; `bray.config.hints` answers for the
 others."""

@@ -113,6 +113,38 @@ def test_a_key_of_joyrl_that_is_other_here_is_answered_with_its_line(tmp_path, c
     )
 
 
+PRINTED = """
+general_cfg: {algo_name: DQN, device: cpu, env_name: gym, mode: train, collect_traj: true, mp_backend: single,
+  n_workers: 1, load_checkpoint: false, load_path: Train_CartPole-v1_DQN_20221026-054757, max_episode: 100,
+  max_step: 200, seed: 1, online_eval: true, online_eval_episode: 10, model_save_fre: 500, save_best_model: true,
+  save_fig: true, show_fig: false, no_such_key: 1}
+algo_cfg: {batch_size: 64, buffer_type: REPLAY_QUE, buffer_size: 5000, epsilon_decay: 500, epsilon_end: 0.01,
+  epsilon_start: 0.95, gamma: 0.95, lr: 0.0001, target_update: 4}
+env_cfg: {id: CartPole-v1, render_mode: null}
+"""
+
+
+def test_every_key_that_joyrl_prints_is_read_or_answered(tmp_path, capsys):
+    """Those that only have another name here are read under it; each of the others is answered with what to do."""
+    file = tmp_path / "joy.yaml"
+    file.write_text(PRINTED)
+    show = ["train", "--yaml", str(file), "--no-preset", "--print-config"]
+    assert main(show) == 2
+    said = re.findall(
+        r"unknown key '(\w+)' \(.*joy.yaml:\d+\)\. (In Bray it is|Leave it out:|)", capsys.readouterr().err
+    )
+    other = "env_name mode collect_traj mp_backend n_workers load_checkpoint load_path online_eval save_best_model"
+    other = [*other.split(), "no_such_key", "buffer_type", "epsilon_decay", "epsilon_end", "epsilon_start"]
+    assert [key for key, _ in said] == other
+    assert [key for key, answer in said if not answer] == ["no_such_key"]
+    file.write_text(re.sub(rf"({'|'.join(other)}): [^,}}]+(, |,(?=\n))?", "", PRINTED))
+    assert main(show) == 0
+    shown = dict(re.findall(r"^ *([\w.]+) +(\S+) +.*joy.yaml:\d+", capsys.readouterr().out, re.M))
+    want = {"run.eval_episodes": "10", "run.checkpoint_updates": "500", "run.save_figure": "true"}
+    want |= {"run.show_figure": "false", "algo.replay_size": "5000", "algo.target_period": "4", "algo.gamma": "0.95"}
+    assert want.items() <= shown.items()
+
+
 # --- ranges -----------------------------------------------------------------------------------------------------------
 
 

@@ -117,8 +117,12 @@ def test_every_capability_has_a_state_and_every_done_one_a_test():
         assert state.strip() in ("done", "part", "not yet"), ids
         tests = re.findall(r"`(test_\w+)::(test_\w+)`", rest)
         assert tests or state.strip() != "done", f"{ids} is done by which test?"
+        assert not tests or state.strip() != "not yet", f"{ids} is not there, and a test shows it?"
         for file, test in tests:
-            assert f"\ndef {test}(" in files[file].read_text(), f"{ids}: {file}::{test}"
+            before, found, _ = files[file].read_text().partition(f"\ndef {test}(")
+            assert found, f"{ids}: {file}::{test}"
+            is_slow = re.search(r"^@pytest.mark.slow$", before.rpartition("\n\n")[2], re.M) is not None
+            assert is_slow == (f"`{file}::{test}` (slow)" in rest), f"{ids}: is {file}::{test} slow?"
     expected = [
         f"{letter}{n}" for letter, last in (("B", 26), ("N", 95), ("J", 54), ("R", 86)) for n in range(1, last + 1)
     ]
