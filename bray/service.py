@@ -178,7 +178,7 @@ class PolicyService:
                         write_atomic(self._file, json.dumps({**self._read_desired(), model.name: desired}))
             elif method != "GET":
                 return 405, "text/plain", b"expected GET or POST\n"
-        except (BrayError, ValueError) as e:
+        except (BrayError, ValueError, RecursionError) as e:
             return 400, "application/json", json.dumps({"error": "malformed", "message": str(e)}).encode()
         return 200, "application/json", json.dumps([self._about(m) for m in self.models.values()]).encode()
 

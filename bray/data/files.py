@@ -33,7 +33,8 @@ PER_FILE = 1000
 _HEAD = b"BRAYEPIS" + struct.pack("<Q", 1)
 _END = b"BRAYEPIX"
 _FOOT = struct.Struct("<QQ8s")
-_MAX_EPISODE = 1 << 32  # bytes of one episode in memory
+MAX_EPISODE = 1 << 32
+"""Bytes of one episode in memory."""
 _COLUMNS = ("obs", "action", "reward", "terminated", "truncated")
 _MAX_STACK = 16
 
@@ -59,8 +60,8 @@ class EpisodeWriter:
     def write(self, episode: Episode) -> None:
         steps = _check(episode)
         raw = tree.pack(_squeeze(episode))
-        if (size := max(len(raw), tree.nbytes(episode))) > _MAX_EPISODE:
-            raise DataError(f"an episode of {size} bytes; the most is {_MAX_EPISODE}. Write it in parts.")
+        if (size := max(len(raw), tree.nbytes(episode))) > MAX_EPISODE:
+            raise DataError(f"an episode of {size} bytes; the most is {MAX_EPISODE}. Write it in parts.")
         block = self._compressor.compress(raw)
         if self._file is None:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -240,8 +241,8 @@ def _unsqueeze(block: NestedArray) -> Episode:
         k = int(stack)
         if stack.ndim != 0 or not 2 <= k <= min(len(x), _MAX_STACK) or x.ndim < 2:
             raise DataError(f"frames of shape {x.shape} cannot be stacked by {k}")
-        if x.nbytes * k > _MAX_EPISODE:
-            raise DataError(f"{x.nbytes} bytes of frames, each {k} times; the most is {_MAX_EPISODE}")
+        if x.nbytes * k > MAX_EPISODE:
+            raise DataError(f"{x.nbytes} bytes of frames, each {k} times; the most is {MAX_EPISODE}")
         windows = np.lib.stride_tricks.sliding_window_view(x, k, axis=0)  # [T + 1, ..., k]
         return np.ascontiguousarray(np.moveaxis(windows, -1, 1))
 
@@ -276,7 +277,7 @@ def _read_index(path: Path) -> list[tuple[int, int, int, int]]:
         raise DataError(f"{path}: the columns of its index have different lengths")
     rows = [tuple(int(x) for x in row) for row in zip(*(index[k] for k in names), strict=True)]
     for offset, size, raw, steps in rows:
-        if offset < len(_HEAD) or size < 0 or offset + size > at or not 0 <= raw <= _MAX_EPISODE or steps < 0:
+        if offset < len(_HEAD) or size < 0 or offset + size > at or not 0 <= raw <= MAX_EPISODE or steps < 0:
             raise DataError(f"{path}: its index names an episode that is not in the file")
     return rows  # type: ignore[return-value]
 

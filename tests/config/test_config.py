@@ -520,3 +520,13 @@ def test_import_is_light():
         "'matplotlib', 'tensorboard', 'imageio') if m in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_a_long_number_is_read_in_linear_time():
+    """The pattern of a number took quadratic time to find that it is none: hours for a file of a megabyte."""
+    text = "1" * 500_000
+    assert config.read_yaml(f"a: {text}x\nb: {text}.{text}y\nc: 1_0.5e3", "test")[0] == {
+        "a": f"{text}x",
+        "b": f"{text}.{text}y",
+        "c": 10_500.0,
+    }

@@ -1,6 +1,7 @@
 """What is read from a run directory is checked first: plain files inside of it, of a size that can be, as they were
 written, finite."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -21,8 +22,10 @@ import pytest
 
 from bray import tree
 from bray.cli.main import main
+from bray.data.files import EpisodeReader, write_episodes
 from bray.errors import BrayError, CheckpointError, DataError
-from bray.experiment import Experiment, export_graph
+from bray.experiment import Experiment, export_graph, torch_engine
+from bray.figures import read_results
 from bray.rundir import RunDir, pack_state, unpack_state
 from bray.service import PolicyService
 from bray.serving.config import ServedModelConfig
@@ -527,3 +530,75 @@ def test_a_mutated_run_directory_is_read_or_refused(made, tmp_path):
 @pytest.mark.parametrize("seed", range(1, 5))
 def test_a_mutated_run_directory_is_read_or_refused_by_every_reader(made, tmp_path, seed):
     read_mutations(made, tmp_path, 1000, seed, every=True)
+
+
+# --- found by trying --------------------------------------------------------------------------------------------------
+
+
+def test_results_are_read_as_a_plain_file(tmp_path):
+    """A pipe would be waited for, a link to /dev/zero would fill the memory."""
+    results = tmp_path / "result.jsonl"
+    os.mkfifo(results)
+    for _ in range(2):
+        with pytest.raises(DataError, match="plain file"):
+            read_results(tmp_path)
+        results.unlink()
+        results.symlink_to("/dev/zero")
+    results.unlink()
+    results.write_text("[" * 100_000 + "\n{}\n")
+    with pytest.raises(DataError, match="expected a line of JSON"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["models", "models/default"])
+def test_nothing_is_written_through_a_link_to_models(folder, run, tmp_path):
+    outside = tmp_path / "outside"
+    shutil.move(run / folder, outside)
+    (run / folder).symlink_to(outside)
+    before = sorted(outside.rglob("*"))
+    with pytest.raises(CheckpointError, match="is a link: models are written inside"):
+        RunDir(run).protect(newest(run))
+    with pytest.raises(CheckpointError, match="is a link: models are written inside"):
+        export_graph(run)
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_a_curve_is_not_drawn_through_a_link(run, tmp_path, capsys):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    shutil.rmtree(run / "figures", ignore_errors=True)
+    (run / "figures").symlink_to(outside)
+    assert main(["plot", str(run)]) == 2
+    assert "figures is a link" in capsys.readouterr().err
+    assert not list(outside.iterdir())
+
+
+def test_a_state_whose_json_is_nested_without_end_is_refused():
+    deep = tree.pack({"$json": np.frombuffer(b"[" * 100_000, np.uint8)})
+    with pytest.raises(DataError, match="not a trainer state"):
+        unpack_state(deep)
+
+
+def test_a_wish_of_the_admin_port_that_is_nested_without_end_is_refused(run):
+    async def ask():
+        service = PolicyService({"m": run}, ServedModelConfig(engine="torch"), torch_engine=torch_engine)
+        try:
+            return await service.admin("POST", "/models/m", b"[" * 200_000)
+        finally:
+            await service.close()
+
+    status, _, reply = asyncio.run(ask())
+    assert (status, json.loads(reply)["error"]) == (400, "malformed")
+
+
+def test_frames_are_not_stacked_beyond_the_largest_episode(tmp_path, monkeypatch):
+    """Sixteen times as much as the file says."""
+    frames = np.lib.stride_tricks.sliding_window_view(np.arange(4000).astype(np.uint8)[:, None], 8, axis=0)
+    flat = np.zeros(3992, bool)
+    episode = {"obs": np.moveaxis(frames, -1, 1), "action": flat, "reward": flat, "terminated": flat, "truncated": flat}
+    (file,) = write_episodes(tmp_path / "x", [episode])
+    monkeypatch.setattr("bray.data.files.MAX_EPISODE", EpisodeReader(file).sizes[0])
+    with pytest.raises(DataError, match=r"damaged episode.*each 8 times"):
+        EpisodeReader(file)[0]
+    with pytest.raises(DataError, match="Write it in parts"):
+        write_episodes(tmp_path / "y", [episode])
