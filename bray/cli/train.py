@@ -277,6 +277,8 @@ def _head(exp: Experiment, options: Train) -> None:
         rows.append(("weights", f"of {run.init_from}"))
     if isinstance(training, LiveTraining):
         rows.append(("games call", f"POST {training.source.url}"))
+        if when := training.experience.when_due():
+            rows.append(("it learns", when))
         rows.append(("how it goes", f"http://127.0.0.1:{training.source.admin_port}/training"))
     goal = " or ".join(f"{k} {short(v)}" for k, v in run.stop.items())
     rows.append(("stops", f"at {goal}" if goal else "never: it runs until Ctrl-C"))

@@ -13,7 +13,7 @@ the methods of `Experience`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -107,9 +107,20 @@ class Experience:
     def cut(self) -> None:
         """The next piece does not continue the last one."""
 
+    def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Of the rows that are there."""
+
+    def leave_out(self, largest: float) -> int:
+        """Do not learn from rows that are there and not finite, or whose reward is beyond this size; how many."""
+        return 0
+
     def wait_reason(self) -> str:
         """Why `next` returned None, as text for the log."""
         return "no batch is due yet"
+
+    def when_due(self) -> str:
+        """When there are batches, with the keys that say so; empty where that needs no words."""
+        return ""
 
     def numbers(self) -> dict[str, float]:
         """Metrics for the result rows, `replay/*`."""
@@ -332,13 +343,23 @@ class Replay(Experience):
         if self.ring is not None:
             self.ring.cut()
 
+    def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        if self.ring is not None:
+            self.ring.change_rewards(change)
+
+    def leave_out(self, largest: float) -> int:
+        return 0 if self.ring is None else self.ring.leave_out(largest)
+
     def wait_reason(self) -> str:
         if self.ring is None:
             return "no game has sent a row to learn from yet"
         return (
             f"{len(self):,} transitions are there; learning starts after {self.learning_starts:,} environment steps "
-            f"and with a batch of {self.least:,} transitions"
+            f"(learning_starts) and with a batch of {self.least:,} transitions (batch_size)"
         )
+
+    def when_due(self) -> str:
+        return f"after {self.learning_starts:,} steps (learning_starts), then every {self.train_every:,} (train_every)"
 
     def numbers(self) -> dict[str, float]:
         return {} if self.ring is None else {"size": len(self.ring), **self.ring.stats()}
@@ -366,6 +387,7 @@ class Replay(Experience):
         self.rng.bit_generator.state = json["rng"]
         self._due, self._left, self._version = int(json["due"]), int(json["left"]), int(json["version"])
         if not json["rows"] or directory is None:
+            self.ring = None
             return not json["came"]
         self._ragged, lanes = bool(json["ragged"]), int(arrays["ring"]["layout"][0])
         if self._lanes not in (None, lanes) and not self._ragged:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,33 @@ class ReplayRing(SampledRing):
         low = self.steps - self.rows
         keep = [e for state in states for e in segments.entries(state)] + [e for e in self._segments if e[1] > low]
         return segments.prune(Path(directory), keep)
+
+    def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Of all rows."""
+        if (changed := change(self._reward)) is not self._reward:
+            self._reward[:] = changed
+
+    def leave_out(self, largest: float) -> int:
+        """Make dead rows of those that are not finite, or whose reward is beyond this size; how many can no longer be
+        drawn."""
+        n, before = self.num_envs, self._count
+        spoilt = ~(np.abs(self._reward) <= largest)
+        for path, column in tree.paths(self._columns):
+            if column.dtype.kind == "f":
+                odd = ~np.isfinite(column.reshape(self._size, -1)).all(1)
+                spoilt |= odd | np.roll(odd, -n) if path.split("/")[0] == "obs" else odd  # and the row that leads there
+        if not spoilt.any():
+            return 0
+        self._reward[spoilt] = 0.0
+        self._flags[spoilt] &= np.uint8(~(VALID | ENDED) & 0xFF)
+        if self._tree is not None:
+            self._tree.leaves[spoilt.nonzero()[0]] = 0.0
+            self._tree.rebuild()
+            self.max_priority = float(self._tree.leaves.max()) or 1.0  # theirs may have been the largest by far
+        newest = ((self.steps - 1) % self.rows) * n
+        self._entering = int(np.count_nonzero(self._flags[newest : newest + n] & VALID))
+        self._count = len(self.ids())
+        return before - self._count
 
     def _layout(self) -> list[int]:
         return [self.num_envs, self.rows, self.config.frame_stack or 0, self.window, self.max_use or 0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,8 @@ class Rollouts(Experience):
     ):
         self.piece_length, self.columns, self.state_every = length, columns, state_every
         self.asynchronous, self.least = asynchronous, least
+        self.sized_by = ""
+        """The key that says how many rows a rollout has, where that is not the algorithm's alone."""
         self._ready: deque[Piece] = deque()
         self._beside: Piece | None = None
         self._filled = 0
@@ -94,11 +96,23 @@ class Rollouts(Experience):
         if self._canvas is not None:
             self._canvas.clear()
 
+    def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
+        for piece in (*self._ready, *([] if self._canvas is None else [self._canvas.piece])):
+            piece.reward[...] = change(piece.reward)
+
     def wait_reason(self) -> str:
         if self._canvas is None:
             return "no game has sent a row to learn from yet"
         c = self._canvas
-        return f"{c.filled:,} of {c.length * c.columns:,} rows of the next rollout have come"
+        return f"{c.filled:,} of {c.length * c.columns:,} rows of the next rollout have come{self._by}"
+
+    @property
+    def _by(self) -> str:
+        return f" ({self.sized_by} sets how many)" if self.sized_by else ""
+
+    def when_due(self) -> str:
+        assert self.piece_length is not None
+        return f"whenever {self.piece_length * (self.columns or 1):,} rows have come{self._by}"
 
     def newest_obs(self, rows: int) -> NestedArray | None:
         if self._last is None:
@@ -115,7 +129,7 @@ class _Canvas:
         self.clear()
 
     def clear(self) -> None:
-        self._piece, self._row, self._column = self._blank(), 0, 0
+        self.piece, self._row, self._column = self._blank(), 0, 0
 
     @property
     def filled(self) -> int:
@@ -151,17 +165,17 @@ class _Canvas:
                 n = min(piece.length - at, self.length - self._row)
                 self._write(piece, b, at, n)
                 at += n
-                if not self._piece.in_line or at == piece.length or self._column == self.columns - 1:
+                if not self.piece.in_line or at == piece.length or self._column == self.columns - 1:
                     self._truncate(n)
                 self._row += n + 1
                 if self._row >= self.length or piece.state is not None:
                     self._row, self._column = 0, self._column + 1
                 if self._column == self.columns:
-                    yield self._piece
+                    yield self.piece
                     self.clear()
 
     def _write(self, piece: Piece, b: int, at: int, n: int) -> None:
-        mine, row, column = self._piece, self._row, self._column
+        mine, row, column = self.piece, self._row, self._column
 
         def put(to: Any, of: Any, rows: int) -> None:
             tree.map(lambda x, y: x.__setitem__((slice(row, row + rows), column), y[at : at + rows, b]), to, of)
@@ -180,7 +194,7 @@ class _Canvas:
 
     def _truncate(self, n: int) -> None:
         """The last n rows that were written have no successor."""
-        mine, row, column = self._piece, self._row, self._column
+        mine, row, column = self.piece, self._row, self._column
         played = np.flatnonzero(mine.valid[row : row + n, column])  # rows that wait, or fill up, may be the last ones
         if len(played) and not mine.terminated[last := row + played[-1], column]:
             mine.truncated[last, column] = True

@@ -106,6 +106,11 @@ class RewardTransform:
         self.returns[self.ended] = 0.0
         return (reward / self.std).astype(np.float32)
 
+    def clipped(self, reward: np.ndarray) -> np.ndarray:
+        """What is learnt from rewards that came before, which a resumed run may clip otherwise."""
+        clips = not self.normalize and self.active
+        return self(reward, np.zeros(reward.shape, bool)) if clips else reward
+
     def learn(self, seen: Moments) -> None:
         """Go on from what all others have seen, unless that is older than what is known here."""
         if seen.count > self.seen.count:

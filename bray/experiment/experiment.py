@@ -99,7 +99,7 @@ class Experiment:
         setup = set_up(run, env, given, use_preset, live, _check)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
         self.env_id = env_name(setup.env)
-        self._score = Score(self.config["run"])
+        self._score = Score(self.config["run"], self.live)
         self._path = run_path(path, project, trial, self.config["run"].algorithm)
         self._run: Run | None = None
         self._weights: Mapping[str, np.ndarray] | None = None

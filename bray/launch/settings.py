@@ -18,7 +18,7 @@ from bray.remote.actor.options import ActorOptions
 from bray.remote.buffer.options import BufferOptions
 from bray.remote.model.options import ModelOptions
 from bray.remote.trainer.options import RankOptions, TrainOptions
-from bray.serving.config import DeployConfig
+from bray.serving.config import DeployConfig, LearnConfig
 
 Mode = Literal["train", "deploy"]
 
@@ -134,7 +134,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActorSettings(DeployConfig, ActorOptions, ComponentSettings):
+class ActorSettings(LearnConfig, DeployConfig, ActorOptions, ComponentSettings):
     """The game service: games call it once per decision."""
 
     agents: tuple[Name, ...] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def flatten_row(values: Mapping[str, Any]) -> Row:
                 add(f"{key}/{k}", v)
             return
         row[key] = scalar = _scalar(value)
-        if isinstance(scalar, float) and not math.isfinite(scalar):
+        if isinstance(scalar, (int, float)) and not abs(scalar) <= sys.float_info.max:  # whole numbers may be larger
             bad.append(key)
             row[key] = None
 

@@ -176,6 +176,19 @@ class AnswerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearnConfig(AnswerConfig):
+    """How ticks are answered that are learnt from: `bray train --live`, and actors of a launch file that trains. One
+    game's numbers must not spoil what is learnt from all."""
+
+    reward_range: Annotated[Positive, Flag(metavar="SIZE")] = 1e6
+    """A reward beyond this size, up or down, is refused with 400. Who knows the rewards of the games says it: the
+    closer, the less can a stranger do."""
+    obs_range: Annotated[Positive, Flag(metavar="SIZE")] = 1e9
+    """An observation with a number beyond this size is refused with 400; closer bounds of a space are for
+    `check_obs`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeployConfig(AnswerConfig):
     """What a policy can be told besides where it plays from the files of a run."""
 

@@ -49,10 +49,13 @@ class Version(Batcher):
         self.engine, self.step = engine, step
 
 
-def checked_observations(name: str, spec: EnvSpec, config: AnswerConfig) -> tuple[Observations, OutsideCount | None]:
-    """What reads the ticks of a model, and what counts those outside of the bounds of their space, by `check_obs`."""
+def checked_observations(
+    name: str, spec: EnvSpec, config: AnswerConfig, largest: float = math.inf
+) -> tuple[Observations, OutsideCount | None]:
+    """What reads the ticks of a model, and what counts those outside of the bounds of their space, by `check_obs`.
+    `largest`: numbers beyond that size are refused."""
     bounds = Bounds(spec.observation) if config.check_obs != "off" else None
-    observations = Observations(spec, config.max_json, bounds if config.check_obs == "refuse" else None)
+    observations = Observations(spec, config.max_json, bounds if config.check_obs == "refuse" else None, largest)
     return observations, OutsideCount(name, bounds) if config.check_obs == "count" and bounds else None
 
 
@@ -87,6 +90,7 @@ class ServedModel:
     """One run directory being served."""
 
     strict = learns = False  # as an ActingModel says; games may send keys that we do not know, and nobody learns
+    reward_range = math.inf
     warm = True
 
     def make_rows(self) -> None:

@@ -194,7 +194,7 @@ class BasePolicyAgent(Agent):
 
     def _ask(self, state: Any, seen: Observed, obs: Any, mask: np.ndarray | None) -> asyncio.Future[None]:
         """Have this tick decided on, together with those of other games; then `decided` is called."""
-        reward = _number(seen.reward)
+        reward = _number(seen.reward, self.model.reward_range)
         if mask is not None and self.model.learns and not self.model.observations.in_obs:
             raise DataError(
                 "action_mask came beside obs, but there is none in the observation space, so what is learnt would "
@@ -464,13 +464,18 @@ def _refusal(error: DataError) -> Refusal:
     return Refusal(413, "too_large", str(error)) if isinstance(error, TooMuchText) else malformed(str(error))
 
 
-def _number(reward: Any) -> float:
+def _number(reward: Any, largest: float) -> float:
     try:
         number = math.nan if isinstance(reward, (str, bool)) else float(reward)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise DataError(f"expected reward to be a finite number (of float32), got {reward!r:.60}")
+    if abs(number) > largest:
+        raise DataError(
+            f"expected reward to be a number from {-largest:g} to {largest:g}, got {reward!r:.60}. A game whose "
+            "rewards are larger divides them; reward_range is the bound"
+        )
     return number
 
 

@@ -54,15 +54,15 @@ def _leaf_sizes(space: Space) -> list[int]:
     return [math.prod(space.shape)]
 
 
-def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> ReadValue:
+def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON, largest: float = math.inf) -> ReadValue:
     """A function from decoded JSON (or numpy) to one observation: arrays of the space's shape and type. An array may
     also be sent as `{"base64": "...", "dtype": "float32"}`, its raw bytes in little-endian order. What does not fit
-    raises DataError.
+    raises DataError, and so does a float beyond the size `largest`.
 
     JSON that is not decoded yet (`msgspec.Raw`) is read by the space: its numbers go straight into the array, and what
     cannot be a member is refused before it is decoded."""
     if space.kind == "dict":
-        parts = {name: reader(part, f"{where}.{name}", max_json) for name, part in space.items}
+        parts = {name: reader(part, f"{where}.{name}", max_json, largest) for name, part in space.items}
         split = splitter(space.names)
 
         def read_dict(value: Any) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> ReadVa
 
         return read_dict
     if space.kind == "tuple":
-        items = [reader(part, f"{where}[{i}]", max_json) for i, part in enumerate(space.parts)]
+        items = [reader(part, f"{where}[{i}]", max_json, largest) for i, part in enumerate(space.parts)]
         split_tuple = msgspec.json.Decoder(tuple[(msgspec.Raw,) * len(items)]).decode  # type: ignore[misc]
 
         def read_tuple(value: Any) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ def reader(space: Space, where: str = "obs", max_json: int = MAX_JSON) -> ReadVa
             return tuple(read(x) for read, x in zip(items, value, strict=True))
 
         return read_tuple
-    return _array_reader(space, where, max_json)
+    return _array_reader(space, where, max_json, largest)
 
 
 def splitter(names: tuple[str, ...], others: bool = False) -> Callable[[Any], dict[str, msgspec.Raw]]:
@@ -127,7 +127,7 @@ def _decode(value: Any, where: str) -> Any:
         raise DataError(f"{where}: {e}; expected JSON that fits the space") from None
 
 
-def _array_reader(space: Space, where: str, max_json: int) -> ReadValue:
+def _array_reader(space: Space, where: str, max_json: int, largest: float) -> ReadValue:
     whole = space.kind in ("discrete", "multi_discrete")
     dtype = np.dtype(np.int64 if whole else space.dtype)
     shape = tuple(space.shape)
@@ -135,6 +135,7 @@ def _array_reader(space: Space, where: str, max_json: int) -> ReadValue:
     high = low + np.reshape(space.n, shape) if whole else None
     floats = dtype.kind == "f"
     limits = None if floats or whole or dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    limited = floats and largest < np.finfo(dtype).max
     size = math.prod(shape)
     expected = structure(shape) if size <= max_json else b""  # more cannot be written in max_json bytes
     decode_small = _small_decoder(len(shape))
@@ -186,8 +187,11 @@ def _array_reader(space: Space, where: str, max_json: int) -> ReadValue:
     def checked(x: np.ndarray) -> np.ndarray:
         """Numbers of the right shape as members of the space."""
         if floats:
-            if np.count_nonzero(np.isfinite(x)) != size:  # twice as fast as `all`
-                raise DataError(f"{where}: expected finite numbers, got {x.ravel()[~np.isfinite(x.ravel())][0]}")
+            fine = np.abs(x) <= largest if limited else np.isfinite(x)
+            if np.count_nonzero(fine) != size:  # twice as fast as `all`
+                wrong = x.ravel()[~fine.ravel()][0]
+                what = f"numbers up to {largest:g} in size (obs_range)" if np.isfinite(wrong) else "finite numbers"
+                raise DataError(f"{where}: expected {what}, got {wrong}")
             return x
         if x.dtype != dtype:
             if x.dtype.kind not in "biu" and not (x.dtype.kind == "f" and np.array_equal(x, np.rint(x))):
@@ -317,8 +321,10 @@ class Observations:
     """Reads ticks: `read(obs, action_mask) -> (observation, mask or None)`. JSON that is not decoded yet
     (`msgspec.Raw`) is read fastest."""
 
-    def __init__(self, spec: EnvSpec, max_json: int = MAX_JSON, bounds: Bounds | None = None):
-        """bounds: refuse what is outside of them"""
+    def __init__(
+        self, spec: EnvSpec, max_json: int = MAX_JSON, bounds: Bounds | None = None, largest: float = math.inf
+    ):
+        """bounds: refuse what is outside of them; largest: and numbers beyond this size"""
         self.spec, self.layout = spec, spec.layout
         self.bounds = bounds or None
         if self.bounds is None:
@@ -332,8 +338,9 @@ class Observations:
         self._beside = self.in_obs and set(space.names) == {OBS, ACTION_MASK}
         self._ones = np.ones(self.layout.num_logits, np.int8)
         self._split = splitter(space.names) if space.kind == "dict" else None
-        self._read_obs = reader(space, OBS, max_json)
-        self._read_part = reader(space.parts[space.names.index(OBS)], OBS, max_json) if self._beside else None
+        self._read_obs = reader(space, OBS, max_json, largest)
+        part = space.parts[space.names.index(OBS)] if self._beside else None
+        self._read_part = None if part is None else reader(part, OBS, max_json, largest)
         self._read_flat = reader(Space("multi_binary", self.all_legal.shape, "int8"), ACTION_MASK)
         parts = _choices(spec.action)
         self._read_parts = None if parts is None or parts.kind == "multi_binary" else reader(parts, ACTION_MASK)

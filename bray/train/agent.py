@@ -34,7 +34,7 @@ from bray.data.piece import Piece
 from bray.inference.batcher import Collector, Item
 from bray.inference.rows import Template, split
 from bray.serving.agent import State
-from bray.serving.config import AnswerConfig
+from bray.serving.config import LearnConfig
 from bray.serving.metrics import Numbers
 from bray.serving.model import checked_observations, random_action, refuse_fallback
 from bray.serving.policy_actor import BasePolicyAgent, DecisionRows, tell
@@ -48,7 +48,7 @@ MAX_TICKS = 32
 class PieceSink(Protocol):
     """Where pieces go."""
 
-    async def push(self, piece: Piece, counts: Counts) -> None: ...
+    async def push(self, piece: Piece, counts: Counts, session: str = "") -> None: ...
 
 
 class ActingModel:
@@ -79,7 +79,7 @@ class ActingModel:
         count: Callable[[Counts], None] = lambda counts: None,
         seed: Any = None,
         strict: bool = False,
-        options: AnswerConfig | None = None,
+        options: LearnConfig | None = None,
     ):
         self.strict, self.learns = strict, sink is not None
         self.spec, self.policy, self.host, self.sink, self.rewards = spec, policy, host, sink, rewards
@@ -87,10 +87,12 @@ class ActingModel:
         self.initial_state, self.state_every, self.count = initial_state, state_every, count
         self.clock = clock or (lambda: TRAINED)
         self.rng = np.random.default_rng(seed)
-        self.options = options or AnswerConfig()
+        self.options = options or LearnConfig()
         self.name: str = getattr(host, "name", "policy")
         refuse_fallback(self.options.fallback, spec, self.name)
-        self.observations, self.outside = checked_observations(self.name, spec, self.options)
+        self.reward_range = self.options.reward_range if self.learns else math.inf
+        most = self.options.obs_range if self.learns else math.inf
+        self.observations, self.outside = checked_observations(self.name, spec, self.options, most)
         self.outputs = tuple(dict.fromkeys((*policy.reads, *policy.keeps)))
         self.config: Any = None
         """Of whoever found it."""
@@ -210,7 +212,8 @@ class SessionRows:
             self._count_rows(counts)
             if rows and self._sink is not None:
                 assert self._model is not None
-                await self._sink.push(self._model.piece(states[: rows + 1], self.stream), counts)
+                piece = self._model.piece(states[: rows + 1], self.stream)
+                await self._sink.push(piece, counts, states[0].session)
             if states is not pieces[-1]:
                 self._return = math.nan  # a tick is missing: what this episode made is not known
 

@@ -313,9 +313,10 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             numbers[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError) as e:
+            got = "one that is too large for a float" if isinstance(e, OverflowError) else f"{value!r}"
             raise ConfigError(
-                f"custom_metrics[{name!r}] that a callback gave an episode: expected a number, got {value!r}"
+                f"custom_metrics[{name!r}] that a callback gave an episode: expected a number, got {got}"
             ) from None
     return numbers
 

@@ -9,7 +9,7 @@ from annotated_types import Interval
 
 from bray.config.declare import Amount, Count, Excludes, Flag, Needs, Positive, Secret, Whole, values_of
 from bray.errors import ConfigError
-from bray.serving.config import AnswerConfig, ServiceConfig, ServiceSettings
+from bray.serving.config import LearnConfig, ServiceConfig, ServiceSettings
 
 
 def parse_map(given: list[str]) -> dict[str, str]:
@@ -104,8 +104,8 @@ class RunConfig:
     """Best checkpoints kept beside the newest ones, by `checkpoint_score`."""
     checkpoint_score: Annotated[str | None, Flag(metavar="KEY")] = None
     """The best checkpoint goes by this key of the result rows, with a '-' before it where lower is better. Examples:
-    episode_return_max, -loss/value_loss; null = eval/return_mean where there are evaluations, else
-    episode_return_mean."""
+    episode_return_max, -loss/value_loss; null = eval/return_mean where there are evaluations, game_return_median
+    for live games, else episode_return_mean."""
     checkpoint_replay: Literal["auto", "always", "never"] = "auto"
     """Whether checkpoints hold the replay's rows: auto = where it takes up to 2 GiB when full. Without them a resumed
     run starts with an empty replay."""
@@ -140,6 +140,9 @@ class LiveGames:
     wait_s: Annotated[float, Interval(ge=0, le=6)] = 0.0
     """Seconds that a game may be made to wait for the learner. 0 = never, and old rows are dropped: right for real
     games. Simulated ones learn more from each tick if they wait."""
+    fair: bool = True
+    """Bound one game's share of what is learnt, and the size of its rewards, by what the other games send; false: all
+    rows count alike, for games that are all your own."""
     max_games: Count = 1000
     """Sessions at once."""
     host: Annotated[str, Flag(metavar="ADDRESS")] = "127.0.0.1"
@@ -150,7 +153,7 @@ class LiveGames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveConfig(AnswerConfig, ServiceSettings, LiveGames):
+class LiveConfig(LearnConfig, ServiceSettings, LiveGames):
     """Where games call, and what they send; with all settings of a game service, and of how ticks are answered."""
 
     tokens: Annotated[tuple[str, ...], Secret()] = ()

@@ -118,7 +118,7 @@ class Driver:
         self.iteration = 0
         self._midway = False  # in the middle of an iteration, or one was cut short
         self.update: Any = None
-        """Of the last step."""
+        """Of the last step; None where it was undone."""
         self.batch: Batch | None = None
         self._hooks = {
             p: [h.call for h in sorted(hooks, key=lambda h: h.priority) if h.position == p] for p in POSITIONS
@@ -213,7 +213,7 @@ class Driver:
             start = time.perf_counter()
             while (batch := side.experience.next(self.clock)) is not None:
                 self._learn_from(side, batch)
-                if total is not None:
+                if total is not None and self.update is not None:
                     total.add(self.update)
                 count += 1
                 if one:
@@ -235,12 +235,36 @@ class Driver:
             update = self.update = learn(learner.prepare(batch.data), self.clock)
         if not hasattr(update, "priorities"):
             raise broken(type(learner).__qualname__, f"its update returned {type(update).__name__}, not an Update")
+        if not self.keeps(update):
+            self.update = None
+            return
         side.experience.feedback(batch, update.priorities, learner.steps)
         clock = Clock(self.env_steps, learner.steps)
         for source in self._running:
             source.publish(self._weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
+
+    def keeps(self, update: Any) -> bool:
+        """Whether what the learner has become with this update stays; else it is as it was before, and nobody is told
+        of it."""
+        return True
+
+    retries: tuple[float, ...] = ()
+    """Seconds before each further try, from the last checkpoint, after an error while learning; none: the error ends
+    the run."""
+    failure: Exception | None = None
+    """Why nothing is learnt any more, though games go on."""
+    trouble = ""
+    """What keeps it from learning, in words, while it does."""
+
+    def wait(self, seconds: float) -> None:
+        """Until then, or until it is stopped."""
+        self._stop.wait(seconds)
+
+    def go_back(self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path) -> None:
+        """Learn on from the state of a checkpoint, while counters and games go on as they are."""
+        raise NotImplementedError
 
     def next_batch(self) -> Batch | None:
         """Wait until every rank has a batch; None when one wants to end or has no more data. The ranks tell each other

@@ -13,6 +13,8 @@ from bray.train.config import RunConfig
 
 STOP_ALIASES = {"episode_reward_mean": "episode_return_mean", "timesteps_total": "env_steps_total"}
 """Names that people from RLlib type."""
+LIVE_SCORE = "game_return_median"
+"""Of rows of live games: the median over games of the mean return of each, so that a game that lies has one vote."""
 STOP_COUNTS = ("episodes_total", "env_steps_total", "learner_steps_total", "training_iteration")
 """Stop conditions that count; -1 is no limit."""
 STOP_KEYS = (
@@ -22,6 +24,7 @@ STOP_KEYS = (
     *STOP_COUNTS,
     "time_total_s",
     "eval/return_mean",
+    LIVE_SCORE,
 )
 ROW_KEYS = (
     *STOP_KEYS,
@@ -78,8 +81,9 @@ def current(row: Mapping[str, Any]) -> Mapping[str, Any]:
 class Score:
     """The score by which checkpoints are compared (`checkpoint_score`); larger is better."""
 
-    def __init__(self, run: RunConfig):
-        self.name = run.checkpoint_score or ("eval/return_mean" if run.eval_freq else "episode_return_mean")
+    def __init__(self, run: RunConfig, live: bool = False):
+        own = "eval/return_mean" if run.eval_freq else LIVE_SCORE if live else "episode_return_mean"
+        self.name = run.checkpoint_score or own
         self.key = self.name.removeprefix("-")
         self.awaited = Awaited(self.key, "run.checkpoint_score")
         if self.key not in ROW_KEYS and not self.key.startswith((*OWN_KEYS, CUSTOM)):

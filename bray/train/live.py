@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from bray.act.feed import Latest, Weights
 from bray.data.experience import Counts, Experience
 from bray.data.piece import Piece
 from bray.data.rollouts import Rollouts
+from bray.diagnosis.divergence import not_finite
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
 from bray.envs.rewards import RewardTransform
@@ -45,9 +47,14 @@ from bray.spec import EnvSpec, parse_space
 from bray.train.agent import ActingModel
 from bray.train.config import LiveConfig, RunConfig
 from bray.train.device import resolve_device
-from bray.train.driver import Driver, Side
+from bray.train.driver import Side
+from bray.train.fair import BEGINS, NEW, USUAL, FairQueue, GameReturns, RewardLimit, Votes, add_up
+from bray.train.goals import LIVE_SCORE
 from bray.train.local import initial_state, make_side
 from bray.train.source import Source
+from bray.train.steady import SteadyDriver
+
+logger = logging.getLogger("bray")
 
 ID = "live"
 """The environment's name of a run whose games call."""
@@ -57,6 +64,7 @@ PIECE = 32
 """Ticks of a game that are learnt from together, at most."""
 _PUBLISH_EVERY = 0.02  # seconds: a learner of small steps makes hundreds of versions in that time
 _AGAIN = 0.02
+_NAMES = 10_000
 
 
 def live_spec(live: LiveConfig, env: EnvConfig) -> EnvSpec:
@@ -99,17 +107,25 @@ class LiveSource(Source):
         self.live, self._experience = live, side.experience
         self.clock = Clock()
         self._latest = Latest(self._send, every=_PUBLISH_EVERY)
-        self._came: deque[tuple[Piece, Counts]] = deque()
-        self.waiting_rows = 0
-        """Rows of pieces that the driver has not taken."""
+        self.queue = FairQueue(_rows_of(side.experience), live.fair)
+        """Pieces that the driver has not taken; `_news` is held while it is used."""
+        self.votes = Votes()
+        self.rewards, self.returns = RewardLimit(live.reward_range, self.votes), GameReturns(self.votes)
+        self.score: float | None = None
+        """The median over games of their returns, as of the last row."""
+        self._names: dict[int, str] = {}  # sessions, by stream
+        self._in_batch: dict[int, None] = {}  # games of the batch that is being filled
+        self._learnt: list[int] = []  # and of the last one
+        self._passed = 0.0  # size of the largest reward that was learnt from
         self._news = threading.Condition()
         self._closing = False
         self._laps = Laps()
-        self._most_rows = _rows_of(side.experience)
         self._model = copy.deepcopy(side.model).cpu().eval()
+        self._buffers = {name for name, _ in self._model.named_buffers()}
         engine = LiveEngine(self._model, side.policy, np.random.default_rng([seed, 3]))
         self.host = ModelHost(ID, engine, weights=_weights(self._model))
         rewards = RewardTransform(env, 1, side.config.gamma)
+        self._clipped = rewards.clipped
         memory = initial_state(self._model)
         policy: Policy = copy.copy(side.policy)
         policy.draws = {}  # the engine draws
@@ -177,23 +193,27 @@ class LiveSource(Source):
 
     # --- from the games, in the service's thread ----------------------------------------------------------------------
 
-    async def push(self, piece: Piece, counts: Counts) -> None:
+    async def push(self, piece: Piece, counts: Counts, session: str = "") -> None:
+        assert piece.stream is not None
+        if len(self._names) > _NAMES:
+            self._names.clear()
+        self._names[int(piece.stream[0])] = session
+        key = int(piece.stream[0]) if int(np.max(piece.start)) >= BEGINS else NEW
         until = time.monotonic() + self.live.wait_s
-        while self._full(piece) and not self._closing and time.monotonic() < until:
+        while self._full(key, piece.length) and not self._closing and time.monotonic() < until:
             await asyncio.sleep(_AGAIN)
         with self._news:
-            while self._came and self._full(piece):
-                old, lost = self._came.popleft()
-                self.waiting_rows -= old.length
-                counts = _sum(counts, lost)._replace(dropped=counts.dropped + lost.dropped + old.length)
-            self._came.append((piece, counts))
-            self.waiting_rows += piece.length
+            self.queue.put(key, piece, counts)
             self._news.notify()
 
-    def _full(self, piece: Piece) -> bool:
-        return self.waiting_rows + piece.length > 2 * self._most_rows or (
-            self.waiting_rows > 0 and not self._experience.room()
-        )
+    def _full(self, key: int, length: int) -> bool:
+        with self._news:
+            return self.queue.full(key, length) or (self.queue.waiting > 0 and not self._experience.room())
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows of pieces that the driver has not taken."""
+        return self.queue.waiting
 
     # --- to the driver ------------------------------------------------------------------------------------------------
 
@@ -202,20 +222,69 @@ class LiveSource(Source):
         self._latest.flush()
         with self._news:
             self._laps.lap("elsewhere")
-            if not self._came:
+            came = self.queue.take()
+            if not came:
                 self._news.wait(timeout)
+                came = self.queue.take()
             self._laps.lap("idle")
-            came, self.waiting_rows = list(self._came), 0
-            self._came.clear()
-        counts = Counts()
-        for _, more in came:
-            counts = _sum(counts, more)
-        return [piece for piece, _ in came], counts
+        pieces, counts = [], Counts()
+        for piece, more, key in came:
+            game = key if piece is None else int(piece.stream[0])  # type: ignore[index]
+            if piece is not None:
+                self.votes.heard(game, piece.length)
+                self._in_batch[game] = None
+                if self._learns_from(piece, game):
+                    pieces.append(piece)
+                else:
+                    with self._news:
+                        self.queue.give_back(key, piece.length)
+            if self.live.fair:
+                more = more._replace(episodes=tuple(filter(self.rewards.possible, more.episodes)))
+            if more.episodes:
+                self.returns.add(game, [total for total, _ in more.episodes])
+            counts = add_up(counts, more)
+        return pieces, counts
+
+    def _learns_from(self, piece: Piece, game: int) -> bool:
+        """Whether it is; rewards that most games would not send are cut, in what is replayed too."""
+        if not self.live.fair:
+            return True
+        if not self.rewards.passes(piece, game):
+            return False
+        if self._passed > USUAL and (limit := self.rewards.now) < self._passed:
+            self._experience.change_rewards(lambda reward: np.clip(reward, -limit, limit))
+            self._passed = limit
+        self._passed = max(self._passed, float(np.abs(piece.reward).max()))
+        return True
+
+    def change_rewards(self) -> None:
+        """Rows of a checkpoint may have been played when other rewards were learnt from."""
+        self._experience.change_rewards(self._clipped)
+        self._passed = math.inf
+
+    def learns(self, piece: Piece, version: int) -> None:
+        with self._news:
+            self.queue.next_batch()
+        self._learnt, self._in_batch = list(self._in_batch), {}
+
+    def suspects(self) -> list[str]:
+        """The games of the last batch, those with the largest rewards first."""
+        games = sorted(self._learnt or self._in_batch, key=self.rewards.size, reverse=True)
+        return [f"{self._names.get(game, '?')!r} (rewards up to {self.rewards.size(game):g})" for game in games]
+
+    def numbers(self) -> dict[str, Any]:
+        self.score = self.returns.median
+        left = {"live/rows_left_out": self.rewards.left_out, "live/rewards_cut": self.rewards.cut}
+        return {LIVE_SCORE: self.score, **(left if self.live.fair else {})}
 
     def publish(self, weights: Callable[[], Weights], clock: Clock) -> None:
         self._latest.publish(weights, clock)
 
     def _send(self, weights: Weights, clock: Clock) -> Promise:
+        if not_finite(weights, self._buffers):
+            nothing: Promise = Promise()
+            nothing.set_result(None)
+            return nothing  # games keep the last good ones
         sent = self.host.publish_weights(weights, clock.version)
         self.clock = clock
         return sent
@@ -278,15 +347,11 @@ def _rows_of(experience: Experience) -> int:
     return 4 * PIECE * COLUMNS
 
 
-def _sum(a: Counts, b: Counts) -> Counts:
-    return Counts(a.env_steps + b.env_steps, a.episodes + b.episodes, a.dropped + b.dropped)
-
-
 def _weights(model: Any) -> dict[str, np.ndarray]:
     return {k: v.detach().cpu().numpy() for k, v in model.state_dict().items()}
 
 
-class LiveTraining(Driver):
+class LiveTraining(SteadyDriver):
     """An algorithm that learns from the games that call, in this process."""
 
     def __init__(self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, live: LiveConfig):
@@ -309,17 +374,37 @@ class LiveTraining(Driver):
     def about(self) -> dict[str, Any]:
         """For the admin port's /training."""
         return {
+            "learner": self.trouble or "learns",
             "env_steps_total": self.totals.env_steps,
             "learner_steps_total": self.learner.steps,
             "episode_return_mean": self.totals.episodes.return_mean,
             "episodes_total": self.totals.episodes.total,
+            LIVE_SCORE: self.source.score,
             "rows_dropped": self.totals.dropped,
+            "rows_left_out": self.source.rewards.left_out,
+            "rewards_cut": self.source.rewards.cut,
+            "updates_undone": self.updates_undone,
+            "updates": self.experience.when_due(),
             "waiting": self.reason_to_wait() or None,
         }
+
+    def suspects(self) -> list[str]:
+        return self.source.suspects()
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         super().set_weights(weights)
         self.source.publish(self._weights_now, self.clock)
+
+    def check_rows(self) -> None:
+        left_out = self.experience.leave_out(self.live.reward_range)
+        if left_out:
+            logger.warning(
+                "%d rows of the saved replay are left out: they are not finite, or their reward is beyond "
+                "reward_range=%g",
+                left_out,
+                self.live.reward_range,
+            )
+        self.source.change_rewards()
 
 
 def _fit(experience: Experience, live: LiveConfig, env: EnvConfig, recurrent: bool) -> None:
@@ -330,5 +415,6 @@ def _fit(experience: Experience, live: LiveConfig, env: EnvConfig, recurrent: bo
         rows = live.rows or experience.piece_length * max(COLUMNS, env.num_envs)
         experience.piece_length = min(experience.piece_length, rows)
         experience.columns = max(1, rows // experience.piece_length)
+        experience.sized_by = "live.rows"
     elif recurrent:
         raise ConfigError("this algorithm replays single steps and cannot train a memory: set use_lstm=false")

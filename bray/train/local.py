@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,6 +194,13 @@ class LocalTraining(Driver):
         if not all(source.exact for source in self.sources):
             return f"num_workers={self.run_config.num_workers}, which play while the learner learns"
         return ""
+
+    def set_state(
+        self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
+    ) -> bool:
+        exact = super().set_state(state, weights, replay_dir)
+        self.experience.change_rewards(RewardTransform(self.env_config, 1, 1.0).clipped)
+        return exact
 
     def describe(self) -> str:
         """Where pieces come from, in words."""

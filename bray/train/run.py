@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +27,7 @@ from bray import rundir
 from bray._version import __version__
 from bray.diagnosis.divergence import Health
 from bray.diagnosis.watch import Watch
-from bray.errors import BrayError, CheckpointError, DiskFull, Diverged
+from bray.errors import BrayError, CheckpointError, ConfigError, DiskFull, Diverged
 from bray.limited_log import OncePer
 from bray.metrics import Sinks
 from bray.metrics.rows import flatten_row
@@ -34,7 +36,7 @@ from bray.rundir import RunDir
 from bray.train.callbacks import make_callbacks
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
-from bray.train.goals import Score, awaited_of, current, reached
+from bray.train.goals import STOP_COUNTS, Score, awaited_of, current, reached
 from bray.train.older import from_0_1
 from bray.train.progress import when_and_where
 
@@ -91,7 +93,8 @@ class Run:
         self._unsaved: DiskFull | None = None  # why the last checkpoint is not there, where ranks cannot try again
         self._lapped = self._between = self._save_seconds = self._try_again = self._looked_at = 0.0
         self._once = OncePer()
-        self._told_replay = False  # that it is too large for checkpoints
+        self._tries = 0  # to learn on after an error, since the newest checkpoint
+        self._told_replay = self._told_counters = self._told_large = False
 
     @property
     def directory(self) -> RunDir:
@@ -153,11 +156,14 @@ class Run:
                 finally:  # the next checkpoint holds this iteration, whatever a callback raises
                     self.last_row = row
                     self._unless_full(partial(out.write, row))
-                self.health.check(row, training.lost_weights)
-                for key in awaited:
-                    key.look(row, bool(run.eval_freq))
-                if not training.saves_by_step:
-                    self.save_when_due()
+                try:
+                    self.health.check(row, training.lost_weights)
+                    for key in awaited:
+                        key.look(row, bool(run.eval_freq))
+                    if not training.saves_by_step:
+                        self.save_when_due()
+                except Diverged as e:
+                    self._go_back(e)
                 if evaluations is not None:
                     evaluations.begin_when_due()
                 tend(time.monotonic() - began)
@@ -173,22 +179,49 @@ class Run:
             raise
         else:
             self._save_last()
+            if training.failure is not None:
+                raise training.failure
 
     def _iterate(self, stop: Mapping[str, float]) -> dict[str, Any] | None:
         """One iteration; None when the data has ended."""
         training, between = self.training, self._between + self._lap()
-        try:
-            training.goal = int(stop["env_steps_total"]) if "env_steps_total" in stop else None
-            row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
-        except Exception as e:
-            if (cause := self.health.cause(e, training.lost_weights())) is not None:
-                raise cause from e
-            raise
+        training.goal = int(stop["env_steps_total"]) if "env_steps_total" in stop else None
+        while True:
+            try:
+                row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
+                break
+            except Exception as e:
+                cause = self.health.cause(e, training.lost_weights())
+                if cause is not None:
+                    cause.__cause__ = e
+                self._go_back(cause or e)
         self._lap()
         self._between = 0.0
         if row is None:
             return None
         return row | {f"perf/{BETWEEN}": 1e3 * between, "time_total_s": self.time, **when_and_where()}
+
+    def _go_back(self, error: Exception) -> None:
+        """After an error while learning: try again from the newest checkpoint, after a pause that grows. When that has
+        failed too often, nothing is learnt any more; whoever plays goes on, and the error is raised at the end. Where
+        nobody plays apart from the learner (`Driver.retries`) it is raised now."""
+        training, pauses = self.training, self.training.retries
+        if not pauses or training.failure is not None or isinstance(error, ConfigError):
+            raise error
+        self._tries += 1
+        what, pause = f"learning has failed ({type(error).__name__}: {error})", 0.0
+        if self._tries > len(pauses):
+            training.failure = error
+            then = f"That was try {self._tries}: it stays off until the run is resumed"
+        else:
+            pause = pauses[self._tries - 1]
+            step = self._saved_step
+            then = f"Try {self._tries} of {len(pauses)} begins in {pause:g} s, from the checkpoint of step {step}"
+        training.trouble = f"{what}. {then}. Games are answered with the last good weights"
+        logger.error("%s", training.trouble, exc_info=None if isinstance(error, BrayError) else error)
+        training.wait(pause)
+        checkpoint = self.directory.load_checkpoint("latest")
+        training.go_back(checkpoint.state, checkpoint.weights, self.directory.path / "replay")
 
     def _lap(self) -> float:
         """Seconds since the last call; they count in `time_total_s`."""
@@ -209,9 +242,33 @@ class Run:
                 self._lap()
                 row["time_total_s"] = self.time
         row |= self.watch.look(row, self.training.dead_units)
-        self.callbacks.on_train_result(self.owner, row)
+        self._show(row)
         if evaluations is not None and self.stop_requested and not self.hurries:
             evaluations.finish(row, self.callbacks)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """Show a row to the callbacks of the user, who may add to it. Its counters stay: goals and resumes go by
+        them. A whole number that no float holds is not a finite one, here and in every sink."""
+        counted = {key: row[key] for key in STOP_COUNTS if key in row}
+        try:
+            self.callbacks.on_train_result(self.owner, row)
+        finally:
+            changed = [key for key, value in counted.items() if row.get(key) != value]
+            row |= counted
+            large = [k for k, v in row.items() if isinstance(v, int) and abs(v) > sys.float_info.max]
+            row |= dict.fromkeys(large, math.inf)
+            if large and not self._told_large:
+                self._told_large = True
+                logger.warning(
+                    "a callback set row[%r] to a number that is too large for a float: it counts as infinity", large[0]
+                )
+            if changed and not self._told_counters:
+                self._told_counters = True
+                logger.warning(
+                    "a callback changed row[%r], which the training counts itself: it stays as it was. "
+                    "Give your own number another name",
+                    changed[0],
+                )
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -280,7 +337,7 @@ class Run:
         except DiskFull as e:
             self._unsaved = e if training.ranks.size > 1 else None
             raise
-        self.saved_at, self._saved_time, self._saved_step = position, began, training.steps
+        self.saved_at, self._saved_time, self._saved_step, self._tries = position, began, training.steps, 0
         if replay is not None:
             with rundir.writing(replay, "the new checkpoint is safe"):
                 training.prune_replay(replay, training.steps, state, self.directory)

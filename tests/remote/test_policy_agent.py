@@ -584,7 +584,7 @@ def test_a_wrong_tick_is_answered_with_what_was_expected_and_the_session_goes_on
 
 def test_options_of_the_actor_hold_for_its_agents():
     config = make_config(section(), ModelHost("m", Prefers()), Buffer())
-    config["actor1"] = {"kind": "actor", "agents": ["agent1"], "check_obs": "refuse"}
+    config["actor1"] = {"kind": "actor", "agents": ["agent1"], "check_obs": "refuse", "reward_range": 5.0}
     actor = AgentActor({"agent1": PolicyAgent}, config, serialize="json")
 
     async def main():
@@ -592,6 +592,10 @@ def test_options_of_the_actor_hold_for_its_agents():
         with pytest.raises(Refusal, match="obs: 2000 is not from -1 to 1000"):
             await send(actor, [2000.0, 0.0, 0.0])
         await send(actor, tick(0))
+        with pytest.raises(Refusal, match="expected reward to be a number from -5 to 5, got 6") as refused:
+            await send(actor, tick(1), 6.0)
+        assert refused.value.status == 400
+        await send(actor, tick(1), -5.0)
 
     run(main())
 

@@ -129,6 +129,46 @@ def test_metrics_of_episodes_that_began_before_a_resume_are_left_out(tmp_path):
     assert row["episodes_total"] > 10
 
 
+def test_counters_are_those_of_the_training_whatever_a_callback_writes(tmp_path, caplog):
+    class Wrong(bray.Callbacks):
+        def on_train_result(self, experiment, row):
+            row["env_steps_total"] = 1
+            del row["training_iteration"]
+
+    exp = experiment(tmp_path)
+    rows = list(exp.train({"env_steps_total": 100}, callbacks=Wrong()))
+    exp.close()
+    assert rows[-1]["env_steps_total"] >= 100
+    assert [row["training_iteration"] for row in rows] == list(range(1, len(rows) + 1))
+    assert caplog.text.count("which the training counts itself: it stays as it was") == 1
+
+
+def test_a_number_that_no_float_holds_is_told_in_one_line(tmp_path, caplog):
+    class Large(bray.Callbacks):
+        def on_train_result(self, experiment, row):
+            row["mine"], row["deep"] = 10**400, {"er": -(10**5000)}
+
+    exp = experiment(tmp_path, checkpoint_score="episode_return_max")
+    rows = list(exp.train({"training_iteration": 2}, callbacks=Large()))
+    exp.close()
+    assert rows[-1]["mine"] == float("inf")
+    assert caplog.text.count("row['mine'] to a number that is too large for a float: it counts as infinity") == 1
+    written = json.loads((tmp_path / "run" / "result.jsonl").read_text().splitlines()[-1])
+    assert (written["mine"], written["deep/er"]) == (None, None)
+    assert {"mine", "deep/er"} <= set(written["nan_metrics"])
+
+
+def test_a_custom_metric_that_no_float_holds_is_refused_in_one_line(tmp_path):
+    class Large(bray.Callbacks):
+        def on_episode_end(self, episode):
+            episode.custom_metrics["mine"] = 10**5000
+
+    exp = experiment(tmp_path)
+    with pytest.raises(ConfigError, match=r"custom_metrics\['mine'\] .*expected a number, got one that is too large"):
+        list(exp.train({"training_iteration": 1}, callbacks=Large()))
+    exp.close()
+
+
 @pytest.mark.parametrize("vector", ["inprocess", "subprocess"])
 def test_a_function_reaches_every_environment_before_its_next_step(tmp_path, vector):
     class Harder(bray.Callbacks):

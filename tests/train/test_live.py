@@ -596,10 +596,13 @@ GOOD = {"obs": [1.0, 1.0], "reward": 0.5, "terminated": False, "truncated": Fals
         (json.dumps(GOOD).replace("0.5", "1e400").encode(), "malformed"),
         ({**GOOD, "reward": 1e39}, "expected reward to be a finite number (of float32)"),
         ({**GOOD, "reward": 10**400}, "malformed"),
+        ({**GOOD, "reward": 1e20}, "expected reward to be a number from -1e+06 to 1e+06, got 1e+20"),
+        ({**GOOD, "reward": -1000001}, "reward_range is the bound"),
         ({**GOOD, "obs": [1.0]}, "obs: expected shape [2], got [1]"),
         ({**GOOD, "obs": [[1.0, 1.0]]}, "expected shape [2], got [1, 2]"),
         ({**GOOD, "obs": ["a", "b"]}, "expected numbers of shape [2]"),
         ({**GOOD, "obs": [1e39, 0.0]}, "expected finite numbers"),
+        ({**GOOD, "obs": [1.0, -1e30]}, "obs: expected numbers up to 1e+09 in size (obs_range), got -1"),
         ({**GOOD, "obs": None}, "obs"),
         ({**GOOD, "obs": {"base64": "AAAA", "dtype": "float32"}}, "base64"),
         ({k: v for k, v in GOOD.items() if k != "obs"}, 'expected {"obs"'),
@@ -944,7 +947,8 @@ def test_push_and_gather_from_two_threads_lose_nothing(tmp_path):
         def push():
             async def all_of_them():
                 for _ in range(3000):
-                    await source.push(SimpleNamespace(length=32), Counts(32, ((1.0, 4),)))
+                    piece = SimpleNamespace(length=32, stream=[7], start=99, reward=np.ones((32, 1), np.float32))
+                    await source.push(piece, Counts(32, ((1.0, 4),)))
 
             asyncio.run(all_of_them())
             done.set()

@@ -17,7 +17,7 @@ from bray.data.experience import Counts
 from bray.data.piece import Piece
 from bray.data.rows import to_samples
 from bray.errors import ConfigError, Overloaded, UnknownName
-from bray.serving.config import AnswerConfig
+from bray.serving.config import LearnConfig
 from bray.serving.model import ServedModel
 from bray.serving.policy_actor import BasePolicyAgent
 from bray.train.agent import ActingModel, SessionRows
@@ -114,13 +114,13 @@ def make_model(name: str, config: Any) -> ActingModel:
     )
 
 
-def _answers(name: str, config: Any) -> AnswerConfig:
+def _answers(name: str, config: Any) -> LearnConfig:
     """How the actor of this agent answers, by its section of the file."""
     for section in config.values():
         if isinstance(section, Mapping) and name in (section.get("agents") or ()):
-            given = {k: section[k] for k in options(AnswerConfig) if section.get(k) is not None and k != "max_json"}
-            return AnswerConfig(**given)
-    return AnswerConfig()
+            given = {k: section[k] for k in options(LearnConfig) if section.get(k) is not None and k != "max_json"}
+            return LearnConfig(**given)
+    return LearnConfig()
 
 
 def _refuse(name: str, setup: AlgoSetup) -> None:
@@ -147,7 +147,7 @@ class BufferSink:
         """Of the weights that act, as the trainer published them."""
         return Clock(getattr(self._model, "env_steps", 0), self._model.step)
 
-    async def push(self, piece: Piece, counts: Counts) -> None:
+    async def push(self, piece: Piece, counts: Counts, session: str = "") -> None:
         from bray.remote.master import merge
 
         self._steps += counts.env_steps

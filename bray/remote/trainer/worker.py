@@ -148,6 +148,7 @@ def fit_experience(setup: AlgoSetup, experience: Any, buffers: Iterable[Any], ba
     rows = COLUMNS * experience.piece_length if size is None else size * batch_size * sequences
     experience.piece_length = min(experience.piece_length, rows)
     experience.columns = max(1, rows // experience.piece_length)
+    experience.sized_by = "" if size is None else "batch_size of the buffer"
 
 
 def _as_rows(plan: TrainPlan, name: str, buffer: Any, model: Any) -> Any:
