@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -232,10 +233,20 @@ def _say_next(graph: Graph, options: Launch, done: bool) -> None:
     s = graph.settings
     if s.mode == "train":
         what = "the training is done" if done else "stopped; the same command goes on"
-        after = f"serve it: {again(options, mode='deploy')}" if graph.of_kind("actor") else f"go on: {again(options)}"
+        after = f"go on: {again(_for_longer(graph, options) if done else options)}"
+        if graph.of_kind("actor"):
+            after = f"serve it: {again(options, mode='deploy')}"
     else:
         what, after = "stopped", f"start it again: {again(options)}"
     say(f"{what} · run directory {Path(s.project) / s.trial} · {after}", "bold")
+
+
+def _for_longer(graph: Graph, options: Launch) -> Launch:
+    """What trains on where all steps are done: num_steps counts from the first start, so twice as many."""
+    steps = {f"{name}.num_steps": c.settings.num_steps for name, c in graph.of_kind("trainer").items()}
+    more = {key: 2 * count for key, count in steps.items() if count}
+    kept = [word for word in options.keys or () if word.partition("=")[0] not in more]
+    return replace(options, keys=[*kept, *(f"{key}={count}" for key, count in more.items())])
 
 
 class _term_as_interrupt:

@@ -297,6 +297,16 @@ def test_a_run_ends_when_its_trainers_are_done(file, tmp_path, capsys):
     assert (tmp_path / "runs" / "t").is_dir()
 
 
+def test_what_to_type_after_a_training_is_done_trains_on(file, tmp_path, capsys):
+    """num_steps counts from the first start: the same number again would train nothing."""
+    end_training()
+    assert launch(file, "actor1.enable=deploy", "trainer1.num_steps=20") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(
+        f"go on: bray launch --config {file} --cluster local actor1.enable=deploy trainer1.num_steps=40"
+    )
+
+
 def test_a_projects_own_games_are_named(file, capsys):
     (file.parent / "gamecore.py").write_text("")
     end_training()
