@@ -12,6 +12,7 @@ doubled. Beside them a few games play properly. What must hold:
 - the games see no error, and their slowest ticks stay within `--slowest`
 - memory stays within `--memory` MB above the start, and comes back; so do connections, sessions and file descriptors
 
+--live: the same for a training from live games (`strangers_live.py`).
 With --disturb, workers are killed and stopped in turn, and the disk of the recordings is full half of the time; games
 then start again after 404, 503 and 504.
 One JSON line a minute, one at the end. Exit code 1: something did not hold.
@@ -636,16 +637,24 @@ def small_disk(path: Path) -> Iterator[Path | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--messages", type=int, help="1,000,000; 300,000 for each seed with --live")
     parser.add_argument("--minutes", type=float, default=0.0, help="instead of a number of messages")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", type=float, default=300.0, help="MB that the service may grow by")
     parser.add_argument("--slowest", type=float, default=2.0, help="seconds that a game's tick may take")
     parser.add_argument("--disturb", action="store_true")
+    parser.add_argument("--live", action="store_true", help="at `bray train --live` instead of `bray serve`")
+    parser.add_argument("--seeds", type=int, default=5, help="with --live: from --seed on")
     parser.add_argument("--log", help="file for what the service logs")
     parser.add_argument("options", nargs="*", help="for `bray serve`, after --: --tcp, or --session-secrets")
-    return asyncio.run(run(parser.parse_args()))
+    args = parser.parse_args()
+    args.messages = args.messages or (300_000 if args.live else 1_000_000)
+    if args.live:
+        from benchmarks.serving import strangers_live
+
+        return strangers_live.main(args)
+    return asyncio.run(run(args))
 
 
 if __name__ == "__main__":
