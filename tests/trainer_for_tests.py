@@ -43,7 +43,6 @@ class MemoryModel:
         if step < self.step:
             raise ConfigError(f"model is at step {self.step} already")
         promise = Promise()
-        promise.set_running_or_notify_cancel()
         self.published.append(step)
         self.step, self.env_steps = step, env_steps
         self.module.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()})

@@ -213,7 +213,6 @@ def test_versions_go_on_from_the_models_step():
 def test_slow_publishing_is_not_waited_for_and_the_newest_is_sent_next():
     remote = MemoryModel(net())
     remote.held = Promise()
-    remote.held.set_running_or_notify_cancel()
 
     def release(drive):
         if drive.steps == 5:
