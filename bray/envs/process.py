@@ -1,7 +1,7 @@
 """Worker processes of this one, on this machine: started, asked, killed by their id.
 
-On Linux they are forked from a process that has loaded what they need (`nursery.py`), so that a start is not seconds of
-imports; elsewhere each loads it for itself.
+On Linux they are forked from a process that has loaded what they need (`fork_server.py`), so that a start is not
+seconds of imports; elsewhere each loads it for itself.
 
 They end with this process, however it ends: they watch its end of the pipe, and the kernel kills them where it can
 (Linux).
@@ -38,6 +38,7 @@ STOP = b"q"
 """The message that ends a worker. Questions are pickled, (method, *arguments); so are answers, ("ok", result, failures)
 or ("error", kind, text)."""
 
+_FORKS = sys.platform == "linux" and sys.version_info < (3, 14)  # whose fork server asks for a key
 _KINDS = {"config": ConfigError, "checkpoint": CheckpointError, "env": EnvError}
 
 START_TIMEOUT = 120.0
@@ -65,7 +66,7 @@ class Child:
         try:
             with _main_only_if(needs_main), _signals_held_back():
                 self.process = _start(loads, name, (theirs, self._trace_path, dict(os.environ)), (serve, arguments))
-        except (EOFError, ConnectionError):  # the nursery died while it loaded the module, and said why
+        except (EOFError, ConnectionError):  # the fork server died while it loaded the module, and said why
             self._trace.close()
             self._unlink()
             raise LostAtStart(f"no worker process could be started: {loads} was not loaded, see above") from None
@@ -159,10 +160,10 @@ class Child:
 def _start(loads: str, name: str, setting: tuple[Any, ...], what: tuple[Any, ...]) -> Any:
     """A process that runs `run_child`."""
     made: Any
-    if sys.platform == "linux":
-        from bray.envs.nursery import ForkedProcess, nursery
+    if _FORKS:
+        from bray.envs.fork_server import ForkedProcess, fork_server
 
-        made, parent = ForkedProcess, nursery(loads).pid
+        made, parent = ForkedProcess, fork_server(loads).pid
     else:
         made, parent = multiprocessing.get_context("spawn").Process, os.getpid()
     process = made(target=run_child, args=(*setting, parent, *what), daemon=True, name=name)
@@ -245,7 +246,7 @@ def run_child(
 ) -> None:
     """In the child: serve until told to stop or the parent is gone."""
     _die_with_parent(parent)
-    if sys.platform == "linux":  # what it has from the nursery, and not from who asked for it
+    if _FORKS:  # what it has from the fork server, and not from who asked for it
         os.environ.clear()
         os.environ.update(environ)
         np.random.seed()  # those of all would draw the same numbers
@@ -265,9 +266,9 @@ def run_child(
 
 def _die_with_parent(parent: int) -> None:
     """Two ways, for a process may hang in C with Python's lock held: the kernel's, and a thread that watches who asked
-    for us. `parent`: from which we were started; a nursery, which ends with that one, has a single thread."""
-    if sys.platform == "linux":
-        from bray.envs.nursery import leave
+    for us. `parent`: from which we were started; a fork server, which ends with that one, has a single thread."""
+    if _FORKS:
+        from bray.envs.fork_server import leave
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         leave()

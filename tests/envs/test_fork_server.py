@@ -54,13 +54,13 @@ def test_each_gets_the_environment_and_the_place_of_its_start_and_random_numbers
 
 def test_without_the_process_that_they_were_forked_from_they_end_and_the_next_has_a_new_one():
     child = Child(tell, (), "child", LOADED)
-    *_, nursery, _ = told(child)
-    os.kill(nursery, signal.SIGKILL)
+    *_, server, _ = told(child)
+    os.kill(server, signal.SIGKILL)
     with pytest.raises(Lost, match="died"):
         child.receive(60.0)
     child.kill()
     child = Child(tell, (), "child", LOADED)
-    assert told(child)[2] != nursery
+    assert told(child)[2] != server
     child.close()
 
 
@@ -80,7 +80,7 @@ def test_with_a_killed_parent_ends_one_that_hangs_with_pythons_lock(tmp_path):
     code = """
         import os, threading
         from bray.envs.process import Child
-        from tests.envs.test_nursery import LOADED, hold, told
+        from tests.envs.test_fork_server import LOADED, hold, told
         def start():
             child = Child(hold, (), "child", LOADED)
             print(child.process.pid, told(child), flush=True)

@@ -21,26 +21,28 @@ from multiprocessing.connection import arbitrary_address  # type: ignore[attr-de
 from multiprocessing.context import set_spawning_popen
 from typing import Any
 
-_CODE = "import sys; sys.path[:] = {path!r}; from bray.envs.nursery import run; run({listener}, {alive}, {module!r})"
+_CODE = (
+    "import sys; sys.path[:] = {path!r}; from bray.envs.fork_server import run; run({listener}, {alive}, {module!r})"
+)
 """With our import path from the first import on: that of `python -c` begins with the working directory, which may be
 a stranger's."""
 
 _LONGEST = 100
 """Bytes of a socket's path: a folder for temporary files may have a longer one."""
 
-_nurseries: dict[tuple[int, str], Nursery] = {}
+_servers: dict[tuple[int, str], ForkServer] = {}
 _lock = threading.Lock()
 
 
-def nursery(module: str) -> Nursery:
+def fork_server(module: str) -> ForkServer:
     """The one of this process that has `module` loaded; it runs."""
     with _lock:
-        found = _nurseries.setdefault((os.getpid(), module), Nursery(module))
+        found = _servers.setdefault((os.getpid(), module), ForkServer(module))
         found.start()
     return found
 
 
-class Nursery:
+class ForkServer:
     """See the module; seen from the process that wants others. It ends with that process."""
 
     def __init__(self, module: str):
@@ -115,7 +117,7 @@ class _Popen(popen_forkserver.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
-        """As the one that this extends, from a nursery."""
+        """As the one that this extends, from a fork server."""
         written = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -123,7 +125,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process_obj, written)
         finally:
             set_spawning_popen(None)
-        self.sentinel, told = nursery(process_obj.module).fork(self._fds)
+        self.sentinel, told = fork_server(process_obj.module).fork(self._fds)
         watched = os.dup(told)  # the new process sees its end when we end
         self.finalizer = util.Finalize(self, util.close_fds, (watched, self.sentinel))  # type: ignore[attr-defined]
         with open(told, "wb") as file:
@@ -132,7 +134,7 @@ class _Popen(popen_forkserver.Popen):
 
 
 class ForkedProcess(multiprocessing.get_context("forkserver").Process):  # type: ignore[misc]
-    """As a Process; `module` is to be set before it starts, and names the nursery that it comes from."""
+    """As a Process; `module` is to be set before it starts, and names the fork server that it comes from."""
 
     module: str
 
@@ -141,11 +143,11 @@ class ForkedProcess(multiprocessing.get_context("forkserver").Process):  # type:
         return _Popen(process_obj)
 
 
-# --- in the nursery and in what it forks ------------------------------------------------------------------------------
+# --- in the fork server and in what it forks --------------------------------------------------------------------------
 
 
 def run(listener: int, alive: int, module: str) -> None:
-    """The nursery: loads the module, then forks whenever it is asked to, until nobody is there who may ask."""
+    """The fork server: loads the module, then forks whenever it is asked to, until nobody is there who may ask."""
     __import__(module)
     try:
         forkserver.main(listener, alive, [])
@@ -154,7 +156,7 @@ def run(listener: int, alive: int, module: str) -> None:
 
 
 def leave() -> None:
-    """In a forked process: let go of what keeps the nursery alive, so that it ends with those who ask it."""
+    """In a forked process: let go of what keeps the fork server alive, so that it ends with those who ask it."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
