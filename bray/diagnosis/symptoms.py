@@ -258,7 +258,8 @@ def value_function(rows: Rows) -> Iterator[str]:
 @check("action values")
 def action_values(rows: Rows) -> Iterator[str]:
     q, scale = rows["loss/q"], rows.value_scale(rows.largest_return)
-    if not math.isnan(bonus := rows["loss/alpha"] * abs(rows["loss/entropy"])):
+    bonus = rows["loss/alpha"] * abs(rows["loss/entropy"])
+    if not math.isnan(scale + bonus):  # without options the scale is unknown
         scale += bonus / max(1.0 - rows.option("gamma"), 1e-6)  # what SAC adds to the rewards
     if not rows.rewards_are_scaled and abs(q) > Q_BEYOND * max(scale, 1.0):
         yield (
