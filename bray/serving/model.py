@@ -162,8 +162,11 @@ class ServedModel:
             if self.config.engine == "onnx" and not self.run.weights_path(step, self.weights_name).exists():
                 there = ", ".join(map(str, self.run.versions(self.weights_name)[-8:])) or "none"
                 raise CheckpointError(f"{self.run.path}: the weights of step {step} are missing. There are: {there}.")
-        if what != "rollback":
-            before = self._followed_by(next(iter(steps.values())))
+        step = next(iter(steps.values()))
+        if what == "pin" and pin is None:  # taken back, as if it had never been
+            before = before[: before.index(step)] if step in before else before
+        elif what != "rollback":
+            before = self._followed_by(step)
         return {"versions": versions, "steps": steps, "pinned": pin, "before": before}
 
     def _step_of(self, label: str) -> int:
