@@ -97,8 +97,12 @@ class MissingComponent(BrayError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         self.kind, self.name, self.known = kind, name, sorted(set(known))
-        there = ", ".join(repr(n) for n in self.known) or "none yet"
-        super().__init__(f"there is no {kind} {name!r} in this session; there are: {there}.")
+        there = ", ".join(repr(n) for n in self.known if n != name) or "none yet"
+        if name in self.known:  # some of its processes are, or it came or went between two questions
+            what = f"{kind} {name!r} is starting, or ending, and cannot be asked now: try again; others are: {there}."
+        else:
+            what = f"there is no {kind} {name!r} in this session; there are: {there}."
+        super().__init__(what)
 
     def __reduce__(self) -> tuple[type, tuple[str, str, list[str]]]:
         return MissingComponent, (self.kind, self.name, self.known)

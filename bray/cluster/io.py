@@ -36,12 +36,22 @@ def loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-@atexit.register  # when this file is imported, so that it comes after whoever ends a session at exit
+@atexit.register
 def _stop() -> None:
     """A loop that runs while the interpreter is taken down crashes the process."""
     if _loop is not None and _thread is not None and _pid == os.getpid():
+        with contextlib.suppress(TimeoutError):  # a task that does not end
+            submit(_cancel_all()).result(_STOP_S)
         _loop.call_soon_threadsafe(_loop.stop)
         _thread.join(_STOP_S)
+
+
+async def _cancel_all() -> None:
+    """Python complains of tasks that wait for ever when it takes their loop down."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -3,12 +3,12 @@ ends it."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +183,20 @@ def shutdown() -> None:
     _current = None
 
 
-atexit.register(shutdown)
+def _end_with_script() -> None:
+    """For a script that does not call `shutdown`. It comes before `atexit`, when thread pools take no work any more
+    that components need to end; threads of the script's own may use the session to their end, as ever."""
+
+    def busy() -> list[threading.Thread]:
+        ours = (threading.main_thread(), *_threads_queues)  # threads of pools wait for what comes after this
+        return [t for t in threading.enumerate() if not t.daemon and t not in ours]
+
+    while _current is not None and (threads := busy()):
+        threads[0].join()
+    shutdown()
+
+
+threading._register_atexit(_end_with_script)  # type: ignore[attr-defined]  # newest first: before the pools' own
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

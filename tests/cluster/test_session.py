@@ -3,12 +3,16 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 import bray
 from bray.cluster import io, session as sessions
+from bray.cluster.protocol import missing
 from bray.errors import ConfigError, DataError, UnknownName
+from bray.rundir import RunDir
 from tests.ray_for_tests import local_session, opened  # noqa: F401
 
 
@@ -77,3 +81,46 @@ def test_run_until_asked_to_stop_ends_at_a_signal(tmp_path):
 
         io.spawn(stop())
         sessions.run_until_asked_to_stop()
+
+
+SCRIPT = """
+import asyncio, sys, threading, time
+import numpy as np
+import torch
+import bray
+
+bray.init(sys.argv[1], "t", cluster="local")
+net = torch.nn.Linear(3, 2)
+model = bray.RemoteModel("m", net, (np.zeros(3, np.float32),))
+clone = model.clone()
+asyncio.run(clone.forward(np.ones(3, np.float32)))
+buffer = bray.RemoteBuffer("b", size=4, num_workers=2)
+buffer.push({"x": np.ones(3)})
+actor = bray.RemoteActor(port=0, num_workers=1)
+actor.serve(Actor=bray.Actor)
+bray.cluster.io.spawn(asyncio.sleep(1000))
+model.publish_weights(net.state_dict())
+
+def later():
+    time.sleep(0.5)
+    bray.merge("late", 1.0)
+    print(bray.query("late", "sum"))
+
+threading.Thread(target=later).start()
+"""
+"""Its components are still there when it ends, and so is a thread of its own that uses them."""
+
+
+def test_a_script_that_ends_without_shutdown_ends_its_session_and_says_nothing(tmp_path):
+    made = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (made.returncode, made.stdout, made.stderr) == (0, "1.0\n", "")
+    assert max(RunDir(tmp_path / "t").versions("m")) == 1
+
+
+def test_a_component_that_comes_or_goes_is_not_said_to_be_missing():
+    """Its name is in the list of those that are there."""
+    for names in (["model/main/0", "model/other"], ["model/main", "model/other"]):
+        error = missing("model/main", names)
+        assert str(error).startswith("model 'main' is starting, or ending, and cannot be asked now")
+        assert str(error).endswith("others are: 'other'.")
+    assert "there is no model 'man' in this session; there are: 'main'." in str(missing("model/man", ["model/main"]))
