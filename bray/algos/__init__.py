@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+from bray.config.hints import hint
 from bray.errors import ConfigError, UnknownName
 from bray.named import script_hint, where_looked
 
@@ -41,14 +43,25 @@ ALGORITHMS: dict[str, Any] = {
     "ES": "bray.algos.es",
     "ARS": "bray.algos.ars",
 }
+_ELSEWHERE = {
+    **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),
+    **dict.fromkeys(("categoricaldqn", "distributionaldqn"), "C51"),
+    **dict.fromkeys(("quantiledqn", "quantileregressiondqn"), "QR-DQN"),
+    **dict.fromkeys(("discretesac", "sacd"), "SAC-Discrete"),
+    **dict.fromkeys(("reinforce", "vpg", "policygradient"), "PG"),
+    **dict.fromkeys(("ppo2", "ppoclip", "maskableppo"), "PPO"),
+    **{"rainbowdqn": "Rainbow", "apexdqn": "Ape-X", "asyncppo": "APPO", "openaies": "ES"},
+}
+"""Names that other libraries have for ours, as `_folded` leaves them."""
+_RUN = "--run; your own is module:Name"
 NAMES = ("Config", "make_model", "Policy", "Learner")
 OPTIONAL = ("experience", "DEFAULTS", "iterate")
 
 
 def register_algo(name: str, algo: Any, replace: bool = False) -> None:
-    """Make `--run NAME` mean this module, class or import path. A name (case does not matter) that means another one
-    already is refused unless `replace`."""
-    known = algo_name(name)
+    """Make `--run NAME` mean this module, class or import path. A name (see `algo_name`) that means another one already
+    is refused unless `replace`."""
+    known = {_folded(k): k for k in ALGORITHMS}.get(_folded(name), name)
     if known in ALGORITHMS and ALGORITHMS[known] != algo and algo_name(algo) != known and not replace:
         raise ConfigError(
             f"register_algo: {known!r} is {_path(ALGORITHMS[known])} already and would become {_path(algo)}; "
@@ -59,14 +72,14 @@ def register_algo(name: str, algo: Any, replace: bool = False) -> None:
 
 
 def get_algo(name: Any) -> Any:
-    """The algorithm of a name (case does not matter), of `module:Name`, or the given object itself."""
+    """The algorithm of a name (see `algo_name`), of `module:Name`, or the given object itself."""
     algo = name
     if isinstance(name, str):
-        known = {k.lower(): k for k in ALGORITHMS}
-        if name.lower() in known:
-            algo = ALGORITHMS[known[name.lower()]]
+        known = algo_name(name)
+        if known in ALGORITHMS:
+            algo = ALGORITHMS[known]
         elif ":" not in name:
-            raise UnknownName("algorithm", name, ALGORITHMS, "--run; your own is module:Name")
+            raise UnknownName("algorithm", name, ALGORITHMS, _RUN, hint(f"--run {_folded(name)}"))
     if isinstance(algo, str):
         algo = _import(algo)
     algo = _completed(algo)
@@ -174,14 +187,19 @@ def make_experience(algo: Any, config: Any, spec: Any, model: Any) -> Any:
 
 
 def algo_name(algo: Any) -> str:
-    """How an algorithm is called in configs and run directories."""
+    """How an algorithm is called in configs and run directories. Case, hyphens, underscores and spaces of what was
+    given do not matter, and names that other libraries have for one of ours are known."""
     if isinstance(algo, str):
-        known = {k.lower(): k for k in ALGORITHMS}
-        return known.get(algo.lower(), algo)
+        known = {**_ELSEWHERE, **{_folded(k): k for k in ALGORITHMS}}
+        return known.get(_folded(algo), algo)
     for name, known_algo in ALGORITHMS.items():
         if known_algo is algo or known_algo == getattr(algo, "__name__", None):
             return name
     return _path(algo)
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_\s]", "", name).lower()
 
 
 def _path(algo: Any) -> str:

@@ -184,6 +184,16 @@ def _optional_value(argv: list[str]) -> list[str]:
     )
 
 
+def _is_key(name: str) -> bool:
+    """Whether a config of `bray train` may have this key."""
+    from bray.algos import ALGORITHMS
+    from bray.cli.schema import find_sections
+    from bray.config.declare import options
+
+    sections = [find_sections(section)[section] for section in ("run", "env", "model", "live", "data", *ALGORITHMS)]
+    return any(name in options(cls) for cls in sections)
+
+
 def _usage(e: Any) -> int:
     """A wrong option, in the same voice as our own errors."""
     context = getattr(e, "ctx", None)
@@ -193,11 +203,12 @@ def _usage(e: Any) -> int:
         option = None  # Typer names the parameter there when a value is missing
     if option and context is not None and "value" not in str(e):
         known = [o for p in context.command.params for o in p.opts if o.startswith("--")]
-        told = hint(option) if command == "bray train" else ""
+        told = hint(option if command == "bray train" else f"{command} {option}")
         near = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
         message = f"unknown option {option!r}." + (told or (f" Did you mean {near[0]!r}?" if near else ""))
+        key = option.lstrip("-").replace("-", "_")
         if command == "bray train" and not near and not told:
-            message += f" Config keys are written without dashes: {option.lstrip('-').replace('-', '_')}=VALUE."
+            message += f" Config keys are written without dashes: {key}=VALUE." if _is_key(key) else hint(key)
     else:
         message = str(e.format_message()).rstrip(".")
         message += "" if message.endswith("?") else "."

@@ -4,6 +4,12 @@ first."""
 from __future__ import annotations
 
 _EPSILON = "epsilon={kind: exp, start: 0.95, end: 0.01, decay: 500} (or kind: linear with steps)"
+_ONE_RUN = "one command is one run, and nothing compares runs while they train"
+_ONE_POLICY = "a run trains one policy; agents of a launch file may have a model each"
+_SOCKETS = "processes find each other by themselves, and nothing is exchanged in files"
+_ITSELF = "`bray train --num-workers N` and `bray launch` start the processes of a run themselves"
+_RAY = "a Ray cluster is taken as `ray start` made it"
+_FILES = "a run directory is plain files, and --project DIR may be a shared disk"
 _SIZE = "rollout_length x num_envs is the size of a batch of PPO and A2C; batch_size that of DQN and SAC"
 
 ELSEWHERE: dict[str, str] = {
@@ -110,7 +116,67 @@ ELSEWHERE: dict[str, str] = {
     "load_checkpoint": "`bray train --resume RUN_DIR` or `--init-from RUN_DIR`",
     "verbose": "--quiet, --log-level",
     "tensorboard_log": "nothing: RUN_DIR/tb always has the events",
-    # flags of `bray train`
+    # RLlib
+    "output": "`bray collect RUN_DIR --out DIR`, after the training",
+    "output_compress_columns": "nothing: what `bray collect` writes is compressed as a whole",
+    "output_max_file_size": "`bray collect RUN_DIR --per-file EPISODES`",
+    "input": "data.files: `bray train --data FILES`, of files that `bray collect` wrote",
+    "input_evaluation": "`bray eval RUN_DIR`: what was learnt from files is judged by playing",
+    "sample_batch_size": "rollout_length",
+    "batch_mode": "nothing: rollouts have a fixed length; PG, ES and ARS learn from whole episodes",
+    "clip_actions": "nothing: actions beyond the bounds of a box are clipped always",
+    "soft_horizon": "not here: an episode that was cut at env.max_episode_steps begins anew in its environment",
+    "preprocessor_pref": "env.atari.preprocess",
+    "ignore_worker_failures": "max_worker_restarts: how many workers may be replaced",
+    "evaluation_config": "not here: evaluations play the environment of the training, greedily",
+    "num_cpus_for_driver": "threads",
+    "custom_resources_per_worker": "not here: workers ask for num_cpus_per_worker and num_gpus_per_worker alone",
+    "resources_per_trial": f"not here: {_ONE_RUN}; num_workers and num_cpus_per_worker say what it takes",
+    "multiagent": f"not here: {_ONE_POLICY}",
+    "policy_graphs": f"not here: {_ONE_POLICY}",
+    "policies": f"not here: {_ONE_POLICY}",
+    "policy_mapping_fn": f"not here: {_ONE_POLICY}",
+    "policies_to_train": f"not here: {_ONE_POLICY}",
+    # JoyRL
+    "mode": "`bray train` (train) or `bray eval RUN_DIR` (test)",
+    "mp_backend": "cluster=ray with num_workers; without it the workers are processes of this machine",
+    "n_workers": "num_workers",
+    "online_eval_episode": "eval_episodes, with eval_freq",
+    "save_best_model": "nothing: RUN_DIR/checkpoints/best always is the best one",
+    "save_fig": "save_figure",
+    "show_fig": "show_figure",
+    "buffer_type": "nothing: each algorithm has its own; prioritized=true makes that of DQN a PER",
+    "render_mode": "`bray eval RUN_DIR --render` (a film) or `--render human` (a window)",
+    # nerveX
+    "use_cuda": "device=cuda",
+    "env_type": "env.id",
+    "import_names": "env.import_modules; an algorithm of your own is `--run MODULE:NAME`",
+    "stop_val": 'stop={"eval/return_mean": X}, with eval_freq',
+    "stop_value": 'stop={"eval/return_mean": X}, with eval_freq',
+    "policy_type": "run.algorithm: `--run ALGO`",
+    "on_policy": "nothing: the algorithm decides what it learns from",
+    "encoder": "model.layers, or model.conv_filters for pictures",
+    "use_distributed": "not here: one process learns; in launch files a trainer's num_workers learn together",
+    "path_agent": f"not here: {_SOCKETS}",
+    "path_data": f"not here: {_SOCKETS}",
+    "path_traj": f"not here: {_SOCKETS}",
+    "ip": f"not here: {_SOCKETS}; on a cluster --address is that of its Ray",
+    "port": f"not here: {_SOCKETS}; with --live it is the one that games call",
+    "discount_factor": "gamma",
+    "is_double": "double",
+    "is_dueling": "dueling",
+    "env_num": "num_envs",
+    "episode_num": "`bray eval RUN_DIR --episodes N`",
+    "maxlen": "replay_size",
+    # flags of `bray train`; algorithms, in lower case without hyphens
+    "--run duelingdqn": "--run DQN dueling=true",
+    "--run d3qn": "--run DQN dueling=true (double is its default)",
+    "--run noisydqn": "--run DQN noisy=true",
+    "--run perdqn": "--run DQN prioritized=true",
+    "--run drqn": "--run R2D2, which is DQN with a memory",
+    "--run recurrentppo": "--run PPO use_lstm=true",
+    "--run a3c": "--run A2C, which waits for its workers, or --run IMPALA, which does not",
+    **{f"--run {name}": f"not here: {_ONE_POLICY}" for name in ("qmix", "vdn", "coma", "atoc", "maddpg")},
     "--num-samples": "--seed 0 --seed 1 ...: one run for each",
     "--local-dir": "--project DIR",
     "--experiment-name": "--trial NAME",
@@ -122,6 +188,29 @@ ELSEWHERE: dict[str, str] = {
     "--gym-id": "--env ENV",
     "--num-gpus": "--device cuda",
     "--num-timesteps": "--steps N",
+    "--config-file": "-f FILE",
+    "--restore": "--init-from RUN_OR_CHECKPOINT (its weights), or --resume RUN_DIR (all of it)",
+    "--trial-name-creator": "--trial NAME",
+    "--loggers": "--track NAME, beside the files that are always written",
+    "--export-formats": "`bray export RUN_DIR`",
+    "--redis-address": "--address HOST:PORT, with --cluster ray",
+    "--ray-address": "--address HOST:PORT, with --cluster ray",
+    "--ray-object-store-memory": "object_store_mb=N",
+    "--ray-num-cpus": f"not here: {_RAY}",
+    "--ray-num-gpus": f"not here: {_RAY}",
+    "--ray-num-nodes": f"not here: {_RAY}",
+    "--ray-redis-max-memory": f"not here: {_RAY}",
+    "--scheduler": f"not here: {_ONE_RUN}",
+    "--scheduler-config": f"not here: {_ONE_RUN}",
+    "--queue-trials": f"not here: {_ONE_RUN}",
+    "--resources-per-trial": f"not here: {_ONE_RUN}; num_workers and num_cpus_per_worker say what it takes",
+    "--max-failures": "max_worker_restarts=N of its workers; `bray train --resume RUN_DIR` goes on after all else",
+    "--upload-dir": f"not here: {_FILES}",
+    "--sync-function": f"not here: {_FILES}",
+    "bray eval --run": "nothing: the run directory says which algorithm it is of",
+    "bray eval --env": "nothing: the run directory says which environment it is of",
+    "bray eval --out": "`bray collect RUN_DIR --out DIR`",
+    "bray eval --no-render": "nothing: without --render there is no film",
     # commands
     "bray rollout": "bray eval RUN_DIR",
     "bray evaluate": "bray eval RUN_DIR",
@@ -129,8 +218,11 @@ ELSEWHERE: dict[str, str] = {
     "bray test": "bray eval RUN_DIR",
     "bray learn": "bray train",
     "bray list": "bray runs",
+    **{f"bray {name}_start": f"not here: {_ITSELF}" for name in ("coordinator", "manager", "learner", "actor")},
+    "bray league_manager_start": "not here: there is no league; RemoteModel.clone and its pool are what it would use",
 }
-"""A name elsewhere (a key, `--flag` or `bray command`) -> ours."""
+"""A name elsewhere (a key, `--flag`, `bray command` or `bray command --flag`) -> ours; `nothing: why` where it can be
+left out, `not here: why` where nothing does its work."""
 
 
 def hint(name: str) -> str:
@@ -140,4 +232,6 @@ def hint(name: str) -> str:
         return ""
     if ours.startswith("nothing: "):
         return f" Leave it out: {ours.removeprefix('nothing: ')}."
+    if ours.startswith("not here: "):
+        return f" It is not here, because {ours.removeprefix('not here: ')}."
     return f" In Bray it is {ours}."

@@ -156,7 +156,11 @@ class _Merger:
         self.problems.append(ConfigError(f"{key} ({place}): {message}" if place else f"{key}: {message}"))
 
     def unknown(self, path: Key, at: Key) -> None:
-        name, told = ".".join(path), hint(path[-1]) or self.elsewhere(path[-1])
+        name, key = ".".join(path), path[-1]
+        told = hint(key)
+        if not told and len(path) > 1 and path[0] not in self.sections and key in self.owners:  # theirs, not ours
+            told = " In Bray it is " + " or ".join(f"{owner}.{key}" for owner in self.owners[key]) + "."
+        told = told or self.elsewhere(key)
         self.problems.append(UnknownName("key", name, self.near_keys(path), self.source.where(at), told))
 
     def near_keys(self, path: Key) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 from bray import tree
 from bray.act import Clock
-from bray.algos import a2c, appo, dqn, get_algo, ppo, sac
+from bray.algos import a2c, algo_name, appo, dqn, get_algo, ppo, sac
 from bray.algos.base import to_torch
 from bray.algos.packing import pack, piece_size, take, unpack
 from bray.algos.rows import minibatches
@@ -346,13 +346,42 @@ def test_algorithms_refuse_spaces_they_cannot_act_in():
 
 def test_unknown_algorithm_names_the_nearest():
     with pytest.raises(UnknownName, match="'PPO'"):
-        get_algo("PPO2")
+        get_algo("PPO3")
     assert get_algo("ppo") is ppo
     assert get_algo("bray.algos.dqn:") is dqn
     with pytest.raises(ConfigError, match="no such module"):
         get_algo("nowhere:Thing")
     with pytest.raises(ConfigError, match="missing"):
         get_algo("bray.algos.base:Update")
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("QRDQN", "QR-DQN"),
+        ("qr_dqn", "QR-DQN"),
+        ("QR DQN", "QR-DQN"),
+        ("APEX_DQN", "Ape-X"),
+        ("DoubleDQN", "DQN"),
+        ("DQN_new", "DQN"),
+        ("RainbowDQN", "Rainbow"),
+        ("CategoricalDQN", "C51"),
+        ("SACDiscrete", "SAC-Discrete"),
+        ("discrete-sac", "SAC-Discrete"),
+        ("REINFORCE", "PG"),
+        ("PPO2", "PPO"),
+    ],
+)
+def test_an_algorithm_is_known_as_other_libraries_write_it(given, ours):
+    assert algo_name(given) == ours
+    assert get_algo(given) is get_algo(ours)
+
+
+def test_a_name_that_is_ours_with_an_option_is_answered_with_it():
+    with pytest.raises(UnknownName, match=r"In Bray it is --run DQN dueling=true\."):
+        get_algo("Dueling_DQN")
+    with pytest.raises(UnknownName, match="It is not here, because a run trains one policy"):
+        get_algo("Q-Mix")
 
 
 # --- small problems ---------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from bray.nn import ModelConfig
 from bray.optim import Optimizer
 from bray.rundir import RunDir
 from bray.train.config import DataConfig, LiveConfig, RunConfig
+from tests.seed_words import answers
 
 SECTIONS = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "live": LiveConfig, "data": DataConfig} | {
     name: get_algo(name).Config for name in ALGORITHMS
@@ -76,11 +77,39 @@ def test_every_hint_names_something_that_is_there():
     keys |= {f"{section}.{'.'.join(path)}" for section, cls in SECTIONS.items() for path, _ in all_keys(cls)}
     keys |= {"lambda", "steps", "the"}  # `lambda_` in Python; `--steps`; a sentence
     flags = {"--" + name.replace("_", "-") for name in options(COMMANDS["train"][0])} | {"--seed", "--device"}
+    flags |= {f"--{name.replace('_', '-')}" for cls in (RunConfig, DataConfig) for name in options(cls)} | {"-f"}
     for theirs, ours in ELSEWHERE.items():
         word = re.match(r"[\w.-]+", ours.lstrip("`"))[0].rstrip(".")
-        known = {"bray", "nothing"} | keys | flags | {"--checkpoint-score", "--keep-checkpoints"}
+        known = {"bray", "nothing", "not"} | keys | flags
         assert word in known, (theirs, ours)
         assert not (ours.startswith("bray ") and ours.split()[1] not in COMMANDS), ours
+
+
+def test_every_word_of_the_ancestors_is_answered(tmp_path):
+    """Each command, flag, algorithm and key of their pages works, is answered with ours, or is said not to be here."""
+    said = {answer.word: answer for answer in answers(tmp_path)}
+    assert [str(a) for a in said.values() if a.kind == "unanswered"] == []
+    for word, meaning in {
+        "--scheduler": "one command is one run",
+        "input": "bray train --data",
+        "output": "bray collect",
+        "clip_actions": "clipped always",
+        "general_cfg.mode": "bray eval RUN_DIR",
+        "rollout checkpoint-1 --run DQN --env CartPole-v0 --steps 10000": "bray eval RUN_DIR",
+        "policy.use_cuda": "device=cuda",
+        "--run QMIX": "a run trains one policy",
+    }.items():
+        assert meaning in said[word].text
+    assert {said[f"--run {name}"].kind for name in ("RainbowDQN", "DQN_new", "R2D2")} == {"works"}
+
+
+def test_a_flag_that_is_a_key_is_answered_with_the_key_and_another_is_not(capsys):
+    assert main(["train", "--run", "PPO", "--env", "CartPole-v1", "--rollout-length", "8"]) == 2
+    assert "Config keys are written without dashes: rollout_length=VALUE" in capsys.readouterr().err
+    assert main(["train", "--run", "PPO", "--env", "CartPole-v1", "--frobnicate", "8"]) == 2
+    assert "VALUE" not in capsys.readouterr().err
+    assert main(["train", "--run", "PPO", "--env", "CartPole-v1", "--vf-coef", "8"]) == 2
+    assert "In Bray it is value_coef" in capsys.readouterr().err
 
 
 JOYRL = """
