@@ -11,7 +11,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -55,6 +56,11 @@ def _onnx(value: Any, _: Any) -> Mapping[str, Any] | None:
     return {"use_onnx": "train" if value else None} if isinstance(value, bool) else None
 
 
+def _unless_none(new: str) -> tuple[str, Translate]:
+    """None stood for the default; an option that does not take a None is left out."""
+    return new, lambda value, _: {} if value is None else None
+
+
 def _newest(value: Any, _: Any) -> Mapping[str, Any]:
     if value not in (None, -1):
         raise ConfigError(f"get_model(step={value!r}): write model.clone({value!r}).get_model()")
@@ -71,6 +77,13 @@ def _window(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"kind": ("time_window_" if value else "") + given.get("kind", "avg")}
 
 
+def _name_of(value: Any, _: Any) -> Mapping[str, Any]:
+    return {"model_name": getattr(value, "name", value)}
+
+
+_NEVER_NONE = ("max_batch_size", "cpus_per_worker", "gpus_per_worker", "memory_per_worker", "local_mode")
+_OF_A_MODEL = ("num_workers", "use_onnx", "checkpoint", "checkpoint_interval", "override_model", *_NEVER_NONE)
+
 KEYWORDS: Mapping[str, Mapping[str, tuple[str, Translate]]] = {
     "AgentActor": {
         "name": _ignored("AgentActor without a name; RemoteActor(name=) has it"),
@@ -84,12 +97,21 @@ KEYWORDS: Mapping[str, Mapping[str, tuple[str, Translate]]] = {
         "framework": ("RemoteTrainer without it: models are PyTorch's", _framework),
         "total_cpus_ratio": _ignored("num_workers= and cpus_per_worker=: CPUs are asked for by number"),
     },
-    "RemoteModel": {"use_onnx": ("use_onnx='train' (or 'infer', 'quantize', None)", _onnx)},
+    "RemoteModel": {
+        "use_onnx": ("use_onnx='train' (or 'infer', 'quantize', None)", _onnx),
+        "num_workers": _unless_none("num_workers=N: their number stays as it is; 0 = the process that asks computes"),
+        **{key: _unless_none(f"RemoteModel without {key}=, or a value") for key in _NEVER_NONE},
+    },
+    "clone": {key: _ignored(f"RemoteModel(..., {key}=) of the model: clones are as it is") for key in _OF_A_MODEL},
     "get_model": {"step": ("get_model(), which has the newest weights", _newest)},
     "TorchTensorBuffer": {"to_gpu": ("device='cuda' or 'cpu'", lambda on, _: {"device": "cuda" if on else "cpu"})},
     "make_batch": {
         "concate": ("kind='concate' or 'stack'", lambda on, _: {"kind": "concate" if on else "stack"}),
         "parts": ("no parts", _no_parts),
+    },
+    "set_tensorboard_step": {
+        "model": ("set_tensorboard_step(NAME)", _name_of),
+        "get_step": _ignored("set_tensorboard_step(NAME): a model counts the steps"),
     },
     "query": {"time_window": ("kind='time_window_avg' (or 'avg': of all values)", _window)},
 }
@@ -127,18 +149,85 @@ def _train(self: Any, train: Any = None, *args: Any, **kwargs: Any) -> Call:
     return ((self,), as_trainer(kwargs)) if is_old_train(train) else ((self, train, *args), kwargs)
 
 
+def _reuse(self: Any, dataset: Any) -> Call:
+    """`ReuseBuffer(iterator)`."""
+    if iter(dataset) is not dataset:
+        return (self, dataset), {}
+    warn_once(
+        "ReuseBuffer(iterator)",
+        "ReuseBuffer(x) with an x whose __iter__ starts anew, such as a list; what an iterator gives is kept in memory",
+    )
+    return (self, _Kept(dataset)), {}
+
+
+class _Kept:
+    """What an iterator has given, to be read again."""
+
+    def __init__(self, items: Iterator[Any]):
+        self._items, self._kept = items, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._kept
+        for item in self._items:
+            self._kept.append(item)
+            yield item
+
+
 _CALLS: Mapping[str, Callable[..., Call]] = {
     "AgentActor.__init__": _keywords("AgentActor"),
     "RemoteActor.serve": _serve,
     "RemoteModel.__init__": _keywords("RemoteModel"),
+    "RemoteModel.clone": _keywords("clone"),
     "RemoteModel.get_model": _keywords("get_model"),
+    "ReuseBuffer.__init__": _reuse,
     "RemoteTrainer.__init__": _keywords("RemoteTrainer"),
     "RemoteTrainer.train": _train,
     "TorchTensorBuffer.__init__": _keywords("TorchTensorBuffer"),
     "make_batch": _keywords("make_batch"),
     "query": _keywords("query"),
+    "set_tensorboard_step": _keywords("set_tensorboard_step"),
 }
 """Public function or method: a call of it, in today's spelling."""
+
+
+def _done() -> Any:
+    """What may be awaited, or forgotten."""
+    from bray.inference.host import Promise
+
+    promise = Promise()
+    promise.set_result(None)
+    return promise
+
+
+def _forward_inputs(self: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example of a model as tensors: (args, kwargs)."""
+    import torch
+
+    from bray import tree
+
+    example = self._known().definition.example
+    return self.get_torch_forward_args(), tree.map(torch.tensor, {} if example is None else example[1])
+
+
+def _average(self: Any) -> float | None:
+    from bray.remote.master import query
+
+    return query(self.name, "avg")
+
+
+METHODS: Mapping[str, tuple[str, Callable[..., Any]]] = {
+    "AgentActor.stop": ("AgentActor.end(data)", lambda self, data=b"": self.end(data)),
+    "Metric.avg": ('bray.query(NAME, "avg")', _average),
+    "RemoteBuffer.iter_batches": ("for batch in buffer", lambda self, *_, **__: iter(self)),
+    "RemoteBuffer.sync": ("nothing: a buffer finds its workers itself", lambda self: _done()),
+    "RemoteModel.get_torch_forward_inputs": ("model.get_torch_forward_args()", _forward_inputs),
+    "RemoteModel.sync": ("nothing: a model finds its workers itself", lambda self: _done()),
+    "RemoteModel.warmup": (
+        "nothing; where the first forward must be quick, await model.forward(EXAMPLE) before",
+        lambda self: _done(),
+    ),
+}
+"""Methods (`Metric.avg`: a property) that are gone: what to write instead, and what they do meanwhile."""
 
 
 def adapt(module: ModuleType) -> None:
@@ -151,12 +240,25 @@ def adapt(module: ModuleType) -> None:
         wrapped = _around(getattr(*places[0]), to_new)
         for place, attribute in places:
             setattr(place, attribute, wrapped)
+    for spelled, (new, function) in METHODS.items():
+        name, _, method = spelled.partition(".")
+        if (found := vars(module).get(name)) is not None:
+            made = _said(spelled, new, function)
+            setattr(found, method, property(made) if function is _average else made)
+
+
+def _said(spelled: str, new: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        warn_once(spelled, new)
+        return function(*args, **kwargs)
+
+    return called
 
 
 def _around(function: Callable[..., Any], to_new: Callable[..., Call]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
+        if kwargs or to_new is _reuse:
             args, kwargs = to_new(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -170,6 +272,10 @@ _NO_LONGER = {
     "get_step": 'bray.RemoteModel("NAME").step is the step of a model',
     "get_metrics_worker": "bray.init starts what adds up numbers; bray.merge and bray.query reach it",
     "TorchPrefetchBuffer": "bray.PrefetchBuffer(bray.TorchTensorBuffer(buffer, device), size=1)",
+    "ListBuffer": "bray.BatchBuffer(buffer, batch_size, kind=None)",
+    "StackBuffer": "bray.BatchBuffer(buffer, batch_size, kind='stack')",
+    "ConcateBuffer": "bray.BatchBuffer(buffer, batch_size, kind='concate')",
+    "TensorFlowTensorBuffer": "bray.TorchTensorBuffer(buffer): models are PyTorch's",
     "unflatten_nested_array": "bray.handle_nested_array applies a function to every array and keeps the structure",
 }
 
@@ -281,7 +387,21 @@ def _moved(name: str) -> Any:
     from bray.fake.actor import FakeActor
     from bray.tree import leaves, split
 
-    return {"flatten_nested_array": leaves, "split_batch": split, "FakeActor": FakeActor}.get(name)
+    return {
+        "flatten_nested_array": leaves,
+        "split_batch": split,
+        "FakeActor": FakeActor,
+        "merge_time_ms": merge_time_ms,
+    }.get(name)
+
+
+def merge_time_ms(name: str, beg: float, **labels: Any) -> None:
+    """The milliseconds since `beg`, a `time.time()`, as a number of the session."""
+    from bray.remote.master import merge
+
+    warn_once("merge_time_ms(NAME, beg)", "bray.merge(NAME, 1000 * (time.time() - beg))")
+    desc = {"time_window_avg": f"{name} latency ms", "time_window_cnt": f"{name} per minute"}
+    merge(name, 1000 * (time.time() - beg), desc, **labels)
 
 
 class _OldModules(MetaPathFinder, Loader):
@@ -326,6 +446,6 @@ def run_command(module: str) -> None:
 def install(bray: ModuleType, homes: Mapping[str, str]) -> None:
     """Let `import` find the old modules, and old keywords reach the public names of `bray`, whose `homes` are modules.
     `import bray` does it."""
-    for home in {homes[spelled.partition(".")[0]] for spelled in _CALLS}:
+    for home in {homes[spelled.partition(".")[0]] for spelled in (*_CALLS, *METHODS)}:
         after_import(home, adapt)
     sys.meta_path.append(_OldModules(bray))

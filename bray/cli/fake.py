@@ -30,15 +30,14 @@ def actor(options: FakeActorOptions) -> int:
     config = ServiceConfig(
         host=options.host,
         port=options.port,
-        use_tcp=options.tcp,
+        use_tcp=True,
         workers=options.workers,
         actors_per_worker=options.sessions,
     )
 
     def ready(port: int, admin_port: int) -> None:
-        kinds = "HTTP and TCP" if config.use_tcp else "HTTP"
         where = f"{config.host}:{port} (admin {admin_port})"
-        say(f"a fake actor answers {kinds} on {where}; Ctrl-C ends it", "bold")
+        say(f"a fake actor answers HTTP and TCP on {where}; Ctrl-C ends it", "bold")
         say(f"try: bray fake gamecore --port {port} --sessions 8 --seconds 5", "dim")
 
     return serve(partial(FakeActor, replies), config, on_ready=ready)

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -55,8 +56,7 @@ def launch(options: Launch) -> int:
         deployed = _deployed(graph)
         check_modules(graph, deployed)
         if options.check:
-            check_networks(graph, deployed)
-            _show_plan(graph, options)
+            _show_plan(graph, options, [*graph.notes, *check_networks(graph, deployed)])
             return 0
         for note in graph.notes:
             print(f"note: {note}", file=sys.stderr)
@@ -88,7 +88,7 @@ def _draw(graph: Graph, out: Path) -> None:
 # --- what would start -------------------------------------------------------------------------------------------------
 
 
-def _show_plan(graph: Graph, options: Launch) -> None:
+def _show_plan(graph: Graph, options: Launch, notes: Sequence[str]) -> None:
     s = graph.settings
     say(f"{s.project}/{s.trial} · mode {s.mode} · {len(graph.components)} components", "bold")
     table = plain_table("component", "kind", ">processes", ">CPUs", ">GPUs", ">MB", "where", "edges")
@@ -101,7 +101,7 @@ def _show_plan(graph: Graph, options: Launch) -> None:
     if graph.absent:
         gone = ", ".join(f"{name} ({why})" for name, why in graph.absent.items())
         say(f"not in this mode: {gone}", "dim")
-    for note in graph.notes:
+    for note in notes:
         say(f"note: {note}", "yellow")
     machine, cluster = Machine.look(), _cluster(options.cluster)
     facts([("this machine", machine), ("cluster", cluster)])
@@ -251,7 +251,8 @@ def _for_longer(graph: Graph, options: Launch) -> Launch:
 
 class _term_as_interrupt:
     """Within: SIGTERM and SIGHUP are Ctrl-C, so that what was started is stopped. Only the first of them: `timeout`
-    sends two, and the second would interrupt the stopping."""
+    sends two, and the second would interrupt the stopping. A SIGINT that the shell of a script has switched off for
+    what it starts with `&` counts again, as in `bray train` and `bray serve`."""
 
     def __enter__(self) -> None:
         came = False
@@ -266,6 +267,8 @@ class _term_as_interrupt:
         if threading.current_thread() is threading.main_thread():
             signals = (signal.SIGTERM, signal.SIGHUP)
             self._old = {s: signal.signal(s, interrupt) for s in signals if signal.getsignal(s) != signal.SIG_IGN}
+            if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+                self._old[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __exit__(self, *error: Any) -> None:
         for s, handler in self._old.items():

@@ -360,12 +360,12 @@ class FakeActor(Options):
     port: Port = 8000
     """0 = any free one."""
     host: Address = "127.0.0.1"
-    tcp: bool = False
-    """Answer framed TCP too, on the same port."""
+    tcp: Annotated[bool, Flag(hidden=True)] = True
+    """Nothing: HTTP and framed TCP are both answered, on the same port."""
     workers: Count = 1
     sessions: Count = 1000
     """Sessions of one worker at once."""
-    start: Text = ""
+    start: Text = "fake_actor_start_return"
     """The reply to a start."""
     tick: Text = "fake_actor_tick_return"
     """The reply to a tick."""

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures.thread import _threads_queues  # type: ignore[attr-defined]
+from concurrent.futures.thread import _threads_queues
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -138,14 +138,6 @@ ELSEWHERE: dict[str, str] = {
     "policy_mapping_fn": f"not here: {_ONE_POLICY}",
     "policies_to_train": f"not here: {_ONE_POLICY}",
     # JoyRL
-    "mode": "`bray train` (train) or `bray eval RUN_DIR` (test)",
-    "mp_backend": "cluster=ray with num_workers; without it the workers are processes of this machine",
-    "n_workers": "num_workers",
-    "online_eval_episode": "eval_episodes, with eval_freq",
-    "save_best_model": "nothing: RUN_DIR/checkpoints/best always is the best one",
-    "save_fig": "save_figure",
-    "show_fig": "show_figure",
-    "buffer_type": "nothing: each algorithm has its own; prioritized=true makes that of DQN a PER",
     "render_mode": "`bray eval RUN_DIR --render` (a film) or `--render human` (a window)",
     # nerveX
     "use_cuda": "device=cuda",

@@ -11,7 +11,7 @@ from bray.serving.actor import Actor
 class Replies:
     """What a FakeActor answers."""
 
-    start: bytes = b""
+    start: bytes = b"fake_actor_start_return"
     tick: bytes = b"fake_actor_tick_return"
     end: bytes = b"fake_actor_end_return"
     echo: bool = False

@@ -101,6 +101,7 @@ class Launched:
 
 
 _HOMES = {
+    "leave_out": "bray.remote.buffer.handle",
     "PolicyActor": "bray.serving.policy_actor",
     "numbers": "bray.remote.master",
 }
@@ -121,6 +122,7 @@ def build(graph: Graph, session: Any, started: Callable[[str], None] = lambda na
     """
     run, modules = Launched(graph, session), Modules(graph)
     find_part("set")("config", graph.config)  # agents and trainers find it with bray.get("config")
+    find_part("leave_out")([name for name in graph.absent if graph.config[name]["kind"] == "buffer"])
     _deploy(run)
     for kind, make in (("model", _model), ("buffer", _buffer), ("actor", _actor), ("trainer", _trainer)):
         if kind == "trainer":  # stops are called newest first: after its end, before games in progress are waited for
@@ -165,15 +167,8 @@ def _model(run: Launched, modules: Modules, c: Component) -> None:
     else:
         build_model = modules.needed(c)
     made = build_model(c.name, run.graph.config)
-    if s.module is not None:
-        check_network(run.graph, modules, c, made)
-    model, forward_args = made
-    run.models[c.name] = find_part("RemoteModel")(
-        c.name,
-        model,
-        forward_args if isinstance(forward_args, tuple) else (forward_args,),
-        **values_of(s, ModelOptions),
-    )
+    model, forward_args = made if s.module is None else check_network(run.graph, modules, c, made)
+    run.models[c.name] = find_part("RemoteModel")(c.name, model, forward_args, **values_of(s, ModelOptions))
     if run.graph.settings.mode == "deploy" and s.checkpoint is None and run.models[c.name].step == 0:
         logger.warning(
             "model %s has no checkpoint in %s: games are answered with the weights that build_model made. Train this "

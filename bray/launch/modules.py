@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from bray import tree
-from bray.errors import BrayError, ConfigError, did_you_mean
+from bray.errors import BrayError, ConfigError, DataError, did_you_mean
 from bray.launch.graph import Component, Edge, Graph
 
 
@@ -170,32 +170,45 @@ def _is_machinery(file: str) -> bool:
     return file.startswith("<frozen importlib") or file in (importlib.__file__, __file__)
 
 
-# --- whether a network fits its game ----------------------------------------------------------------------------------
+# --- whether a network runs, and fits its game ------------------------------------------------------------------------
 #
 # A `PolicyAgent` reads ticks by the observation space of its algorithm's `env` and hands them to the model of its
 # section. A network of another size would fail at the first tick of a game, in another process.
 
 
-def check_networks(graph: Graph, deployed: Collection[str] = ()) -> None:
-    """Build every network that a module of the project defines for an algorithm's game, and compare. One ConfigError
-    for all mistakes."""
-    modules, problems = Modules(graph), []
-    for c in graph.of_kind("model").values():
-        if c.settings.module is None or c.name in deployed or not _algorithms(graph, c):
-            continue
+def check_networks(graph: Graph, deployed: Collection[str] = ()) -> list[str]:
+    """Build every network that a module of the project defines, run it with its example, and compare it with the games
+    of its algorithms. One ConfigError for all mistakes; what would only be logged is returned."""
+    built = [c for c in graph.of_kind("model").values() if c.settings.module is not None and c.name not in deployed]
+    if not built:  # a deployment may have no torch
+        return []
+    import torch
+
+    from bray.remote.master.handle import draw_graph
+    from bray.remote.model.definition import find_example
+
+    modules, problems, notes = Modules(graph), list[str](), list[str]()
+    for c in built:
+        place = f"{c.name}.module ({graph.where(c.name, 'module')})"
         try:
-            check_network(graph, modules, c, modules.needed(c)(c.name, graph.config))
+            model, args = check_network(graph, modules, c, modules.needed(c)(c.name, graph.config))
+            example = find_example(model, args, {})
+            if c.settings.tensorboard_graph and example is not None:
+                draw_graph(model, tree.map(torch.tensor, example[0]))
+        except DataError as e:
+            notes.append(f"{c.name}.tensorboard_graph ({graph.where(c.name, 'tensorboard_graph')}): {e}")
         except BrayError as e:
-            problems.append(str(e))
+            problems.append(str(e) if c.name in str(e) else f"{place}: {e}")
         except Exception as e:
-            place = f"{c.name}.module ({graph.where(c.name, 'module')})"
             problems.append(f"{place}: build_model raised {type(e).__name__}: {e}")
     if problems:
         raise ConfigError("\n".join(problems))
+    return notes
 
 
-def check_network(graph: Graph, modules: Modules, c: Component, made: Any) -> None:
-    """ConfigError where what `build_model` returned does not fit the env of an algorithm that asks it."""
+def check_network(graph: Graph, modules: Modules, c: Component, made: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The model and the arguments that `build_model` returned; ConfigError where they do not fit the env of an
+    algorithm that asks it."""
     if not (isinstance(made, tuple) and len(made) == 2):
         raise ConfigError(f"expected build_model to return (model, forward_args), got {made!r:.80}")
     model, args = made[0], made[1] if isinstance(made[1], tuple) else (made[1],)
@@ -208,6 +221,7 @@ def check_network(graph: Graph, modules: Modules, c: Component, made: Any) -> No
                 f"{c.name} ({graph.where(c.name, 'module')}): the network of {c.settings.module} does not fit the env "
                 f"{env} of {name}: {problem}"
             )
+    return model, args
 
 
 def _algorithms(graph: Graph, c: Component) -> list[str]:

@@ -14,6 +14,7 @@ from bray.errors import CheckpointError, DataError
 from bray.rundir.reader import BLANK, check_seal, most_bytes, read_plain, seal
 
 _MOST_HEADER = 16 << 20
+_TORCH = (b"PK\x03\x04", b"\x80")  # how torch.save begins a file, now (a ZIP archive) and before (a pickle)
 
 
 @dataclass
@@ -78,6 +79,14 @@ def read_weights(path: str | Path, root: str | Path | None = None) -> dict[str, 
 
 def unpack_weights(data: bytes, where: str | Path) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file; they are finite."""
+    if data.startswith(_TORCH):
+        new = Path(where).with_suffix(".safetensors")
+        raise CheckpointError(
+            f"{where}: a file of torch.save is not read, because reading a pickle can run code. Where its weights have "
+            f'names, convert it once, safely: python -c "import torch, safetensors.torch as s; '
+            f"s.save_file(torch.load('{where}', weights_only=True), '{new}')\" and give {new.name} "
+            "(a list, as the first Bray saved it: docs/moving.md)"
+        )
     try:
         if int.from_bytes(data[:8], "little") > _MOST_HEADER:
             raise ValueError(f"its header claims more than {_MOST_HEADER:,} bytes")

@@ -39,6 +39,18 @@ _DEFAULT_REPLIES = {
 }  # clients of older services wait for ever for an empty reply over TCP
 
 
+_ends: dict[type, str] = {}
+
+
+def _end_of(cls: type) -> str:
+    """`end`, or `stop` where a class has that in its place; of both, what the class itself says before what it
+    inherits."""
+    if cls not in _ends:
+        own = (name for c in cls.__mro__ if c is not Actor for name in ("end", "stop") if name in vars(c))
+        _ends[cls] = next(own, "end")
+    return _ends[cls]
+
+
 class Session:
     __slots__ = (
         "actor",
@@ -59,8 +71,7 @@ class Session:
     def __init__(self, name: bytes, actor: Any):
         self.name, self.actor = name, actor
         self.start, self.tick = actor.start, actor.tick
-        own_end = getattr(type(actor), "end", None) not in (None, Actor.end)
-        self.finish = actor.end if own_end or not hasattr(actor, "stop") else actor.stop
+        self.finish = getattr(actor, _end_of(type(actor)))
         self.request: Request | None = None  # the one that is being answered
         self.task: asyncio.Future[Any] | None = None
         self.waiting: deque[Request] | None = (
@@ -378,13 +389,17 @@ class Sessions:
             session.task = self.loop.create_task(self._auto(session, request))
 
     async def _auto(self, session: Session, request: Request) -> None:
-        """start, tick and end in one; the Actor goes back to the pool."""
+        """start, tick and end in one; the Actor goes back to the pool. One that has only a tick is asked for no more,
+        and a `stop` is not an `end` here: services that knew it by that name never called it for such requests."""
         status, body, reuse = 504, b"", False
         try:
             session.actor.key = request.key
-            await _value(session.start(request.session.decode("utf-8", "replace"), b""))
+            kind = type(session.actor)
+            if getattr(kind, "start", None) is not Actor.start:
+                await _value(session.start(request.session.decode("utf-8", "replace"), b""))
             answer = await _value(session.tick(request.body))
-            await _value(session.finish(b""))
+            if _end_of(kind) == "end" and getattr(kind, "end", None) is not Actor.end:
+                await _value(session.finish(b""))
             status, body, reuse = 200, self._as_bytes(session, "tick", answer), True
         except (*FAILURES, asyncio.CancelledError) as e:
             if request in self.running:  # else its deadline passed, and it has been answered

@@ -3,6 +3,7 @@ listens."""
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -379,7 +380,9 @@ def test_a_signal_stops_it_cleanly_with_code_0(sig, mode, file, tmp_path):
     here = str(Path(__file__).parents[1])
     process = subprocess.Popen(
         [sys.executable, "-u", "-c", code, *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": here}, cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, str(Path(here).parent)])},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as a script's shell starts it with `&`
     )  # fmt: skip
     try:
         lines = []
@@ -402,7 +405,17 @@ def test_a_signal_stops_it_cleanly_with_code_0(sig, mode, file, tmp_path):
 # --- looking before ---------------------------------------------------------------------------------------------------
 
 
-def test_check_says_what_would_start(file, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def real(file):
+    """Its model is one of torch: what is checked is run."""
+    code = file.parent / "code.py"
+    line = "import torch; return torch.nn.Identity(), (torch.zeros(1, config['network']['width']),)"
+    code.write_text(re.sub(r'return f"torch of.*', line, code.read_text()))
+    return file
+
+
+def test_check_says_what_would_start(real, tmp_path, capsys, monkeypatch):
+    file = real
     monkeypatch.setattr(command.Machine, "look", classmethod(lambda cls: cls(1, 2048.0, ())))
     monkeypatch.setattr("bray.cluster.ray_start.running_nodes", lambda: [])
     assert main(["launch", "--config", str(file), "--check", "model1.num_workers=2", "model1.gpus_per_worker=1"]) == 0
@@ -425,8 +438,8 @@ def test_check_says_what_would_start(file, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_of_deploy_mode(file, capsys):
-    assert launch(file, "--check", "--mode", "deploy", "--trial", "t2") == 0
+def test_check_of_deploy_mode(real, capsys):
+    assert launch(real, "--check", "--mode", "deploy", "--trial", "t2") == 0
     out = capsys.readouterr().out
     assert "/t2 · mode deploy · 4 components" in out
     assert "local: all components in this process" in out
@@ -437,7 +450,8 @@ def test_check_of_deploy_mode(file, capsys):
     )
 
 
-def test_the_clusters_nodes_are_shown(file, capsys, monkeypatch):
+def test_the_clusters_nodes_are_shown(real, capsys, monkeypatch):
+    file = real
     nodes = [
         SimpleNamespace(host="10.0.0.1", head=True, cpus=4.0, gpus=1.0),
         SimpleNamespace(host="10.0.0.2", head=False, cpus=8.0, gpus=0.0),
@@ -477,8 +491,8 @@ def test_a_ray_of_its_own_is_told_of_enough_cpus(file):
     assert command.ray_settings(Launch(config=file, cluster="local"), asked) == {}
 
 
-def test_python_m_bray_launch_is_the_same_command(file):
-    words = ["--config", str(file), "--check", "--cluster", "local"]
+def test_python_m_bray_launch_is_the_same_command(real):
+    words = ["--config", str(real), "--check", "--cluster", "local"]
     outs = [
         subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, check=True).stdout
         for start in (["-m", "bray.launch"], ["-m", "bray", "launch"])

@@ -1,24 +1,33 @@
 """Code written for the first Bray, as its pages and projects spell it: it runs, or is told the new spelling
 (docs/moving.md)."""
 
+import asyncio
 import contextlib
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import bray
 from bray import compat
+from bray.cli.main import main
 from bray.client import ClientError
-from bray.errors import ConfigError
+from bray.errors import CheckpointError, ConfigError, MissingComponent
+from bray.launch.build import build
+from bray.launch.graph import load
+from bray.rundir.weights import read_weights
 from tests.ray_for_tests import local_session, opened  # noqa: F401
+from tests.serving_for_tests import Wire, running
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +156,193 @@ def test_old_spelling_of_query_and_path(local_session):  # noqa: F811
     assert bray.RemoteStateDumper("state") is None
 
 
+def linear(**settings):
+    return bray.RemoteModel("m", torch.nn.Linear(3, 2), (np.zeros(3, np.float32),), **settings)
+
+
+def test_none_was_the_default_of_a_models_settings(local_session, caplog):  # noqa: F811
+    nothing = dict.fromkeys(("num_workers", "max_batch_size", "cpus_per_worker", "memory_per_worker", "local_mode"))
+    model = linear(**nothing, checkpoint_interval=None, use_onnx=None)
+    assert model.num_workers == 0
+    assert "RemoteModel(num_workers=) is of the first Bray; write num_workers=N: their number stays" in caplog.text
+
+
+def test_old_calls_of_a_model(local_session, caplog):  # noqa: F811
+    model = linear(max_batch_size=4)
+    clone = model.clone(step=-1, max_batch_size=8, num_workers=2)
+    assert clone.name == "m-0"
+    assert "write RemoteModel(..., max_batch_size=) of the model" in caplog.text
+    model.warmup()
+    assert asyncio.run(as_coroutine(model.sync())) is None
+    (x,), named = model.get_torch_forward_inputs()
+    assert x.shape == (1, 3)
+    assert named == {}
+    bray.set_tensorboard_step(model=model)
+    bray.set_tensorboard_step(model)
+    for word in ("RemoteModel.warmup", "RemoteModel.sync", "get_torch_forward_inputs", "set_tensorboard_step(model=)"):
+        assert f"{word} is of the first Bray" in caplog.text or f"RemoteModel.{word} is of the first" in caplog.text
+
+
+async def as_coroutine(awaitable):
+    return await awaitable
+
+
+def test_old_calls_of_buffers(local_session, caplog):  # noqa: F811
+    buffer = bray.RemoteBuffer("b", size=4, batch_size=1, num_workers=1)
+    buffer.push({"x": np.ones(2)})
+    assert next(buffer.iter_batches())["x"].shape == (1, 2)
+    assert "RemoteBuffer.iter_batches is of the first Bray; write for batch in buffer" in caplog.text
+    twice = bray.ReuseBuffer(iter([1, 2]))
+    assert [next(twice) for _ in range(5)] == [1, 2, 1, 2, 1]
+    assert "what an iterator gives is kept in memory" in caplog.text
+    assert [x for x, _ in zip(bray.ReuseBuffer([3]), range(2), strict=False)] == [3, 3]
+
+
+def test_old_calls_of_metrics(local_session):  # noqa: F811
+    from bray.metric.metric import merge_time_ms
+
+    metric = bray.Metric("m")
+    metric.merge(np.array([1.0, 3.0]))
+    assert metric.avg == 2.0
+    merge_time_ms("took", time.time() - 0.5, model="a")
+    assert bray.query("took", model="a") >= 500
+
+
+class Old(bray.AgentActor):
+    """An AgentActor of a project's own, which ends its games as the first Bray spelled it."""
+
+    def __init__(self):
+        super().__init__(agents={"quiet": Quiet})
+        self.stopped = []
+
+    async def stop(self, data):
+        self.stopped.append(await super().stop(data))
+        return b"own"
+
+
+class Quiet(bray.Agent):
+    def on_tick(self, state):
+        state.output = state.input
+
+
+def test_an_agent_actor_may_be_stopped(caplog):
+    with running(Old) as server, bray.Client(port=server.port) as client:
+        client.start()
+        client.tick(b"x")
+        assert client.end() == b"own"
+    assert "AgentActor.stop is of the first Bray; write AgentActor.end(data)" in caplog.text
+
+
+class OnlyTicks(bray.Actor):
+    """For games that send `auto`: the first Bray called nothing else for them."""
+
+    def tick(self, data):
+        return data
+
+    def stop(self, data):
+        raise AssertionError("nobody has started")
+
+
+def test_a_request_without_a_session_needs_no_start_and_no_stop():
+    with running(OnlyTicks) as server, Wire(server.port) as wire:
+        assert wire.step("auto", None, b"x") == (200, b"x")
+
+
+def test_a_torch_file_is_answered_with_how_to_convert_it(tmp_path):
+    net = torch.nn.Linear(3, 2)
+    torch.save(net.state_dict(), tmp_path / "step-100.pt")
+    with pytest.raises(CheckpointError, match=r"step-100\.pt: a file of torch\.save is not read") as e:
+        read_weights(tmp_path / "step-100.pt")
+    code = re.search(r'python -c "(.*?)" and give', str(e.value))[1]
+    exec(code)
+    assert read_weights(tmp_path / "step-100.safetensors")["weight"].shape == (2, 3)
+
+
+def test_a_list_of_weights_is_converted_as_the_page_says(tmp_path, monkeypatch):
+    net = torch.nn.Linear(3, 2)
+    torch.save([p.detach() for p in net.parameters()], tmp_path / "step-100.pt")
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)
+    exec(textwrap.dedent(code), {"torch": torch, "safetensors": safetensors, "model": net})
+    assert read_weights(tmp_path / "start.safetensors")["weight"].tolist() == net.weight.tolist()
+
+
+# --- the game service without an agent --------------------------------------------------------------------------------
+
+
+def fake_actor(monkeypatch):
+    """What `python -m bray.fake.fake_actor` serves, on any port."""
+    served = []
+    monkeypatch.setattr("bray.cli.fake.serve", lambda *args, **_: served.append(args) or 0)
+    assert main(["fake", "actor", "--port", "0"]) == 0
+    make, config = served[0]
+    return running(make, use_tcp=config.use_tcp)
+
+
+GAME = r"""
+#include <arpa/inet.h>
+#include <cassert>
+#include <cstdio>
+#include <cstdlib>
+#include <endian.h>
+#include <string>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static std::string ask(int s, const std::string& session, const std::string& kind, const std::string& body) {
+  const std::string key = "a key", token = "a token";
+  const std::string parts[] = {session, kind, key, token, body};
+  std::string sent;
+  for (const auto& p : parts) { int64_t n = htobe64(p.size()); sent.append((char*)&n, 8); }
+  sent.append(8, 0);  // time
+  for (const auto& p : parts) sent += p;
+  assert(send(s, sent.data(), sent.size(), 0) == (ssize_t)sent.size());
+  int64_t head[3];
+  assert(recv(s, head, 24, 0) == 24);
+  assert(be64toh(head[0]) == session.size() && head[2] == 0);
+  std::string name(be64toh(head[0]), ' '), answer(be64toh(head[1]), ' ');
+  recv(s, &name[0], name.size(), 0);
+  recv(s, &answer[0], answer.size(), 0);  // waits for ever where there is nothing
+  assert(name == session);
+  return answer;
+}
+
+int main(int, char** argv) {
+  alarm(20);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  to.sin_port = htons(atoi(argv[1]));
+  to.sin_addr.s_addr = inet_addr("127.0.0.1");
+  int s = socket(AF_INET, SOCK_STREAM, 0);
+  assert(connect(s, (sockaddr*)&to, sizeof to) == 0);
+  puts(ask(s, "session_1", "start", "start game").c_str());
+  for (int i = 0; i < 3; i++) puts(ask(s, "session_1", "tick", "state").c_str());
+  puts(ask(s, "session_1", "stop", "stop game").c_str());
+}
+"""
+"""A game over framed TCP as the first Bray's was: blocking calls, one `recv` for each part of a reply."""
+
+
+def test_an_old_game_in_cpp_plays_against_a_fake_actor(monkeypatch, tmp_path):
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None or sys.platform != "linux":
+        pytest.skip("no C++ compiler, or no endian.h")
+    (tmp_path / "game.cpp").write_text(GAME)
+    subprocess.run([compiler, "-O0", "-o", tmp_path / "game", tmp_path / "game.cpp"], check=True, timeout=120)
+    with fake_actor(monkeypatch) as server:
+        made = subprocess.run([tmp_path / "game", str(server.port)], capture_output=True, text=True, timeout=60)
+    assert made.returncode == 0, made.stderr
+    ticks = ["fake_actor_tick_return"] * 3
+    assert made.stdout.split() == ["fake_actor_start_return", *ticks, "fake_actor_end_return"]
+
+
+def test_a_fake_actor_answers_http_as_well(monkeypatch):
+    with fake_actor(monkeypatch) as server:
+        for tcp in (False, True):
+            with bray.Client(port=server.port, tcp=tcp) as client:
+                assert client.start() == b"fake_actor_start_return"
+
+
 def test_the_client_names_what_replaced_its_arguments():
     with pytest.raises(TypeError, match="there is no secret=: `token=` is what a service checks"):
         bray.Client("localhost", 8000, secret="s")
@@ -185,7 +381,7 @@ PROJECT = {
 
             def forward(self, state):
                 logit = self.body(state["image"])
-                return logit, torch.multinomial(torch.softmax(logit, -1), 1).squeeze(-1)
+                return {"logit": logit, "action": torch.multinomial(torch.softmax(logit, -1), 1).squeeze(-1)}
 
         def build_model(name, config):
             network = config["network"]
@@ -202,7 +398,8 @@ PROJECT = {
 
             async def on_tick(self, state: bray.State):
                 image = np.asarray(state.input["image"], np.float32)
-                logit, action = await bray.forward("model1", {"image": image})
+                outputs = await bray.forward("model1", {"image": image})
+                logit, action = outputs["logit"], outputs["action"]
                 reward = np.float32(state.input["reward"])
                 state.transition = {"image": image, "logit": logit, "action": np.int64(action), "reward": reward}
                 state.output = {"action": int(action)}
@@ -230,7 +427,7 @@ PROJECT = {
                 return replay
 
             def loss(self, replay):
-                logit, _ = self.model({"image": replay["image"]})
+                logit = self.model({"image": replay["image"]})["logit"]
                 loss = torch.nn.functional.cross_entropy(logit, replay["action"])
                 bray.merge("imitation", loss)
                 return loss
@@ -242,7 +439,7 @@ PROJECT = {
         dump_state: true
         model1: {kind: model, module: old_game.net, checkpoint_interval: null, checkpoint: null, max_batch_size: 4,
                  num_workers: 0, cpus_per_worker: 0.5, gpus_per_worker: 0.0, memory_per_worker: 1024, use_onnx: null,
-                 local_mode: true, override_model: true, tensorboard_graph: false, tensorboard_step: true}
+                 local_mode: true, override_model: true, tensorboard_graph: true, tensorboard_step: true}
         buffer1: {kind: buffer, enable: train, size: 8, batch_size: 8, num_workers: 2, density: 100}
         agent1: {kind: agent, module: old_game.agents, class: Player}
         metrics: {kind: agent, module: old_game.agents, class: Metrics}
@@ -258,12 +455,13 @@ PROJECT = {
 }
 
 
-def write_old_project(folder, port):
-    (folder / "old_game").mkdir()
+def write_old_project(folder, port, package="old_game"):
+    """One package per test of this process: modules are imported once."""
+    (folder / package).mkdir()
     for file, text in PROJECT.items():
         text = textwrap.dedent(text).replace("RUNS", str(folder / "runs")).replace("PORT", str(port))
-        (folder / "old_game" / file).write_text(text)
-    return folder / "old_game" / "rl.yaml"
+        (folder / package / file).write_text(text.replace("old_game", package))
+    return folder / package / "rl.yaml"
 
 
 def play_old_game(port, ticks, until=lambda: False):
@@ -296,7 +494,80 @@ def test_a_project_of_the_first_bray_trains_from_its_launch_file(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "runs/v0/result.jsonl").read_text().splitlines()]
     assert rows[-1]["learner_steps_total"] == 6, said
     assert {"imitation", "logit/p50", "logit/max"} <= set(rows[-1])
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said
+    assert "Warning" not in said, said
+
+
+def test_a_deployed_project_pushes_into_nothing(tmp_path, caplog):
+    """Its agents push in a deployment too, where nobody trains and there is no buffer."""
+    graph = load(write_old_project(tmp_path, 0, "old_deployed"), mode="deploy")
+    caplog.set_level("INFO")
+    session = bray.init(graph.settings.project, graph.settings.trial, cluster="local")
+    try:
+        port = build(graph, session).actors["actor1"].port
+        for _ in range(2):
+            play_old_game(port, 24)
+        bray.RemoteBuffer("buffer1", size=8).push({"x": np.zeros(2)}).result(1)
+        with pytest.raises(MissingComponent, match="there is no buffer 'bufer1'"):
+            bray.push("bufer1", {"x": np.zeros(2)})
+    finally:
+        bray.shutdown()
+    said = [r.getMessage() for r in caplog.records if "buffer1" in r.getMessage()]
+    assert said == ["buffer buffer1 does not exist in this mode: what is pushed to it is dropped"]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+
+class Answers(torch.nn.Module):
+    """A dict, and an action that is drawn: what the first template's model returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 3)
+
+    def forward(self, state):
+        logits = self.body(state["image"])
+        return {"logits": logits, "action": torch.multinomial(torch.softmax(logits, -1), 1)[:, 0]}
+
+
+class Untraceable(Answers):
+    def forward(self, state):
+        if torch.jit.is_tracing():
+            raise RuntimeError("not while it is traced")
+        return super().forward(state)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_graph_of_a_model_that_returns_a_dict(local_session):  # noqa: F811
+    example = ({"image": torch.zeros(1, 4)},)
+    bray.RemoteModel("m", Answers(), example, tensorboard_graph=True)
+    bray.add_graph(Answers(), example[0])
+
+
+def test_a_graph_that_cannot_be_drawn_ends_nothing(local_session, caplog, capsys):  # noqa: F811
+    bray.RemoteModel("m", Untraceable(), ({"image": torch.zeros(1, 4)},), tensorboard_graph=True)
+    said = "model m is not in TensorBoard: torch cannot draw the graph of Untraceable: not while it is traced"
+    assert said in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_launch_that_is_checked_runs_its_models(tmp_path, capsys):
+    for package, line, code, said in (
+        ("old_fine", "", 0, "nothing was started"),
+        (
+            "old_graph",
+            "assert not torch.jit.is_tracing(), 'no trace'",
+            0,
+            "torch cannot draw the graph of Net: no trace",
+        ),
+        ("old_wrong", "self.bdy", 2, "'Net' object has no attribute 'bdy'"),
+    ):
+        file = write_old_project(tmp_path, 0, package)
+        net = file.parent / "net.py"
+        net.write_text(net.read_text().replace("logit = self", f"{line}\n        logit = self"))
+        assert main(["launch", "--config", str(file), "--check", "--cluster", "local"]) == code
+        out, err = capsys.readouterr()
+        assert said in " ".join((out + err).split())
+        assert "Traceback" not in out
 
 
 # --- components made inside an Actor ----------------------------------------------------------------------------------
@@ -352,6 +623,8 @@ def test_the_page_has_every_old_spelling():
     words = [key for keys in compat.KEYWORDS.values() for key in keys]
     words += [m for m in compat.MODULES if not any(other.startswith(m + ".") for other in compat.MODULES)]
     words += ["bray.train", "RemoteStateDumper", "get_trial_launch_path", "export_onnx", "get_step", "horovod"]
+    words += [method.rpartition(".")[2] for method in compat.METHODS]
+    words += ["merge_time_ms", "ReuseBuffer(iterator)", "ListBuffer", "TensorFlowTensorBuffer", "step_kind: auto"]
     words += ["TorchPrefetchBuffer", "get_metrics_worker", "unflatten_nested_array", "secret=", "actor=", "bray.ray"]
     assert [word for word in words if word not in table] == []
 

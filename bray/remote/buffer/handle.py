@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
 from bray.cluster import io
-from bray.cluster.session import session
+from bray.cluster.session import ClusterSession, session
 from bray.errors import ConfigError, Ended, MissingComponent, UnknownName, Unreachable
 from bray.inference.host import Promise
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connection
@@ -28,6 +28,7 @@ from bray.remote.buffer.options import BufferDefinition, BufferOptions, without_
 from bray.remote.buffer.pending import Pushed
 from bray.remote.buffer.reader import PREFETCH, BufferReader
 from bray.remote.buffer.worker import BufferShard
+from bray.remote.master.handle import get, logger, set
 from bray.tree import NestedArray
 
 _FIND_TIMEOUT = 60.0  # for the shards of a buffer that another process is just making
@@ -74,10 +75,14 @@ class RemoteBuffer:
         oldest samples. With drop=False the samples wait for room, and pushing without awaiting raises Overloaded when
         too many wait.
         """
+        if _is_dropped(self.name):
+            return Pushed(())
         return connection(self.settings).writer.push(samples, drop)
 
     def push_batch(self, batch: NestedArray, drop: bool = True) -> Pushed:
         """Add the rows of a tree `[N, ...]`: `push` of N samples, without taking them apart."""
+        if _is_dropped(self.name):
+            return Pushed(())
         return connection(self.settings).writer.push_batch(batch, drop)
 
     # --- reading ------------------------------------------------------------------------------------------------------
@@ -220,6 +225,8 @@ def _find_or_make(asked: BufferDefinition) -> BufferDefinition:
     try:
         there = _found(asked.name)
     except MissingComponent:
+        if _left_out(asked.name):
+            return asked
         try:
             return _make(asked)
         except ConfigError:
@@ -262,12 +269,49 @@ def _make(asked: BufferDefinition) -> BufferDefinition:
     return asked
 
 
+# --- buffers that a mode leaves out -----------------------------------------------------------------------------------
+
+_LEFT_OUT = "bray/left_out"
+_not_there: dict[str, ClusterSession] = {}  # buffers that were pushed to all the same, each with its session
+
+
+def leave_out(names: Iterable[str]) -> None:
+    """Tell all processes of the session that these buffers do not exist in it, and that samples for them are dropped:
+    agents push in a deployment too, where nobody trains."""
+    set(_LEFT_OUT, {session().token.hex(): sorted(names)})  # the next session of the trial may have them
+
+
+def _left_out(name: str) -> bool:
+    """Whether a buffer that was not found is one of them; this process does not look for it again."""
+    if _is_dropped(name):
+        return True
+    try:
+        if name not in get(_LEFT_OUT, {}).get(session().token.hex(), ()):
+            return False
+    except MissingComponent:  # a session without a master was not launched
+        return False
+    _not_there[name] = session()
+    logger.info("buffer %s does not exist in this mode: what is pushed to it is dropped", name)
+    return True
+
+
+def _is_dropped(name: str) -> bool:
+    return name in _not_there and _not_there[name] is session()
+
+
 # --- by name ----------------------------------------------------------------------------------------------------------
 
 
 def _named(name: str) -> RemoteBuffer:
     known = session().owned(("buffer", name))
-    return find(name) if known is None else _handle(known.settings)
+    if known is not None:
+        return _handle(known.settings)
+    try:
+        return _handle(BufferDefinition(name)) if _is_dropped(name) else find(name)
+    except MissingComponent:
+        if not _left_out(name):
+            raise
+        return _handle(BufferDefinition(name))
 
 
 def push(name: str, *samples: NestedArray, drop: bool = True) -> Pushed:

@@ -4,10 +4,12 @@ second."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io as bytes_io
 import logging
 import math
 import threading
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bray import tree
 from bray.cluster import io
 from bray.cluster.protocol import Member
 from bray.cluster.session import ClusterSession, current, session
@@ -280,9 +283,9 @@ class Metric:
 # --- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
-def set_tensorboard_step(model_name: str | None) -> None:
-    """TensorBoard's x axis becomes the step of this model; None = seconds."""
-    _ask("set_tensorboard_step", model_name)
+def set_tensorboard_step(model_name: Any) -> None:
+    """TensorBoard's x axis becomes the step of this model, a RemoteModel or its name; None = seconds."""
+    _ask("set_tensorboard_step", getattr(model_name, "name", model_name))
 
 
 def add_scalar(tag: str, value: Any, step: int | None = None) -> None:
@@ -329,10 +332,32 @@ def add_histogram(tag: str, values: Any, step: int | None = None, bins: int = 30
 
 def add_graph(model: Any, forward_args: Any) -> None:
     """The operations of a torch Model, as TensorBoard draws them."""
+    _ask("add_graph", draw_graph(model, forward_args))
+
+
+def draw_graph(model: Any, forward_args: Any) -> bytes:
+    """TensorBoard's graph of a Model that takes and returns trees; DataError where torch cannot trace it."""
+    import torch
     from torch.utils.tensorboard._pytorch_graph import graph
 
-    made, _ = graph(model, forward_args)
-    _ask("add_graph", made.SerializeToString())
+    args = tuple(forward_args) if isinstance(forward_args, (tuple, list)) else (forward_args,)
+
+    class Leaves(torch.nn.Module):  # torch traces dicts of one type alone
+        def forward(self, *flat: Any) -> tuple[Any, ...]:
+            leaves = iter(flat)
+            return tuple(tree.leaves(model(*tree.map(lambda _: next(leaves), args))))
+
+    traced = Leaves()
+    traced.model, traced.training = model, model.training
+    said = contextlib.redirect_stdout(bytes_io.StringIO())  # torch prints what it then raises
+    with warnings.catch_warnings(), said, torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")  # of Models that draw numbers, and of tracing itself
+        try:
+            made, _ = graph(traced, tuple(tree.leaves(args)))
+        except Exception as e:
+            why = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            raise DataError(f"torch cannot draw the graph of {type(model).__name__}: {why}") from e
+    return made.SerializeToString()
 
 
 def _add(tag: str, step: int | None, **value: Any) -> None:

@@ -19,9 +19,9 @@ import numpy as np
 from bray import tree
 from bray.cluster import io
 from bray.cluster.session import session
-from bray.errors import ConfigError, MissingComponent, Unreachable
+from bray.errors import ConfigError, DataError, MissingComponent, Unreachable
 from bray.inference.host import Promise
-from bray.remote.master.handle import add_graph, set_tensorboard_step
+from bray.remote.master.handle import add_graph, logger, set_tensorboard_step
 from bray.remote.model.client import Client, ModelWorker, client_of
 from bray.remote.model.definition import Definition, check_settings, find_example
 from bray.remote.model.keeper import Keeper
@@ -62,7 +62,10 @@ class RemoteModel:
             example = find_example(model, tuple(forward_args), forward_kwargs or {})
             _start(Definition(name, example, **settings), model, get_torch_model_weights(model), 0)
         if settings.get("tensorboard_graph") and model is not None:
-            add_graph(model, self.get_torch_forward_args())
+            try:
+                add_graph(model, self.get_torch_forward_args())
+            except DataError as e:
+                logger.warning("model %s is not in TensorBoard: %s", name, e)
         if settings.get("tensorboard_step"):
             set_tensorboard_step(name)
 
