@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bray.config.sources import ConfigSource, Key, load_config, load_yaml
+
+logger = logging.getLogger("bray")
 
 _JOYRL: dict[str, Key] = {
     "algo_name": ("run", "algorithm"),
@@ -30,8 +33,13 @@ others."""
 
 def load_run_file(path: str | Path) -> ConfigSource:
     """A run as YAML, JSON or Python: `run` and `env` may be names, `stop` and `config` stand beside them, sections work
-    too. The groups of JoyRL's files (`general_cfg`, `algo_cfg`, `env_cfg`) are read."""
-    return spread_sections(load_config(path))
+    too. The groups of JoyRL's files (`general_cfg`, `algo_cfg`, `env_cfg`) are read, and names that become others are
+    told."""
+    source = load_config(path)
+    moved = [(old[-1], ".".join(new)) for old, new, _ in _moves(source.values) if _JOYRL.get(old[-1]) == new]
+    if moved:
+        logger.warning("%s is a file of JoyRL. Read as ours: %s", path, ", ".join(f"{a} as {b}" for a, b in moved))
+    return spread_sections(source)
 
 
 def spread_sections(source: ConfigSource) -> ConfigSource:

@@ -168,7 +168,11 @@ def test_every_key_that_joyrl_prints_is_read_or_answered(tmp_path, capsys):
     assert [key for key, answer in said if not answer] == ["no_such_key"]
     file.write_text(re.sub(rf"({'|'.join(other)}): [^,}}]+(, |,(?=\n))?", "", PRINTED))
     assert main(show) == 0
-    shown = dict(re.findall(r"^ *([\w.]+) +(\S+) +.*joy.yaml:\d+", capsys.readouterr().out, re.M))
+    out, err = capsys.readouterr()
+    assert re.search(
+        r"joy.yaml is a file of JoyRL. Read as ours: algo_name as run.algorithm, .*buffer_size as algo.", err
+    )
+    shown = dict(re.findall(r"^ *([\w.]+) +(\S+) +.*joy.yaml:\d+", out, re.M))
     want = {"run.eval_episodes": "10", "run.checkpoint_updates": "500", "run.save_figure": "true"}
     want |= {"run.show_figure": "false", "algo.replay_size": "5000", "algo.target_period": "4", "algo.gamma": "0.95"}
     assert want.items() <= shown.items()
