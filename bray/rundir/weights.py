@@ -79,7 +79,7 @@ def read_weights(path: str | Path, root: str | Path | None = None) -> dict[str, 
 
 def unpack_weights(data: bytes, where: str | Path) -> dict[str, np.ndarray]:
     """The arrays of a safetensors file; they are finite."""
-    if data.startswith(_TORCH):
+    if data.startswith(_TORCH) and data[8:9] != b"{":  # a safetensors file begins with a length of 8 bytes, then JSON
         new = Path(where).with_suffix(".safetensors")
         raise CheckpointError(
             f"{where}: a file of torch.save is not read, because reading a pickle can run code. Where its weights have "

@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from bray.client import Client
+from bray.data.experience import Counts
 from bray.experiment import Experiment
 from bray.launch.graph import load
+from bray.train.fair import add_up
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "games.md").read_text()
@@ -23,7 +25,7 @@ def blocks(language):
 @pytest.fixture
 def live(tmp_path):
     """A live training with the spaces of the page, over HTTP and TCP."""
-    settings = {"rollout_length": 16, "minibatches": 1, "epochs": 1, "rows": 64, "use_tcp": True}
+    settings = {"rollout_length": 16, "minibatches": 1, "epochs": 1, "rows": 64, "use_tcp": True, "fair": False}
     exp = Experiment(
         run="PPO", live=True, port=0, obs="float32[2]", actions=2, path=str(tmp_path / "run"), save_figure=False,
         **settings
@@ -35,8 +37,12 @@ def live(tmp_path):
 
 
 def gathered(source):
-    pieces, counts = source.gather()
-    return sum(int(piece.valid.sum()) for piece in pieces), counts
+    """All that has come: a batch at a time."""
+    rows, counts = 0, Counts()
+    while (came := source.gather())[0]:
+        rows += sum(int(piece.valid.sum()) for piece in came[0])
+        counts = add_up(counts, came[1])
+    return rows, counts
 
 
 def test_the_python_games_of_the_page_are_learnt_from(live):
