@@ -50,6 +50,9 @@ class PieceSink(Protocol):
 
     async def push(self, piece: Piece, counts: Counts, session: str = "") -> None: ...
 
+    def end(self, stream: int) -> None:
+        """No more pieces of this session will come."""
+
 
 class ActingModel:
     """What the agents of one name have in common in a process: a Policy, and the model that it asks.
@@ -216,6 +219,8 @@ class SessionRows:
                 await self._sink.push(piece, counts, states[0].session)
             if states is not pieces[-1]:
                 self._return = math.nan  # a tick is missing: what this episode made is not known
+        if done and self._sink is not None:
+            self._sink.end(self.stream)
 
     def _count(self, states: list[State]) -> Counts:
         """Steps, and returns and lengths of the episodes that end in these rows, raw."""

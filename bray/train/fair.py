@@ -30,6 +30,8 @@ from bray.data.piece import Piece
 
 ACTIVE_S = 10.0
 """A game that has sent nothing for this long is not waited for, and not compared with."""
+PATIENCE_S = 5.0
+"""Nor is anybody held up when no game has brought a row that may be taken for this long."""
 SHARE = 32
 """Of a batch, a game may have this part in any case."""
 FASTER = 2.0
@@ -81,6 +83,8 @@ class FairQueue:
         self._games: dict[int, _Game] = {}
         self.taken = 0
         """Rows in the batch that is being filled."""
+        self._open = False  # whether that batch takes what there is
+        self._last = clock()  # when something was taken
         self.waiting = 0
         """Rows."""
 
@@ -125,6 +129,10 @@ class FairQueue:
         out = [Taken(None, game.lost, key) for key, game in self._games.items() if game.lost is not None]
         for game in self._games.values():
             game.lost = None
+        now = self._clock()
+        if not self.waiting:
+            self._last = now
+        self._open = self._open or now - self._last > PATIENCE_S
         more = True
         while more and self.waiting:
             more = False
@@ -137,6 +145,7 @@ class FairQueue:
                     game.taken += piece.length
                     self.taken += piece.length
                     out.append(Taken(piece, counts, key))
+                    self._last = now
                     more = self.taken < self.rows
                     if not more:
                         break
@@ -144,7 +153,7 @@ class FairQueue:
         return out
 
     def _may(self, game: _Game) -> bool:
-        if not self._fair or game.taken < max(1, self.rows // SHARE):
+        if not self._fair or self._open or game.taken < max(1, self.rows // SHARE):
             return True
         active = self._active()
         return len(active) < _COMPARED or game.taken < FASTER * statistics.median(g.taken for g in active)
@@ -155,9 +164,14 @@ class FairQueue:
 
     def next_batch(self) -> None:
         """From here on rows are for the next one."""
-        self.taken = 0
+        self.taken, self._open = 0, False
         for game in self._games.values():
             game.taken = 0
+
+    def end(self, key: int) -> None:
+        """A game is over: it is not waited for."""
+        if (game := self._games.get(key)) is not None:
+            game.seen = -math.inf
 
     def give_back(self, key: int, length: int) -> None:
         """So many rows that were taken are not in the batch."""

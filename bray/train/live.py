@@ -206,6 +206,10 @@ class LiveSource(Source):
             self.queue.put(key, piece, counts)
             self._news.notify()
 
+    def end(self, stream: int) -> None:
+        with self._news:
+            self.queue.end(stream)
+
     def _full(self, key: int, length: int) -> bool:
         with self._news:
             return self.queue.full(key, length) or (self.queue.waiting > 0 and not self._experience.room())

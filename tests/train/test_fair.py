@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bray.data.experience import Counts
-from bray.train.fair import ACTIVE_S, HEARD_S, FairQueue, GameReturns, RewardLimit, Votes
+from bray.train.fair import HEARD_S, PATIENCE_S, FairQueue, GameReturns, RewardLimit, Votes
 
 ROWS = 2048
 
@@ -72,15 +72,33 @@ def test_games_of_like_speed_lose_nothing():
 
 
 def test_nobody_waits_for_games_that_are_silent():
-    """Three games have sent one piece each and pause; the fourth is held up by them for a few seconds at most."""
+    """Three games have sent one piece each and pause; the fourth is held up by them for five seconds at most."""
     games = Games({0: 1000.0})
     for silent in (1, 2, 3):
         games.queue.put(silent, piece(), Counts(32))
-    games.play(ACTIVE_S + 5.0)
-    assert len(games.batches) >= 2
+    games.play(PATIENCE_S + 3.0)
+    assert len(games.batches) >= 1
     two = Games({0: 1000.0, 1: 1.0})
     two.play(5.0)
     assert len(two.batches) >= 2, "with two games nobody can say which one is odd"
+
+
+def test_sessions_that_came_and_went_hold_nobody_up():
+    """Somebody starts and ends sessions all the time, each long enough to be a game of its own."""
+    games = Games(dict.fromkeys(range(8), 200.0), rows=512)
+    for gone in range(1000, 1400):
+        games.play(0.05)
+        games.queue.put(gone, piece(), Counts(32))
+        games.queue.end(gone)
+    assert len(games.batches) >= 60, "20 s of 1,600 rows a second"
+
+
+def test_games_that_bring_one_piece_and_nothing_more_hold_others_up_for_a_moment():
+    games = Games({0: 1000.0}, rows=512)
+    for silent in range(1000, 1400):  # they do not end
+        games.play(0.05)
+        games.queue.put(silent, piece(), Counts(32))
+    assert len(games.batches) >= 3
 
 
 def test_many_games_all_have_their_turn_where_more_comes_than_is_learnt():

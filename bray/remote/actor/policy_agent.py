@@ -154,6 +154,9 @@ class BufferSink:
         await self._hand_over(to_samples(piece, self._origin, self._steps, counts.episodes))
         merge("staleness", self._model.step - float(np.mean(piece.version)), agent=self.name)
 
+    def end(self, stream: int) -> None:
+        """A buffer knows no sessions."""
+
     async def _hand_over(self, samples: dict[str, Any]) -> None:
         from bray.remote.master import merge
 
