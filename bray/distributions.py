@@ -96,6 +96,14 @@ class Categorical:
         """Actions and their log probability, `[B]` each; without `rng` the most likely."""
         return self.draw_rows(params, None if rng is None else rng.random(len(params)), mask)
 
+    def fill(self, noise: Any, generator: Any) -> None:
+        """With Gumbel numbers: -log of exponential ones."""
+        noise.exponential_(generator=generator).log_().neg_()
+
+    def pick(self, params: Any, noise: Any, mask: Any) -> Any:
+        """A draw by tensors: the largest logit once each has its Gumbel number (Gumbel 1954)."""
+        return ((params if mask is None else params.where(mask, NEVER)) + noise).argmax(-1, keepdim=True)
+
     def read(self, params: Any, mask: Any) -> Any:
         """What `log_prob` and `entropy` share: the log probabilities of all choices."""
         return (params if mask is None else params.where(mask, NEVER)).log_softmax(-1)
@@ -117,6 +125,13 @@ class Gaussian:
         noise = rng.standard_normal(mean.shape, np.float32) if rng is not None else np.zeros_like(mean)
         logp = (-0.5 * noise * noise - log_std - _LOG_SQRT_2PI).sum(-1)
         return mean + np.exp(log_std) * noise, logp
+
+    def fill(self, noise: Any, generator: Any) -> None:
+        noise.normal_(generator=generator)
+
+    def pick(self, params: Any, noise: Any, mask: Any) -> Any:
+        mean, log_std = params.chunk(2, -1)
+        return mean + log_std.exp() * noise
 
     def read(self, params: Any, mask: Any) -> Any:
         return params.chunk(2, -1)
@@ -158,6 +173,34 @@ def sample(layout: ActionLayout, dist: np.ndarray, rng: Rng, mask: np.ndarray | 
         action[:, part.action] = drawn.reshape(len(dist), -1)
         logp += part_logp
     return action, logp
+
+
+def fill_noise(layout: ActionLayout, noise: Any, generator: Any) -> None:
+    """What `pick` draws with, a tensor `[..., n]` with n numbers for a part of n: written over with new ones."""
+    at = 0
+    for part in layout.parts:
+        DISTRIBUTIONS[part.kind].fill(noise[..., at : at + part.n], generator)
+        at += part.n
+
+
+def pick(layout: ActionLayout, dist: Any, noise: Any, mask: Any = None) -> tuple[Any, Any]:
+    """`sample` for tensors, with noise in place of a generator, so that it can be recorded."""
+    drawn, log_probs, at = [], [], 0
+    for part, distribution, legal in parts(layout, mask):
+        params = dist[..., part.param]
+        drawn.append(distribution.pick(params, noise[..., at : at + part.n], legal))
+        log_probs.append(distribution.log_prob(distribution.read(params, legal), drawn[-1]))
+        at += part.n
+    if layout.single:
+        return drawn[0].squeeze(-1), log_probs[0]
+    action = (
+        dist.new_empty((*dist.shape[:-1], layout.size))
+        if not layout.discrete
+        else drawn[0].new_empty((*dist.shape[:-1], layout.size))
+    )
+    for part, x in zip(layout.parts, drawn, strict=True):
+        action[..., part.action] = x
+    return action, _sum(log_probs)
 
 
 def log_prob_entropy(layout: ActionLayout, dist: Any, action: Any, mask: Any = None) -> tuple[Any, Any]:

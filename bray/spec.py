@@ -355,7 +355,10 @@ class ActionLayout:
         may be given flat or as a tree: by the names of a Dict, else in the order of the parts."""
         if not isinstance(obs, dict) or ACTION_MASK not in obs:
             return None
-        leaves = [np.asarray(x).reshape(len(x), -1) for x in _mask_leaves(self.space, obs[ACTION_MASK])]
+        leaves = [
+            (x if hasattr(x, "reshape") else np.asarray(x)).reshape(len(x), -1)
+            for x in _mask_leaves(self.space, obs[ACTION_MASK])
+        ]
         return (leaves[0] if len(leaves) == 1 else np.concatenate(leaves, -1)) > 0.5
 
     def legal(self, obs: Any) -> np.ndarray | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bray import tree
@@ -26,7 +27,8 @@ def pack(batch: dict[str, Any], minibatches: int = 1) -> dict[str, Any]:
         return batch
     rows = batch["weight"].shape[-1]
     scale = rows / piece_size(rows, minibatches) / max(1.0, float(batch["weight"].sum()))
-    floats = np.stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
+    stack: Any = torch.stack if isinstance(batch["weight"], Tensor) else np.stack
+    floats = stack([batch[k] for k in FLOATS[:-1]] + [batch["weight"] * np.float32(scale)])
     return {k: v for k, v in batch.items() if k not in FLOATS} | {"floats": floats}
 
 

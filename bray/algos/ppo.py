@@ -117,7 +117,7 @@ class Learner(rows.Learner):
         self.optimizer = Optimizer(self.model.parameters(), self.lr(0), max_grad_norm=c.max_grad_norm, eps=c.adam_eps)
         self.entropy_coef = self.scheduled("entropy_coef", 0.0 if self.layout.continuous else 0.01)
         self.kl_coef = torch.tensor(float(c.kl_coef), device=self.device)
-        self.returns = RunningNorm(())
+        self.returns = RunningNorm(()).to(self.device)
         self.novelty, explorer = rnd.make_novelty(self)
         return {
             "optimizer": self.optimizer,
@@ -213,8 +213,8 @@ class Learner(rows.Learner):
     def with_new_values(self, piece: Piece) -> Piece:
         """`recompute_advantages`: the rollout with the values of the weights as they are now."""
         obs = tree.map(lambda x: x.flatten(0, 1), to_torch(piece.seen, self.device))
-        value = self.model(obs)["value"].float().cpu().numpy().reshape(piece.first.shape)
-        return replace(piece, outputs={"value": value})
+        value = self.model(obs)["value"].float().reshape(piece.first.shape)
+        return replace(piece, outputs={"value": value if isinstance(piece.reward, Tensor) else value.cpu().numpy()})
 
     def adapt_kl_coef(self, last: list[Update]) -> dict[str, float]:
         """The weight of the KL penalty, where there is one; then it follows the KL of the last epoch."""

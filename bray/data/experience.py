@@ -43,8 +43,8 @@ class Counts(NamedTuple):
     dropped."""
 
     env_steps: int = 0
-    episodes: tuple[tuple[float, int], ...] = ()
-    """(return, length) of each episode that ended, raw."""
+    episodes: Any = ()
+    """(return, length) of each episode that ended, raw: a tuple of them, or an array `[n, 2]` where they are many."""
     dropped: int = 0
     """Rows that were dropped and will not be learnt from."""
 

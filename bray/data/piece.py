@@ -19,8 +19,9 @@ _LAST = ("drop", "last", "null_padding")
 
 @dataclass
 class Piece:
-    """T rows of B games, time first. Rows follow the autoreset rule of `bray/envs/vector.py`: where `valid[t]`, the
-    successor of row t is row t + 1, which is why observations and outputs have one row more than actions."""
+    """T rows of B games, time first, as arrays; as tensors where environments play on the device that learns. Rows
+    follow the autoreset rule of `bray/envs/vector.py`: where `valid[t]`, the successor of row t is row t + 1, which is
+    why observations and outputs have one row more than actions."""
 
     obs: NestedArray
     """`[T + 1, B, ...]`"""

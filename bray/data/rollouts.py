@@ -88,7 +88,7 @@ class Rollouts(Experience):
         if not self._ready:
             return None
         piece = self._last = self._ready.popleft()
-        return Batch(piece, int(np.count_nonzero(piece.valid)))
+        return Batch(piece, int(piece.valid.sum()))
 
     def cut(self) -> None:
         self._ready.clear()
@@ -117,7 +117,12 @@ class Rollouts(Experience):
     def newest_obs(self, rows: int) -> NestedArray | None:
         if self._last is None:
             return None
-        return tree.map(lambda x: x.reshape(-1, *x.shape[2:])[-rows:], self._last.obs)
+
+        def newest(x: Any) -> np.ndarray:
+            last = x.reshape(-1, *x.shape[2:])[-rows:]
+            return last if isinstance(last, np.ndarray) else last.numpy(force=True)
+
+        return tree.map(newest, self._last.obs)
 
 
 class _Canvas:

@@ -116,8 +116,20 @@ def env_spec(config: EnvConfig) -> EnvSpec:
     return built_spec(Builder.of(config))
 
 
+def of_tensors(source: EnvOrigin) -> bool:
+    """Whether an environment is one of tensors alone (`tensor_game.Game`): it says so by itself, without torch."""
+    return isinstance(source.creator, type) and getattr(source.creator, "plays_tensors", False)
+
+
 def built_spec(build: Builder) -> EnvSpec:
     """`env_spec` of what a Builder makes."""
+    if of_tensors(build.source) or (build.config.vector == "device" and build.source.gym_id is None):
+        from bray.envs.device import make_device
+
+        with make_device(
+            dataclasses.replace(build.config, num_envs=1), build.source, build.preprocessing(), 0, None
+        ) as made:
+            return made.spec
     env, limit = build()
     try:
         return build.spec_of(env, limit)

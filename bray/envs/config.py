@@ -54,9 +54,10 @@ class EnvConfig:
     `cfg`."""
     import_modules: list[str] = field(default_factory=list)
     """Modules imported first, e.g. those that register environments."""
-    vector: Literal["auto", "native", "inprocess", "subprocess", "envpool"] = "auto"
-    """How several environments run: native, inprocess, subprocess, envpool; auto chooses by what is known of the
-    environment, not by a measurement (docs/environments.md has the rule)."""
+    vector: Literal["auto", "native", "inprocess", "subprocess", "envpool", "device"] = "auto"
+    """How several environments run: native, inprocess, subprocess, envpool, device (as tensors, where the learner
+    computes); auto chooses by what is known of the environment, not by a measurement (docs/environments.md has the
+    rule)."""
     num_envs: Annotated[Count, Flag("--num-envs-per-worker")] = 1
     """Environments stepped together."""
     per_env: Annotated[list[dict[str, Any]], Secret(inside=True)] = field(default_factory=list)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from typing import Any
 
 import gymnasium as gym
 
 from bray.envs import atari, native
-from bray.envs.build import Builder
+from bray.envs.build import Builder, of_tensors
 from bray.envs.config import EnvConfig
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.subprocess import SubprocessVecEnv
@@ -37,15 +38,21 @@ def make_vec(
     worker_index: int = 0,
     numbers: range | None = None,
     threads: int = 0,
+    device: Any = None,
 ) -> VecEnv:
     """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses
     by what is declared, so that it chooses the same whatever else the machine does. `threads`: of a form that has
-    threads; 0 = one per core."""
+    threads; 0 = one per core. `device`: of environments of tensors; None = as they choose."""
     build = Builder.of(config, render_mode, worker_index)
     source, form = build.source, config.vector
     together = (
         config if numbers is None else replace(config, num_envs=len(numbers), wait_num=None, step_wait_timeout=0.0)
     )
+    if form == "device" or (form == "auto" and of_tensors(source)):
+        from bray.envs.device import make_device
+
+        its_seed = episode_seed(seed, worker_index, numbers.start if numbers else 0) if worker_index else seed
+        return make_device(together, source, build.preprocessing(), its_seed, device)
     if form == "envpool":
         return native.make_envpool(together, source, seed + worker_index + (numbers.start << 16 if numbers else 0))
     why_not = native.why_not_native(config, source, render_mode)

@@ -21,6 +21,12 @@ from bray.named import script_hint, where_looked
 
 _CREATORS: dict[str, Callable[..., Any]] = {}
 
+for _game, _limit in (("Catch", None), ("Breakout", 1000)):
+    gym.registry.setdefault(
+        f"bray/{_game}-v0",
+        gym.envs.registration.EnvSpec(f"bray/{_game}-v0", f"bray.envs.games:{_game}", max_episode_steps=_limit),
+    )
+
 # Packages that bring environments: module of the environment -> (what to import, our extra)
 _EXTRAS = {
     "ale_py": ("ale_py", "atari"),

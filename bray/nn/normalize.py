@@ -70,12 +70,17 @@ class RunningNorm(nn.Module):
         var = share @ (flat - mean).square_()
         self.merge(mean.reshape(self.shape), var.reshape(self.shape), total)
 
-    def standardize(self, x: np.ndarray) -> np.ndarray:
-        """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network."""
+    def standardize(self, x: Any) -> Any:
+        """`(x - mean) / sqrt(var + eps)`, unclipped, for numbers beside a network: an array, or a tensor where the
+        statistics are."""
+        if isinstance(x, Tensor):
+            return ((x - self.mean) / (self.var + self.eps).sqrt()).float()
         return ((x - self.mean.cpu().numpy()) / self._deviation).astype(np.float32)
 
-    def restore(self, x: np.ndarray) -> np.ndarray:
+    def restore(self, x: Any) -> Any:
         """The inverse of `standardize`."""
+        if isinstance(x, Tensor):
+            return (x * (self.var + self.eps).sqrt() + self.mean).float()
         return (x * self._deviation + self.mean.cpu().numpy()).astype(np.float32)
 
     @property

@@ -177,9 +177,16 @@ def upgo_returns(
     return lambda_returns(value, reward, terminated, truncated, valid, gamma, lambda_)
 
 
-def standardize(x: np.ndarray, valid: np.ndarray, eps: float = 1e-8) -> np.ndarray:
+def standardize(x: Array, valid: Array, eps: float = 1e-8) -> Array:
     """x with mean 0 and standard deviation 1 over the valid rows; 0 where there are none, or where all are equal but
     for rounding."""
+    if isinstance(x, torch.Tensor):
+        weight, wide = valid.double(), x.double()
+        count = weight.sum().clamp(min=1.0)
+        middle = (wide * weight).sum() / count
+        spread = ((wide - middle).square() * weight).sum().div(count).sqrt()
+        equal = spread <= _EQUAL * middle.abs()
+        return torch.where(equal, 0.0, (wide - middle) / (spread + eps)).float()
     rows = x[valid].astype(np.float64)
     mean, deviation = (rows.mean(), rows.std()) if rows.size else (0.0, 0.0)
     if deviation <= _EQUAL * abs(mean):

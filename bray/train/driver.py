@@ -90,8 +90,10 @@ class Totals:
         env_steps, episodes, dropped = counts
         self.env_steps += env_steps
         self.dropped += dropped
-        for return_, length in episodes:
-            self.episodes.add(return_, length)
+        if len(episodes):
+            newest = episodes[-self.episodes.window :]  # an environment on a GPU ends ten thousands of them at a time
+            self.episodes.add_returns((return_ for return_, _ in newest), len(episodes))
+            self.episodes.add_lengths(length for _, length in newest)
 
 
 class Driver:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from bray.data.experience import Replay
 from bray.data.rollouts import Rollouts
 from bray.envs.build import env_spec
 from bray.envs.config import EnvConfig
+from bray.envs.device import DeviceVecEnv
 from bray.envs.make import make_vec
 from bray.envs.registry import sent
 from bray.envs.rewards import RewardTransform
@@ -32,10 +34,13 @@ from bray.train.config import RunConfig
 from bray.train.device import resolve_device, tune, use_threads
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import evaluate_model
+from bray.train.on_device import DeviceSource, why_not_on_device
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.sampler import SamplerPlan, group_numbers
 from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
+
+logger = logging.getLogger("bray")
 
 _PICTURE = 32  # pixels of a side, at least
 _COPYING = 4  # threads
@@ -109,7 +114,7 @@ class LocalTraining(Driver):
         self.device = resolve_device(run.device)
         self._central: CentralServer | None = None
         _check_inference(run)
-        self.env = None if run.num_workers else make_vec(env, seed=run.seed)
+        self.env = None if run.num_workers else make_vec(env, seed=run.seed, device=self.device)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
             side = make_side(algo, run, self.spec, model, config)
@@ -144,6 +149,10 @@ class LocalTraining(Driver):
         self.rollout.reset(run.seed)
         assert side.experience.piece_length is not None
         rows, state_every = side.experience.piece_length, side.experience.state_every
+        if isinstance(self.env, DeviceVecEnv):
+            if not (why := why_not_on_device(self.rollout, side)):
+                return DeviceSource(self.rollout, rows, run.record)
+            logger.warning("every step of %s is copied to the host: %s", self.spec.id, why)
         return EnvSource(self.rollout, rows, state_every, run.record, isinstance(side.experience, Rollouts))
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
@@ -209,7 +218,13 @@ class LocalTraining(Driver):
             where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
             return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each"
         form = type(self.env).__name__.removesuffix("VecEnv")
-        words = {"InProcess": "in process", "Subprocess": "in processes", "Native": "native", "Ale": "native, C++"}
+        words = {
+            "InProcess": "in process",
+            "Subprocess": "in processes",
+            "Native": "native",
+            "Ale": "native, C++",
+            "Device": "of tensors",
+        }
         n = self.env.num_envs
         return f"{n} env{'s' if n > 1 else ''} ({words.get(form, form)})"
 
