@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 
 from bray import tree
-from bray.envs.build import Builder
+from bray.envs.build import Builder, of_tensors
 from bray.envs.compat import AnyApi
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
@@ -58,6 +58,8 @@ class _Checker:
 
     def run(self) -> list[Finding]:
         try:
+            if self._tensors():
+                return self.findings
             env, limit = self._make()
             observation, layout = self._spaces(env)
             try:
@@ -70,6 +72,20 @@ class _Checker:
         except _Stop:
             pass
         return self.findings
+
+    def _tensors(self) -> bool:
+        """Whether it is an environment of tensors, which is then played."""
+        try:
+            build = Builder.of(self.config)
+            if of_tensors(build.source) or self.config.vector == "device":
+                from bray.envs.check_tensors import check_tensors
+
+                for severity, message in check_tensors(self.config, build, self.steps, self.seed):
+                    self.say(severity, message)
+                return True
+        except BrayError as e:
+            self.stop(str(e))
+        return False
 
     def _make(self) -> tuple[gym.Env, int | None]:
         try:

@@ -201,9 +201,10 @@ def call_creator(creator: Callable[..., Any], arguments: EnvContext, render_mode
                 raise UnknownName(f"argument of {name}", key, names, where="env_config")
     for p in parameters:
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in keywords:
+            tensors = " Where it plays num_envs games at once as tensors, set env.vector=device."
             raise ConfigError(
                 f"{name}: {p.name} is missing: env.env_config.{p.name}=... (a first parameter that is to get all of "
-                "env_config as one dict is called env_config or config)"
+                f"env_config as one dict is called env_config or config){tensors if p.name == 'num_envs' else ''}"
             )
     return creator(**keywords)
 

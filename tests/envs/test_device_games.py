@@ -1,5 +1,7 @@
 """Games of tensors against their forms on the CPU, step by step, and environments of tensors by the user."""
 
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+import bray
 from bray.envs import EnvConfig, env_spec, make_vec
 from bray.envs.tensor_game import Game
 from bray.envs.torch_games import FORMS
@@ -235,3 +238,16 @@ def test_pictures_can_be_looked_at():
     picture = env.render()
     assert picture.shape == (256, 256, 3)
     assert picture.max() > 0
+
+
+def test_the_game_of_the_docs_trains(tmp_path, monkeypatch):
+    page = (Path(bray.__file__).parents[1] / "docs" / "environments.md").read_text()
+    code = page.split("# my_game.py\n")[1].split("```")[0]
+    (tmp_path / "a_game_of_the_docs.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"num_envs": 8, "rollout_length": 16, "iteration_steps": 0}
+    with bray.Experiment(run="PPO", env="a_game_of_the_docs:Line", config=settings) as made:
+        made.check_env()
+        before = made.training.iterate()["env_steps_total"]
+        assert before > 100
+        assert made.training.evaluate(2)["eval/episodes"] == 2

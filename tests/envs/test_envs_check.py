@@ -9,6 +9,7 @@ import envs_for_tests as e
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 
 from bray.envs import EnvConfig, make_env, make_vec
 from bray.envs.check import check_env
@@ -302,3 +303,38 @@ def test_an_argument_that_is_missing_is_named():
     for creator in (lambda c: Sized(c), lambda _: Sized(_), lambda conf: Sized(conf)):
         assert make_env(EnvConfig(creator, env_config={"depth": 2})).size == {"depth": 2}
     assert make_env(EnvConfig(Sized, env_config={"size": 3})).size == 3
+
+
+class Tensors:
+    """Many at once, as environments of tensors are, with nothing that a resume could save."""
+
+    single_observation_space = gym.spaces.Box(-9.0, 9.0, (1,))
+    single_action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, num_envs, device="cpu", reward=1.0):
+        self.num_envs, self.reward = num_envs, reward
+
+    def reset(self, *, seed=None, options=None):
+        self.at = torch.zeros(self.num_envs, 1)
+        return self.at, {}
+
+    def step(self, actions):
+        self.at = self.at + 1
+        ended = self.at[:, 0] > 5
+        self.at = torch.where(ended[:, None], 0.0, self.at)
+        return self.at, torch.full((self.num_envs,), self.reward), ended, ended & False, {}
+
+
+def test_environments_of_tensors_are_played_many_at_once():
+    found = check_env(EnvConfig(id="CartPole-v1", vector="device"), steps=30)
+    assert [f.severity for f in found] == ["info"]
+    assert "4 environments of tensors on cpu" in found[0].message
+    found = check_env(EnvConfig(id=Tensors, vector="device"), steps=30)
+    assert [f.severity for f in found] == ["info", "warning"]
+    assert "no get_state() and set_state(state)" in found[1].message
+    found = check_env(EnvConfig(id=Tensors, vector="device", env_config={"reward": float("nan")}), steps=30)
+    assert [f.severity for f in found] == ["error"]
+    assert "environment 0: the reward is nan" in found[0].message
+    (found,) = check_env(EnvConfig(id=Tensors), steps=30)
+    assert "num_envs is missing" in found.message
+    assert "as tensors, set env.vector=device" in found.message
