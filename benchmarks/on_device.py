@@ -19,15 +19,12 @@ import yaml
 
 import bray
 
+_PICTURES = {"num_envs": 4096, "rollout_length": 32, "epochs": 2, "minibatches": 8, "lr": 1e-3}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cartpole": ("CartPole-v1", {"num_envs": 4096}),
-    "cartpole-defaults": (
-        "CartPole-v1",
-        {"num_envs": 4096, "rollout_length": 256, "epochs": 10, "minibatches": 32, "lr": 3e-4},
-    ),
-    "acrobot": ("Acrobot-v1", {"num_envs": 4096}),
-    "catch": ("bray/Catch-v0", {"num_envs": 4096, "rollout_length": 32}),
-    "breakout": ("bray/Breakout-v0", {"num_envs": 4096, "rollout_length": 32}),
+    "cartpole-preset": ("CartPole-v1", {"num_envs": 4096}),
+    "cartpole": ("CartPole-v1", {"num_envs": 4096, "rollout_length": 128, "epochs": 2, "minibatches": 4, "lr": 2e-3}),
+    "catch": ("bray/Catch-v0", _PICTURES),
+    "breakout": ("bray/Breakout-v0", _PICTURES),
 }
 
 
