@@ -45,7 +45,7 @@ async def _until_told() -> None:
 async def entry(port: int, address: str) -> None:
     server = Server(lambda: None, ServiceConfig(port=port, admin_port=0, use_tcp=True, actors_per_worker=0))
     server.open()
-    gateway = HeadGateway(server.sessions, server.all_numbers)
+    gateway = HeadGateway(server)
     listener = Listener(gateway.handle, SECRET, gateway.lost)
     if address.isdigit():
         await listener.start_tcp("127.0.0.1", int(address))
@@ -60,7 +60,7 @@ async def entry(port: int, address: str) -> None:
 async def worker(number: str, address: str) -> None:
     server = Server(Echo, ServiceConfig(actors_per_worker=1000))
     server.open()
-    gateway = BehindHead(server.sessions, number, server.all_numbers)
+    gateway = BehindHead(server, number)
     tcp = address.isdigit()
     where = Address(machine_id(), address, "127.0.0.1", int(address) if tcp else 0)
     for _ in range(100):

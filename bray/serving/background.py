@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from bray.serving.config import ServiceConfig
-from bray.serving.server import Server
-from bray.serving.workers import Prepare, run_loop
+from bray.serving.server import Prepare, Server
+from bray.serving.workers import run_loop
 
 
 class BackgroundServer:
@@ -47,10 +47,7 @@ class BackgroundServer:
 
     async def _main(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        if self._prepare is not None:
-            more = self._prepare(self.server)
-            if asyncio.iscoroutine(more):
-                await more
+        await self.server.prepare(self._prepare)
         try:
             await self.server.start()
         except BaseException:

@@ -26,9 +26,10 @@ from typing import Any
 
 from bray.errors import BrayError
 from bray.serving.link import Link
+from bray.serving.metrics import Numbers
 from bray.serving.protocol import AUTO, START, TICK, Refusal, no_session
 from bray.serving.request import Gateway, Request
-from bray.serving.sessions import Sessions
+from bray.serving.server import Server
 
 logger = logging.getLogger("bray.serving")
 
@@ -44,8 +45,6 @@ NOT_HERE = 999
 """A status beside those of the protocol: this worker does not own that session."""
 GRACE_S = 5.0  # a worker answers a late tick itself; whoever forwarded it waits at most this much longer
 _MAX_LARGE = 64 << 20  # bytes of bodies that one worker has not answered, beside those of less than _SMALL
-
-Numbers = dict[str, float]
 
 
 def has_no_room(request: Request, status: int, body: bytes) -> bool:
@@ -150,8 +149,9 @@ class Peer:
 class Forwarding(Gateway):
     """What the gateways have in common."""
 
-    def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
-        self.sessions, self._numbers = sessions, numbers
+    def __init__(self, server: Server):
+        """Of this worker, which is open."""
+        self.sessions, self._numbers = server.sessions, server.all_numbers
 
     def handle(self, link: Link, kind: int, number: int, body: memoryview | bytes) -> None:
         """A message from another worker: mostly a request of one of its clients for a session here."""
@@ -182,18 +182,24 @@ class Forwarding(Gateway):
 class Sending(Forwarding):
     """A gateway that hands requests on: none for ever, and no more to a worker than that one can hold."""
 
-    def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
-        super().__init__(sessions, numbers)
+    def __init__(self, server: Server):
+        super().__init__(server)
         self.forwarded = 0
-        timeout = sessions.config.tick_timeout_s
+        server.gather = self.gather
+        server.numbers.append(lambda: {"bray_requests_forwarded_total": self.forwarded})
+        timeout = self.sessions.config.tick_timeout_s
         self._limit = timeout + min(GRACE_S, timeout)
-        self._timer: asyncio.Handle = sessions.loop.call_soon(self._end_late)
+        self._timer: asyncio.Handle = self.sessions.loop.call_soon(self._end_late)
 
     def peers(self) -> Iterable[Peer]:
         raise NotImplementedError
 
     def forget(self, request: Request) -> None:
         """A request has got its answer."""
+        raise NotImplementedError
+
+    async def gather(self, timeout: float = 2.0) -> list[Numbers]:
+        """The numbers of all workers that answer in time."""
         raise NotImplementedError
 
     def idle(self) -> bool:
@@ -272,14 +278,14 @@ class HeadGateway(Sending):
     """The gateway of a server that has no slots of its own (`actors_per_worker` 0): all its workers, on all machines.
     `handle` and `lost` are for the Listener that the workers connect to."""
 
-    def __init__(self, sessions: Sessions, numbers: Callable[[], Numbers]):
-        super().__init__(sessions, numbers)
+    def __init__(self, server: Server):
+        super().__init__(server)
         self.workers: dict[str, HeadPeer] = {}
         self.owners: dict[bytes, HeadPeer] = {}
         self._addresses: dict[bytes, str] = {}  # session -> the client address whose slot it takes
         self._tried: dict[Request, set[HeadPeer]] = {}  # workers that had no room for it after all
         self._changed = asyncio.Event()  # set whenever a worker comes
-        sessions.gateway = self
+        self.sessions.gateway = self
 
     async def close(self) -> None:
         self._timer.cancel()
@@ -434,7 +440,7 @@ class HeadGateway(Sending):
             self._give(request.session, other)
 
     async def gather(self, timeout: float = 2.0) -> list[Numbers]:
-        """The numbers of all workers that answer in time; the head's own are added to those of one of them."""
+        """The head's own are added to those of one of them."""
         asked = await asyncio.gather(*[ask_numbers(worker.link, timeout) for worker in self.workers.values()])
         rows = [row for row in asked if row is not None]
         own = self._numbers()
@@ -447,15 +453,15 @@ class HeadGateway(Sending):
 class BehindHead(Forwarding):
     """The gateway of a worker whose requests all come from a head. `handle` and `lost` are for its connection."""
 
-    def __init__(self, sessions: Sessions, name: str, numbers: Callable[[], Numbers]):
-        super().__init__(sessions, numbers)
+    def __init__(self, server: Server, name: str):
+        super().__init__(server)
         self.name = name
         self.link: Link | None = None
         self.gone = asyncio.Event()
         """Set when there is no connection: make one and call `connected`."""
         self.gone.set()
-        sessions.access.sessions = None  # the head counts the sessions of an address
-        sessions.gateway = self
+        self.sessions.access.sessions = None  # the head counts the sessions of an address
+        self.sessions.gateway = self
 
     def connected(self, link: Link) -> None:
         if link.closed:

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bray.errors import BrayError
-from bray.serving.gateway import NOT_HERE, Numbers, Peer, PeerRequest, Sending, ask_numbers, has_no_room
+from bray.serving.gateway import NOT_HERE, Peer, PeerRequest, Sending, ask_numbers, has_no_room
 from bray.serving.link import Address, Link, Listener, connect, machine_id
+from bray.serving.metrics import Numbers
 from bray.serving.protocol import AUTO, START, Refusal
 from bray.serving.request import Request
-from bray.serving.sessions import Sessions
+from bray.serving.server import Server
 from bray.serving.table import Table
 
 _BEAT_S = 0.2
@@ -31,16 +32,10 @@ class NodeGateway(Sending):
     """The other workers of this machine, as one worker sees them. Their sockets are in a directory that only this user
     can read."""
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        table: Table,
-        directory: Path,
-        numbers: Callable[[], Numbers],
-        forward: bool = True,
-    ):
+    def __init__(self, server: Server, table: Table, directory: Path):
         """The table's row has been taken: its number is this worker's."""
-        super().__init__(sessions, numbers)
+        super().__init__(server)
+        server.access.share(directory, table.me, table.workers)
         self.table, self.directory = table, directory
         self.owners: dict[bytes, int] = {}  # of sessions elsewhere that were asked for here
         self._max_owners = max(1024, 4 * table.workers * table.slots)
@@ -49,8 +44,8 @@ class NodeGateway(Sending):
         self._tried: dict[Request, set[int]] = {}  # workers that had no room for it, or did not own its session
         self._listener = Listener(self.handle, b"")
         self._beats: asyncio.TimerHandle | None = None
-        if forward:
-            sessions.gateway = self
+        if server.config.use_gateway is not None:
+            self.sessions.gateway = self
 
     async def start(self) -> None:
         path = self._path(self.table.me)
@@ -236,8 +231,6 @@ class NodeGateway(Sending):
                 self.refuse_lost(request)
 
     async def gather(self, timeout: float = 2.0) -> list[Numbers]:
-        """The numbers of all workers that answer in time."""
-
         async def ask(worker: int) -> Numbers | None:
             try:
                 link = await self._link_to(worker)

@@ -33,6 +33,10 @@ Route = Callable[[str, str, bytes], Awaitable[tuple[int, str, bytes]]]
 """Answers (method, path, body) with (status, content type, body)."""
 
 
+Prepare = Callable[["Server"], Any]
+"""Called before a server listens, to give it more routes and numbers; it may be async."""
+
+
 def admin_of(config: ServiceConfig, port: int) -> int:
     """The admin port that goes with a port: the next one, or any where any was asked for."""
     if config.admin_port is not None:
@@ -69,6 +73,10 @@ class Server:
         except ConfigError:
             self._watchdog.close()
             raise
+
+    async def prepare(self, how: Prepare | None) -> None:
+        if how is not None and asyncio.iscoroutine(preparing := how(self)):
+            await preparing
 
     def open(self) -> None:
         """Make the table of sessions: from now on requests may come, as yet from a gateway only."""

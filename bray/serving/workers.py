@@ -31,7 +31,7 @@ from bray.http_server import listening
 from bray.serving.actor import FAILURES
 from bray.serving.config import ServiceConfig
 from bray.serving.node import NodeGateway
-from bray.serving.server import Server, admin_of
+from bray.serving.server import Prepare, Server, admin_of
 from bray.serving.table import Table
 
 logger = logging.getLogger("bray.serving")
@@ -44,8 +44,6 @@ _PATIENCE = 5.0  # seconds for a worker to end once it may
 
 Ready = Callable[[int, int], None]
 """Called once with the port and the admin port when every worker answers."""
-Prepare = Callable[[Server], Any]
-"""Called in each worker before it listens, to give the server more routes and numbers; it may be async."""
 
 
 def serve(
@@ -159,19 +157,12 @@ async def _work(
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, ask)
-    if prepare is not None:
-        more = prepare(server)
-        if asyncio.iscoroutine(more):
-            await more
+    await server.prepare(prepare)
     server.open()
     gateway = None
     if place is not None:
         loop.add_reader(place.parent, _orphaned, loop, place.parent, ask)
-        forward = config.use_gateway is not None
-        gateway = NodeGateway(server.sessions, place.table, place.directory, server.all_numbers, forward)
-        server.gather = gateway.gather
-        server.access.share(place.directory, worker, config.workers)
-        server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
+        gateway = NodeGateway(server, place.table, place.directory)
         await gateway.start()  # before the first client: its session would be missing in the table
     relax_gc()
     await server.listen(admin=place.admin if place is not None else None)

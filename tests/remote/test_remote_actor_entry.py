@@ -77,8 +77,7 @@ class Cluster:
     async def open_entry(self, port=0):
         self.server = Server(lambda: None, ServiceConfig(**self.config | {"actors_per_worker": 0, "port": port}))
         self.server.open()
-        self.entry = HeadGateway(self.server.sessions, self.server.all_numbers)
-        self.server.gather = self.entry.gather
+        self.entry = HeadGateway(self.server)
         self.listener = Listener(self.entry.handle, SECRET, self.entry.lost)
         await self.listener.start("test")
         await self.server.listen()
@@ -88,7 +87,7 @@ class Cluster:
         made = type("Who", (Who,), {"worker": name})
         server = self.workers[name] = Server(made, ServiceConfig(**self.config | config))
         server.open()
-        self.gateways[name] = BehindHead(server.sessions, name, server.all_numbers)
+        self.gateways[name] = BehindHead(server, name)
         await self.link(name)
 
     async def link(self, name):

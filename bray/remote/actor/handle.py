@@ -26,8 +26,7 @@ from bray.serving.access import with_environment
 from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
-from bray.serving.server import admin_of
-from bray.serving.workers import Prepare
+from bray.serving.server import Prepare, admin_of
 
 logger = logging.getLogger("bray.remote")
 

@@ -23,9 +23,9 @@ from bray.serving.config import ServiceConfig
 from bray.serving.gateway import BehindHead, HeadGateway
 from bray.serving.link import Address, machine_id
 from bray.serving.node import NodeGateway
-from bray.serving.server import Server
+from bray.serving.server import Prepare, Server
 from bray.serving.table import Table
-from bray.serving.workers import Prepare, allow_files, relax_gc
+from bray.serving.workers import allow_files, relax_gc
 
 logger = logging.getLogger("bray.serving")
 
@@ -74,7 +74,7 @@ class ActorWorker:
         server = self.server = Server(self._make_actor, config, self.number)
         server.open()
         try:
-            await _prepare(self.service, server)
+            await server.prepare(self.service.prepare)
             server.sessions.pool.append(self._first_actor())
             server.sessions.actors_made += 1
             if session().cluster.kind != "local":  # else this is the user's own process
@@ -109,7 +109,7 @@ class ActorWorker:
     async def _share_machine(self) -> None:
         """Join the table of the workers on this machine: all those that share a port, whichever node of the cluster
         they belong to."""
-        config, server = self.service.config, self.server
+        config = self.service.config
         machine = hashlib.blake2b(machine_id().encode(), digest_size=6).hexdigest()
         self._directory = Path(tempfile.gettempdir()) / f"bray-{self.service.key}-{machine}"
         self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -117,18 +117,13 @@ class ActorWorker:
             self._directory / "sessions", _NODES * config.workers, config.actors_per_worker, create=True
         )
         self._table.join(session().member)
-        forwards = config.use_gateway is not None
-        server.access.share(self._directory, self._table.me, _NODES * config.workers)
-        gateway = NodeGateway(server.sessions, self._table, self._directory, server.all_numbers, forwards)
-        server.gather = gateway.gather
-        server.numbers.append(lambda: {"bray_requests_forwarded_total": gateway.forwarded})
-        await gateway.start()
-        self._gateway = gateway
+        self._gateway = NodeGateway(self.server, self._table, self._directory)
+        await self._gateway.start()
 
     # --- behind an entry ----------------------------------------------------------------------------------------------
 
     async def _stand_behind(self) -> None:
-        self._gateway = BehindHead(self.server.sessions, session().member, self.server.all_numbers)
+        self._gateway = BehindHead(self.server, session().member)
         await self._link()
         self._linking = asyncio.get_running_loop().create_task(self._stay_linked())
 
@@ -194,10 +189,8 @@ class HeadWorker:
         _say_where()
         server = self.server = Server(_no_actor, config)
         server.open()
-        await _prepare(self.service, server)
-        entry = self.entry = HeadGateway(server.sessions, server.all_numbers)
-        server.gather = entry.gather
-        server.numbers.append(lambda: {"bray_requests_forwarded_total": entry.forwarded})
+        await server.prepare(self.service.prepare)
+        entry = self.entry = HeadGateway(server)
         self._listener = await session().listen("entry", entry.handle, entry.lost)
         me = session().member
         workers = set(session().cluster.names(me.rpartition("/")[0] + "/")) - {me}
@@ -236,13 +229,6 @@ class HeadWorker:
         await self._close_server()
         await self.entry.close()
         await self._listener.close()
-
-
-async def _prepare(service: ActorService, server: Server) -> None:
-    if service.prepare is not None:
-        preparing = service.prepare(server)
-        if asyncio.iscoroutine(preparing):
-            await preparing
 
 
 def _no_actor() -> Any:
