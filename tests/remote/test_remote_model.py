@@ -228,9 +228,9 @@ def test_max_batch_size(largest, batches):
 
     async def main():
         await model.forward(X)
-        before = served(model).host.numbers()
+        before = served(model).numbers()
         outputs = await asyncio.gather(*[model.forward(np.full(4, i, np.float32)) for i in range(40)])
-        after = served(model).host.numbers()
+        after = served(model).numbers()
         return outputs, {k: after[k] - before[k] for k in ("batches_total", "samples_total")}
 
     outputs, counts = asyncio.run(main())
@@ -903,7 +903,7 @@ def test_few_old_versions_are_held_at_a_time(monkeypatch):
         model.add_to_pool()
     for step in (1, 2, 3, 4, 1, 3):
         assert model(X, step=step)[1] == step
-        assert len(served(model).host.steps) <= 3
+        assert len(served(model).steps) <= 3
 
 
 def test_the_pool_outlives_the_session(tmp_path):

@@ -139,9 +139,9 @@ def test_many_samples_in_one_frame(session, model):
     async def main():
         caller = Caller("m", members, 32)
         await caller.ask((X,), False, None, False)
-        before = worker(session).served.host.numbers()["batches_total"]
+        before = worker(session).served.numbers()["batches_total"]
         many = await asyncio.gather(*[caller.ask((X + i,), False, None, True) for i in range(20)])
-        after = worker(session).served.host.numbers()["batches_total"]
+        after = worker(session).served.numbers()["batches_total"]
         whole = await caller.ask((np.stack([X] * 50),), True, None, True)  # larger than a batch
         caller.close()
         return many, after - before, whole
@@ -200,7 +200,7 @@ class held(Doubles):
     """While it is entered, a forward of this worker runs and all others wait for it."""
 
     def __init__(self, worker):
-        self.host = worker.served.host
+        self.host = worker.served
         self.entered, self.gate = threading.Event(), threading.Event()
 
     def forward(self, x):
@@ -310,7 +310,7 @@ def test_the_worker_with_less_to_do_comes_first(session, model):
         caller = Caller("m", members, 4)
         await asyncio.gather(*[caller.ask((X,), False, None, False) for _ in range(4)])
         await asyncio.sleep(0.2)  # both are connected
-        before = worker(session, 1).served.host.numbers()["samples_total"]
+        before = worker(session, 1).served.numbers()["samples_total"]
         with held(worker(session, 0)):
             first = [caller.ask((X,), False, None, False) for _ in range(2)]
             done = 0
@@ -322,7 +322,7 @@ def test_the_worker_with_less_to_do_comes_first(session, model):
                     pass
         await asyncio.gather(*first)
         caller.close()
-        return done, worker(session, 1).served.host.numbers()["samples_total"] - before
+        return done, worker(session, 1).served.numbers()["samples_total"] - before
 
     done, answered = run(main)
     assert done >= 45  # all but those that went to the slow one first
@@ -374,7 +374,7 @@ def test_a_sample_that_kills_workers_is_given_up(session, model):
         caller = Caller("m", members, 8)
         await caller.ask((X,), False, None, False)
         for index in range(3):
-            worker(session, index).served.host.replace_engine(Deadly(worker(session, index)))
+            worker(session, index).served.replace_engine(Deadly(worker(session, index)))
         return await asyncio.gather(caller.ask((X,), False, None, False), return_exceptions=True)
 
     (error,) = run(main)
@@ -437,7 +437,7 @@ def test_with_a_gpu_the_worker_runs_there_and_takes_new_weights(session):
         first = await asyncio.gather(*[caller.ask((x,), False, None, False) for x in xs])
         weights = {k: v.numpy() + 1 for k, v in net.state_dict().items()}
         await model.publish_weights(weights)
-        while served.host.step < 1:
+        while served.step < 1:
             await asyncio.sleep(0.01)
         second, step = await caller.ask((xs,), True, None, True)
         caller.close()

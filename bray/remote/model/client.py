@@ -81,7 +81,7 @@ class Follower:
         """Answer in this process with what `make` makes in a thread."""
         served = await asyncio.to_thread(self._make, make)
         if self.served is None:
-            await served.host.close()
+            await served.close()
         return served
 
     def _make(self, make: Callable[[ModelInfo], EngineHost]) -> EngineHost:
@@ -124,8 +124,8 @@ class Follower:
     async def _offer(self, news: News) -> None:
         """Give the keeper weights that it lost in a crash, where this process has newer ones than it."""
         ref, clock, tag = self._published or (None, Clock(0, -1), "")
-        if self.served is not None and self.served.host.step > clock.version:
-            weights, step = self.served.host.get_weights()
+        if self.served is not None and self.served.step > clock.version:
+            weights, step = self.served.get_weights()
             ref, clock, tag = self.session.cluster.put(weights), Clock(self._clock.env_steps, step), self.about.news.tag
         if clock.version > news.step:
             await self.keeper.call("offer", ref, clock, tag, retry=True)
@@ -139,7 +139,7 @@ class Follower:
         if self._following is not None:
             self._following.cancel()
         if self.served is not None:
-            io.spawn(self.served.host.close(), f"closing model {self.name}")
+            io.spawn(self.served.close(), f"closing model {self.name}")
 
 
 class _Publication(NamedTuple):
@@ -313,12 +313,12 @@ class ModelWorker:
 
     def numbers(self) -> dict[str, Any]:
         """What this worker does, for a look from outside."""
-        return {**self.served.host.numbers(), "engine": self.served.engine, "pid": os.getpid()}
+        return {**self.served.numbers(), "engine": self.served.engine, "pid": os.getpid()}
 
     async def close(self) -> None:
         self._follower.close()
         await self.listener.close()
-        await self.served.host.close()
+        await self.served.close()
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class ModelWorker:
             link.data = RowsReader(), Writer()
         batch = link.data[0].read(body)
         if batch.step == CURRENT:
-            answer = self.served.host.forward(*batch.values, batch=True, with_step=True)
+            answer = self.served.forward(*batch.values, batch=True, with_step=True)
         else:
             answer = self._loop.create_task(self.served.ask_version(batch.values, True, batch.step, True))
         answer.add_done_callback(lambda answer: self._answered(link, number, batch.rows, answer))

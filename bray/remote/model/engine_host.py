@@ -1,4 +1,4 @@
-"""A model that answers in this process: a ModelHost and the engines of its versions."""
+"""A model that answers in this process."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _QUICK_S = 2e-3  # of a forward for which recording pays
 MAX_PROGRAMS = 8  # of bray.capture, which would import torch
 
 
-class EngineHost:
-    """Made in a thread: it may import torch and load a graph.
+class EngineHost(ModelHost):
+    """The versions of a RemoteModel and their engines, as its keeper announces them. Made in a thread: it may import
+    torch and load a graph.
 
     device   "cpu" or "cuda"; on a GPU the engine is torch
     threads  of one forward in ONNX Runtime
@@ -76,12 +77,12 @@ class EngineHost:
                 if not engine.is_recorded:
                     self._recorded, sizes, engine = False, (), TorchEngine(self._module, record=False)
                     break
-        self.host = ModelHost(
+        super().__init__(
             self.definition.name,
             engine,
             news.step,
             weights,
-            make_engine=self._make_engine if constant else None,
+            make_engine=self._make_newest if constant else None,
             decide=self._record if self._rows is not None else None,
             max_batch_size=most,
             max_queue=_MAX_QUEUE,
@@ -109,19 +110,19 @@ class EngineHost:
         """The outputs, when awaited."""
         if step is not None:
             return self.ask_version(args, batch, step, with_step)
-        return self.host.forward(*args, batch=True, with_step=with_step) if batch else self.host.submit(args, with_step)
+        return self.forward(*args, batch=True, with_step=with_step) if batch else self.submit(args, with_step)
 
     async def ask_version(self, args: tuple[Any, ...], batch: bool, step: int, with_step: bool) -> Any:
         """Ask a certain version, which is loaded first if it is not held."""
         for last in (False, True):
-            if step not in self.host.steps:
+            if step not in self.steps:
                 await asyncio.shield(asyncio.wrap_future(io.submit(self._load_once(step))))
             if step in self._used:
                 self._used[step] = time.monotonic()
             try:
-                return await self.host.forward(*args, batch=batch, step=step, with_step=with_step)
+                return await self.forward(*args, batch=batch, step=step, with_step=with_step)
             except BrayError:
-                if last or step in self.host.steps:
+                if last or step in self.steps:
                     raise  # else it was evicted while this one waited: it is loaded again
 
     async def _load_once(self, step: int) -> None:
@@ -134,19 +135,19 @@ class EngineHost:
             self._loading.pop(step, None)
 
     async def _load_version(self, step: int) -> None:
-        if step in self.host.steps:
+        if step in self.steps:
             return
         ref, _ = await self._keeper.call("weights", step, retry=True)
-        self.host.add_version(step, await asyncio.to_thread(lambda: self._make_fixed(session().cluster.get(ref))))
+        self.add_version(step, await asyncio.to_thread(lambda: self._make_fixed(session().cluster.get(ref))))
         self._used[step] = time.monotonic()
         while len(self._used) > MOST_VERSIONS:
             oldest = min(self._used, key=self._used.__getitem__)
             del self._used[oldest]
-            self.host.drop_version(oldest)
+            self.drop_version(oldest)
 
     # --- engines ------------------------------------------------------------------------------------------------------
 
-    def _make_engine(self, weights: Weights) -> Any:
+    def _make_newest(self, weights: Weights) -> Any:
         """For engines with constant weights: that of the version that is being published."""
         if self._int8 is not None:
             from bray.inference.onnx_engine import OnnxEngine
@@ -190,9 +191,9 @@ class EngineHost:
         int8 = None if news.int8 is None or self._mode != "quantize" else cluster.get(news.int8)
         other = (int8 and int8.graph) != (self._int8 and self._int8.graph)
         rebuilt = self._mode in ("infer", "quantize") and (switched or other)
-        if (news.tag != self._tag or rebuilt) and news.step >= self.host.step:
+        if (news.tag != self._tag or rebuilt) and news.step >= self.step:
             self._int8 = int8
-            self.host.publish_weights(cluster.get(news.weights), news.step).result()
+            self.publish_weights(cluster.get(news.weights), news.step).result()
             self._tag = news.tag
 
     def _switch(self, exported: ProvenGraph) -> bool:
@@ -208,7 +209,7 @@ class EngineHost:
             return False
         self._graph = exported.graph
         if self._mode == "train":
-            self.host.replace_engine(engine)
+            self.replace_engine(engine)
         return True
 
     @property

@@ -119,7 +119,7 @@ class RemoteModel:
         if client is None or not client.is_open or client.served is None or client.has_kwargs:
             return None
         try:
-            return client.served.host.run_now(args, rows)
+            return client.served.run_now(args, rows)
         except Exception as e:
             client.definition.explain(e, args, True)
             raise
@@ -146,7 +146,7 @@ class RemoteModel:
             return io.run(self.forward(*args, batch=batch, step=step, with_step=with_step, **kwargs))
         args = client.definition.engine_args(args, kwargs)
         try:
-            return client.served.host(*args, batch=batch, with_step=with_step)
+            return client.served(*args, batch=batch, with_step=with_step)
         except Exception as e:
             client.definition.explain(e, args, batch)
             raise
