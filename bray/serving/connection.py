@@ -1,4 +1,5 @@
-"""A client's connection: its life, its limits and its back-pressure, whatever it speaks (`http.py`, `tcp.py`)."""
+"""A client's connection: how much is read of it and when, its life and its limits, whatever it speaks (`http.py`,
+`tcp.py`)."""
 
 from __future__ import annotations
 
@@ -6,18 +7,26 @@ import asyncio
 import logging
 import resource
 from time import perf_counter
+from typing import Any
 
 from bray.serving.config import ServiceConfig
 from bray.serving.protocol import AUTO, END, Refusal
 from bray.serving.request import Request
 from bray.serving.sessions import Sessions
-from bray.serving.turns import TurnReader
 
 logger = logging.getLogger("bray.serving")
 
 HIGH_WATER = 256 << 10
 """Bytes of replies that a client has not read; above that its requests are not read either."""
 _MOST_CARRIED = 4096  # sessions of one connection that are remembered
+MAX_OUTSTANDING = 128
+"""Requests of one connection that are not answered; with more, reading waits."""
+TURN_REQUESTS, TURN_S = 32, 0.001
+"""What one connection may take of a turn of the loop, in requests and in seconds; what it has sent beyond that waits
+for the next."""
+SMALL = 512
+"""Bytes that hold no more requests than one turn may: the shortest has 18."""
+_FULL_READ = 256 << 10  # bytes of the largest single read; uvloop reads on at once after one
 LINGER_S = 1.0
 """How long a refused client may go on sending."""
 SLOW = Refusal(408, "slow_request", "the request did not arrive in time")
@@ -72,15 +81,23 @@ class Front:
                 connection.transport.abort()
 
 
-class Connection(TurnReader):
-    """One client."""
+class Connection(asyncio.Protocol):
+    """One client, who is read in turns with the others."""
 
-    __slots__ = ("address", "carried", "idle_since", "lingers_since", "receiving_since", "sessions")
-    front: Front
+    __slots__ = (
+        "address", "carried", "ended", "front", "idle_since", "lingers_since", "outstanding", "paused",
+        "receiving_since", "sessions", "stuck_since", "transport", "turn_due", "unread",
+    )  # fmt: skip
 
     def __init__(self, front: Front):
-        super().__init__(front, front.sessions.loop)
-        self.sessions = front.sessions
+        self.front, self.sessions = front, front.sessions
+        self.transport: Any = None
+        self.outstanding = 0  # requests that are not answered
+        self.ended = False  # no more requests are taken from this connection
+        self.paused = False  # whether reading waits
+        self.stuck_since: float | None = None  # the client does not read its replies
+        self.unread = b""  # read from the socket and not looked at yet
+        self.turn_due = False
         self.address = ""  # what the client is counted by; nothing where it was turned away
         self.receiving_since: float | None = None  # a request has begun and is not complete
         self.lingers_since: float | None = None  # refused: what still arrives is thrown away
@@ -88,7 +105,7 @@ class Connection(TurnReader):
         # Sessions whose requests came here, where their end depends on this connection; None: it does not.
         self.carried: dict[bytes, None] | None = {} if front.frees_early else None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+    def connection_made(self, transport: Any) -> None:
         self.transport = transport
         if len(self.front.open) >= self.front.max_open or self.front.closing:
             self.front.refused += 1
@@ -113,11 +130,87 @@ class Connection(TurnReader):
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        self.transport = None
+        self.unread = b""
         self.front.open.pop(self, None)
         self.front.access.leave(self.address)
         for session in self.carried or ():
             self.sessions.disconnected(session)
+
+    # --- what arrives -------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended:
+            return
+        self.front.bytes_in += len(data)
+        if len(data) <= SMALL and not self.unread:
+            self.feed(data)
+        else:
+            self.unread += data
+            if not self.turn_due:
+                self._turn()
+
+    def feed(self, data: bytes) -> None:
+        """Handle these bytes."""
+        raise NotImplementedError
+
+    def feed_part(self, data: bytes, at: int) -> tuple[int, int]:
+        """Handle the bytes from `at` on, to the end of a request or of a part of one; returns where the rest begins,
+        and how many requests there were."""
+        raise NotImplementedError
+
+    def _turn(self) -> None:
+        """Handle as much of what was read as one connection may in a turn of the loop."""
+        self.turn_due = False
+        data, at, requests = self.unread, 0, 0
+        until = perf_counter() + TURN_S
+        while at < len(data) and requests < TURN_REQUESTS and not self.ended and self._may_take():
+            at, more = self.feed_part(data, at)
+            requests += more
+            if perf_counter() > until:
+                break
+        self.unread = b"" if self.ended or self.transport is None else data[at:]
+        if self.unread or len(data) >= _FULL_READ:
+            self.pause()
+            if self._may_take():
+                self._turn_again()
+        else:
+            self.resume()
+
+    def _turn_again(self) -> None:
+        if not self.turn_due:
+            self.turn_due = True
+            self.sessions.loop.call_soon(self._turn)
+
+    # --- back-pressure ------------------------------------------------------------------------------------------------
+
+    def _may_take(self) -> bool:
+        return self.stuck_since is None and self.outstanding < MAX_OUTSTANDING and self.transport is not None
+
+    def pause_writing(self) -> None:
+        self.stuck_since = perf_counter()
+        self.pause()
+
+    def resume_writing(self) -> None:
+        self.stuck_since = None
+        self.resume()
+
+    def pause(self) -> None:
+        if not self.paused and self.transport is not None and not self.transport.is_closing():
+            self.paused = True
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self.paused or self.turn_due or not self._may_take():
+            return
+        if self.unread:
+            self._turn_again()
+            return
+        self.paused = False
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    # --- its life -----------------------------------------------------------------------------------------------------
 
     def carry(self, request: Request) -> None:
         """Remember that this connection carries a session; one that ends is forgotten."""

@@ -10,10 +10,9 @@ from typing import Any
 
 import httptools
 
-from bray.serving.connection import SLOW, Connection, Front
+from bray.serving.connection import MAX_OUTSTANDING, SLOW, SMALL, Connection, Front
 from bray.serving.protocol import KINDS, MAX_NAME, REASONS, START, Refusal, malformed, show
 from bray.serving.request import Request
-from bray.serving.turns import MAX_OUTSTANDING, SMALL
 
 logger = logging.getLogger("bray.serving")
 

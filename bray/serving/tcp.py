@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from bray.serving.connection import SLOW, Connection, Front
+from bray.serving.connection import MAX_OUTSTANDING, SLOW, Connection, Front
 from bray.serving.http import HttpConnection
 from bray.serving.protocol import ERROR_MARK, KINDS, MAX_NAME, REPLY_HEAD, REQUEST_HEAD, Refusal, malformed, show
 from bray.serving.request import Request
-from bray.serving.turns import MAX_OUTSTANDING
 
 _HEAD = REQUEST_HEAD.size
 
