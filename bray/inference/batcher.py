@@ -28,7 +28,7 @@ import numpy as np
 
 from bray import tree
 from bray.errors import BrayError, ConfigError, DataError, Overloaded
-from bray.inference.rows import STACK_ERRORS, Template, as_arrays, check, difference, length, signature, split
+from bray.inference.rows import STACK_ERRORS, Template, check, difference, signature, split
 
 _SMOOTHING = 0.2  # weight of the newest forward in the running mean of their times
 WATCH_S = 1.0  # how often we check that the thread of a running batch is alive
@@ -163,7 +163,7 @@ def group_by_kind(samples: Iterable[Any], errors: dict[int, BaseException]) -> d
     kinds: dict[Any, dict[int, Any]] = {}
     for i, sample in enumerate(samples):
         try:
-            arrays = as_arrays(sample)
+            arrays = tree.as_arrays(sample)
             kinds.setdefault(signature(arrays), {})[i] = arrays
         except Exception as e:
             errors[i] = e if isinstance(e, DataError) else DataError(f"this sample is no tree of arrays: {e!r}")
@@ -221,7 +221,7 @@ class Batcher(Collector):
         self.lock = lock or threading.Lock()
         self._fn, self._step, self._elsewhere = fn, step, elsewhere
 
-        self._declared = None if template is None else Template(as_arrays(template))
+        self._declared = None if template is None else Template(tree.as_arrays(template))
         self._template = self._declared  # the kind of the last batch
         self._templates: dict[Any, Template] = {}  # kinds that were answered, by signature
 
@@ -254,8 +254,8 @@ class Batcher(Collector):
         in between, so one version answers all of it; small batches that wait together share a forward. Raises DataError
         when the arrays have no common B."""
         batcher = self.here()
-        args = as_arrays(args)
-        return batcher._add(args, with_step, length(args))
+        args = tree.as_arrays(args)
+        return batcher._add(args, with_step, tree.batch_rows(args))
 
     def run_now(self, args: tuple[Any, ...], rows: int) -> tuple[Any, Any] | None:
         """`(outputs, step)` of a batch of arrays, run immediately, past the queue: for callers that collect batches
@@ -275,8 +275,8 @@ class Batcher(Collector):
         running."""
         if self._closed:
             raise BrayError(_CLOSED)
-        args = as_arrays(args)
-        rows = length(args) if batch else 0
+        args = tree.as_arrays(args)
+        rows = tree.batch_rows(args) if batch else 0
         with self.lock:
             errors: dict[int, BaseException] = {}
             value = self._run_whole(args, rows) if batch else self._run_samples([args], errors)[0]

@@ -15,7 +15,6 @@ import numpy as np
 
 from bray import tree
 from bray.errors import BrayError
-from bray.tree.layout import as_array, batch_rows
 
 
 class WrongSample(Exception):
@@ -103,11 +102,6 @@ def _builder(node: Any, keys: list[Any]) -> Callable[[Sequence[Any]], Any]:
     return type(node)
 
 
-def as_arrays(args: Any) -> Any:
-    """A tree whose leaves are arrays of numbers. Raises DataError if it holds anything else."""
-    return tree.map(as_array, args)
-
-
 def signature(node: Any) -> Any:
     """Structure, dtypes and shapes of a tree of arrays, hashable. The order of a dict's keys does not matter."""
     if isinstance(node, dict):
@@ -115,9 +109,6 @@ def signature(node: Any) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node), tuple(map(signature, node))
     return node.dtype.str, node.shape
-
-
-length = batch_rows
 
 
 def difference(expected: Any, got: Any) -> str:

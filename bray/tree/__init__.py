@@ -11,6 +11,9 @@ of which `pack`, and the messages between processes, are made.
 from bray.tree.layout import MAGIC, pack, unpack
 from bray.tree.nested import (
     NestedArray,
+    as_array,
+    as_arrays,
+    batch_rows,
     concat,
     difference,
     equal,
@@ -28,6 +31,9 @@ from bray.tree.nested import (
 __all__ = [
     "MAGIC",
     "NestedArray",
+    "as_array",
+    "as_arrays",
+    "batch_rows",
     "concat",
     "difference",
     "equal",

@@ -22,11 +22,10 @@ import numpy as np
 
 from bray.errors import DataError
 from bray.tree import nested
-from bray.tree.nested import NestedArray
+from bray.tree.nested import KINDS, NestedArray, as_array
 
 ALIGN = 64
-_KINDS = "biufc"  # bool, int, unsigned, float, complex: plain numbers, never objects
-_DTYPE = re.compile(rf"[<|][{_KINDS}]\d{{1,2}}")
+_DTYPE = re.compile(rf"[<|][{KINDS}]\d{{1,2}}")
 _MAX_DEPTH = 64
 _MAX_AXES = 32
 _MAX_BYTES = 1 << 40
@@ -40,20 +39,6 @@ Build = Callable[[Iterator[Any]], NestedArray]
 def aligned(size: int) -> int:
     """The next multiple of ALIGN."""
     return -(-size // ALIGN) * ALIGN
-
-
-def as_array(leaf: Any) -> np.ndarray:
-    """A leaf as an array in little-endian byte order: arrays as they are, numbers, and tensors of torch."""
-    if hasattr(leaf, "detach"):
-        try:
-            leaf = leaf.detach().cpu().numpy()
-        except TypeError as e:  # a dtype that numpy does not have
-            raise DataError(f"a tensor of {leaf.dtype} cannot become a numpy array ({e}): convert it first") from None
-    array = np.asarray(leaf)
-    if array.dtype.kind not in _KINDS:
-        what = f"an array of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
-        raise DataError(f"expected a tree (dict, list, tuple) of arrays of numbers, this one holds {what}")
-    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
 
 
 def describe(tree: Any, lead: int = 0, depth: int = 0) -> Any:
@@ -274,15 +259,6 @@ def to_bytes(columns: Sequence[np.ndarray]) -> list[Any]:
         if pad := -column.nbytes % ALIGN:
             out.append(bytes(pad))
     return out
-
-
-def batch_rows(batch: NestedArray) -> int:
-    """Rows of a batch of arrays `[B, ...]`. Raises DataError where they have no common B, or none at all."""
-    sizes = {x.shape[:1] for x in nested.leaves(batch)}
-    if len(sizes) != 1 or not (size := sizes.pop()) or not size[0]:
-        got = ", ".join(f"{path}: {list(x.shape)}" for path, x in nested.paths(batch)) or "no arrays"
-        raise DataError(f"a batch needs arrays [B, ...] with the same B >= 1, got shapes {got}")
-    return size[0]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

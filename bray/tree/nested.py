@@ -8,7 +8,24 @@ from typing import Any
 
 import numpy as np
 
+from bray.errors import DataError
+
+KINDS = "biufc"  # bool, int, unsigned, float, complex: plain numbers, never objects
 NestedArray = Any  # dict[str, NestedArray] | list[NestedArray] | tuple[NestedArray, ...] | np.ndarray
+
+
+def as_array(leaf: Any) -> np.ndarray:
+    """A leaf as an array in little-endian byte order: arrays as they are, numbers, and tensors of torch."""
+    if hasattr(leaf, "detach"):
+        try:
+            leaf = leaf.detach().cpu().numpy()
+        except TypeError as e:  # a dtype that numpy does not have
+            raise DataError(f"a tensor of {leaf.dtype} cannot become a numpy array ({e}): convert it first") from None
+    array = np.asarray(leaf)
+    if array.dtype.kind not in KINDS:
+        what = f"an array of dtype {array.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
+        raise DataError(f"expected a tree (dict, list, tuple) of arrays of numbers, this one holds {what}")
+    return array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
 
 
 def map(fn: Callable[..., Any], tree: NestedArray, *rest: NestedArray) -> NestedArray:
@@ -30,6 +47,11 @@ def map(fn: Callable[..., Any], tree: NestedArray, *rest: NestedArray) -> Nested
             return items
         return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
     return fn(tree, *rest)
+
+
+def as_arrays(tree: NestedArray) -> NestedArray:
+    """The same with arrays as leaves. Raises DataError if it holds anything but numbers."""
+    return map(as_array, tree)
 
 
 def leaves(tree: NestedArray) -> list[Any]:
@@ -77,6 +99,15 @@ def length(tree: NestedArray) -> int:
     if len(sizes) != 1:
         raise ValueError(f"leaves of a tree with a common first axis have different lengths: {sorted(sizes)}")
     return sizes.pop()
+
+
+def batch_rows(batch: NestedArray) -> int:
+    """Rows of a batch of arrays `[B, ...]`. Raises DataError where they have no common B, or none at all."""
+    sizes = {x.shape[:1] for x in leaves(batch)}
+    if len(sizes) != 1 or not (size := sizes.pop()) or not size[0]:
+        got = ", ".join(f"{path}: {list(x.shape)}" for path, x in paths(batch)) or "no arrays"
+        raise DataError(f"a batch needs arrays [B, ...] with the same B >= 1, got shapes {got}")
+    return size[0]
 
 
 def flatten(tree: NestedArray, lead: int = 1) -> np.ndarray:

@@ -218,7 +218,7 @@ def random_tree(rng, depth=0):
 def test_stacking_is_np_stack_and_splitting_its_inverse(seed):
     rng = np.random.default_rng(seed)
     example = random_tree(rng), random_tree(rng)
-    template = rows.Template(rows.as_arrays(example))
+    template = rows.Template(tree.as_arrays(example))
     for n in (1, 2, 7):
         samples = [
             tree.map(lambda x: np.asarray(rng.permutation(x.ravel()).reshape(x.shape)), example) for _ in range(n)

@@ -11,7 +11,7 @@ import numpy as np
 from bray import tree
 from bray.errors import DataError
 from bray.tree import NestedArray
-from bray.tree.layout import Layout, Layouts, as_array, batch_rows, describe
+from bray.tree.layout import Layout, Layouts, describe
 
 
 class Chunk:
@@ -47,8 +47,8 @@ class Chunk:
 
 def read_batch(batch: Any, layouts: Layouts) -> Chunk:
     """A tree `[N, ...]` as rows."""
-    batch = tree.map(as_array, batch)
-    rows = batch_rows(batch)
+    batch = tree.as_arrays(batch)
+    rows = tree.batch_rows(batch)
     columns = dict(tree.paths(batch))
     if len(columns) != len(tree.leaves(batch)):
         raise DataError("a batch with two arrays of the same path: a key of a sample may not contain '/'")

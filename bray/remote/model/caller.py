@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bray import tree
 from bray.cluster.protocol import Member
 from bray.cluster.session import session
 from bray.errors import BrayError, DataError, LinkLost, Unreachable
 from bray.inference.batcher import Collector, Item, group_by_kind
-from bray.inference.rows import STACK_ERRORS, Template, WrongSample, as_arrays, length, split
+from bray.inference.rows import STACK_ERRORS, Template, WrongSample, split
 from bray.serving.link import Link
 from bray.tree.layout import Layout, describe, to_bytes
 
@@ -84,8 +85,8 @@ class Caller(Collector):
         """A sample, or a batch -> a future of its outputs; of `(outputs, step)` if `with_step`."""
         if not batch:
             return self._add(args, with_step, 0, step)
-        args = as_arrays(args)
-        return self._add(args, with_step, length(args), step)
+        args = tree.as_arrays(args)
+        return self._add(args, with_step, tree.batch_rows(args), step)
 
     def _flush(self) -> None:
         """Send what waits, as long as a worker has room for another frame."""

@@ -18,7 +18,6 @@ from bray.config.check import check_fields
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.inference import rows
 from bray.remote.model.options import ModelOptions
-from bray.tree.layout import as_array
 
 logger = logging.getLogger("bray.remote")
 
@@ -80,7 +79,7 @@ class Definition(ModelOptions):
         if self.example is None:
             return
         try:
-            given = rows.as_arrays(args)
+            given = tree.as_arrays(args)
             expected = tree.index(self.args, 0)
             given = tree.index(given, 0) if batch else given
             if rows.signature(expected) != rows.signature(given):
@@ -111,7 +110,7 @@ def find_example(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     takes. Where both work, they count as a batch."""
     if not args and not kwargs:
         return None
-    given = (tuple(tree.map(as_array, tuple(args))), dict(tree.map(as_array, dict(kwargs))))
+    given = tree.as_arrays((tuple(args), dict(kwargs)))
     as_sample = tree.map(lambda x: x[None], given)
     module = copy.deepcopy(model).cpu().eval()
     batch, batch_error = _try(module, given)
@@ -133,7 +132,7 @@ def _try(module: Any, given: Example) -> tuple[int, str]:
     not."""
     worked = 0
     try:
-        count = rows.length((*given[0], given[1]))
+        count = tree.batch_rows((*given[0], given[1]))
         _run(module, given, count)
         worked = 1
         _run(module, tree.map(lambda x: np.concatenate([x, x]), given), 2 * count)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from bray import tree
 from bray.errors import DataError
-from bray.tree.layout import as_array
 
 
 def get_torch_model_weights(model: Any) -> dict[str, np.ndarray]:
@@ -36,6 +36,6 @@ def as_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def _as_numpy(name: Any, x: Any) -> np.ndarray:
     try:
-        return as_array(x)
+        return tree.as_array(x)
     except DataError as e:
         raise DataError(f"weight {name!r}: {e}") from None
