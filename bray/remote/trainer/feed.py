@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from bray.data.experience import Batch, Counts, EndOfData, Experience
 from bray.data.piece import Piece
 from bray.data.rows import Decoder
 from bray.errors import ConfigError, DataError
-from bray.remote.buffer.iterators import BatchBuffer, Prefetcher, SampleBuffer
+from bray.remote.buffer.iterators import Prefetcher, SampleBuffer, make_batch
 from bray.train.source import Source
 
 
@@ -49,7 +50,7 @@ class Feed:
                 f"{weights}"
             )
         first = turn % len(buffers)
-        batches = [_Batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
+        batches = [_batches(name, buffer, batch_size, batch_kind, prepare) for name, buffer in buffers.items()]
         mixed = SampleBuffer(batches[first:] + batches[:first], shares[first:] + shares[:first])
         self.names = ", ".join(buffers)
         self._ahead = Prefetcher(mixed, prefetch_size, max_reuse if prefetch_size else 0)
@@ -74,35 +75,24 @@ class Feed:
         self._ahead.close()
 
 
-class _Batches:
-    """The batches of one buffer."""
-
-    def __init__(
-        self, name: str, buffer: Iterable[Any], size: int, kind: str | None, prepare: Callable[[Any], Any] | None
-    ):
-        self._name, self._buffer, self._kind, self._prepare = name, iter(buffer), kind, prepare
-        single = size == 1 and kind == "concate"  # nothing to join, nothing to copy
-        self._joined = self._counted() if single else BatchBuffer(self._counted(), size, kind)
-        self._rows = 0
-
-    def _counted(self) -> Iterator[Any]:
-        for item in self._buffer:
-            self._rows += count_rows(item)
-            yield item
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self._rows = 0
-        try:
-            data = next(self._joined)
-        except ValueError as e:
-            raise DataError(
-                f"samples of buffer {self._name!r} cannot be put together with batch_kind={self._kind!r}: {e}. "
-                "Samples of different shapes come as a list with batch_kind=None."
-            ) from None
-        return Batch(data if self._prepare is None else self._prepare(data), self._rows, origin=self._name)
+def _batches(
+    name: str, buffer: Iterable[Any], size: int, kind: str | None, prepare: Callable[[Any], Any] | None
+) -> Iterator[Batch]:
+    """Those of one buffer. The last one may be smaller."""
+    items = iter(buffer)
+    while have := list(islice(items, size)):
+        data: Any = have
+        if kind is not None and (kind, size) != ("concate", 1):  # else there is nothing to join, nothing to copy
+            try:
+                data = make_batch(have, kind)
+            except ValueError as e:
+                raise DataError(
+                    f"samples of buffer {name!r} cannot be put together with batch_kind={kind!r}: {e}. Samples of "
+                    "different shapes come as a list with batch_kind=None."
+                ) from None
+        elif kind is not None:
+            (data,) = have
+        yield Batch(data if prepare is None else prepare(data), sum(map(count_rows, have)), origin=name)
 
 
 def count_rows(batch: Any) -> int:
