@@ -23,8 +23,10 @@ import tests.trainer_for_tests as parts
 from bray.data.experience import EndOfData
 from bray.errors import BrayError, ConfigError, DataError, DiskFull, Diverged, UnknownName, Unreachable
 from bray.inference.host import Promise
-from bray.remote.trainer import drive as drive_module, worker
+from bray.remote.model.definition import Definition
+from bray.remote.trainer import worker
 from bray.remote.trainer.base import LossLearner, Trainer
+from bray.remote.trainer.drive import Settings
 from bray.remote.trainer.feed import Feed
 from bray.rundir import RunDir
 from bray.train import driver as driver_module
@@ -477,8 +479,9 @@ def test_checkpoints_at_the_start_by_steps_by_time_and_at_the_end(tmp_path, monk
     drive_of(path=tmp_path / "b", num_steps=10).train()
     assert saved == [0, 10]
     saved.clear()
-    monkeypatch.setattr(drive_module, "SAVE_EVERY", 1e-9)
-    drive_of(path=tmp_path / "c", num_steps=3).train()
+    remote = MemoryModel(net())
+    remote.definition = Definition("m", checkpoint_every_s=1e-9)
+    drive_of(remote=remote, path=tmp_path / "c", num_steps=3).train()
     assert saved == [0, 1, 2, 3]
 
 
@@ -756,7 +759,7 @@ def made_of(plan, module):
 def test_what_a_plan_makes():
     from bray.algos import ppo
 
-    made = made_of(plan("tests.trainer_for_tests:Regression", settings=drive_module.Settings(learning_rate=0.1)), net())
+    made = made_of(plan("tests.trainer_for_tests:Regression", settings=Settings(learning_rate=0.1)), net())
     assert isinstance(made, LossLearner)
     assert isinstance(made.trainer, Regression)
     assert made.optimizer.param_groups[0]["lr"] == 0.1

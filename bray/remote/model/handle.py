@@ -227,20 +227,8 @@ class RemoteModel:
         return random.choices(pool, weights)[0]
 
     @property
-    def checkpoint_every_s(self) -> float:
-        """Seconds between its saved versions, where they do not go by steps."""
-        return self._known().definition.checkpoint_every_s
-
-    @property
-    def keep_checkpoints(self) -> int | None:
-        """How many of the newest checkpoints stay, beside the best one; None: all."""
-        return self._known().definition.keep_checkpoints
-
-    @property
-    def chosen_start(self) -> tuple[str, str | int | None]:
-        """(which definition this is, its `checkpoint`): a trainer starts from there too, once per definition."""
-        definition = self._known().definition
-        return definition.id, definition.checkpoint
+    def definition(self) -> Definition:
+        return self._known().definition
 
     def _ask_keeper(self, method: str, *args: Any) -> Any:
         return self._known().keeper.call(method, *args, retry=True).result()

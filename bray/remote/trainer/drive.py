@@ -32,6 +32,7 @@ from bray.figures import read_results
 from bray.inference.host import Promise
 from bray.inference.torch_engine import load_weights
 from bray.metrics import ENV_STEPS, ITERATION, Sinks
+from bray.remote.model.definition import Definition
 from bray.remote.trainer.base import LossLearner
 from bray.remote.trainer.feed import Feed
 from bray.remote.trainer.options import TrainOptions
@@ -46,8 +47,6 @@ from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
 
-SAVE_EVERY = 60.0
-"""Seconds between checkpoints where neither a number of steps nor the model's `checkpoint_every_s` is given."""
 ROW_S = 5.0
 """Seconds of an iteration, at least: a row of a cluster asks all of its processes for their numbers."""
 _EVAL_WAIT = 30.0
@@ -76,7 +75,8 @@ class RankDriver(Driver):
     name          of the trainer; its checkpoints are in `run_path`
     side          its learner is a LossLearner, or an algorithm's Learner; its model is the torch module that is trained
     sources       of pieces; none where the side's experience reads buffers itself
-    remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step, env_steps) -> Promise`
+    remote_model  `get_weights() -> (weights, step)`, `publish_weights(weights, step, env_steps) -> Promise`, `name`,
+                  maybe its `definition`
     eval_feed     batches of the evaluation
     merge         `merge(name, value, **labels)`: takes numbers for the log
     reported      what agents and other processes have reported, for a row
@@ -101,6 +101,7 @@ class RankDriver(Driver):
         config: Resolved | None = None,
     ):
         self.name, self.remote_model = name, remote_model
+        self._definition: Definition = getattr(remote_model, "definition", None) or Definition(remote_model.name, id="")
         self.settings = s = settings or Settings()
         self._merge, self._reported_by_others = merge, reported
         self._run_path, self._about, self._feeds = run_path, about, feeds
@@ -132,8 +133,8 @@ class RankDriver(Driver):
         kept = RunConfig(
             algorithm="" if config is None else config["run"].algorithm,
             checkpoint_updates=s.checkpoint_interval or 0,
-            checkpoint_every_s=0.0 if s.checkpoint_interval else self._asks_model("checkpoint_every_s", SAVE_EVERY),
-            keep_checkpoints=self._asks_model("keep_checkpoints", RunConfig.keep_checkpoints),
+            checkpoint_every_s=0.0 if s.checkpoint_interval else self._definition.checkpoint_every_s,
+            keep_checkpoints=self._definition.keep_checkpoints,
         )
         self.run = Run(
             self,
@@ -145,9 +146,6 @@ class RankDriver(Driver):
             model=remote_model.name,
         )
         self.run.exact = False
-
-    def _asks_model(self, key: str, default: Any) -> Any:
-        return getattr(self.remote_model, key, default) if self.ranks.first else default
 
     def train(self) -> dict[str, Any]:
         """Run to the end; the summary."""
@@ -315,7 +313,7 @@ class RankDriver(Driver):
         mine = pack_state({"process": random_state(), "learner": self._rng_state()})
         ranks = [mine] if self._alone else self.ranks.gather(mine)
         state = super().get_state(replay_dir)
-        state["json"] |= {"first": self.first, "rows": self.rows, "ranks": ranks, "definition": self._chosen_start[0]}
+        state["json"] |= {"first": self.first, "rows": self.rows, "ranks": ranks, "definition": self._definition.id}
         return state
 
     def set_state(
@@ -367,8 +365,8 @@ class RankDriver(Driver):
                 f"{run.path} is of a trainer of Bray 0.1, which this version cannot go on with. Start another trial "
                 f"with its weights: `checkpoint: {saved.path / 'model.safetensors'}` of model {self.remote_model.name}"
             )
-        definition, chosen = self._chosen_start
-        if chosen is None or saved.state["json"].get("definition") == definition:  # the latter: this rank was restarted
+        chosen = self._definition.checkpoint  # once per definition: the same one means that this rank was restarted
+        if chosen is None or saved.state["json"].get("definition") == self._definition.id:
             return saved
         if str(chosen).isdecimal() and int(chosen) in run.steps():
             return run.load_checkpoint(int(chosen))
@@ -378,10 +376,6 @@ class RankDriver(Driver):
             self.name, self.remote_model.name, chosen,
         )  # fmt: skip
         return None
-
-    @property
-    def _chosen_start(self) -> tuple[str, str | int | None]:
-        return getattr(self.remote_model, "chosen_start", ("", None))
 
     def _resume(self) -> None:
         """Go on from the newest checkpoint, else from the model's weights; equal on all ranks."""
@@ -414,7 +408,7 @@ class RankDriver(Driver):
         self._published = start["model_step"]
         if self.steps > self._published or self.env_steps > 0:  # agents explore as far as training is
             self._send_weights(wait=True)
-        if self._chosen_start[1] is not None:
+        if self._definition.checkpoint is not None:
             self.run.save()  # so that a rank that is restarted goes on from here
         self.model.train()
         self._since = self._last_batch = time.monotonic()
