@@ -16,7 +16,7 @@ import pytest
 from bray import tree
 from bray.cluster import io
 from bray.errors import ConfigError, DataError, Ended, MissingComponent, Overloaded, Unreachable
-from bray.remote.buffer import connection, pending, reader, slabs, writer
+from bray.remote.buffer import columns, connection, reader, slabs, writer
 from bray.remote.buffer.columns import Queue
 from bray.remote.buffer.handle import RemoteBuffer, pop, push
 from bray.remote.buffer.iterators import PrefetchBuffer
@@ -566,7 +566,7 @@ def test_density_is_the_part_of_the_shards_that_a_producer_connects_to(session, 
 @on_sockets
 def test_producers_spread_over_the_shards(session):
     settings = RemoteBuffer("b", num_workers=4, density=25).settings
-    links = [pending.Port() for _ in range(4)]
+    links = [columns.Port() for _ in range(4)]
     assert {writer.Writer(settings, links, here=False).order[0] for _ in range(200)} == set(links)
 
 

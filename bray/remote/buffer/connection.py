@@ -18,9 +18,8 @@ from bray.cluster.local import LocalCluster
 from bray.cluster.session import ClusterSession, session
 from bray.errors import BrayError, DataError, LinkLost, MissingComponent, Unreachable
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk
+from bray.remote.buffer.columns import Chunk, Done, Give, PendingBatch, Port
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.pending import Done, Give, PendingBatch, Port
 from bray.remote.buffer.reader import BufferReader
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.remote.buffer.writer import Writer

@@ -23,9 +23,9 @@ from bray.cluster import io
 from bray.cluster.session import ClusterSession, session
 from bray.errors import ConfigError, Ended, MissingComponent, UnknownName, Unreachable
 from bray.inference.host import Promise
+from bray.remote.buffer.columns import Pushed
 from bray.remote.buffer.connection import FLUSH_TIMEOUT, connection
 from bray.remote.buffer.options import BufferDefinition, BufferOptions, without_store
-from bray.remote.buffer.pending import Pushed
 from bray.remote.buffer.reader import PREFETCH, BufferReader
 from bray.remote.buffer.worker import BufferShard
 from bray.remote.master.handle import get, logger, set

@@ -13,9 +13,8 @@ from typing import Any
 from bray.errors import BrayError, Ended
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, join, private
+from bray.remote.buffer.columns import Chunk, Port, join, private
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.pending import Port
 from bray.tree import NestedArray
 
 PREFETCH = 2

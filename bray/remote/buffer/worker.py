@@ -19,9 +19,8 @@ from bray.cluster import io
 from bray.cluster.session import session
 from bray.errors import DataError
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import Chunk, Queue, join, private
+from bray.remote.buffer.columns import Chunk, Done, Give, Port, Queue, join, private
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.pending import Done, Give, Port
 from bray.remote.buffer.slabs import Slab, SlabAddress, Slot, Window, look_into
 from bray.serving.link import Address, Link, Listener
 from bray.tree.layout import Layouts, to_bytes

@@ -24,9 +24,18 @@ from bray.cluster import io
 from bray.errors import BrayError, DataError, LinkLost, Overloaded
 from bray.inference.host import Promise
 from bray.remote.buffer import messages as m
-from bray.remote.buffer.columns import AlikeSamples, Chunk, read_batch, stack
+from bray.remote.buffer.columns import (
+    MOST_IN_FLIGHT,
+    AlikeSamples,
+    Chunk,
+    PendingBatch,
+    Port,
+    Pushed,
+    Receipt,
+    read_batch,
+    stack,
+)
 from bray.remote.buffer.options import BufferDefinition
-from bray.remote.buffer.pending import MOST_IN_FLIGHT, PendingBatch, Port, Pushed, Receipt
 from bray.remote.buffer.slabs import Slab
 from bray.tree.layout import Layout, Layouts
 
