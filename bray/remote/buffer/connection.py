@@ -57,13 +57,14 @@ class BufferConnection:
         self.reader = BufferReader(settings, ports, *((io.call, _later) if self._links else (_now, _now)))
         self._reading = self._closed = False
 
-    def read(self, prefetch: int) -> BufferReader:
-        """The reader, connected."""
-        if self._links and prefetch > self.reader.prefetch:  # of a shard of this process nothing would be gained
-            self.reader.prefetch = prefetch
-        if self._links and not self._reading:
-            self._reading = True
-            io.call(self._connect)
+    def read(self, prefetch: int = 0) -> BufferReader:
+        """The reader, connected, which fetches so many batches ahead at least. (Of a shard of this process nothing
+        would be gained by that.)"""
+        if self._links:
+            self.reader.prefetch = max(prefetch, self.reader.prefetch)
+            if not self._reading:
+                self._reading = True
+                io.call(self._connect)
         return self.reader
 
     def _connect(self) -> None:

@@ -94,10 +94,7 @@ class RemoteBuffer:
         Waits for it in a thread; a coroutine awaits `pop_async` instead. Raises TimeoutError, or Ended when all sources
         have ended and everything is read.
         """
-        return self._pop(timeout, prefetch=0)
-
-    def _pop(self, timeout: float | None, prefetch: int) -> NestedArray:
-        reader = connection(self.settings).read(prefetch)
+        reader = connection(self.settings).read()
         got = reader.pop()
         if not isinstance(got, Promise):
             return got()
@@ -110,10 +107,7 @@ class RemoteBuffer:
 
     async def pop_async(self, timeout: float | None = None) -> NestedArray:
         """`pop` in a coroutine."""
-        return await self._pop_async(timeout, prefetch=0)
-
-    async def _pop_async(self, timeout: float | None, prefetch: int) -> NestedArray:
-        reader = connection(self.settings).read(prefetch)
+        reader = connection(self.settings).read()
         got = reader.pop()
         if not isinstance(got, Promise):
             return got()
@@ -139,15 +133,17 @@ class RemoteBuffer:
     def __next__(self) -> NestedArray:
         """As `pop`, but the next batches are fetched meanwhile. StopIteration when all sources have ended and
         everything is read."""
+        connection(self.settings).read(PREFETCH)
         try:
-            return self._pop(None, PREFETCH)
+            return self.pop()
         except Ended:
             raise StopIteration from None
 
     async def __aiter__(self) -> AsyncIterator[NestedArray]:
         with contextlib.suppress(Ended):
             while True:
-                yield await self._pop_async(None, PREFETCH)
+                connection(self.settings).read(PREFETCH)
+                yield await self.pop_async()
 
     # --- sources ------------------------------------------------------------------------------------------------------
 
