@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bray.errors import CheckpointError, DataError
+from bray.errors import CheckpointError
 
 
 class Engine(Protocol):
@@ -20,28 +20,6 @@ class Engine(Protocol):
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """New weights, by the names of the Model's `state_dict`; the next forward uses them."""
         ...
-
-
-def gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
-    """Append the leaves of `value` to `out` in the order of `structure`: a dict may hold its keys in any order, and
-    more of them.
-    Parts whose structure is None are left out."""
-    if structure is None:
-        return
-    if isinstance(structure, dict):
-        if not isinstance(value, Mapping) or not structure.keys() <= value.keys():
-            got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
-            raise DataError(f"{where or 'an input'}: expected a dict with the keys {sorted(structure)}, got {got}")
-        for key, part in structure.items():
-            gather(part, value[key], out, f"{where}/{key}" if where else key)
-    elif isinstance(structure, (list, tuple)):
-        if not isinstance(value, (list, tuple)) or len(value) != len(structure):
-            have = len(value) if isinstance(value, (list, tuple)) else type(value).__name__
-            raise DataError(f"{where or 'inputs'}: expected {len(structure)} parts, got {have}")
-        for i, part in enumerate(structure):
-            gather(part, value[i], out, f"{where}/{i}" if where else str(i))
-    else:
-        out.append(value)
 
 
 def lasting(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import onnxruntime
 
 from bray import tree
 from bray.errors import CheckpointError, ConfigError, DataError
-from bray.inference.engine import fit_weights, gather, lasting
+from bray.inference.engine import fit_weights, lasting
 from bray.inference.graph import KEY, Signature, leaf_names, refuse_external_data, with_constant_weights
 from bray.inference.proof import prove_beside
 from bray.rundir import check_seal, read_plain
@@ -60,9 +60,7 @@ class OnnxEngine:
         if self._single is not None and len(args) == 1 and isinstance(args[0], np.ndarray):
             feed = {self._single: args[0]}
         else:
-            leaves: list[Any] = []
-            gather(self.signature.inputs, args, leaves)
-            feed = dict(zip(self._names, leaves, strict=True))
+            feed = dict(zip(self._names, tree.leaves_like(self.signature.inputs, args), strict=True))
         try:
             values = self._run_bound(feed) if self._wanted else self.session.run(self._out_names, feed)
         except Exception:

@@ -28,7 +28,6 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from bray import tree
 from bray.errors import DataError, ExportError
-from bray.inference.engine import gather
 from bray.inference.graph import leaf_names, read_signature, write_signature
 
 _LAYERS = ("Conv", "Gemm", "MatMul")
@@ -44,9 +43,7 @@ def quantize(model: bytes, args: Sequence[Any]) -> bytes:
     if signature.weights != "constant" or signature.precision != "float32":
         raise DataError("int8 is made of a float32 graph with its weights inside: expected model.onnx")
     names = leaf_names(signature.inputs)
-    leaves: list[Any] = []
-    gather(signature.inputs, tuple(args), leaves)
-    rows = dict(zip(names, leaves, strict=True))
+    rows = dict(zip(names, tree.leaves_like(signature.inputs, tuple(args)), strict=True))
     logger = logging.getLogger()
     level = logger.level
     logger.setLevel(logging.ERROR)  # it recommends, on the root logger, what is done already

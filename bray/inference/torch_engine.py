@@ -17,7 +17,6 @@ from bray import tree
 from bray.capture import Record, capture
 from bray.capture.transfer import to_device, to_host
 from bray.errors import CheckpointError
-from bray.inference.engine import gather
 
 
 def is_recurrent(model: nn.Module) -> bool:
@@ -110,8 +109,7 @@ class TorchEngine:
         if len(args) == 1 and isinstance(args[0], (np.ndarray, Tensor)):
             return self._run([args[0]], args[0].shape, args)
         expected = self._structures.get(len(args)) or tree.map(lambda _: "", args)
-        leaves: list[Any] = []
-        gather(expected, args, leaves)
+        leaves = tree.leaves_like(expected, args)
         out = self._run(leaves, tuple([x.shape for x in leaves]), expected)
         self._structures[len(args)] = expected  # only now: what the Model refuses is no example for others
         return out

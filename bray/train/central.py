@@ -32,7 +32,6 @@ from bray.act import Policy
 from bray.capture import MAX_PROGRAMS, Record
 from bray.capture.transfer import pin, unpin
 from bray.errors import ConfigError, EnvError
-from bray.inference.engine import gather
 from bray.inference.torch_engine import TorchEngine, is_recurrent
 from bray.train.acting import initial_state
 from bray.tree.shared import SharedArrays
@@ -187,7 +186,7 @@ class CentralServer:
     def _forward(self, batch: slice | int) -> list[Any]:
         arrays = [x[batch] for x in self._inputs] if isinstance(batch, slice) else [x[:batch] for x in self._staged]
         outputs = self._engine.forward(*tree.map(arrays.__getitem__, self._structures[0]))
-        return _leaves(self._structures[1], outputs)
+        return tree.leaves_like(self._structures[1], outputs)
 
     def _send(self, block: int, number: int) -> None:
         os.write(self._pipes[block % self._workers][1].fileno(), _MESSAGE.pack(block, number))
@@ -213,12 +212,6 @@ def _read(pipe: Connection) -> dict[int, int]:
 def _numbered(structure: Any) -> Any:
     numbers = iter(range(len(tree.leaves(structure))))
     return tree.map(lambda _: next(numbers), structure)
-
-
-def _leaves(structure: Any, value: Any) -> list[Any]:
-    out: list[Any] = []
-    gather(structure, value, out)
-    return out
 
 
 # --- in a sampler -----------------------------------------------------------------------------------------------------
@@ -250,7 +243,7 @@ class CentralEngine:
 
     def ask(self, *inputs: Any) -> None:
         """Put a question; `answer` waits for what comes of it."""
-        for to, given in zip(self._inputs, _leaves(self._line.structures[0], inputs), strict=True):
+        for to, given in zip(self._inputs, tree.leaves_like(self._line.structures[0], inputs), strict=True):
             np.copyto(to, given)
         self._number += 1
         os.write(self._line.asking.fileno(), _MESSAGE.pack(self._block, self._number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,33 @@ def as_arrays(tree: NestedArray) -> NestedArray:
 def leaves(tree: NestedArray) -> list[Any]:
     """All leaves, in order."""
     return [leaf for _, leaf in paths(tree)]
+
+
+def leaves_like(structure: Any, value: Any) -> list[Any]:
+    """The leaves of `value` in the order of `structure`: a dict may hold its keys in any order, and more of them. Parts
+    whose structure is None are left out."""
+    out: list[Any] = []
+    _gather(structure, value, out)
+    return out
+
+
+def _gather(structure: Any, value: Any, out: list[Any], where: str = "") -> None:
+    if structure is None:
+        return
+    if isinstance(structure, dict):
+        if not isinstance(value, Mapping) or not structure.keys() <= value.keys():
+            got = sorted(value) if isinstance(value, Mapping) else type(value).__name__
+            raise DataError(f"{where or 'an input'}: expected a dict with the keys {sorted(structure)}, got {got}")
+        for key, part in structure.items():
+            _gather(part, value[key], out, f"{where}/{key}" if where else key)
+    elif isinstance(structure, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(structure):
+            have = len(value) if isinstance(value, (list, tuple)) else type(value).__name__
+            raise DataError(f"{where or 'inputs'}: expected {len(structure)} parts, got {have}")
+        for i, part in enumerate(structure):
+            _gather(part, value[i], out, f"{where}/{i}" if where else str(i))
+    else:
+        out.append(value)
 
 
 def paths(tree: NestedArray, prefix: str = "") -> Iterator[tuple[str, Any]]:
