@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -44,6 +44,17 @@ class Promise(Future[Any]):
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self).__await__()
+
+
+def totals(stats: Collection[Mapping[str, Any]], dropped: Mapping[str, int]) -> dict[str, float]:
+    """The `stats` of all versions of a model together, with what those that are gone have counted."""
+    return {
+        "versions": len(stats),
+        "batches_total": dropped["batches"] + sum(s["batches"] for s in stats),
+        "samples_total": dropped["samples"] + sum(s["samples"] for s in stats),
+        "queue": sum(s["queue"] for s in stats),
+        "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
+    }
 
 
 class ModelHost:
@@ -141,15 +152,7 @@ class ModelHost:
 
     def numbers(self) -> dict[str, float]:
         """The figures of all versions together, for a metrics page."""
-        stats = self.stats.values()
-        return {
-            "step": self.step,
-            "versions": len(stats),
-            "batches_total": self._dropped["batches"] + sum(s["batches"] for s in stats),
-            "samples_total": self._dropped["samples"] + sum(s["samples"] for s in stats),
-            "queue": sum(s["queue"] for s in stats),
-            "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
-        }
+        return {"step": self.step, **totals(self.stats.values(), self._dropped)}
 
     # --- versions -----------------------------------------------------------------------------------------------------
 

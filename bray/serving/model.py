@@ -25,6 +25,7 @@ from bray.act import SAMPLE, TRAINED, ActingEngine, Tick
 from bray.act.feed import FileFeed
 from bray.errors import BrayError, CheckpointError, ConfigError, DataError, how_to_install
 from bray.inference.batcher import Batcher
+from bray.inference.host import totals
 from bray.rundir import RunDir
 from bray.serving.bounds import Bounds, OutsideCount
 from bray.serving.config import AnswerConfig, ServedModelConfig
@@ -285,15 +286,10 @@ class ServedModel:
 
     def numbers(self) -> dict[str, float]:
         """The figures of all versions together, for a metrics page."""
-        stats = [version.stats for version in self.versions.values()]
         return {
             "step": self.shares[0].version.step,
-            "versions": len(stats),
-            "batches_total": self._dropped["batches"] + sum(s["batches"] for s in stats),
-            "samples_total": self._dropped["samples"] + sum(s["samples"] for s in stats),
+            **totals([version.stats for version in self.versions.values()], self._dropped),
             "outside_total": 0 if self._outside is None else self._outside.total,
-            "queue": sum(s["queue"] for s in stats),
-            "forward_seconds": max((s["forward_s"] or 0.0 for s in stats), default=0.0),
         }
 
     # --- engines ------------------------------------------------------------------------------------------------------
