@@ -76,6 +76,13 @@ def allow_files(n: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n, most))
 
 
+def reserve(host: str, port: int) -> socket.socket:
+    """Bound and never listened on: it keeps the port while no worker has it. A shared port can be taken by two services
+    at once, so it is first asked for alone."""
+    listening(host, port, shared=False).close()
+    return listening(host, port, shared=True)
+
+
 def relax_gc() -> None:
     """Let the garbage collector of this process look less often, and never at what is there already. Ticks leave many
     objects and hardly a cycle:
@@ -196,10 +203,7 @@ class _Parent:
         if threading.active_count() > 1:
             logger.warning("workers are forked from a process with %d threads", threading.active_count())
         self.make_actor, self.on_ready, self.prepare = make_actor, on_ready, prepare
-        # Bound and never listened on: it keeps the port while no worker has it. A shared port can be taken by two
-        # services at once, so it is first asked for alone.
-        listening(config.host, config.port, shared=False).close()
-        self._port = listening(config.host, config.port, shared=True)
+        self._port = reserve(config.host, config.port)
         port = self._port.getsockname()[1]
         self._admin = listening(config.admin_host, admin_of(config, port), shared=False)
         self.config = replace(config, port=port, admin_port=self._admin.getsockname()[1])

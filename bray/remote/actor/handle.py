@@ -18,7 +18,6 @@ from bray.cluster.protocol import Member, Node
 from bray.cluster.session import ClusterSession, session
 from bray.config import ConfigSource, resolve
 from bray.errors import ConfigError, MissingComponent, ResourceError, Unreachable
-from bray.http_server import listening
 from bray.inference.host import Promise
 from bray.remote.actor.worker import ActorService, ActorWorker, HeadWorker
 from bray.remote.master.handle import get
@@ -27,6 +26,7 @@ from bray.serving.agent import AgentActor
 from bray.serving.config import ServiceConfig
 from bray.serving.messages import compile_message
 from bray.serving.server import Prepare, admin_of
+from bray.serving.workers import reserve
 
 logger = logging.getLogger("bray.remote")
 
@@ -172,10 +172,7 @@ class RemoteActor:
         self._supervisor.start()
 
     def _reserve(self, host: str, port: int) -> int:
-        """Bind a port and never listen, so that it stays ours while no worker has it; as the parent of `bray serve`
-        does."""
-        listening(host, port, shared=False).close()  # it must be free now
-        self._reserved.append(listening(host, port, shared=True))
+        self._reserved.append(reserve(host, port))
         return self._reserved[-1].getsockname()[1]
 
     @property
