@@ -55,7 +55,7 @@ _ELSEWHERE = {
 """Names that other libraries have for ours, as `_folded` leaves them."""
 _RUN = "--run; your own is module:Name"
 NAMES = ("Config", "make_model", "Policy", "Learner")
-OPTIONAL = ("experience", "DEFAULTS", "iterate")
+OPTIONAL = ("experience", "DEFAULTS", "iterate", "PLAYS_ON")
 
 
 def register_algo(name: str, algo: Any, replace: bool = False) -> None:

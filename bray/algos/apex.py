@@ -10,6 +10,8 @@ from bray.config.declare import Amount, Count, ShareSchedule
 
 make_model, experience, Policy, Learner = dqn.make_model, dqn.experience, dqn.Policy, dqn.Learner
 """All of it is DQN's; only the defaults differ. The actors are rollout workers (`num_workers`)."""
+PLAYS_ON = True
+"""Actors play while the learner learns: `--num-workers auto` may start some."""
 DEFAULTS = {"env": {"num_envs": 8}}
 """Exploration is spread over environments, so there are several in each process."""
 

@@ -105,11 +105,12 @@ def _plain(option: Option) -> Any:
 def _typer_type(option: Option) -> tuple[Any, dict[str, Any]]:
     """The type that Typer reads, and the limits it checks."""
     plain = _plain(option)
-    kind: Any = plain if plain in (int, float, bool, Path) or choices(plain) else str
+    alike = len(members(option.hint)) == 1  # else `auto` or a number: what was typed is checked with the config
+    kind: Any = plain if alike and (plain in (int, float, bool, Path) or choices(plain)) else str
     if list_item(option.hint) is not None or (option.flag and option.flag.parse and option.takes_any_key):
         kind = list[kind]
     limits: dict[str, Any] = {}
-    for m in option.metadata:
+    for m in option.metadata if kind is not str else ():
         match m:
             case annotated_types.Ge(limit):
                 limits["min"] = limit

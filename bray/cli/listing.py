@@ -19,9 +19,8 @@ def envs(options: Envs) -> int:
     from bray.envs.config import EnvConfig
 
     names = registry.list_envs()
-    known: dict[str, list[str]] = {}  # environment -> algorithms that have tuned settings for it
-    for algo, env, _ in presets():
-        known.setdefault(env, []).append(algo)
+    tuned = [(algo, env) for algo, env, _ in presets()]
+    known = {name: sorted({a for a, e in tuned if fnmatch.fnmatchcase(name, e)}) for name in names}
     if pattern := options.pattern:
         wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
         found = [n for n in names if fnmatch.fnmatchcase(n.lower(), wild.lower())]
@@ -33,9 +32,9 @@ def envs(options: Envs) -> int:
         config = EnvConfig(id=name)
         fast = native.why_not_native(config, registry.resolve(config), None) is None
         table.add_row(
-            Text(name, "bold" if name in known else ""),
+            Text(name, "bold" if known[name] else ""),
             "native" if fast else Text("–", "dim"),
-            ", ".join(known.get(name, [])),
+            ", ".join(known[name]),
         )
     put(table)
     say(f"\n{len(names):,} environments; --env also takes module:Class of your own.", "dim")

@@ -209,11 +209,12 @@ def _closing(exp: Experiment) -> Iterator[None]:
 
 
 def _run(exp: Experiment, options: Train, signals: Signals) -> int:
-    run = exp.config["run"]
     if options.resume is None:
         RunDir.signs_of_free(exp.path)  # before anything is made or said
+    exp.settle()
+    run = exp.config["run"]
     if not options.quiet and exp.has_env and not exp.live:
-        count = exp.config["env"].num_envs * max(1, run.num_workers)
+        count = exp.config["env"].num_envs * max(1, run.workers)
         if count >= _MANY:
             say(f"making {count:,} environments of {exp.env_id}", "dim")
     training = exp.training
@@ -265,6 +266,8 @@ def _head(exp: Experiment, options: Train) -> None:
     ]
     say(" · ".join(what), "bold")
     rows: list[tuple[str, Any]] = []
+    if exp.choice is not None:
+        rows.append(("auto", f"{exp.choice} (pin with --device, --num-workers, --inference)"))
     if options.resume is None:
         plain = options.no_preset or "data" in exp.config.sections
         used = None if plain else preset(run.algorithm, exp.env_id)

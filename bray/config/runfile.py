@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import re
@@ -77,7 +78,8 @@ def _moves(values: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Any]]:
 
 
 def presets() -> Iterator[tuple[str, str, ConfigSource]]:
-    """(algorithm, environment, settings) of the tuned settings that ship with Bray."""
+    """(algorithm, environment, settings) of the tuned settings that ship with Bray. An environment may be a pattern for
+    a family: ALE/*."""
     for file in sorted(resources.files("bray").joinpath("presets").iterdir(), key=lambda f: f.name):
         if file.name.endswith(".yaml"):
             with resources.as_file(file) as path:
@@ -87,8 +89,9 @@ def presets() -> Iterator[tuple[str, str, ConfigSource]]:
 
 
 def preset(algo: str, env: str) -> ConfigSource | None:
-    """The tuned settings for this algorithm and environment, if there are any."""
-    return next((source for a, e, source in presets() if (a, e) == (algo, env)), None)
+    """The tuned settings for this algorithm and environment, else for its family, if there are any."""
+    mine = [(e, source) for a, e, source in presets() if a == algo and fnmatch.fnmatchcase(env, e)]
+    return next((source for e, source in sorted(mine, key=lambda found: found[0] != env)), None)
 
 
 def other_versions(algo: str, env: str) -> list[str]:

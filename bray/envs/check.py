@@ -90,7 +90,7 @@ class _Checker:
     def _make(self) -> tuple[gym.Env, int | None]:
         try:
             build = Builder.of(self.config)
-            self.single, self.step_ms = build.source.single, build.source.step_ms
+            self.single, self.step_ms = build.source.single, build.source.step_ms or 0.0
             return build()
         except BrayError as e:
             self.stop(str(e))

@@ -65,6 +65,9 @@ class EnvConfig:
     num_processes: Count | None = None
     """Processes of the subprocess form; null = one per core, at most one per environment (with `wait_num`: one per
     environment)."""
+    step_ms: Amount | None = None
+    """What a step of one environment costs in milliseconds, for the choice of its form and of workers. null = what its
+    class (`metadata["step_ms"]`) or its package declares; where neither does, a few steps are timed before training."""
     drop_obs: list[str] = field(default_factory=list)
     """Entries of a Dict observation that are left out, e.g. [mission]."""
     max_episode_steps: Annotated[int, Ge(-1)] | None = None

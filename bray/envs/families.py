@@ -30,6 +30,7 @@ FAMILIES = (
     Family("slimevolleygym", "slimevolleygym gym opencv-python", ("SlimeVolley",), 0.1),
     Family("gymnasium.envs.mujoco", "mujoco", (), 0.05),
     Family("gymnasium.envs.box2d", "box2d-py", (), 0.05),
+    *(Family(f"gymnasium.envs.{part}", "gymnasium", (), 0.0) for part in ("classic_control", "toy_text", "tabular")),
     Family("ale_py", "ale-py", ("ALE/",), 0.5),
 )
 

@@ -83,8 +83,8 @@ def _native_pays(build: Builder) -> bool:
 
 
 def _processes_pay(build: Builder, worker_index: int) -> bool:
-    """Whether stepping in several processes saves more time than it costs, by the declared cost of a step
-    (`EnvOrigin.step_ms`). Rollout workers have the cores already.
+    """Whether stepping in several processes saves more time than it costs, by the cost of a step
+    (`env.step_ms`, `EnvOrigin.step_ms`). Rollout workers have the cores already.
 
     Both forms give the same trajectories, so that the choice changes nothing but the speed.
     """
@@ -97,4 +97,5 @@ def _processes_pay(build: Builder, worker_index: int) -> bool:
         return False
     processes = min(config.num_envs, config.num_processes or os.cpu_count() or 1)
     in_turn = -(-config.num_envs // processes)  # environments of one process, one after another
-    return build.source.step_ms * (config.num_envs - in_turn) > _SUBPROCESS_GAIN
+    step_ms = config.step_ms if config.step_ms is not None else build.source.step_ms or 0.0
+    return step_ms * (config.num_envs - in_turn) > _SUBPROCESS_GAIN

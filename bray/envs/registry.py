@@ -134,9 +134,9 @@ class EnvOrigin:
         return not (isinstance(entry, str) and entry.startswith("gymnasium.envs."))
 
     @property
-    def step_ms(self) -> float:
-        """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package, else
-        0."""
+    def step_ms(self) -> float | None:
+        """What a step costs, as declared: `metadata["step_ms"]` of the class, else what is known of its package. None:
+        nothing is."""
         made = self.gym_spec.entry_point if self.gym_id else self.creator
         module = made if isinstance(made, str) else getattr(made, "module", None) or getattr(made, "__module__", None)
         if isinstance(made, str):
@@ -147,7 +147,9 @@ class EnvOrigin:
         metadata = getattr(made, "metadata", None)  # of a subclass of gym.Wrapper: a property
         declared = metadata.get("step_ms") if isinstance(metadata, Mapping) else None
         family = family_of_module(module or "")
-        return float(declared) if declared is not None else family.step_ms if family else 0.0
+        if declared is None and family is None:
+            return 0.0 if (module or "").startswith("bray.envs.") else None
+        return float(declared) if declared is not None else family.step_ms if family else None
 
     def make(self, arguments: EnvContext, render_mode: str | None) -> Any:
         """A new environment (or the object itself)."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
+from bray.envs.build import env_spec
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
@@ -46,15 +48,17 @@ from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
 from bray.spec import EnvSpec
 from bray.train.callbacks import CallbackList, make_callbacks
-from bray.train.device import resolve_device
+from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
+from bray.train.fit import Choice
 from bray.train.goals import Score, check_stop, reached
-from bray.train.live import ID as LIVE, LiveTraining
+from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.machine import this_machine
-from bray.train.offline import ID as FILES, FileTraining
+from bray.train.offline import ID as FILES, FileTraining, data_spec
 from bray.train.progress import LastRow, Picture, Rows, describe, open_sinks
 from bray.train.run import Run
+from bray.train.settle import settle
 from bray.train.setup import Check, set_up
 from bray.train.source import RolloutWorker
 
@@ -110,6 +114,9 @@ class Experiment:
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
         self._plays = True
+        self._settled = False
+        self.choice: Choice | None = None
+        """What was chosen for settings that said `auto`, and why; None as long as none was."""
         self._check_training: Check | None = None
         """Asked before a loaded run trains: it may connect, listen and write."""
         self._resumes = False
@@ -120,6 +127,7 @@ class Experiment:
     def run(self) -> Run:
         """Its training and what is written of it."""
         if self._run is None:
+            self.settle()
             training = self._make_training()
             watch = Watch(self.config.options("run", *SECTIONS), this_machine)
             about = {"env": self.env_id}
@@ -135,10 +143,25 @@ class Experiment:
     def training(self) -> LocalTraining | LiveTraining | FileTraining:
         return self.run.training  # type: ignore[return-value]
 
-    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
+    def settle(self) -> None:
+        """Choose where to play and to compute, where `config` says `auto`; what was chosen is in it, and in
+        `choice`."""
+        if self._settled:
+            return
         self._check_plays()
         if self._check_training is not None:
             self._check_training(self.config.to_dict())
+        c = self.config
+        if self.live:
+            plays, spec = False, partial(live_spec, c["live"], c["env"])
+        elif "data" in c.sections:
+            plays, spec = False, partial(data_spec, c["data"], c["env"])
+        else:
+            plays, spec = True, partial(env_spec, c["env"])
+        self.config, self.choice = settle(self.algo, c, spec, plays)
+        self._settled = True
+
+    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
         c = self.config
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
         if self.live:
@@ -246,6 +269,8 @@ class Experiment:
     def _log_start(self) -> None:
         run = self.config["run"]
         logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
+        if self.choice is not None:
+            logger.info("auto: %s", self.choice)
         if why := self.training.depends_on_timing:
             self.run.exact = False
             logger.warning(
@@ -468,7 +493,7 @@ class Experiment:
             else:
                 with made_from(self.loaded[0] if self.loaded else None):
                     model = self.algo.make_model(c["algo"], spec, c["model"])
-        model = model.to(resolve_device(c["run"].device))
+        model = model.to(acting_device(c["run"].device))
         load_weights(model, self._weights)
         return model
 

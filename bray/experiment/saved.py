@@ -18,6 +18,7 @@ from bray.rundir.trust import Answer, When, check, named, named_by_launch
 from bray.serving.access import TOKEN
 from bray.spec import EnvSpec
 from bray.train.device import resolve_device
+from bray.train.fit import AUTO
 from bray.train.local import threads_for
 from bray.train.setup import Check, set_up
 
@@ -36,9 +37,9 @@ def with_choices(config: Resolved, spec: EnvSpec) -> Resolved:
     """A config as it is written down: what was chosen by rule is said in it, so that a resumed run computes as before
     on any machine; and that there were tokens in the environment, so that it is not resumed without any."""
     sections, places = dict(config.sections), dict(config.provenance)
-    if config["run"].threads is None:
+    if not isinstance(config["run"].threads, int):
         chosen = threads_for(spec, resolve_device(config["run"].device))
-        sections["run"], places["run.threads"] = replace(config["run"], threads=chosen), "chosen by rule"
+        sections["run"], places["run.threads"] = replace(config["run"], threads=chosen), AUTO
     if "live" in sections and os.environ.get(TOKEN):
         sections["live"], places["live.tokens"] = replace(sections["live"], tokens=(HIDDEN,)), TOKEN
     return Resolved(sections, places)
@@ -54,7 +55,20 @@ def changed_by(
     if given or sources:
         set_up(None, env, [saved], False, False, check)
         check = _nothing_left
-    return [saved, *given, *sources], check
+    return [_UNSAID, saved, *_total_again(saved, sources), *given, *sources], check
+
+
+_UNSAID = ConfigSource("before Bray chose", {"run": {"device": "cpu", "num_workers": 0, "inference": "worker"}})
+"""What runs had that do not say where they play."""
+
+
+def _total_again(saved: ConfigSource, sources: Sequence[ConfigSource]) -> Iterator[ConfigSource]:
+    """All environments of the run, where they are to be dealt out anew."""
+    said = [values.get("num_workers") for s in sources for values in (s.values, s.values.get("run")) if values]
+    run, env = (saved.values.get(section) or {} for section in ("run", "env"))
+    workers, each = run.get("num_workers"), env.get("num_envs", 1)
+    if AUTO in said and isinstance(workers, int) and isinstance(each, int) and workers > 0:
+        yield ConfigSource("all workers", {"env": {"num_envs": workers * each}})
 
 
 def _nothing_left(config: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ class RayHome:
 
     def __init__(self, run: RunConfig):
         cpus, gpus = run.num_cpus_per_worker, run.num_gpus_per_worker
-        self._workers = RayWorkers("rollout", run.num_workers, cpus, gpus, "play", ray_settings(run))
+        self._workers = RayWorkers("rollout", run.workers, cpus, gpus, "play", ray_settings(run))
         self._feed = StoreFeed(self._workers.put)
 
     def start(self, plan: SamplerPlan) -> RayWorker:
@@ -45,7 +45,7 @@ def ray_settings(run: RunConfig) -> dict[str, Any]:
     wait more than they compute."""
     if run.address is not None:
         return {"address": run.address}
-    asked = math.ceil(run.num_workers * run.num_cpus_per_worker)
+    asked = math.ceil(run.workers * run.num_cpus_per_worker)
     settings: dict[str, Any] = {"num_cpus": max(8, 4 * (os.cpu_count() or 1), asked)}
     if run.object_store_mb is not None:
         settings["object_store_memory"] = run.object_store_mb << 20

@@ -164,7 +164,7 @@ HARMLESS = {
         show_figure
     """,  # init_from: of a run that begins; one that was written never looks at it again
     "env": """
-        vector num_envs num_processes drop_obs max_episode_steps action_bounds frame_stack flatten_obs atari
+        vector num_envs num_processes step_ms drop_obs max_episode_steps action_bounds frame_stack flatten_obs atari
         clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout
     """,
     "model": """
@@ -265,9 +265,14 @@ def remember(asked: list[Asked]) -> None:
 _HERE: set[str] = set()  # trusted in this process
 
 
-def _file() -> Path:
+def user_state() -> Path:
+    """Where Bray keeps what it remembers for this user."""
     base = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "bray" / "trusted"
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "bray"
+
+
+def _file() -> Path:
+    return user_state() / "trusted"
 
 
 def _remembered() -> set[str]:

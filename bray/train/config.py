@@ -20,6 +20,11 @@ def parse_map(given: list[str]) -> dict[str, str]:
     return {new: old for new, _, old in (text.partition("=") for text in given)}
 
 
+def parse_count(given: str) -> Any:
+    """A number as typed; else the word itself, which is checked with everything else."""
+    return int(given) if given.removeprefix("-").isdecimal() else given
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long, where and how carefully a run goes."""
@@ -44,19 +49,22 @@ class RunConfig:
     else starts as without `init_from`."""
     init_partial: Annotated[bool, Flag(), Needs("init_from")] = False
     """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
-    device: Annotated[str, Flag(metavar="D")] = "cpu"
-    """Where the learner computes: cpu, cuda, cuda:N, or auto (a GPU when there is one)."""
-    threads: Count | None = None
-    """Threads of PyTorch; null = one for vector observations (more are slower there), all cores for pictures, at most
-    four where a GPU computes."""
+    device: Annotated[str, Flag(metavar="D")] = "auto"
+    """Where the learner computes: cpu, cuda, cuda:N. auto = a GPU where there is one and the network is large enough to
+    be faster there (docs/scaling.md)."""
+    threads: Literal["auto"] | Count | None = "auto"
+    """Threads of PyTorch; auto (or null) = one for vector observations (more are slower there), all cores for pictures,
+    at most four where a GPU computes."""
     record: bool | Literal["compiled"] = True
     """Record updates and forwards once and replay them without Python (`bray.capture`); compiled: updates go through
     torch.compile besides, which takes up to a minute and needs a C++ compiler; false runs them eagerly."""
-    num_workers: Annotated[Whole, Flag()] = 0
-    """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself."""
-    inference: Annotated[Literal["worker", "central"], Flag()] = "worker"
+    num_workers: Annotated[Literal["auto"] | Whole, Flag(metavar="N", parse=parse_count)] = "auto"
+    """Processes that play beside the one that learns, each with `env.num_envs` environments; 0 = it plays itself. auto
+    = the environments that were asked for are dealt out, for algorithms that learn while workers play on; the others
+    play here (docs/scaling.md)."""
+    inference: Annotated[Literal["auto", "worker", "central"], Flag()] = "auto"
     """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one
-    forward for all who have asked."""
+    forward for all who have asked. auto = central for pictures on a GPU."""
     env_groups: Count | None = None
     """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps.
     null = 2 with central inference, else 1."""
@@ -123,6 +131,11 @@ class RunConfig:
     """Whether the learning curve is drawn to figures/learning_curve.png at the end."""
     show_figure: bool = False
     """Whether it is shown in a window at the end; the run ends when that is closed."""
+
+    @property
+    def workers(self) -> int:
+        """How many there are; none as long as nobody has chosen (`bray.train.settle`)."""
+        return 0 if isinstance(self.num_workers, str) else self.num_workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from bray.errors import ConfigError
+from bray.spec import EnvSpec
 
 logger = logging.getLogger("bray")
 
 _SMALLEST = sys.float_info.min  # of the normal ones
+_PICTURE = 32  # pixels of a side, at least
 _BLOCKING_SYNC = 4  # CU_CTX_SCHED_BLOCKING_SYNC of cuda.h
 
 
@@ -31,6 +33,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def acting_device(name: str) -> torch.device:
+    """Where a trained Model acts: as it was trained, but without a GPU where none is here."""
+    return resolve_device(name if torch.cuda.is_available() or not name.startswith("cuda") else "cpu")
+
+
 def device_of(has_gpu: bool, who: str) -> torch.device:
     """Of a process that a cluster has given a GPU, or none."""
     if has_gpu and torch.cuda.is_available():
@@ -38,6 +45,15 @@ def device_of(has_gpu: bool, who: str) -> torch.device:
     if has_gpu:
         logger.warning("%s was given a GPU, and torch sees none: it runs on the CPU", who)
     return torch.device("cpu")
+
+
+def is_picture(spec: EnvSpec) -> bool:
+    """Whether a part of its observation is one."""
+
+    def leaves(space: Any) -> list[Any]:
+        return [leaf for part in space.parts for leaf in leaves(part)] if space.parts else [space]
+
+    return any(len(s.shape) >= 2 and max(s.shape) >= _PICTURE for s in leaves(spec.observation))
 
 
 @contextmanager

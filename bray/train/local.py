@@ -31,7 +31,7 @@ from bray.spec import EnvSpec
 from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
 from bray.train.config import RunConfig
-from bray.train.device import resolve_device, tune, use_threads
+from bray.train.device import is_picture, resolve_device, tune, use_threads
 from bray.train.driver import Driver, Side
 from bray.train.evaluate import evaluate_model
 from bray.train.on_device import DeviceSource, why_not_on_device
@@ -42,7 +42,6 @@ from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 logger = logging.getLogger("bray")
 
-_PICTURE = 32  # pixels of a side, at least
 _COPYING = 4  # threads
 _drawing = threading.RLock()  # a network may load another run
 
@@ -68,8 +67,8 @@ def make_side(
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner.
     `model`: one that is there already, on its device; `learner`: a class in place of the algorithm's."""
     device = resolve_device(run.device) if model is None else next(model.parameters()).device
-    tune(device, wait_asleep=run.num_workers > 0)  # workers need the cores
-    use_threads(run.threads or threads_for(spec, device))
+    tune(device, wait_asleep=run.workers > 0)  # workers need the cores
+    use_threads(run.threads if isinstance(run.threads, int) else threads_for(spec, device))
     with seeded(run.seed) if model is None else nullcontext():
         policy = make_policy(algo, config, spec)
         if model is None:
@@ -114,15 +113,15 @@ class LocalTraining(Driver):
         self.device = resolve_device(run.device)
         self._central: CentralServer | None = None
         _check_inference(run)
-        self.env = None if run.num_workers else make_vec(env, seed=run.seed, device=self.device)
+        self.env = None if run.workers else make_vec(env, seed=run.seed, device=self.device)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
             side = make_side(algo, run, self.spec, model, config)
             if env.wait_num is not None:
                 _refuse_waiting(env.wait_num, side)
             if hasattr(side.experience, "check_rows"):
-                total = env.num_envs * max(1, run.num_workers)
-                ready = (env.wait_num or env.num_envs) * max(1, run.num_workers)
+                total = env.num_envs * max(1, run.workers)
+                ready = (env.wait_num or env.num_envs) * max(1, run.workers)
                 side.experience.check_rows(total, ready)
             source = self._play_here(side) if self.env is not None else self._play_in_workers(side, model)
         except BaseException:
@@ -161,7 +160,7 @@ class LocalTraining(Driver):
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
             raise ConfigError(
-                f"num_workers={self.run_config.num_workers}: {algo_name(self.algo)} learns from whole episodes that "
+                f"num_workers={self.run_config.workers}: {algo_name(self.algo)} learns from whole episodes that "
                 "this process plays; set num_workers=0"
             )
 
@@ -188,7 +187,7 @@ class LocalTraining(Driver):
             return None
         obs = tree.map(lambda x: x.numpy(), example_obs(self.spec.observation, 1))
         groups = [len(numbers) for numbers in group_numbers(run, self.env_config.num_envs)]
-        return CentralServer(side.model, side.policy, obs, run.num_workers, groups, run.record)
+        return CentralServer(side.model, side.policy, obs, run.workers, groups, run.record)
 
     def close(self) -> None:
         super().close()
@@ -201,7 +200,7 @@ class LocalTraining(Driver):
         if self.env is not None and self.env.waits:
             return f"env.wait_num={self.env_config.wait_num}"
         if not all(source.exact for source in self.sources):
-            return f"num_workers={self.run_config.num_workers}, which play while the learner learns"
+            return f"num_workers={self.run_config.workers}, which play while the learner learns"
         return ""
 
     def set_state(
@@ -214,7 +213,7 @@ class LocalTraining(Driver):
     def describe(self) -> str:
         """Where pieces come from, in words."""
         if self.env is None:
-            workers, n = self.run_config.num_workers, self.env_config.num_envs
+            workers, n = self.run_config.workers, self.env_config.num_envs
             where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
             return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each"
         form = type(self.env).__name__.removesuffix("VecEnv")
@@ -236,7 +235,7 @@ class LocalTraining(Driver):
 
 
 def _check_inference(run: RunConfig) -> None:
-    if run.inference == "central" and not run.num_workers:
+    if run.inference == "central" and not run.workers:
         raise ConfigError(
             "run.inference=central is for workers, which ask the process that learns: set run.num_workers, or leave "
             "it out"
@@ -273,10 +272,5 @@ def threads_for(spec: EnvSpec, device: torch.device) -> int:
     """One thread for vectors and boards (more are slower there: PPO on 5 x 7 x 7 took a third more CPU time), all cores
     for pictures; but few where a GPU computes: the CPU only copies then, and threads that wait for more to copy take
     time from the environments."""
-    pictures = any(len(s.shape) >= 2 and max(s.shape) >= _PICTURE for s in _leaf_spaces(spec.observation))
     cores = os.cpu_count() or 1
-    return (min(cores, _COPYING) if device.type == "cuda" else cores) if pictures else 1
-
-
-def _leaf_spaces(space: Any) -> list[Any]:
-    return [leaf for part in space.parts for leaf in _leaf_spaces(part)] if space.parts else [space]
+    return (min(cores, _COPYING) if device.type == "cuda" else cores) if is_picture(spec) else 1

@@ -109,6 +109,11 @@ def file_spec(file: Path, env: EnvConfig) -> EnvSpec:
     )
 
 
+def data_spec(data: DataConfig, env: EnvConfig) -> EnvSpec:
+    """`file_spec` of the files of a config."""
+    return file_spec(EpisodeReader(find_files(data.files)).paths[0], env)
+
+
 def as_dataset(experience: Experience, algorithm: str, config: Any, epochs: int) -> Experience:
     """What an algorithm learns from, as a Dataset. One of the algorithm's own kind stays as it is."""
     if isinstance(experience, (Rollouts, Sequences, Episodes, Generation)):

@@ -37,6 +37,7 @@ from bray.train.callbacks import make_callbacks
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
 from bray.train.goals import STOP_COUNTS, Score, awaited_of, current, reached
+from bray.train.gpu import GpuLost, told_clearly
 from bray.train.older import from_0_1
 from bray.train.progress import when_and_where
 
@@ -188,8 +189,11 @@ class Run:
         training.goal = int(stop["env_steps_total"]) if "env_steps_total" in stop else None
         while True:
             try:
-                row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
+                with told_clearly(getattr(training.learner, "device", None)):
+                    row = training.iterate(int(stop["episodes_total"]) if "episodes_total" in stop else None)
                 break
+            except GpuLost:
+                raise
             except Exception as e:
                 cause = self.health.cause(e, training.lost_weights())
                 if cause is not None:
@@ -309,7 +313,7 @@ class Run:
 
     def _save_after(self, error: Exception) -> None:
         """Save what was learnt before an error. The error is raised by the caller whether this works or not."""
-        if isinstance(error, Diverged) or not self.training.saves_after(error) or self.all_saved:
+        if isinstance(error, (Diverged, GpuLost)) or not self.training.saves_after(error) or self.all_saved:
             return
         try:
             self._save_last()

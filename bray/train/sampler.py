@@ -84,7 +84,7 @@ class Sampler:
         told: dict[str, Any] = {
             "seed": self._seed,
             "worker_index": plan.index,
-            "threads": max(1, cores() // plan.run.num_workers),
+            "threads": max(1, cores() // plan.run.workers),
         }
         envs = [make_vec(plan.env, numbers=n if len(groups) > 1 else None, **told) for n in groups]
         self.model = plan.algo.make_model(plan.config, envs[0].spec, plan.model)
@@ -102,7 +102,7 @@ class Sampler:
         policy = plan.algo.Policy(plan.config, env.spec)
         policy.draws = getattr(self.model, "draws", None) or {}
         rewards = RewardTransform(plan.env, len(numbers), getattr(plan.config, "gamma", 1.0))
-        policy.seat(self._mine(numbers).start, len(numbers), plan.run.num_workers * plan.env.num_envs)
+        policy.seat(self._mine(numbers).start, len(numbers), plan.run.workers * plan.env.num_envs)
         rollout = Rollout(
             env,
             engine or acting_engine(self.model, policy, plan.run.record),
@@ -121,7 +121,7 @@ class Sampler:
         return range(before + numbers.start, before + numbers.stop)
 
     def _rng(self, seed: int, numbers: range) -> Any:
-        return RowsOfAll(seed, self._mine(numbers), self._plan.run.num_workers * self._plan.env.num_envs)
+        return RowsOfAll(seed, self._mine(numbers), self._plan.run.workers * self._plan.env.num_envs)
 
     def play(self, weights: Mapping[str, np.ndarray], clock: Clock, returns: Moments) -> Played:
         """The rows of a piece with these weights; where it has a line, with those of whom it asks. Rewards are

@@ -177,7 +177,7 @@ def on_ray(run: RunConfig) -> bool:
 
 
 def _refuse_empty_cluster(run: RunConfig) -> None:
-    if on_ray(run) and not run.num_workers:
+    if on_ray(run) and not run.workers:
         said = f"run.address={run.address}" if run.cluster is None else "run.cluster=ray"
         raise ConfigError(
             f"{said} is where rollout workers run, and num_workers=0 asks for none: set num_workers (--num-workers "

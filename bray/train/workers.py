@@ -104,7 +104,7 @@ class WorkerSource(Source):
     ):
         self.plan, self.home, self.asynchronous, self.exact = plan, home, asynchronous, not asynchronous
         self.restarts = 0
-        self._lanes = Lanes(plan.run.num_workers) if asynchronous and lanes else None
+        self._lanes = Lanes(plan.run.workers) if asynchronous and lanes else None
         self._weights, self._clock, self._news = weights, Clock(), True
         self._lag = _Lag()
         self._came: list[tuple[int, Played]] = []
@@ -118,7 +118,7 @@ class WorkerSource(Source):
         self._seats: list[_Seat] = []
         self._finalizer = Finalize(self, _close_all, (self._seats, home), exitpriority=10)
         try:
-            for w in range(plan.run.num_workers):
+            for w in range(plan.run.workers):
                 self._seats.append(_Seat(w, self._start(w)))
             for seat in self._seats:
                 seat.worker.started()
