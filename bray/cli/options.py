@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
+from bray.config.declare import Amount, Count, Flag, Port, Positive, Share, Whole
 from bray.log_format import LogFormat
 
 RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
@@ -354,6 +354,23 @@ class Doctor(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibrate(Options):
+    """Try the ways to place a training on this machine, for some seconds each, and write the fastest down. Later runs
+    of this algorithm on this environment go by it where their settings say auto."""
+
+    env: Annotated[str, Flag(metavar="ENV", argument=True)]
+    """CartPole-v1, ... or module:Class"""
+    keys: Annotated[list[str] | None, Flag(metavar="KEY=VALUE", argument=True)] = None
+    """num_envs=64 model.fcnet_hiddens=[256,256]"""
+    run: Annotated[str, Flag(metavar="ALGO")] = "PPO"
+    """PPO, DQN, ... or module:Name"""
+    seconds: Annotated[Positive, Flag(metavar="SECONDS")] = 5.0
+    """Of each placement, after it has started."""
+    out: Annotated[Path | None, Flag(metavar="FILE")] = None
+    """Write a run file here, for `bray train -f FILE`, and not what later runs go by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FakeActor(Options):
     """A game service with fixed replies, to connect a game before there is an agent."""
 
@@ -450,6 +467,7 @@ COMMANDS: dict[str, tuple[type[Options], str]] = {
     "envs": (Envs, "bray.cli.listing:envs"),
     "check-env": (CheckEnv, "bray.cli.listing:check_env"),
     "doctor": (Doctor, "bray.cli.doctor:doctor"),
+    "calibrate": (Calibrate, "bray.cli.calibrate:calibrate"),
     "fake actor": (FakeActor, "bray.cli.fake:actor"),
     "fake buffer": (FakeBuffer, "bray.cli.fake_buffer:buffer"),
     "fake gamecore": (FakeGamecore, "bray.cli.fake:gamecore"),

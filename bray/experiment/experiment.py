@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,15 +150,16 @@ class Experiment:
         self._check_plays()
         if self._check_training is not None:
             self._check_training(self.config.to_dict())
+        plays = not self.live and "data" not in self.config.sections
+        self.config, self.choice = settle(self.algo, self.config, self.spec_of, plays)
+        self._settled = True
+
+    def spec_of(self) -> EnvSpec:
+        """The spaces of what it learns from, before anything else is made."""
         c = self.config
         if self.live:
-            plays, spec = False, partial(live_spec, c["live"], c["env"])
-        elif "data" in c.sections:
-            plays, spec = False, partial(data_spec, c["data"], c["env"])
-        else:
-            plays, spec = True, partial(env_spec, c["env"])
-        self.config, self.choice = settle(self.algo, c, spec, plays)
-        self._settled = True
+            return live_spec(c["live"], c["env"])
+        return data_spec(c["data"], c["env"]) if "data" in c.sections else env_spec(c["env"])
 
     def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
         c = self.config

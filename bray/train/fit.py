@@ -114,6 +114,13 @@ class Choice:
     why: str
     num_processes: int | None = None
     """Of environments that sleep, so that all of them do so at the same time."""
+    threads: int | None = None
+    """None = by the rule of the device."""
+
+    def settings(self) -> dict[str, Any]:
+        """As keys of a config."""
+        keys = ("device", "num_workers", "num_envs", "inference", "threads")
+        return {key: value for key in keys if (value := getattr(self, key)) is not None}
 
     def __str__(self) -> str:
         n = self.num_envs
@@ -175,6 +182,25 @@ def _workers(facts: Facts, on_gpu: bool) -> tuple[int, str]:
     most = facts.num_envs if facts.sleeps else facts.cores if on_gpu else facts.cores - 1
     workers = dealt(facts.num_envs, min(most, facts.num_envs))
     return (workers, f"{facts.cores} cores") if workers > 1 else (0, "environments that cannot be dealt out evenly")
+
+
+def placements(facts: Facts) -> list[Choice]:
+    """What may be compared for a training: everything that learns the same; the rule's own is the first. Players that
+    play on while the learner learns are tried for algorithms that are made for it."""
+    found, n, cores = [fit(facts)], facts.num_envs, facts.cores
+    shares = {dealt(n, most) for most in (cores, cores // 2, n if facts.sleeps else 1)} - {1}
+    shared = [] if facts.splits or facts.tensors or facts.plays not in ("rounds", "asynchronous") else sorted(shares)
+    devices = ["cpu", "cuda"] if facts.gpu is not None and not facts.gpu.full else ["cpu"]
+    for device in devices:
+        by_rule = cores if facts.pictures else 1
+        threads = [None, *sorted({1, cores} - {by_rule})] if device == "cpu" else [None]
+        found += [Choice(device, 0, "worker", n, "tried", found[0].num_processes, count) for count in threads]
+        for workers in shared:
+            found.append(Choice(device, workers, "worker", n // workers, "tried"))
+            if device == "cuda" and not facts.draws:
+                found.append(Choice(device, workers, "central", n // workers, "tried"))
+    first = {(c.device, c.num_workers, c.inference, c.threads): c for c in reversed(found)}
+    return [c for c in found if first[c.device, c.num_workers, c.inference, c.threads] is c]
 
 
 def dealt(num_envs: int, most: int) -> int:

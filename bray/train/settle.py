@@ -74,7 +74,7 @@ def settle(
     if plays and not given and (calibrated := _calibrated(run.algorithm, env)) is not None:
         choice = calibrated
     else:
-        facts, timed = _look(algo, config, spec_of, plays, given)
+        facts, timed = look(algo, config, spec_of, given, plays)
         choice = fit(facts)
     chosen = {key: getattr(choice, key) for key in _KEYS if key not in given}
     sections, places = dict(config.sections), dict(config.provenance)
@@ -85,22 +85,30 @@ def settle(
             changed["algo"] = {"batch_envs": env.num_envs}
     if choice.num_processes and env.num_processes is None:
         changed["env"] = changed["env"] | {"num_processes": choice.num_processes}
+    if choice.threads is not None and not isinstance(run.threads, int):
+        changed["run"] = chosen | {"threads": choice.threads}
     for section, values in changed.items():
         sections[section] = replace(sections[section], **values)
         places |= {f"{section}.{key}": AUTO for key in values}
     return Resolved(sections, places), choice
 
 
-def _look(
-    algo: Any, config: Resolved, spec_of: Callable[[], EnvSpec], plays: bool, given: dict[str, Any]
+def look(
+    algo: Any,
+    config: Resolved,
+    spec_of: Callable[[], EnvSpec],
+    given: dict[str, Any],
+    plays: bool = True,
+    whole: bool = False,
 ) -> tuple[Facts, dict[str, Any]]:
-    """Facts, as far as the choice can depend on them; and what was found of the environment by timing it."""
+    """Facts, as far as the choice can depend on them (or the `whole` of them); and what was found of the environment by
+    timing it."""
     env, n = config["env"], cores()
     gpu, no_gpu = _gpu() if "device" not in given else (None, "")
     step_ms, sleeps, timed = _step_of(env) if plays and "num_workers" not in given else (0.0, False, {})
     facts = Facts(n, env.num_envs, gpu=gpu, no_gpu=no_gpu, step_ms=step_ms, sleeps=sleeps, given=given)
     on_gpu = str(given.get("device", "")).startswith("cuda")
-    if gpu is None and not on_gpu and (n < WORKER_CORES or env.num_envs == 1 or not plays):
+    if not whole and gpu is None and not on_gpu and (n < WORKER_CORES or env.num_envs == 1 or not plays):
         return replace(facts, plays="alone"), timed
     spec = spec_of()
     source = Builder.of(env).source if plays else None
@@ -306,7 +314,8 @@ def _calibrated(algorithm: str, env: EnvConfig) -> Choice | None:
     try:
         said = load_yaml(file).values["config"]
         workers, each = int(said["num_workers"]), int(said["num_envs"])
-        choice = Choice(str(said["device"]), workers, said["inference"], each, f"as measured, {file}")
+        threads = None if said.get("threads") is None else int(said["threads"])
+        choice = Choice(str(said["device"]), workers, said["inference"], each, f"as measured, {file}", threads=threads)
     except (ConfigError, KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"{file}: not what `bray calibrate` writes ({e}): run it again, or remove the file") from None
     if max(1, workers) * each != env.num_envs:

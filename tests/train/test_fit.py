@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import bray
+from bray.cli.main import main
 from bray.errors import ConfigError
 from bray.train import gpu as gpus, settle as settling
 from bray.train.fit import Facts, Gpu, Work, banded, dealt, fit
@@ -37,7 +38,7 @@ def choose(cores, num_envs, **facts):
             {"plays": "asynchronous", "work": PICTURES, "pictures": True, "step_ms": 0.5, "gpu": H200},
             ("cuda", 16, "central", 16),
         ),
-        ({"plays": "rounds", "work": PICTURES, "pictures": True, "step_ms": 0.5, "gpu": H200}, ("cuda", 0, "worker", 256)),
+        ({"work": PICTURES, "pictures": True, "step_ms": 0.5, "gpu": H200}, ("cuda", 0, "worker", 256)),
         ({"num_envs": 8, "work": SMALL, "gpu": H200}, ("cpu", 0, "worker", 8)),
         ({"num_envs": 1, "plays": "replay", "work": SAC, "gpu": H200}, ("cuda", 0, "worker", 1)),
         # what does not divide, or may not be dealt out
@@ -45,7 +46,10 @@ def choose(cores, num_envs, **facts):
             {"num_envs": 18, "plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200},
             ("cuda", 9, "central", 2),
         ),
-        ({"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200, "splits": "one"}, ("cuda", 0, "worker", 256)),
+        (
+            {"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200, "splits": "one"},
+            ("cuda", 0, "worker", 256),
+        ),
         (
             {"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200, "draws": True},
             ("cuda", 16, "worker", 16),
@@ -55,16 +59,22 @@ def choose(cores, num_envs, **facts):
         ({"plays": "asynchronous", "work": PICTURES, "pictures": True, "step_ms": 0.5}, ("cpu", 0, "worker", 256)),
         ({"num_envs": 8, "plays": "asynchronous", "work": SMALL, "step_ms": 0.01}, ("cpu", 0, "worker", 8)),
         # environments that sleep do so at the same time, however few cores there are
-        ({"num_envs": 32, "plays": "asynchronous", "work": SMALL, "step_ms": 10.0, "sleeps": True}, ("cpu", 32, "worker", 1)),
+        (
+            {"num_envs": 32, "plays": "asynchronous", "work": SMALL, "step_ms": 10.0, "sleeps": True},
+            ("cpu", 32, "worker", 1),
+        ),
         # what is given stays
-        ({"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "given": {"device": "cuda:1"}}, ("cuda:1", 16, "central", 16)),
+        (
+            {"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "given": {"device": "cuda:1"}},
+            ("cuda:1", 16, "central", 16),
+        ),
         ({"num_envs": 4, "work": PICTURES, "gpu": H200, "given": {"num_workers": 3}}, ("cuda", 3, "central", 4)),
         (
             {"plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200, "given": {"inference": "worker"}},
             ("cuda", 16, "worker", 16),
         ),
     ],
-)  # fmt: skip
+)
 def test_made_up_machines(facts, expected):
     choice = fit(Facts(**{"cores": 16, "num_envs": 256, **facts}))
     assert (choice.device, choice.num_workers, choice.inference, choice.num_envs) == expected
@@ -209,7 +219,9 @@ def test_a_slow_environment_is_timed_once_and_plays_in_processes(monkeypatch):
         found.append((exp.config["env"].step_ms, exp.config["env"].num_processes, exp.config.provenance["env.step_ms"]))
     form = type(exp.training.env).__name__
     exp.close()
-    assert found[0] == found[1] and found[0][0] in (3.0, 10.0) and found[0][2] == "auto"
+    assert found[0] == found[1]
+    assert found[0][0] in (3.0, 10.0)
+    assert found[0][2] == "auto"
     assert form == "SubprocessVecEnv"
     assert timed.count == 1
     told = json.loads(settling._cache().read_text())
@@ -282,7 +294,7 @@ def test_wrong_words_are_refused():
         bray.Experiment("PPO", "CartPole-v1", num_workers="many")
     with pytest.raises(ConfigError, match="inference"):
         bray.Experiment("PPO", "CartPole-v1", inference="both")
-    with pytest.raises(ConfigError, match="run.device: expected cpu, cuda, cuda:N or auto"):
+    with pytest.raises(ConfigError, match=r"run\.device: expected cpu, cuda, cuda:N or auto"):
         _ = bray.Experiment("PPO", "CartPole-v1", device="gpu").training
 
 
@@ -298,3 +310,44 @@ def test_a_policy_trained_on_a_gpu_acts_without_one(tmp_path):
     resumed = bray.Experiment.resume(tmp_path / "run", device="auto")
     assert resumed.config["run"].device == "cpu"
     resumed.close()
+
+
+# --- bray calibrate ---------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_measures_writes_and_is_gone_by(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    typed = ["num_envs=2", *(f"{k}={v}" for k, v in SHORT.items())]
+    a_machine(monkeypatch, cores=2)
+    assert main(["calibrate", "CartPole-v1", "--seconds", "0.1", *typed]) == 0
+    told = capsys.readouterr().out
+    assert "2 environments in this process" in told
+    assert "2 workers with 1 environment each" in told
+    file = settling.machine_file("PPO", "CartPole-v1")
+    assert file.read_text().startswith("# bray calibrate CartPole-v1 --run PPO: ")
+    file.write_text("config: {device: cpu, num_workers: 2, num_envs: 1, inference: worker, threads: 2}")
+    exp = bray.Experiment("PPO", "CartPole-v1", num_envs=2)
+    exp.settle()
+    assert (exp.config["run"].num_workers, exp.config["env"].num_envs, exp.config["run"].threads) == (2, 1, 2)
+    assert f"as measured, {file}" in str(exp.choice)
+    other = bray.Experiment("PPO", "CartPole-v1", num_envs=6)  # not what was measured
+    other.settle()
+    assert (other.config["run"].num_workers, other.config["env"].num_envs) == (0, 6)
+    file.write_text("config: {device: cpu}")
+    with pytest.raises(ConfigError, match="not what `bray calibrate` writes"):
+        bray.Experiment("PPO", "CartPole-v1", num_envs=2).settle()
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["CartPole-v1", "--seconds", "0"], "seconds"),
+        (["CartPole-v1", "--run", "PPOO"], "Did you mean 'PPO'"),
+        (["CartPoll-v1"], "CartPoll-v1"),
+        (["CartPole-v1", "num_workers=2"], "bray calibrate tries what auto chooses, and run.num_workers is set"),
+        (["CartPole-v1", "--out", "nowhere/at/all.yaml"], "there is no directory"),
+    ],
+)
+def test_calibrate_refuses_nonsense(typed, said, capsys):
+    assert main(["calibrate", *typed]) == 2
+    assert said in capsys.readouterr().err
