@@ -36,6 +36,9 @@ SHORT_STEP_S = 3e-3
 """Seconds of a gradient step below which most of it is not arithmetic: fewer and larger ones take less time."""
 _CORES = (CPU, QUEUED)
 MOST_WORKERS, MOST_ENVS = 32, 64
+PROCESSES_GAIN = 0.5
+"""Milliseconds that a step of all environments must become shorter before they get processes of their own; two messages
+per process cost about a third of this."""
 MORE = 4
 """Times as many environments, or as few minibatches, as an advice goes at once."""
 
@@ -233,8 +236,16 @@ class _Run:
     def env_waits(self) -> bool:
         """Whether environments wait more than they compute, and this process with them: it does not where they are in
         processes already."""
-        alone = self.options.get("vector") != "subprocess" and self.options.get("step_timeout") is None
-        return alone and self.times.env_waits
+        return not self.processes and self.times.env_waits
+
+    @property
+    def processes(self) -> int:
+        """In which the environments of the process that learns run already; 0 where they are in it."""
+        form, step_ms, envs = self.options.get("vector"), self.options.get("step_ms"), self.count("num_envs", 1)
+        there = min(envs, self.count("num_processes") or self.machine.cores)
+        shorter = step_ms * (envs - -(-envs // there)) if isinstance(step_ms, (int, float)) else 0.0
+        pays = form == "auto" and not self.count("num_workers") and shorter > PROCESSES_GAIN
+        return there if pays or form == "subprocess" or self.options.get("step_timeout") is not None else 0
 
     @property
     def envs(self) -> int:
@@ -252,6 +263,7 @@ class _Run:
         now, total = self.count("num_workers"), self.envs
         most = MOST_WORKERS if self.env_waits else min(MOST_WORKERS, self.cores)
         workers = max(w for w in range(1, most + 1) if total % w == 0) if total > 1 else most
+        now = max(now, self.processes)
         if workers <= max(1, now) or not (self.replays or "rollout_length" in self.options):
             return []
         playing = self.times.wall["env"] + self.times.wall["forward"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from bray.diagnosis.bottleneck import PROCESSES_GAIN
 from bray.envs import atari, native
 from bray.envs.build import Builder, of_tensors
 from bray.envs.config import EnvConfig
@@ -18,10 +19,6 @@ from bray.envs.vector import VecEnv, episode_seed
 from bray.errors import ConfigError
 
 log = logging.getLogger("bray.envs")
-
-_SUBPROCESS_GAIN = 0.5
-"""Milliseconds that a step must become shorter before `auto` starts processes; two messages per process cost about a
-third of this."""
 
 
 def make_env(config: EnvConfig, index: int = 0, render_mode: str | None = None, worker_index: int = 0) -> gym.Env:
@@ -98,4 +95,4 @@ def _processes_pay(build: Builder, worker_index: int) -> bool:
     processes = min(config.num_envs, config.num_processes or os.cpu_count() or 1)
     in_turn = -(-config.num_envs // processes)  # environments of one process, one after another
     step_ms = config.step_ms if config.step_ms is not None else build.source.step_ms or 0.0
-    return step_ms * (config.num_envs - in_turn) > _SUBPROCESS_GAIN
+    return step_ms * (config.num_envs - in_turn) > PROCESSES_GAIN

@@ -20,7 +20,7 @@ from bray.spec import EnvSpec
 from bray.train.device import resolve_device
 from bray.train.fit import AUTO
 from bray.train.local import threads_for
-from bray.train.setup import Check, set_up
+from bray.train.setup import PLAIN, Check, set_up
 
 
 def read_config(directory: RunDir) -> ConfigSource:
@@ -58,8 +58,7 @@ def changed_by(
     return [_UNSAID, saved, *_total_again(saved, sources), *given, *sources], check
 
 
-_UNSAID = ConfigSource("before Bray chose", {"run": {"device": "cpu", "num_workers": 0, "inference": "worker"}})
-"""What runs had that do not say where they play."""
+_UNSAID = ConfigSource("before Bray chose", {"run": PLAIN})
 
 
 def _total_again(saved: ConfigSource, sources: Sequence[ConfigSource]) -> Iterator[ConfigSource]:

@@ -34,6 +34,9 @@ class Setup:
     config: Resolved
 
 
+PLAIN: dict[str, Any] = {"device": "cpu", "num_workers": 0, "inference": "worker"}
+"""Where a training plays and computes that does not choose: those of a launch file, and runs that say nothing of it."""
+
 Check = Callable[[Mapping[str, Any]], None]
 """Raises if a config (plain data by section) names code that may not be imported."""
 
@@ -67,7 +70,7 @@ def set_up(
     if check is not None:
         check({"run": {"algorithm": run}})
     algo, name = get_algo(run), algo_name(run)
-    layers = []
+    layers = [ConfigSource("launched", {"run": dict(PLAIN)})] if launched else []
     if defaults := _defaults(algo, env):  # e.g. another network for this algorithm
         layers.append(ConfigSource(f"defaults of {name}", defaults))
     # A preset's goal and evaluations are of training in an environment, not from files.
