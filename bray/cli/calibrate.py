@@ -32,6 +32,8 @@ _SOON = 500  # steps until an algorithm that replays begins to learn
 def calibrate(options: Calibrate) -> int:
     """A table, and the file; 1 where nothing could be measured."""
     name = algo_name(options.run)
+    if options.seconds <= 0:
+        raise ConfigError(f"--seconds: expected a number > 0, got {options.seconds:g}")
     with log_shown("error"):
         exp = _experiment(options, {})
         run, env = exp.config["run"], exp.config["env"]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from bray.config.declare import Amount, Count, Flag, Port, Positive, Share, Whole
+from bray.config.declare import Amount, Count, Flag, Port, Share, Whole
 from bray.log_format import LogFormat
 
 RunDirectory = Annotated[Path, Flag(metavar="RUN_DIR", argument=True)]
@@ -364,7 +364,7 @@ class Calibrate(Options):
     """num_envs=64 model.fcnet_hiddens=[256,256]"""
     run: Annotated[str, Flag(metavar="ALGO")] = "PPO"
     """PPO, DQN, ... or module:Name"""
-    seconds: Annotated[Positive, Flag(metavar="SECONDS")] = 5.0
+    seconds: Seconds = 5.0
     """Of each placement, after it has started."""
     out: Annotated[Path | None, Flag(metavar="FILE")] = None
     """Write a run file here, for `bray train -f FILE`, and not what later runs go by."""

@@ -263,7 +263,8 @@ class _Run:
         now, total = self.count("num_workers"), self.envs
         most = MOST_WORKERS if self.env_waits else min(MOST_WORKERS, self.cores)
         workers = max(w for w in range(1, most + 1) if total % w == 0) if total > 1 else most
-        now = max(now, self.processes)
+        if self.options.get("vector") == "auto":
+            now = max(now, self.processes)
         if workers <= max(1, now) or not (self.replays or "rollout_length" in self.options):
             return []
         playing = self.times.wall["env"] + self.times.wall["forward"]

@@ -10,7 +10,7 @@ import pytest
 import bray
 from benchmarks import advice
 from bray.cli.main import main
-from bray.config import resolve
+from bray.config import ConfigSource, resolve
 from bray.diagnosis.bottleneck import Advisor, Machine, Times, find_bottleneck
 from bray.experiment.saved import with_choices
 from bray.metrics.spent import PHASES, Laps, WorkerTimes
@@ -242,12 +242,12 @@ def test_a_function_reaches_every_worker_in_the_same_iteration(trained):
 
 def test_what_was_chosen_by_rule_is_written_down_and_used_again(trained, monkeypatch):
     _, path, _, _ = trained
-    assert re.search(r"^  threads: 1 +# chosen by rule$", (path / "config.yaml").read_text(), re.M)
+    assert re.search(r"^  threads: 1 +# auto$", (path / "config.yaml").read_text(), re.M)
     monkeypatch.setattr(os, "cpu_count", lambda: 7)
     pictures = EnvSpec("pictures", Space("box", (4, 84, 84), "uint8", 0, 255), Space("discrete", n=(6,), start=(0,)))
-    config = resolve({"run": RunConfig}, [])
+    config = resolve({"run": RunConfig}, [ConfigSource("test", {"run": {"device": "cpu"}})])
     written = with_choices(config, pictures)
-    assert (config["run"].threads, written["run"].threads) == (None, 7)
+    assert (config["run"].threads, written["run"].threads) == ("auto", 7)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert with_choices(written, pictures)["run"].threads == 7  # as read from its config.yaml
 

@@ -333,12 +333,16 @@ def test_auto_goes_by_what_is_declared_and_never_measures(monkeypatch):
         2,
         2,
         2,
-        0,
+        None,
         0,
     ]
     assert cost("ALE/Pong-v5") > 0
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     assert isinstance(make_vec(EnvConfig(e.Slow, num_envs=4), seed=0), InProcessVecEnv)
+
+
+def test_a_cost_that_is_given_comes_before_what_is_declared():
+    assert isinstance(make_vec(EnvConfig(e.Slow, num_envs=4, step_ms=0.0), seed=0), InProcessVecEnv)
 
 
 def test_native_is_refused_where_there_is_none():
