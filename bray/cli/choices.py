@@ -39,10 +39,11 @@ class Way:
     keys: dict[str, Any]
     seconds: float
     threads: int
+    device: str = "cpu"
 
     def __str__(self) -> str:
         how = {False: "eager", True: "recorded"}.get(self.keys.get("record", True), "compiled")
-        where = "on the GPU" if "device" in self.keys else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        where = "on the GPU" if self.device != "cpu" else f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         return f"{how}, {where}: {1e3 * self.seconds:.3g} ms"
 
     @property
@@ -57,7 +58,9 @@ def time_choices(env: Any, seconds: float) -> list[Way]:
         chosen = _measure(env, {}, seconds)
         others: list[dict[str, Any]] = [{"record": False}]
         others += [{"threads": n} for n in sorted({1, machine.cores} - {chosen.threads})]
-        if machine.gpus:
+        if chosen.device != "cpu":
+            others = [{"record": False}, {"record": "compiled"}, {"device": "cpu"}]
+        elif machine.gpus:
             others += [{"device": "cuda"}, *({"device": "cuda", "record": r} for r in (False, "compiled"))]
         return [chosen, *(_measure(env, keys, seconds) for keys in others)]
     finally:
@@ -77,5 +80,6 @@ def _measure(env: Any, keys: dict[str, Any], seconds: float) -> Way:
             row = exp.training.iterate()
             assert row is not None
             took.append(row["perf/learn"] / 1e3 / (exp.training.steps - before))
+        device = exp.training.device.type
         exp.close()
-    return Way(keys, statistics.median(took), torch.get_num_threads())
+    return Way(keys, statistics.median(took), torch.get_num_threads(), device)
