@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bray.cli.flags import make_function
+from bray.cli.flags import Command, make_function
 from bray.cli.options import COMMANDS
 from bray.config.hints import hint
 from bray.errors import BrayError, StoppedBySignal, did_you_mean, how_to_install
@@ -36,6 +36,7 @@ _EXTRAS = {
 """Packages that an installation without extras leaves out, and the extra that brings them."""
 _FAKE = "Partners to develop against: a service without an agent, games without a game."
 _KNOWN = sorted({name.split()[0] for name in COMMANDS})
+_GROUPS = [[name.split()[0]] for name in COMMANDS if " " in name]
 
 
 def make_app(words: list[str]) -> typer.Typer:
@@ -45,19 +46,20 @@ def make_app(words: list[str]) -> typer.Typer:
         name="bray",
         help="Train a game agent, look at it, and serve it to live games.",
         epilog="Start with: bray train --run PPO --env CartPole-v1",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(_root)
-    fake = typer.Typer(no_args_is_help=True, help=_FAKE)
+    fake = typer.Typer(help=_FAKE, rich_markup_mode=None)
     for name, (cls, function) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         called = words[: len(name.split())] == name.split()
         made = make_function(name, cls, function) if called else _stub(inspect.getdoc(cls))
-        (fake if group else app).command(last)(made)
-    app.add_typer(fake, name="fake")
+        listed = (inspect.getdoc(cls) or "").partition("\n\n")[0]  # whole: what Typer shortens ends in "..."
+        (fake if group else app).command(last, cls=Command, short_help=listed)(made)
+    app.add_typer(fake, name="fake", short_help=_FAKE)
     return app
 
 
@@ -96,6 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     _set_import_path(Path.cwd())
     try:
         _refuse_unknown_command(argv)
+        if argv == [] or argv in _GROUPS:
+            argv = [*argv, "--help"]
         code = make_app(argv)(_optional_value(argv), prog_name="bray", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except BrayError as e:
