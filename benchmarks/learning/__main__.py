@@ -122,6 +122,9 @@ CASES = {
     "rainbow-lunarlander": Case("Rainbow", "LunarLander-v3", 200, 300_000, 10, seeds=3),
     "sac-lunarlander": Case("SAC", "LunarLanderContinuous-v3", 200, 200_000, 10, seeds=3),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
+    "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
+    "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
+    "pqn-acrobot": Case("PQN", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),
 }
 
 
