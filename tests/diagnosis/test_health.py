@@ -156,6 +156,31 @@ def test_a_generation_that_is_all_alike(caplog, tmp_path):
     assert "all players of a generation return 10: no direction is better than another" in caplog.text
 
 
+def test_what_was_learnt_is_lost(caplog, tmp_path):
+    """A learning rate that leaps after 15,000 steps."""
+    rate = {"kind": "piecewise", "points": [[5_000, 1e-5], [5_001, 3e-3], [15_000, 3e-3], [15_001, 0.5]]}
+    rows = trained("PPO", "CartPole-v1", {**ON, "lr": rate, "epochs": 4, "minibatches": 4}, 44, tmp_path / "r")
+    assert "collapse" in rows[-1]["health"].split(", ")
+    (said,) = [w for w in warnings(caplog) if "what was learnt is lost" in w]
+    assert re.match(r"the return has fallen from [\d.]+ to 9\.\d+, about where it began \(", said)
+
+
+def test_rows_of_a_policy_long_gone(caplog, tmp_path):
+    """A worker plays while the learner leaps: every row is of other weights."""
+    config = {"num_workers": 1, "num_envs": 8, "lr": 0.3, "save_figure": False, "checkpoint_freq": 0}
+    with Experiment("IMPALA", "Pendulum-v1", use_preset=False, config=config, path=tmp_path / "r", seed=0) as exp:
+        rows = exp.train({"training_iteration": 100})
+        assert any("unused rows" in row.get("health", "").split(", ") for row in rows)
+    assert re.search(r"what was played counts for \d+% only .*Usually helps: lower lr \(0\.300 now\), ", caplog.text)
+
+
+def test_values_that_are_worse_than_a_constant(caplog, tmp_path):
+    config = {**ON, "lr": 1.0, "value_coef": 10.0, "fcnet_activation": "none", "max_grad_norm": None}
+    rows = trained("A2C", "CartPole-v1", config, 36, tmp_path / "r")
+    assert "value function" in rows[-1]["health"].split(", ")
+    assert re.search(r"worse than a constant \(explained variance -\d.*\), so advantages are noise", caplog.text)
+
+
 class Endless(gym.Env):
     """Never ends, never rewards."""
 
