@@ -113,4 +113,6 @@ def _place(algo: Candidate, facts: Facts) -> tuple[tuple[int, float], Advice]:
         return (1, not suits), Advice(algo.name, f"has a preset, not measured; {why}")
     if facts.sparse and algo.explores:
         return (2, not suits), Advice(algo.name, f"explores with {algo.explores}; {why}", algo.switch)
+    if facts.sparse:
+        why = f"no option that explores, and chance finds nothing here; {why}"
     return (3, not suits), Advice(algo.name, why)

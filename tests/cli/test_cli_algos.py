@@ -221,6 +221,10 @@ def test_exploration_comes_first_where_chance_makes_no_difference():
     told = ranked(OTHER, 1e5, (-200.0,) * 8)
     exploring = [a for a in told if "explores with " in a.why]
     assert exploring == told[: len(exploring)]
+    others = told[len(exploring) :]
+    assert "PQN" in [a.name for a in others]
+    assert all(a.why.startswith("no option that explores, and chance finds nothing here; ") for a in others)
+    assert not [a for a in ranked(OTHER, 1e5, (-200.0, -100.0) * 4) if "chance finds nothing" in a.why]
     dqn, rainbow = (next(a for a in told if a.name == name) for name in ("DQN", "Rainbow"))
     assert dqn in exploring
     assert dqn.options in ("noisy=true", "rnd=1")
