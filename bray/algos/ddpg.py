@@ -53,7 +53,7 @@ class OffPolicy:
     """Transitions collected this many gradient steps ago, or more, are not drawn; null = no limit."""
     batch_size: Count = 256
     """Transitions per gradient step."""
-    learning_starts: Whole = 5_000
+    learning_starts: Whole = 500
     """Env steps with random actions before the first gradient step."""
     train_every: Count = 1
     """Env steps between two visits to the learner."""

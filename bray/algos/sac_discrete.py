@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bray import act
 from bray.algos import ddpg, sac
-from bray.config.declare import Share
+from bray.config.declare import Share, Whole
 from bray.nn import catalog
 from bray.nn.catalog import ModelConfig
 from bray.rl import losses
@@ -23,6 +23,8 @@ DEFAULTS, experience = sac.DEFAULTS, sac.experience
 
 @dataclass(frozen=True)
 class Config(sac.Soft):
+    learning_starts: Whole = 5_000
+    """Env steps with random actions before the first gradient step."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """The target critics move this fraction of the way after every gradient step."""
     entropy_scale: Share = 0.7

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from benchmarks.learning import __main__ as learning
+from benchmarks.learning import __main__ as learning, early
 from benchmarks.learning.stats import interval, iqm, summary
 from bray.algos import ALGORITHMS
 from bray.config.runfile import scores
@@ -132,3 +132,21 @@ def test_what_there_is_no_time_for_is_told_as_unfinished(tmp_path, monkeypatch, 
     assert [t["case"] for t in told] == learning.quick_cases()
     assert {(t["passed"], t["seeds"], t["unfinished"]) for t in told} == {(0, 2, 2)}
     assert (tmp_path / "out" / "README.md").read_text().count("0 of 2, 2 unfinished") == len(told)
+
+
+def test_how_soon_an_algorithm_learns_is_told_beside_another(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(early, "EPISODES", 1)
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    settings = ["iteration_steps=100", "learning_starts=150", "batch_size=8", "fcnet_hiddens=[8]"]
+    line = early.one("ours", "TD3", "Pendulum-v1", 3, [100, 200], settings)
+    assert (line["run"], line["seed"], list(line["returns"])) == ("TD3", 3, [100, 200])
+    assert line["returns"][100] != line["returns"][200]  # by the newest weights
+    lines = [{**line, "side": "sb3", "set": [], "returns": {"100": x, "200": 7.0}} for x in (-2.0, 5.0)]
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("".join(json.dumps(x) + "\n" for x in [*lines, {**line, "returns": {"100": 8.0}}]))
+    early.main(["--table", str(kept)])
+    told = capsys.readouterr().out.splitlines()
+    assert told[2:] == [
+        f"| Pendulum-v1 | TD3 of Bray {' '.join(settings)} | 8 (8) |  |",
+        "| Pendulum-v1 | TD3 of SB3 | 1.5 (-2, 5) | 7 (7, 7) |",
+    ]
