@@ -92,7 +92,7 @@ class Workers(Source):
             raise EndOfData("all workers have gone")
         return self.deliveries.pop(0)
 
-    def publish(self, weights: Any, clock: Clock) -> None:
+    def publish(self, side: str, weights: Any, clock: Clock) -> None:
         self.published.append(clock)
 
     def close(self) -> None:

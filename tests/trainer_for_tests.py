@@ -18,8 +18,8 @@ from bray.remote.algo import algo_setup
 from bray.remote.trainer import worker
 from bray.remote.trainer.base import Trainer
 from bray.remote.trainer.drive import RankDriver, Settings
-from bray.train.driver import Side
 from bray.train.ranks import Ranks
+from bray.train.side import Side
 
 
 class MemoryModel:

@@ -54,6 +54,10 @@ def _options(directory: RunDir) -> dict[str, Any]:
     if not (directory.path / "config.yaml").exists():
         return {}
     config = read_config(directory).values
+    if policies := directory.policies():  # each has settings of its own
+        of = {name: read_config(directory.policy_folder(name)).values for name in policies}
+        named = (f"{name} {(values.get('run') or {}).get('algorithm')}" for name, values in of.items())
+        config = {"run": {**config["run"], "algorithm": ", ".join(named)}, "env": config["env"]}
     sections = [config[name] for name in ("run", *SECTIONS) if isinstance(config.get(name), dict)]
     return {str(k): v for section in sections for k, v in section.items()}
 

@@ -188,6 +188,8 @@ def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -
     exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
+    if options.render and exp.policies:
+        raise ConfigError("--render: several policies are filmed one by one, `bray eval RUN_DIR/models/NAME --render`")
     if options.render:
         exp.check_env()
     return exp
@@ -223,7 +225,7 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
         training.source.open()  # a port that is taken is told before anything is written
     if not options.quiet:
         _head(exp, options)
-    title = f"{run.algorithm} on {exp.env_id}"
+    title = f"{exp.algorithms} on {exp.env_id}"
     sinks = [] if options.quiet else [TerminalSink(title, run.stop, terminal())]
     went_on = False
     for _ in exp.train(sinks=sinks, callbacks=signals, show=False):
@@ -232,7 +234,7 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     reached = exp.reached
     if not options.quiet:
         _ended(exp, reached, signals, went_on)
-    if not options.quiet and training.iteration and not exp.live and exp.has_env:
+    if not options.quiet and training.iteration and not exp.live and exp.has_env and not exp.policies:
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
@@ -259,7 +261,7 @@ def _head(exp: Experiment, options: Train) -> None:
     if device == "cpu":
         device += f", {threads} thread{'s' if threads > 1 else ''}"
     what = [
-        f"{run.algorithm} on {exp.env_id}",
+        f"{exp.algorithms} on {exp.env_id}",
         training.describe(),
         device,
         f"seed {run.seed}",
@@ -269,7 +271,7 @@ def _head(exp: Experiment, options: Train) -> None:
     if exp.choice is not None:
         rows.append(("auto", f"{exp.choice} (pin with --device, --num-workers, --inference)"))
     if options.resume is None:
-        plain = options.no_preset or "data" in exp.config.sections
+        plain = options.no_preset or "data" in exp.config.sections or exp.policies
         used = None if plain else preset(run.algorithm, exp.env_id)
         if used is not None:
             rows.append(("settings", f"{used.name} (--no-preset leaves it out, --print-config shows all values)"))
@@ -307,6 +309,7 @@ def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on
 def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
     """What it left behind, and what to type next."""
     path, quoted = exp.path, shlex.quote(str(exp.path))
+    one = shlex.quote(str(exp.path / "models" / next(iter(exp.policies)))) if exp.policies else quoted
     latest = path / "checkpoints" / "latest"
     kept = [
         ("checkpoint", latest.parent / latest.resolve().name if latest.is_symlink() else latest),
@@ -317,9 +320,9 @@ def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
         ("tensorboard", path / "tb"),
     ]
     look = (
-        ("serve it", f"bray serve {quoted}")
+        ("serve it", f"bray serve {one}")
         if exp.live or not exp.has_env
-        else ("look at it", f"bray eval {quoted} --render")
+        else ("look at it", f"bray eval {one} --render")
     )
     commands = [look, ("", f"tensorboard --logdir {quoted}")]
     if unfinished:

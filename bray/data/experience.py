@@ -107,6 +107,9 @@ class Experience:
     def cut(self) -> None:
         """The next piece does not continue the last one."""
 
+    def forget(self) -> None:
+        """Give up what waits to be learnt from once: it may be what a learner was led astray by."""
+
     def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
         """Of the rows that are there."""
 

@@ -14,6 +14,8 @@ from bray.data.flags import TERMINATED, TRUNCATED, VALID
 from bray.errors import ConfigError, DataError, UnknownName
 from bray.tree import NestedArray
 
+DEFAULT = "default"
+"""The side of a run with one policy."""
 _LAST = ("drop", "last", "null_padding")
 
 
@@ -54,7 +56,7 @@ class Piece:
     in_line: bool = False
     """Whether column b + 1 goes on where column b ends, unless the last valid row of column b ends an episode or is
     truncated."""
-    side: str = "default"
+    side: str = DEFAULT
     """Whose policy acted."""
     lent: bool = False
     """Whether its source may overwrite its arrays at the next `gather`. Whoever keeps such a piece copies it."""

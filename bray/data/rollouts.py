@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bray import tree
 from bray.data.experience import ITERATION_STEPS, Batch, Experience
-from bray.data.piece import Piece, wider, write_columns
+from bray.data.piece import COLUMNS, Piece, wider, write_columns
 from bray.tree import NestedArray
 
 
@@ -90,15 +92,60 @@ class Rollouts(Experience):
         piece = self._last = self._ready.popleft()
         return Batch(piece, int(piece.valid.sum()))
 
-    def cut(self) -> None:
+    def forget(self) -> None:
         self._ready.clear()
         self._beside = None
         if self._canvas is not None:
             self._canvas.clear()
 
+    def _waiting(self) -> dict[str, list[Piece]]:
+        """What is not learnt from yet. No row of it is followed by what comes next, so that it holds whatever becomes
+        of the games."""
+        beside = [] if self._beside is None else [_first_columns(self._beside, self._filled)]
+        canvas = [] if self._canvas is None or not self._canvas.filled else [self._canvas.piece]
+        return {"ready": list(self._ready), "beside": beside, "canvas": canvas}
+
     def change_rewards(self, change: Callable[[np.ndarray], np.ndarray]) -> None:
-        for piece in (*self._ready, *([] if self._canvas is None else [self._canvas.piece])):
-            piece.reward[...] = change(piece.reward)
+        for pieces in self._waiting().values():
+            for piece in pieces:
+                piece.reward[...] = change(piece.reward)
+
+    def leave_out(self, largest: float) -> int:
+        """Rows that wait are one batch with others: where one of them is not to be learnt from, all that waits goes."""
+        pieces = [piece for pieces in self._waiting().values() for piece in pieces]
+        if all(_is_sound(piece, largest) for piece in pieces):
+            return 0
+        self.forget()
+        return sum(int(np.count_nonzero(piece.valid)) for piece in pieces)
+
+    def get_state(self, directory: Path | None) -> dict[str, Any]:
+        waiting = self._waiting()
+        if not any(waiting.values()):
+            return {"arrays": {}, "json": {}}
+        canvas = None if not waiting["canvas"] or self._canvas is None else self._canvas.at
+        wide = 0 if self._beside is None else self._beside.num_envs
+        json = {"wide": wide, "at": canvas, "pieces": {k: [_about(p) for p in v] for k, v in waiting.items()}}
+        arrays = {k: {str(i): _arrays(piece) for i, piece in enumerate(v)} for k, v in waiting.items()}
+        return {"arrays": arrays, "json": json}
+
+    def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
+        self.forget()
+        about = state["json"].get("pieces")
+        if not about:
+            return True
+        found = {
+            k: [Piece(**state["arrays"][k][str(i)], **one).check() for i, one in enumerate(v)] for k, v in about.items()
+        }
+        self._ready.extend(found["ready"])
+        if found["beside"]:
+            mine = found["beside"][0]
+            self._beside, self._filled = wider(mine, int(state["json"]["wide"])), mine.num_envs
+            write_columns(self._beside, 0, mine)
+        if found["canvas"]:
+            piece = found["canvas"][0]
+            self._canvas = _Canvas(piece, piece.length, piece.num_envs)
+            self._canvas.piece, self._canvas.at = piece, (int(x) for x in state["json"]["at"])
+        return True
 
     def wait_reason(self) -> str:
         if self._canvas is None:
@@ -125,6 +172,33 @@ class Rollouts(Experience):
         return tree.map(newest, self._last.obs)
 
 
+def _first_columns(piece: Piece, columns: int) -> Piece:
+    """The first games of a piece, as views."""
+    names = [name for name in (*COLUMNS, "version") if getattr(piece, name) is not None]
+    return replace(piece, **{name: tree.map(lambda x: x[:, :columns], getattr(piece, name)) for name in names})
+
+
+def _is_sound(piece: Piece, largest: float) -> bool:
+    """Whether all its rows are finite, and no reward is beyond this size."""
+    leaves = (x for name in COLUMNS if (value := getattr(piece, name)) is not None for x in tree.leaves(value))
+    finite = all(np.isfinite(x).all() for x in map(_numpy, leaves) if x.dtype.kind == "f")
+    return finite and bool((np.abs(_numpy(piece.reward)) <= largest).all())
+
+
+def _arrays(piece: Piece) -> dict[str, Any]:
+    """The columns of a piece, copied."""
+    columns = {name: value for name in (*COLUMNS, "version") if (value := getattr(piece, name)) is not None}
+    return {k: v if isinstance(v, int) else tree.map(lambda x: _numpy(x).copy(), v) for k, v in columns.items()}
+
+
+def _about(piece: Piece) -> dict[str, Any]:
+    return {"state_every": piece.state_every, "in_line": piece.in_line, "side": piece.side}
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(x.numpy(force=True))
+
+
 class _Canvas:
     """A piece `[length, columns]` that is being filled, column after column."""
 
@@ -135,6 +209,15 @@ class _Canvas:
 
     def clear(self) -> None:
         self.piece, self._row, self._column = self._blank(), 0, 0
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """The row and the column where the next one goes."""
+        return self._row, self._column
+
+    @at.setter
+    def at(self, place: Iterable[int]) -> None:
+        self._row, self._column = place
 
     @property
     def filled(self) -> int:

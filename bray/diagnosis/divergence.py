@@ -12,6 +12,7 @@ import numpy as np
 from bray import tree
 from bray.errors import Diverged
 from bray.metrics import ENV_STEPS, ITERATION, short
+from bray.metrics.rows import without_side
 
 _ADVICE = "Lower the learning rate (lr), or clip gradients (max_grad_norm) and rewards (clip_rewards)"
 
@@ -56,10 +57,11 @@ class Health:
     def check(self, row: Mapping[str, Any], weights: Callable[[], str]) -> None:
         """Raise Diverged where a loss is not finite, or another number of the learner is not because of its weights;
         `weights()` says which are not."""
-        bad = {k: v for k, v in row.items() if k.startswith("loss/") and v is not None and not math.isfinite(v)}
+        of_updates = {k: v for k, v in row.items() if without_side(k).startswith("loss/")}
+        bad = {k: v for k, v in of_updates.items() if v is not None and not math.isfinite(v)}
         if bad:
             lost = weights()
-            if lost or any("loss" in k.removeprefix("loss/") for k in bad):
+            if lost or any("loss" in without_side(k).removeprefix("loss/") for k in bad):
                 numbers = ", ".join(f"{k} is {v}" for k, v in bad.items())
                 raise self.diverged(f"{numbers}; {lost} are not finite" if lost else numbers, row)
             return

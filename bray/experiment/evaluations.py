@@ -10,9 +10,11 @@ from bray.envs.registry import sent
 from bray.errors import BrayError, DiskFull
 from bray.experiment.evaluator import EvaluationPlan, Evaluator, Looked, Task, look_at
 from bray.experiment.policy import ServedPolicy
+from bray.metrics.rows import side_key
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
 from bray.train.goals import Score
+from bray.train.policies import PolicyTrainings
 
 logger = logging.getLogger("bray")
 
@@ -40,11 +42,21 @@ class Evaluations:
         self._film |= self._is_due(self._run.video_freq)
         if self._beside is None:
             if self._evaluate or self._film:
-                t = self._training
-                served = ServedPolicy(t.policy, t.model, t.spec)
-                self._tell(row, look_at(served, self._env, self._task(), self._run.record), callbacks)
+                self._tell(row, self._look_here(), callbacks)
         elif (looked := self._finish(self._beside, wait=False)) is not None:
             self._tell(row, looked, callbacks)
+
+    def _look_here(self) -> Looked:
+        task, t = self._task(), self._training
+        if not isinstance(t, PolicyTrainings):
+            return look_at(ServedPolicy(t.policy, t.model, t.spec), self._env, task, self._run.record)
+        found: dict[str, Any] = {}
+        for name, part in t.parts.items():
+            result = part.evaluate(self._run.eval_episodes)
+            found |= {side_key(name, key): value for key, value in result.items()}
+        returns = [found[side_key(name, "eval/return_mean")] for name in t.parts]
+        found |= {"eval/return_mean": sum(returns) / len(returns), "eval/env_steps": task.env_steps}
+        return Looked(task.step, False, found, None, "")
 
     def finish(self, row: dict[str, Any], callbacks: CallbackList) -> None:
         """After the last iteration: wait for what is under way, and then for what is due."""
@@ -85,7 +97,7 @@ class Evaluations:
         episodes = self._run.eval_episodes if self._evaluate else 0
         self._evaluate = self._film = False
         weights = {} if self._beside is None else training.weights()
-        return Task(weights, int(training.learner.steps), training.env_steps, episodes, video)
+        return Task(weights, training.number, training.env_steps, episodes, video)
 
     def _begin(self, beside: Evaluator, saved: bool) -> None:
         try:

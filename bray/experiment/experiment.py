@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
-from bray.algos import algo_name, make_policy
+from bray.algos import ALGORITHMS, algo_name, get_algo, make_policy
 from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
 from bray.diagnosis.symptoms import SECTIONS
@@ -41,7 +42,7 @@ from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.metrics import Sink, TerminalSink
 from bray.metrics.trackers import make_trackers
-from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, default_run_dir
+from bray.rundir import TRAINER_JSON, Checkpoint, PolicyDir, RunDir, default_run_dir, several
 from bray.rundir.trust import Answer, When
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
@@ -55,10 +56,19 @@ from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, describe_policy, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining, data_spec
+from bray.train.policies import (
+    PolicyTrainings,
+    first_algorithm,
+    keys_of,
+    make_trainings,
+    named_policies,
+    of_policy,
+    set_up_policies,
+)
 from bray.train.progress import LastRow, Picture, Rows, describe, open_sinks
 from bray.train.run import Run
 from bray.train.settle import settle
-from bray.train.setup import Check, set_up
+from bray.train.setup import Check, Setup, set_up
 from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
@@ -92,15 +102,21 @@ class Experiment:
         live: bool = False,
         data: str | Path | None = None,
         _check: Check | None = None,
+        _policies: Mapping[str, tuple[Sequence[ConfigSource], Check]] | None = None,
         **overrides: Any,
     ):
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`,
         `actions`, `port` and the other keys of `LiveConfig` say where and what. `data`: trajectory files to learn from
-        instead, a directory or a pattern."""
+        instead, a directory or a pattern. `policies={"first": {"run": "PPO"}, "second": {...}}`: several in one run
+        (docs/agents.md)."""
         files = {"data": {"files": str(data)}} if data is not None else None
         given = [*sources, *(ConfigSource("python", dict(values)) for values in (config, overrides, files) if values)]
-        setup = set_up(run, env, given, use_preset, live, _check)
+        several = bool(named_policies(given))
+        begun = [*first_algorithm(given), *given] if run is None and several else given
+        setup = set_up(run, env, begun, use_preset and not several, live, _check)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
+        self.policies = self._set_up_policies(env, given, use_preset, _check, _policies)
+        """The setup of each policy, by name; empty where there is one."""
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"], self.live)
         self._path = run_path(path, project, trial, self.config["run"].algorithm)
@@ -110,6 +126,7 @@ class Experiment:
         self._served: ServedPolicy | None = None
         self.loaded: tuple[Path, int] | None = None
         """The checkpoint that was loaded, and its step."""
+        self._opened = Path()  # of which run, or which of its policies
         # What a launch file said of the model, where its network is the project's own.
         self._launched: dict[str, Any] | None = None
         self._plays = True
@@ -119,6 +136,32 @@ class Experiment:
         self._check_training: Check | None = None
         """Asked before a loaded run trains: it may connect, listen and write."""
         self._resumes = False
+
+    def _set_up_policies(
+        self,
+        env: Any,
+        given: Sequence[ConfigSource],
+        use_preset: bool,
+        check: Check | None,
+        saved: Mapping[str, tuple[Sequence[ConfigSource], Check]] | None,
+    ) -> dict[str, Setup]:
+        """`saved`: of a run that is resumed, what each policy is made of."""
+        run = self.config["run"]
+        if not run.policies:
+            return {}
+        if self.live or "data" in self.config.sections:
+            raise ConfigError("run.policies: several policies learn in an environment, not from live games or files")
+        for key in ("eval_parallel", "video_freq"):
+            if getattr(run, key):
+                raise ConfigError(
+                    f"run.{key} is for a run with one policy: leave it out; eval_freq evaluates several, and "
+                    "`bray eval RUN_DIR/models/NAME --render` films one"
+                )
+        if saved is None:
+            return set_up_policies(run, self.algo, env, given, use_preset, check)
+        return {
+            name: set_up(None, env, sources, False, False, left, part=True) for name, (sources, left) in saved.items()
+        }
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
@@ -134,12 +177,21 @@ class Experiment:
             self._run.exact = self.config["env"].wait_num is None and not self.live
             if self._weights is not None:
                 training.set_weights(self._weights)
-            elif (run := self.config["run"]).init_from is not None and not self._resumes:
-                self.init_from(run.init_from, names=run.init_map, partial=run.init_partial)
+            elif not self._resumes:
+                self._start_with_others()
         return self._run
 
+    def _start_with_others(self) -> None:
+        """Take the weights that `init_from` names, of each policy its own."""
+        training = self.run.training
+        parts = training.parts if isinstance(training, PolicyTrainings) else {"": training}
+        for name, part in parts.items():
+            run = (self.policies[name].config if name else self.config)["run"]
+            if run.init_from is not None:
+                start_with(part, run.init_from, "latest", run.init_map, run.init_partial)
+
     @property
-    def training(self) -> LocalTraining | LiveTraining | FileTraining:
+    def training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings:
         return self.run.training  # type: ignore[return-value]
 
     def settle(self) -> None:
@@ -151,7 +203,12 @@ class Experiment:
         if self._check_training is not None:
             self._check_training(self.config.to_dict())
         plays = not self.live and "data" not in self.config.sections
-        self.config, self.choice = settle(self.algo, self.config, self.spec_of, plays)
+        for name, setup in self.policies.items():
+            config, choice = settle(setup.algo, setup.config, partial(env_spec, setup.config["env"]))
+            self.policies[name] = replace(setup, config=config)
+            logger.info("auto: %s: %s", name, choice)
+        if not self.policies:
+            self.config, self.choice = settle(self.algo, self.config, self.spec_of, plays)
         self._settled = True
 
     def spec_of(self) -> EnvSpec:
@@ -161,8 +218,10 @@ class Experiment:
             return live_spec(c["live"], c["env"])
         return data_spec(c["data"], c["env"]) if "data" in c.sections else env_spec(c["env"])
 
-    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining:
+    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings:
         c = self.config
+        if self.policies:
+            return make_trainings(self.policies, c["run"].policies_to_train, home_of)
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
         if self.live:
             return LiveTraining(*parts, c["live"])
@@ -180,11 +239,16 @@ class Experiment:
     def _open_dir(self) -> RunDir:
         directory = RunDir.create(self.path, resume=self._resumes)
         directory.write_config(with_choices(self.config, self.training.spec))
+        training = self.training
+        if isinstance(training, PolicyTrainings):
+            for name, part in training.parts.items():
+                own = directory.policy_folder(name)
+                own.write_config(with_choices(self.policies[name].config, part.spec))
+                if not self._resumes:
+                    _describe(own, self.policies[name], part)
+        elif not self._resumes:
+            _describe(directory, self, training)
         if not self._resumes:
-            directory.write_spec(self.training.spec)
-            policy = make_policy(self.algo, self.config["algo"], self.training.spec)
-            about = {"algorithm": self.config["run"].algorithm}
-            directory.write_policy(about | describe_policy(policy, self.training.model))
             self._warn_of_script()
         return directory
 
@@ -222,7 +286,7 @@ class Experiment:
         until = check_stop(stop) if stop is not None else self.config["run"].stop
         if not until:
             raise ConfigError('fit trains to an end, and none is given: exp.fit({"env_steps_total": 100_000})')
-        about = f"{self.config['run'].algorithm} on {self.env_id}"
+        about = f"{self.algorithms} on {self.env_id}"
         for _ in self.train(until, [TerminalSink(about, until)] if progress else [], callbacks):
             pass
         return LastRow(self.last_row or {}, about, self.path / "figures" / "learning_curve.png")
@@ -262,13 +326,12 @@ class Experiment:
     def _graph_export(self) -> GraphExport:
         """The background export of graph.onnx; nothing is exported if the file exists, or if the process that exports
         could not make the model."""
-        there = (self.run.directory.models / "default" / "graph.onnx").exists()
+        there = all((self.run.directory.models / n / "graph.onnx").exists() for n in self.policies or ["default"])
         no_module = any(key.startswith(("run.", "model.")) for key in named_in_script(self.config))
         return GraphExport(self.path, None if there or no_module else self.config["run"].export_graph_after_s)
 
     def _log_start(self) -> None:
-        run = self.config["run"]
-        logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, run.algorithm, self.env_id)
+        logger.info("bray %s, torch %s, %s on %s", __version__, torch.__version__, self.algorithms, self.env_id)
         if self.choice is not None:
             logger.info("auto: %s", self.choice)
         if why := self.training.depends_on_timing:
@@ -346,8 +409,14 @@ class Experiment:
             logger.warning("the learning curve could not be drawn: %s: %s", type(e).__name__, e)
 
     @property
+    def algorithms(self) -> str:
+        """The algorithm; of several policies each one's."""
+        named = (f"{name} {setup.config['run'].algorithm}" for name, setup in self.policies.items())
+        return ", ".join(named) or str(self.config["run"].algorithm)
+
+    @property
     def _title(self) -> str:
-        return f"{self.config['run'].algorithm} on {self.env_id}, seed {self.config['run'].seed}"
+        return f"{self.algorithms} on {self.env_id}, seed {self.config['run'].seed}"
 
     def plot(self, out: str | Path | None = None) -> Picture:
         """Draw the learning curve to a file (without a name: figures/learning_curve.png of the run); notebooks show
@@ -386,6 +455,7 @@ class Experiment:
         trust."""
         directory = RunDir.open(path)
         directory.refuse_old_launch()
+        directory.refuse_several()
         checkpoint = directory.load_checkpoint(which)
         moments = [When.MADE, When.PLAYS] if plays else [When.MADE]
         check = trust_check(directory, trust, moments, env)
@@ -395,7 +465,7 @@ class Experiment:
         exp._plays, exp._check_training = plays, trust_check(directory, trust, [When.TRAINS])
         exp._weights = checkpoint.weights
         exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
-        exp.loaded = checkpoint.path, checkpoint.step
+        exp.loaded, exp._opened = (checkpoint.path, checkpoint.step), directory.path
         exp._launched = read_launch(directory, trust)
         return exp
 
@@ -423,8 +493,9 @@ class Experiment:
                 f"start with its weights (bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
+        policies = cls._saved_policies(directory, saved, sources, env, trust)
         sources, check = changed_by(saved, sources, env, trust_check(directory, trust, When, env))
-        exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check)
+        exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check, _policies=policies)
         exp._refuse_hidden(path, "run", "env", "model")
         exp._resumes = True
         if exp.config["run"].init_from != (saved.values.get("run") or {}).get("init_from"):
@@ -438,6 +509,31 @@ class Experiment:
             logger.warning("%s: %s (exact: false in meta.json)", path, why)
         return exp
 
+    @staticmethod
+    def _saved_policies(
+        directory: RunDir, saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, trust: Answer
+    ) -> dict[str, tuple[Sequence[ConfigSource], Check]]:
+        """What each policy of a run is made of, with what the caller changes."""
+        if isinstance(directory, PolicyDir):
+            raise ConfigError(
+                f"{directory.path} is one policy of a run: resume the run, or start one of this policy's own with its "
+                f"weights (--init-from {directory.path})"
+            )
+        if named_policies(sources) or any("policies_to_train" in keys_of(source) for source in sources):
+            raise ConfigError(
+                "a run keeps its policies, and which of them learn, when it is resumed: leave out policies and "
+                "policies_to_train. A new run can start with their weights (init_from of each)"
+            )
+        found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
+        run = saved.values.get("run") or {}
+        for name in run.get("policies") or {}:
+            own = directory.policy_folder(name)
+            mine = with_secrets(read_config(own))
+            algo = get_algo(run["algorithm"]) if sources and run["algorithm"] in ALGORITHMS else None
+            changes = [of_policy(mine, source, run["algorithm"], algo) for source in sources]
+            found[name] = changed_by(mine, changes, env, trust_check(own, trust, When, env))
+        return found
+
     def _refuse_hidden(self, path: str | Path, *sections: str) -> None:
         """Secrets are not written: those that are needed now must have been given again. A service looks after its own
         tokens."""
@@ -449,14 +545,19 @@ class Experiment:
         path = directory.path
         with made_from(path):
             run = self.run
-        trained_on, spec = EnvSpec.from_json(directory.read_json("spec.json")), self.training.spec
-        if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
-            trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
-        if trained_on != spec:
-            raise CheckpointError(
-                f"{path}: the environment has other spaces than at training time; resume needs the same ones"
-            )
-        why = run.resume(path, checkpoint.state, checkpoint.weights)
+        training, weights = self.training, checkpoint.models
+        if isinstance(training, PolicyTrainings):
+            if training.parts.keys() != weights.keys():
+                raise CheckpointError(
+                    f"{path}: its config names the policies {', '.join(training.parts)}, its checkpoint has "
+                    f"{', '.join(weights)}"
+                )
+            for name, part in training.parts.items():
+                _check_spaces(directory.policy_folder(name), part.spec)
+            why = run.resume(path, checkpoint.state, {name: model.weights for name, model in weights.items()})
+        else:
+            _check_spaces(directory, training.spec)
+            why = run.resume(path, checkpoint.state, checkpoint.weights)
         _ = run.directory  # from now on it is this process's
         return why
 
@@ -470,6 +571,8 @@ class Experiment:
         """Start with weights of another run (or of one of its checkpoints), and nothing else of it. `names`: take a
         part, by beginnings of names, ours to theirs: {"core": "core"}. `partial`: leave out what does not fit; else
         that is an error. Returns what was loaded and left."""
+        if self.policies:
+            raise ConfigError("a run with several policies: say init_from of each in `policies`")
         return start_with(self.training, path, which, names or {}, partial)
 
     # --- using --------------------------------------------------------------------------------------------------------
@@ -477,6 +580,8 @@ class Experiment:
     @property
     def served(self) -> ServedPolicy:
         """The policy as it is served: made from the spec and the weights alone."""
+        if self.policies:
+            raise several(self.path, self.policies)
         if self._served is None:
             spec = self._spec or self.training.spec
             model = self._run.training.model if self._run is not None else self._trained_model(spec)
@@ -565,12 +670,14 @@ class Experiment:
         """Answer games with this policy, as `bray serve` does; `settings` are its keys (`workers=2`, `act="sample"`).
         Blocks until a signal comes and returns the exit code; with `block=False` a server in a thread (`.port`,
         `.close()`, a `with`)."""
+        if self.policies:
+            raise several(self.path, self.policies)
         if self._run is not None and not (self.saved and self.all_saved):
             self.save()
         if self._written is not None:
             path, version = self._written, "latest"
         elif self.loaded is not None:
-            path, version = self.loaded[0].parent.parent, str(self.loaded[1])
+            path, version = self._opened, str(self.loaded[1])
         else:
             raise ConfigError("there is nothing to serve yet: train first, or load a run")
         given = {"port": port, "versions": {version: 1.0}, **settings}
@@ -590,6 +697,25 @@ class Experiment:
     def close(self) -> None:
         if self._run is not None:
             self._run.close()
+
+
+def _describe(directory: RunDir, made: Any, training: Any) -> None:
+    """Write down what a policy is: enough to serve it. `made`: from what, an Experiment or a Setup."""
+    directory.write_spec(training.spec)
+    policy = make_policy(made.algo, made.config["algo"], training.spec)
+    about = {"algorithm": made.config["run"].algorithm}
+    directory.write_policy(about | describe_policy(policy, training.model))
+
+
+def _check_spaces(directory: RunDir, spec: EnvSpec) -> None:
+    """Refuse to go on in another environment than that of a run."""
+    trained_on = EnvSpec.from_json(directory.read_json("spec.json"))
+    if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
+        trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
+    if trained_on != spec:
+        raise CheckpointError(
+            f"{directory.path}: the environment has other spaces than at training time; resume needs the same ones"
+        )
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

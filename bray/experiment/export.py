@@ -16,7 +16,8 @@ _ROWS, _AT_A_TIME = 32, 4
 
 
 def export_graph(path: str | Path, trust: Answer = False) -> Path:
-    """Write a run's `models/default/graph.onnx`: what a service without torch needs beside the weights. With it go the
+    """Write a run's `models/default/graph.onnx`, or that of each of its policies: what a service without torch needs
+    beside the weights. With it go the
     weights of today and samples, by which whoever loads it finds out whether it answers as it does here."""
     from bray.inference.export import export_onnx
     from bray.inference.onnx_engine import OnnxEngine
@@ -25,6 +26,9 @@ def export_graph(path: str | Path, trust: Answer = False) -> Path:
     from bray.inference.verify import check_close, follow, run as run_engine
 
     run = RunDir.open(path)
+    if policies := run.policies():
+        written = [export_graph(run.policy_folder(name).path, trust) for name in policies]
+        return written[0]
     cpu = ConfigSource("export", {"run": {"device": "cpu"}})
     exp = Experiment.load(path, sources=[cpu], trust=trust, plays=False)
     assert exp.loaded is not None

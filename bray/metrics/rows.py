@@ -21,7 +21,19 @@ NAN_METRICS = "nan_metrics"
 HEALTH = "health"
 """The key that names what has looked wrong so far; rows of a run that looks sound do not have it."""
 
+SIDE = "side/"
+"""Begins the keys of one of several policies: `side/NAME/loss/policy_loss`."""
+
 Row = dict[str, Any]
+
+
+def side_key(side: str, key: str) -> str:
+    return f"{SIDE}{side}/{key}"
+
+
+def without_side(key: str) -> str:
+    """What a key is in a run with one policy."""
+    return key.split("/", 2)[-1] if key.startswith(SIDE) else key
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:

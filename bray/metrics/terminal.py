@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, Row, flatten_row
+from bray.metrics.rows import ENV_STEPS, HEALTH, ITERATION, NAN_METRICS, SIDE, Row, flatten_row
 
 _NOTEBOOK_S = 0.5  # between two pictures of the table in a notebook
 _STALE = 10  # rows without the end of an episode, after which their return is told as an old one
@@ -190,7 +190,9 @@ class TerminalSink:
 
 def _main(row: Row, most: int = 6) -> list[tuple[str, Any]]:
     """The numbers worth a place on the screen besides the fixed ones: evaluation first, then losses."""
-    keys = [k for k in row if k.startswith("eval/") and k.endswith("mean")] + [k for k in row if k.startswith("loss/")]
+    keys = [k for k in row if k.startswith("eval/") and k.endswith("mean")]
+    keys += [k for k in row if k.startswith(SIDE) and k.endswith("/episode_return_mean")]
+    keys += [k for k in row if k.startswith("loss/")]
     return [(k, row[k]) for k in keys if isinstance(row[k], (int, float))][:most]
 
 

@@ -4,6 +4,7 @@ readable.
     config.yaml params.json spec.json policy.json      what was run
     result.jsonl progress.csv tb/ bray.log             what happened
     models/<name>/<step>.safetensors                   weights (step = learner steps = model version)
+                  {config.yaml, spec.json, policy.json}   of each policy, where a run has several
     checkpoints/<step>/ {state.tree, meta.json, model.safetensors}   with `latest` and `best`
     episodes/ trajectories/ videos/ figures/           what was made of it
 
@@ -14,11 +15,11 @@ unpickled, and nothing that a directory names is imported unless it is trusted (
 `reader.py`.
 """
 
-from bray.rundir.checkpoints import Checkpoint
+from bray.rundir.checkpoints import Checkpoint, Model, several
 from bray.rundir.files import plain, write_atomic, writing
 from bray.rundir.log import log_to, logging_to
 from bray.rundir.reader import check_seal, open_plain, read_json, read_plain, seal
-from bray.rundir.run import TRAINER_JSON, RunDir, default_run_dir, new_run_dir
+from bray.rundir.run import TRAINER_JSON, PolicyDir, RunDir, default_run_dir, new_run_dir
 from bray.rundir.state import pack_state, unpack_state
 from bray.rundir.trust import UntrustedRun
 from bray.rundir.weights import match_weights, read_weights
@@ -26,6 +27,8 @@ from bray.rundir.weights import match_weights, read_weights
 __all__ = [
     "TRAINER_JSON",
     "Checkpoint",
+    "Model",
+    "PolicyDir",
     "RunDir",
     "UntrustedRun",
     "check_seal",
@@ -41,6 +44,7 @@ __all__ = [
     "read_plain",
     "read_weights",
     "seal",
+    "several",
     "unpack_state",
     "write_atomic",
     "writing",

@@ -9,10 +9,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -55,6 +55,24 @@ class _Head(msgspec.Struct):
     name: str
     files: dict[str, _File]
     meta: dict[str, Any]
+    steps: dict[str, int] = {}
+    """The version of each policy, where a run has several: `step` is an iteration then."""
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """By model."""
+        return self.steps or {self.name: self.step}
+
+    def file(self, name: str) -> str:
+        """The file in the checkpoint that holds the weights of a model."""
+        return f"{name}.safetensors" if self.steps else _WEIGHTS
+
+
+class Model(NamedTuple):
+    """Weights of one of the policies of a run, and their version."""
+
+    step: int
+    weights: Mapping[str, np.ndarray]
 
 
 @dataclass
@@ -62,11 +80,19 @@ class Checkpoint:
     """A checkpoint that was read and found intact."""
 
     step: int
-    weights: dict[str, np.ndarray]
+    models: dict[str, Model]
+    """By the names of the policies; most runs have one."""
     state: Any
     meta: dict[str, Any]
     path: Path
     name: str = "default"
+
+    @property
+    def weights(self) -> Mapping[str, np.ndarray]:
+        """Of the policy of the run."""
+        if self.name not in self.models:
+            raise several(self.path.parents[1], self.models)
+        return self.models[self.name].weights
 
 
 class Checkpoints:
@@ -113,7 +139,7 @@ class Checkpoints:
             head = self._head(step)
         except CheckpointError:
             return
-        if head.name == name and head.files[_WEIGHTS] != _checksum(data):
+        if head.name == name and not head.steps and head.files[_WEIGHTS] != _checksum(data):
             raise CheckpointError(
                 f"{self.weights_path(step, name)}: its content was changed after it was written (checksum)"
             )
@@ -202,7 +228,7 @@ class Checkpoints:
     def save_checkpoint(
         self,
         step: int,
-        weights: Mapping[str, np.ndarray],
+        weights: Mapping[str, np.ndarray] | Mapping[str, Model],
         state: Any,
         meta: Mapping[str, Any] | None = None,
         name: str = "default",
@@ -213,31 +239,35 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint and make it `latest` (and `best`). Of all checkpoints, the newest `keep` remain besides
         latest, best and protected ones, those of `spare`, and the `keep_best` whose meta has the highest `score` (by
-        the same `score_by`). On any failure the previous checkpoint is intact and still `latest`."""
+        the same `score_by`). On any failure the previous checkpoint is intact and still `latest`.
+
+        `weights`: of the model `name`, whose version `step` is; or a `Model` for each of several policies, and then
+        `step` is the number of the iteration."""
         if keep is not None and keep < 1:
             raise CheckpointError(f"expected to keep at least 1 checkpoint, got keep={keep}")
-        model, packed = pack_weights(weights), pack_state(state)  # refused before anything is written
-        head = {
-            "kind": _KIND,
-            "format": FORMAT,
-            "bray": __version__,
-            "step": _step(step),
-            "name": safe_name(name),
-            "files": msgspec.to_builtins({_STATE: _checksum(packed), _WEIGHTS: _checksum(model)}),
-            "meta": json.loads(to_json(dict(meta or {}))),
-        }
+        several = {k: v for k, v in weights.items() if isinstance(v, Model)}
+        models = several or {name: Model(step, weights)}  # type: ignore[arg-type]
+        steps = {safe_name(k): _step(model.step) for k, model in several.items()}
+        about = _Head(_step(step), safe_name(name), {}, json.loads(to_json(dict(meta or {}))), steps)
+        # refused before anything is written
+        files = {about.file(k): pack_weights(model.weights) for k, model in models.items()}
+        packed = pack_state(state)
+        about.files = {_STATE: _checksum(packed), **{file: _checksum(data) for file, data in files.items()}}
+        head = {"kind": _KIND, "format": FORMAT, "bray": __version__, **msgspec.to_builtins(about)}
+        if not steps:
+            del head["steps"]
         head["sha256"] = _own_checksum(head)
-        final, temp, weights_path = (
-            self.checkpoints / str(step),
-            self._temporary("new", step),
-            self.weights_path(step, name),
-        )
-        published = weights_path.exists()
+        final, temp = self.checkpoints / str(step), self._temporary("new", step)
+        places = {about.file(k): self.weights_path(model.step, k) for k, model in models.items()}
+        new = [path for path in places.values() if not path.exists()]
         try:
-            write_atomic(weights_path, model)
+            for file, data in files.items():
+                if places[file] in new or not steps or places[file].read_bytes() != data:  # one that does not learn
+                    write_atomic(places[file], data)
             temp.mkdir(parents=True)
             write_synced(temp / _STATE, packed)
-            link_or_copy(weights_path, temp / _WEIGHTS, model)
+            for file, data in files.items():
+                link_or_copy(places[file], temp / file, data)
             write_synced(temp / META, to_json(head).encode())
             sync_dir(temp)
             old = self._put(temp, final)
@@ -248,9 +278,10 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         except BaseException as e:
             shutil.rmtree(temp, ignore_errors=True)
-            if not published and not final.exists():
-                with contextlib.suppress(OSError):
-                    weights_path.unlink(missing_ok=True)
+            if not final.exists():
+                for path in new:
+                    with contextlib.suppress(OSError):
+                        path.unlink(missing_ok=True)
             if isinstance(e, OSError):
                 raise write_error(e, final, "the previous checkpoint is kept") from e
             raise
@@ -327,18 +358,25 @@ class Checkpoints:
         up.
         A damaged one is left alone."""
         safe = {self.pointer("latest"), self.pointer("best"), *best}
-        for old in sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)[keep:]:
-            try:
-                name = self._head(old).name
-            except CheckpointError:
+        there = sorted(self.steps(), key=lambda s: (s <= step, s), reverse=True)
+        heads: dict[int, _Head] = {}
+        for one in there if len(there) > keep else ():
+            with contextlib.suppress(CheckpointError):
+                heads[one] = self._head(one)
+        for old in [s for s in there[keep:] if s in heads and s not in safe]:
+            versions = heads[old].versions
+            if any(self.is_protected(version, name) for name, version in versions.items()):
                 continue
-            if old in safe or self.is_protected(old, name):
-                continue
+            del heads[old]
+            # of a policy that does not learn, all checkpoints have the same version
+            used = [pair for head in heads.values() if head.steps for pair in head.versions.items()]
             gone = self._temporary("gone", old)
             # in this order a kill leaves a whole checkpoint, which goes with the next one, or nothing that `recover`
             # does not remove
             try:
-                self.weights_path(old, name).unlink(missing_ok=True)
+                for name, version in versions.items():
+                    if (name, version) not in used:
+                        self.weights_path(version, name).unlink(missing_ok=True)
                 os.rename(self.checkpoints / str(old), gone)
                 shutil.rmtree(gone, ignore_errors=True)
             except OSError as e:
@@ -401,14 +439,20 @@ class Checkpoints:
             head = msgspec.convert(read, _Head)
         except msgspec.ValidationError as e:
             raise CheckpointError(f"{path}: {e}.") from None
-        safe_name(head.name)
+        for name in (head.name, *head.steps):
+            safe_name(name)
         if head.step != step:
             raise CheckpointError(f"{path}: expected step {step}, got {head.step!r}: a foreign checkpoint.")
-        if head.files.keys() != {_STATE, _WEIGHTS}:
+        expected = [_STATE, *(head.file(name) for name in head.versions)]
+        if head.files.keys() != set(expected) or min(head.versions.values()) < 0:
             raise CheckpointError(
-                f"{path}: expected the checksums of {_STATE} and {_WEIGHTS}, got {str(list(head.files))[:80]}."
+                f"{path}: expected the checksums of {' and '.join(expected)}, got {str(list(head.files))[:80]}."
             )
         return head
+
+    def versions_of(self, step: int) -> dict[str, int]:
+        """The version of each policy in a checkpoint."""
+        return self._head(step).versions
 
     def load_state(self, step: int) -> Any:
         """The training state of a checkpoint, without its weights."""
@@ -416,8 +460,11 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         head, folder = self._head(step), self._find(step)
-        weights = unpack_weights(self._read_checked(folder / _WEIGHTS, head), folder / _WEIGHTS)
-        return Checkpoint(head.step, weights, self._read_state(head, folder), head.meta, folder, head.name)
+        models = {
+            name: Model(version, unpack_weights(self._read_checked(path := folder / head.file(name), head), path))
+            for name, version in head.versions.items()
+        }
+        return Checkpoint(head.step, models, self._read_state(head, folder), head.meta, folder, head.name)
 
     def _read_state(self, head: _Head, folder: Path) -> Any:
         data = self._read_checked(folder / _STATE, head)
@@ -435,6 +482,12 @@ class Checkpoints:
         if _checksum(data) != want:
             raise CheckpointError(f"{path}: its content was changed after it was written (checksum).")
         return data
+
+
+def several(path: Path, names: Iterable[str]) -> CheckpointError:
+    """Of a run with several policies, where one is wanted."""
+    found = [str(path / "models" / name) for name in names]
+    return CheckpointError(f"{path} has several policies, say which one: {' or '.join(found)}")
 
 
 def _step(step: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import msgspec
 
 from bray.errors import CheckpointError, UnknownName
-from bray.rundir.checkpoints import META, Checkpoints, safe_name
+from bray.rundir.checkpoints import META, Checkpoint, Checkpoints, safe_name, several
 from bray.rundir.files import to_json, write_atomic, writing
 from bray.rundir.log import logger
 from bray.rundir.reader import read_dict, read_text
@@ -25,6 +27,7 @@ TRAINER_JSON = "trainer.json"
 """Which trainer of a launched run has its checkpoints here."""
 _SIGNS = ("config.yaml", "result.jsonl", "params.json", "checkpoints", "models")  # any of these makes a directory a run
 _FOLDERS = ("figures", "videos", "trajectories", "episodes", "replay")
+_OF_POLICY = ("spec.json", "policy.json")
 _locks: dict[Path, int] = {}  # directories this process writes to
 
 
@@ -109,10 +112,13 @@ class RunDir(Checkpoints):
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
-        """An existing run directory, to read; nothing in it is changed, so a run may be read while it is trained."""
+        """An existing run directory, to read; nothing in it is changed, so a run may be read while it is trained.
+        `RUN_DIR/models/NAME` is one of its policies, where it has several."""
         path = Path(path)
         if not path.is_dir():
             raise CheckpointError(f"{path}: there is no such run directory")
+        if Path(os.path.abspath(path)).parent.name == "models" and (path / "config.yaml").exists():
+            return PolicyDir(path)
         if not _signs(path):
             inside = [p.name for p in sorted(path.iterdir()) if p.is_dir() and _signs(p)]
             hint = f" There are runs in it: {', '.join(inside[:6])}." if inside else ""
@@ -204,6 +210,8 @@ class RunDir(Checkpoints):
 
     def read_json(self, name: str) -> dict[str, Any]:
         """A JSON object of the run directory."""
+        if name in _OF_POLICY and not (self.path / name).exists():
+            self.refuse_several()
         return read_dict(name, self.path)
 
     def read_text(self, name: str) -> str:
@@ -219,6 +227,19 @@ class RunDir(Checkpoints):
             raise CheckpointError(f"{self.path / 'policy.json'}: {e}") from None
         return about
 
+    def policies(self) -> list[str]:
+        """The names of the policies of a run with several; of others none."""
+        return sorted(path.parent.name for path in self.models.glob("*/config.yaml"))
+
+    def policy_folder(self, name: str) -> PolicyDir:
+        """The directory of one of several policies."""
+        return PolicyDir(self.model_folder(name))
+
+    def refuse_several(self) -> None:
+        """Raise where one policy is wanted and the run has several."""
+        if policies := self.policies():
+            raise several(self.path, policies)
+
     def model_name(self) -> str:
         """The name under which the run keeps the weights that are served: `default`, or a launched model's."""
         return self.read_policy().get("model", "default") if (self.path / "policy.json").exists() else "default"
@@ -232,6 +253,61 @@ class RunDir(Checkpoints):
                 f"{self.path}/models/NAME/STEP.safetensors` of the model; what that makes can be served, evaluated "
                 "and exported"
             )
+
+
+class PolicyDir(RunDir):
+    """One of the policies of a run with several, to read: like the directory of a run that has this one alone. Its
+    checkpoints are those of the run; here they are called by the version of this policy.
+
+    models/NAME/{config.yaml, spec.json, policy.json, graph.onnx, STEP.safetensors}
+    """
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        self.name = safe_name(Path(os.path.abspath(path)).name)
+        self._run = RunDir(Path(os.path.normpath(self.path / "../..")))
+        self.models, self.checkpoints = self.path.parent, self._run.checkpoints
+
+    def policies(self) -> list[str]:
+        return []
+
+    def model_name(self) -> str:
+        return self.name
+
+    def read_policy(self) -> dict[str, Any]:
+        return super().read_policy() | {"model": self.name}
+
+    def _by_version(self) -> dict[int, int]:
+        """The newest checkpoint with each version of the policy."""
+        found = {}
+        for step in self._run.steps():
+            with contextlib.suppress(CheckpointError):
+                found[self._version(step)] = step
+        return found
+
+    def _version(self, step: int) -> int:
+        versions = self._run.versions_of(step)
+        if self.name not in versions:
+            raise UnknownName("policy", self.name, versions, f"checkpoint {step} of {self._run.path}")
+        return versions[self.name]
+
+    def steps(self) -> list[int]:
+        return sorted(self._by_version())
+
+    def load_checkpoint(self, which: str | int = "latest") -> Checkpoint:
+        if str(which).isdecimal():
+            known = self._by_version()
+            if int(which) not in known:
+                raise UnknownName("checkpoint", str(which), [str(step) for step in known], str(self.path))
+            which = known[int(which)]
+        found = self._run.load_checkpoint(which)
+        arrays = found.state["arrays"]
+        arrays["observations"] = arrays.get("observations", {}).get(self.name, {})
+        return replace(found, step=self._version(found.step), name=self.name)
+
+    def pointer(self, which: str) -> int | None:
+        step = self._run.pointer(which)
+        return None if step is None else self._version(step)
 
 
 def _signs(path: Path) -> list[str]:

@@ -157,12 +157,14 @@ ASKS: dict[str, Ask] = {
 """Keys of a run's config that make a process import, connect, listen, or read and write elsewhere."""
 HARMLESS = {
     "run": """
-        seed stop init_from init_map init_partial device threads record num_workers inference env_groups
+        policies policies_to_train seed stop init_from init_map init_partial device threads record num_workers
+        inference env_groups
         worker_timeout_s max_worker_restarts num_cpus_per_worker num_gpus_per_worker object_store_mb iteration_steps
         eval_freq eval_episodes eval_parallel video_freq checkpoint_freq checkpoint_updates checkpoint_every_s
         keep_checkpoints keep_best checkpoint_score checkpoint_replay export_graph_after_s log_level save_figure
         show_figure
-    """,  # init_from: of a run that begins; one that was written never looks at it again
+    """,  # init_from: of a run that begins; one that was written never looks at it again; policies: each has a
+    # config.yaml of its own
     "env": """
         vector num_envs num_processes step_ms drop_obs max_episode_steps action_bounds frame_stack flatten_obs atari
         clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout

@@ -346,7 +346,8 @@ class ServedModel:
         """An ONNX file of the run, as it was written and answering as it did then."""
         from bray.inference.onnx_engine import OnnxEngine
 
-        return OnnxEngine(Path("models", self.weights_name, name), self.config.threads, self.run.path)
+        file = self.run.models / self.weights_name / name
+        return OnnxEngine(file.relative_to(self.run.path), self.config.threads, self.run.path)
 
 
 def _zeros(state: Any, path: Path) -> Any:
@@ -396,4 +397,4 @@ class VersionLocks:
 
     def remove_all(self) -> None:
         for run, name, step in list(self._ours):
-            self.remove(RunDir(run), name, step)
+            self.remove(RunDir.open(run), name, step)

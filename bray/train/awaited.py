@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.metrics.rows import SIDE
 
 logger = logging.getLogger("bray")
 
@@ -35,7 +36,8 @@ class Awaited:
             return
         learnt = any(k.startswith("loss/") for k in row)
         complete = learnt and row.get("episode_return_mean") is not None
-        if (learnt and key.startswith(OWN_KEYS)) or (complete and not key.startswith(CUSTOM)):
+        of_all = not key.startswith((CUSTOM, SIDE))  # a policy may begin to learn later than the others
+        if (learnt and key.startswith(OWN_KEYS)) or (complete and of_all):
             raise UnknownName("key of a result row", key, row, self._where)
         self._without += complete
         if self._without == PATIENCE:

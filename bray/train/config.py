@@ -25,6 +25,15 @@ def parse_count(given: str) -> Any:
     return int(given) if given.removeprefix("-").isdecimal() else given
 
 
+def parse_policies(given: list[str]) -> dict[str, str]:
+    """`NAME=ALGO,NAME=ALGO` as typed, once or several times."""
+    named = [text for several in given for text in several.split(",")]
+    wrong = [text for text in named if not all(text.partition("="))]
+    if wrong:
+        raise ConfigError(f"--policies {wrong[0]}: expected NAME=ALGO, such as first=PPO,second=DQN")
+    return {name: algorithm for name, _, algorithm in (text.partition("=") for text in named)}
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long, where and how carefully a run goes."""
@@ -49,6 +58,14 @@ class RunConfig:
     else starts as without `init_from`."""
     init_partial: Annotated[bool, Flag(), Needs("init_from")] = False
     """Of the weights of `init_from`, take those that fit; what was left, and why, is said."""
+    policies: Annotated[dict[str, Any], Flag(metavar="NAME=ALGO", parse=parse_policies), Secret(inside=True)] = field(
+        default_factory=dict
+    )
+    """Several policies in one run, by name: {first: PPO, second: {run: DQN, config: {lr: 1e-3}}}. What one does not say
+    (run, config, model, env, init_from) is as the rest of the config says. In an environment of one agent each plays
+    in environments of its own."""
+    policies_to_train: Annotated[list[str] | None, Flag(metavar="NAME"), Needs("policies")] = None
+    """Those that learn; the others play with the weights that they start with. null = all."""
     device: Annotated[str, Flag(metavar="D")] = "auto"
     """Where the learner computes: cpu, cuda, cuda:N. auto = a GPU where there is one and the network is large enough to
     be faster there (docs/scaling.md)."""

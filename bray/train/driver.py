@@ -13,7 +13,6 @@ Counters, result rows and the state of a training exist here once.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from bray import tree
 from bray.act import Clock
 from bray.algos import broken
 from bray.data.experience import Batch, Counts, EndOfData, Experience
-from bray.data.piece import Piece
-from bray.diagnosis.divergence import not_finite
-from bray.errors import UnknownName
+from bray.data.piece import DEFAULT, Piece
+from bray.errors import ConfigError, UnknownName
 from bray.inference.torch_engine import load_weights
 from bray.metrics import EpisodeStats
+from bray.metrics.rows import side_key
 from bray.metrics.spent import PHASES, Cores
-from bray.rundir import RunDir
 from bray.train.device import tiny_as_zero
 from bray.train.ranks import DistributedLearner, Ranks
+from bray.train.side import Means, Side
 from bray.train.source import Source
-from bray.train.units import SAMPLE, SAMPLE_BYTES, dead_share
 
 logger = logging.getLogger("bray")
 
@@ -60,22 +57,6 @@ class Hook:
     def __post_init__(self) -> None:
         if self.position not in POSITIONS:
             raise UnknownName("position", self.position, POSITIONS, "of a Hook")
-
-
-@dataclass
-class Side:
-    """One policy of a run: what acts, what it learns from, what learns. Without a learner it is frozen."""
-
-    model: nn.Module
-    policy: Any
-    experience: Experience
-    learner: Any
-    name: str = "default"
-    config: Any = None
-    """Of the algorithm."""
-    iterate: Callable[[Any], dict[str, float]] | None = None
-    """An iteration of the algorithm's own: `iterate(driver)` gathers and learns with the driver's methods and returns
-    numbers for the row (`loss/*`)."""
 
 
 @dataclass
@@ -112,9 +93,13 @@ class Driver:
         """The first one: `default` where there is one policy."""
         self.sources = list(sources)
         self._running = list(sources)  # those that have not ended
+        self._learning = [side for side in sides if side.learner is not None]
+        for side in sides if len(sides) > 1 else ():
+            if side.iterate is not None:
+                raise ConfigError(f"{side.name}: an algorithm with an iteration of its own trains alone")
         self.ranks = ranks or Ranks()
         self.distributed = {
-            side.name: DistributedLearner(side.learner, self.ranks) for side in sides if self.ranks.size > 1
+            side.name: DistributedLearner(side.learner, self.ranks) for side in self._learning if self.ranks.size > 1
         }
         self.totals = Totals()
         self.iteration = 0
@@ -125,7 +110,7 @@ class Driver:
         self._hooks = {
             p: [h.call for h in sorted(hooks, key=lambda h: h.priority) if h.position == p] for p in POSITIONS
         }
-        self._saved_experience: dict[int, Any] = {}  # by the step of the checkpoint
+        self._saved_experience: dict[int, Any] = {}  # by the number of the checkpoint
         self._stop = threading.Event()
         self._learn_seconds = 0.0
         self._last_batch = time.monotonic()
@@ -160,13 +145,22 @@ class Driver:
 
     @property
     def clock(self) -> Clock:
+        return self.clock_of(self.side)
+
+    def clock_of(self, side: Side) -> Clock:
+        """All sides play in the same games; each has a version of its own."""
         env_steps = self.totals.env_steps if self._agreed is None else self._agreed
-        return Clock(env_steps, self.side.learner.steps)  # spelt out: asked for every row
+        return Clock(env_steps, 0 if side.learner is None else side.learner.steps)  # spelt out: asked for every row
 
     @property
     def steps(self) -> int:
-        """Gradient steps: the version of the weights."""
-        return int(self.learner.steps)
+        """Gradient steps of all sides: where there is one, the version of its weights."""
+        return sum(side.version for side in self.sides.values())
+
+    @property
+    def several(self) -> bool:
+        """Whether what is saved is by side, and checkpoints are called by iterations."""
+        return len(self.sides) > 1
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -197,31 +191,31 @@ class Driver:
                 self._running.remove(source)
                 source.close()
                 if not self._running:
-                    for side in self.sides.values():
+                    for side in self._learning:
                         side.experience.complete()
                 return True
             self.totals.add(counts)
             for piece in pieces:
-                self.sides[piece.side].experience.add(piece)
+                side = self.sides[piece.side]
+                if side.learner is not None:
+                    side.experience.add(piece)
             came = came or bool(pieces)
         return came
 
-    def learn(self, total: Means | None = None, one: bool = False) -> int:
-        """Every batch that is due, or with `one` a single one; how many there were."""
+    def learn(self, total: Mapping[str, Means] | None = None, one: bool = False) -> int:
+        """Every batch that is due, or with `one` a single one of each side; how many there were."""
         count = 0
-        for side in self.sides.values():
-            if side.learner is None:
-                continue
-            start = time.perf_counter()
-            while (batch := side.experience.next(self.clock)) is not None:
+        start = time.perf_counter()
+        for side in self._learning:
+            while (batch := side.experience.next(self.clock_of(side))) is not None:
                 self._learn_from(side, batch)
                 if total is not None and self.update is not None:
-                    total.add(self.update)
+                    total[side.name].add(self.update)
                 count += 1
                 if one:
                     break
-            if count:
-                self._learn_seconds += time.perf_counter() - start
+        if count:
+            self._learn_seconds += time.perf_counter() - start
         return count
 
     def _learn_from(self, side: Side, batch: Batch) -> None:
@@ -234,16 +228,16 @@ class Driver:
                 source.learns(batch.data, learner.steps)
         learn = self.distributed[side.name].update if self.distributed else learner.update
         with tiny_as_zero():
-            update = self.update = learn(learner.prepare(batch.data), self.clock)
+            update = self.update = learn(learner.prepare(batch.data), self.clock_of(side))
         if not hasattr(update, "priorities"):
             raise broken(type(learner).__qualname__, f"its update returned {type(update).__name__}, not an Update")
         if not self.keeps(update):
             self.update = None
             return
         side.experience.feedback(batch, update.priorities, learner.steps)
-        clock = Clock(self.env_steps, learner.steps)
+        clock = self.clock_of(side)
         for source in self._running:
-            source.publish(self._weights_now, clock)
+            source.publish(side.name, side.weights_now, clock)
         if self._hooks["after_step"]:
             self.call("after_step")
 
@@ -322,7 +316,7 @@ class Driver:
         self._midway = True
         start, steps, cores = time.perf_counter(), self.totals.env_steps, Cores()
         self._learn_seconds = 0.0
-        means = Means()
+        means = {name: Means() for name in self.sides}
         every = self.experience.iteration_steps
         until = (steps // every + 1) * every if every else steps
         until = until if self.goal is None else min(until, self.goal)
@@ -340,20 +334,22 @@ class Driver:
             self.ended = True
         self._midway = False
         nothing = self.ended or self.finished or (self.stopped and self.totals.env_steps == steps)
-        if not means.count and not own and nothing:
+        if not any(mean.count for mean in means.values()) and not own and nothing:
             return None
         self.iteration += 1
-        row = self._row(means.row() | own, steps, time.perf_counter() - start)
+        losses = {name: mean.row() for name, mean in means.items()}
+        losses[self.side.name] |= own
+        row = self._row(losses, steps, time.perf_counter() - start)
         return row | {f"perf/{k}": 1e3 * v for k, v in cores.take().items()}
 
-    def _learn_until(self, until: int, means: Means, most_episodes: int | None) -> None:
+    def _learn_until(self, until: int, means: Mapping[str, Means], most_episodes: int | None) -> None:
         """The gathering and learning of an iteration, up to so many environment steps."""
-        if self.experience.ends_with_batch:
+        if self.experience.ends_with_batch and [self.side] == self._learning == list(self.sides.values()):
             self._iterate_to_batch(means, until, most_episodes)
         else:
             self._iterate_to_step(means, max(until, self.totals.env_steps + 1), most_episodes)
 
-    def _iterate_to_batch(self, means: Means, until: int, most_episodes: int | None) -> None:
+    def _iterate_to_batch(self, means: Mapping[str, Means], until: int, most_episodes: int | None) -> None:
         """Until there have been so many environment steps, and what they make due is learnt from."""
         totals = self.totals
         while not (learnt := self.learn(means, one=True)) or totals.env_steps < until:
@@ -372,7 +368,7 @@ class Driver:
                 self._watch(False)
         self._watch(True)
 
-    def _iterate_to_step(self, means: Means, until: int, most_episodes: int | None) -> None:
+    def _iterate_to_step(self, means: Mapping[str, Means], until: int, most_episodes: int | None) -> None:
         """Until there have been so many environment steps, learning whenever a batch is due."""
         totals, exact = self.totals, self._exact
         while totals.env_steps < until and (exact or not self.stopped):
@@ -410,31 +406,25 @@ class Driver:
         if time.monotonic() - self._last_batch <= SAY_AFTER:
             return ""
         why = [w for w in (source.wait_reason() for source in list(self._running)) if w]
-        return "; ".join([*why, self.experience.wait_reason()])
+        return "; ".join([*why, *(side.experience.wait_reason() for side in self._learning)])
 
     label = ""
     """Whose words they are, in the log."""
 
-    def _with_numbers(self, losses: dict[str, float]) -> dict[str, float]:
-        """The metrics of updates, and what the learner tells beside them; a `bray.Trainer` has nothing."""
-        if (terms := getattr(self.learner, "terms", None)) is not None:
-            terms.require_free(losses)
-        return losses | getattr(self.learner, "numbers", dict)()
-
-    def _row(self, losses: dict[str, float], steps: int, seconds: float) -> dict[str, Any]:
+    def _row(self, losses: Mapping[str, dict[str, float]], steps: int, seconds: float) -> dict[str, Any]:
         perf = dict.fromkeys(PHASES, 0.0)
         for source in self.sources:
             perf |= {k: perf.get(k, 0.0) + v for k, v in source.seconds().items()}
         perf["learn"] = self._learn_seconds
         perf["other"] = max(0.0, seconds - sum(perf[phase] for phase in PHASES))
+        sides = list(self.sides.values())
         return {
             "training_iteration": self.iteration,
             "env_steps_total": self.totals.env_steps,
-            "learner_steps_total": self.learner.steps,
+            "learner_steps_total": self.steps,
             **self.totals.episodes.row(),
-            **{loss_key(k): v for k, v in self._with_numbers(losses).items()},
-            **{f"replay/{k}": v for k, v in self.experience.numbers().items()},
-            **{f"policy/{k}": v for k, v in (self.policy.numbers(self.clock) if self.policy else {}).items()},
+            **{k: v for side in sides for k, v in side.row(losses[side.name], self.clock_of(side)).items()},
+            **{side_key(s.name, "learner_steps_total"): s.version for s in sides if s.name != DEFAULT},
             **{f"perf/{k}": 1e3 * v for k, v in perf.items()},
             **{k: v for source in self.sources for k, v in source.numbers().items()},
             "env_steps_per_second": (self.totals.env_steps - steps) / seconds,
@@ -442,6 +432,11 @@ class Driver:
         }
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """What a checkpoint of now is called."""
+        return self.iteration if self.several else self.steps
 
     @property
     def position(self) -> int:
@@ -460,130 +455,111 @@ class Driver:
         return {}
 
     def get_state(self, replay_dir: Path | None = None) -> dict[str, Any]:
-        """{"arrays": tree, "json": plain data}; the Model's weights are apart (`weights`). Large experience goes to
+        """{"arrays": tree, "json": plain data}; the Models' weights are apart (`weights`). Large experience goes to
         files in `replay_dir`."""
-        learner = self.learner.state_dict()
-        experience = self.experience.get_state(replay_dir)
+        sides = {name: side.get_state(self._place(replay_dir, name)) for name, side in self.sides.items()}
         sources = [source.get_state(self._midway) for source in self.sources]
         arrays: dict[str, Any] = {
             "sources": {str(i): state["arrays"] for i, state in enumerate(sources)},
-            "learner": learner["parts"],
-            "experience": experience["arrays"],
             "episodes": self.totals.episodes.get_state(),
         }
         json: dict[str, Any] = {
             "sources": [state["json"] for state in sources],
-            "learner": {k: v for k, v in learner.items() if k != "parts"},
-            "experience": experience["json"],
             "exact": not self._midway
-            and experience.get("exact", True)
+            and all(state["exact"] for state in sides.values())
             and all(state["json"].get("exact", True) for state in sources),
             "midway": self._midway,
             "iteration": self.iteration,
             "env_steps": self.totals.env_steps,
             "dropped": self.totals.dropped,
         }
+        for kind, out in (("arrays", arrays), ("json", json)):
+            out |= {"sides": {k: v[kind] for k, v in sides.items()}} if self.several else sides[self.side.name][kind]
         return {"arrays": arrays, "json": json}
 
-    def set_state(
-        self, state: dict[str, Any], weights: Mapping[str, np.ndarray], replay_dir: Path | None = None
-    ) -> bool:
-        """Go on from a state; returns whether that is exact."""
+    def set_state(self, state: dict[str, Any], weights: Mapping[str, Any], replay_dir: Path | None = None) -> bool:
+        """Go on from a state; returns whether that is exact. `weights`: as `weights` gave them."""
         arrays, json = state["arrays"], state["json"]
         self.set_weights(weights)
-        self.learner.load_state_dict({"parts": arrays["learner"], **json["learner"]})
+        parts, about = self._of_sides(arrays), self._of_sides(json)
+        for name, side in self.sides.items():
+            side.load_learner(parts[name], about[name])
         self.iteration = int(json["iteration"])
         self.totals = Totals(int(json["env_steps"]), dropped=int(json["dropped"]))
         self.totals.episodes.set_state(arrays["episodes"])
         exact = self.ranks.size == 1  # several fill theirs anew
-        if exact:
-            exact = self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
-        goes_on = True
+        for name, side in self.sides.items() if exact else ():
+            place = self._place(replay_dir, name)
+            exact = side.load_experience(parts[name], about[name], place) and exact
+        goes_on, empty = True, all(side.experience.newest_obs(1) is None for side in self._learning)
         for i, source in enumerate(self.sources):
             saved = {"arrays": arrays["sources"][str(i)], "json": json["sources"][i]}
             goes_on = source.set_state(saved, self.clock) and goes_on
-            if self.experience.newest_obs(1) is None:
+            if empty:
                 source.rewind()
         if not goes_on:
-            self.experience.cut()
+            for side in self._learning:
+                side.experience.cut()
         return exact and goes_on and not json.get("midway", False)
 
-    def prune_replay(self, directory: Path, step: int, state: dict[str, Any], run: RunDir) -> None:
-        """Delete the files of the experience that no checkpoint of the run needs any more; `state` was just saved as
-        that of `step`."""
-        known = self._saved_experience
-        known[step] = state["arrays"]["experience"]
-        for other in run.steps():
-            if other not in known:  # made before this process
-                known[other] = run.load_state(other)["arrays"].get("experience")
-        self._saved_experience = {s: known[s] for s in run.steps()}
-        self.experience.prune(directory, self._saved_experience.values())
+    def _of_sides(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The parts of a state by side. Where there is one, they stand beside the rest."""
+        return state["sides"] if self.several else {self.side.name: state}
 
-    def recent_observations(self, rows: int = 1024, most_bytes: int = 8 << 20) -> Any:
-        """The newest raw observations, for checking and calibrating exported models; at most `most_bytes` of them."""
-        obs = self.experience.newest_obs(rows)
-        if obs is None or not tree.length(obs):
-            return None
-        rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
-        return tree.map(lambda x: np.ascontiguousarray(x[-rows:]), obs)
+    def _place(self, directory: Path | None, side: str) -> Path | None:
+        """Where the experience of a side is saved."""
+        return directory / side if self.several and directory is not None else directory
+
+    def prune_replay(
+        self, directory: Path, number: int, arrays: Mapping[str, Any], kept: Sequence[int], load: Callable[[int], Any]
+    ) -> None:
+        """Delete the files of the experience that none of the checkpoints `kept` needs any more; `arrays`, of the
+        state, were just saved as those of `number`. `load` reads those of another one."""
+        known = self._saved_experience
+        known[number] = arrays
+        for other in kept:
+            if other not in known:  # made before this process
+                known[other] = load(other)
+        self._saved_experience = {s: known[s] for s in kept}
+        for name, side in self.sides.items():
+            place = self._place(directory, name)
+            assert place is not None
+            side.experience.prune(
+                place, [self._of_sides(state)[name].get("experience") for state in self._saved_experience.values()]
+            )
+
+    @property
+    def return_mean(self) -> float | None:
+        """Of the newest episodes."""
+        return self.totals.episodes.return_mean
+
+    def recent_observations(self) -> dict[str, Any]:
+        """The newest raw observations as `obs`, where there are any; by side where there are several."""
+        found = {name: side.recent_observations() for name, side in self.sides.items()}
+        named = {name: {} if obs is None else {"obs": obs} for name, obs in found.items()}
+        return named if self.several else named[self.side.name]
 
     def dead_units(self) -> float | None:
-        """The share of units that are dead in the layer that has most of them, as the newest observations tell: None
-        for a model without units that can die, NaN before there are observations."""
-        obs = self.recent_observations(SAMPLE, SAMPLE_BYTES)
-        return math.nan if obs is None else dead_share(self.model, obs)
+        return self.side.dead_units()
 
-    def _weights_now(self) -> dict[str, np.ndarray]:
-        """As they are; they change as training goes on, so whoever keeps them copies them."""
-        return {k: v.detach().cpu().numpy() for k, v in self.model.state_dict().items()}
+    def weights(self) -> dict[str, Any]:
+        """Copies; by side where there are several."""
+        return {name: side.weights() for name, side in self.sides.items()} if self.several else self.side.weights()
 
-    def weights(self) -> dict[str, np.ndarray]:
-        return {k: v.detach().cpu().numpy().copy() for k, v in self.model.state_dict().items()}
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        load_weights(self.model, weights)
+    def set_weights(self, weights: Mapping[str, Any]) -> None:
+        for name, side in self.sides.items():
+            load_weights(side.model, weights[name] if self.several else weights)
 
     def start_with(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Weights from elsewhere at the start of a run: the Learner's copies of the Model begin with them too."""
-        self.set_weights(weights)
-        self.learner.start_with_model()
+        self.side.start_with(weights)
 
-    def lost_weights(self, learner: Mapping[str, Any] | None = None) -> str:
-        """Which weights are not finite, in words; empty where all are. `learner`: its saved parts, where they are there
+    def lost_weights(self, arrays: Mapping[str, Any] | None = None) -> str:
+        """Which weights are not finite, in words; empty where all are. `arrays`: of the state, where it is there
         already."""
-        constants = {name for name, _ in self.model.named_buffers()}
-        lost = not_finite(self._weights_now(), constants)
-        if not lost:
-            parts = self.learner.state_dict()["parts"] if learner is None else learner
-            inside = dict(tree.paths(parts))
-            lost = not_finite(inside, inside.keys())  # a moment of Adam may overflow without harm
-        return lost
+        parts = {} if arrays is None else {k: v["learner"] for k, v in self._of_sides(arrays).items()}
+        found = [side.lost_weights(parts.get(name)) for name, side in self.sides.items()]
+        return " and ".join(lost for lost in found if lost)
 
     def close(self) -> None:
         for source in self._running:
             source.close()
-
-
-def loss_key(name: str) -> str:
-    """The key of a metric in a row. A user's loss may name a group itself."""
-    return name if "/" in name else f"loss/{name}"
-
-
-class Means:
-    """Means of the numbers of several updates; read once, since reading a tensor waits for its device."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._names: tuple[str, ...] = ()
-        self._total: Tensor | None = None
-
-    def add(self, update: Any) -> None:
-        if update.names != self._names:  # a user's loss may name others from now on
-            self._names, self._total, self.count = update.names, None, 0
-        self._total = update.values if self._total is None else self._total + update.values
-        self.count += 1
-
-    def row(self) -> dict[str, float]:
-        if self._total is None:
-            return {}
-        return dict(zip(self._names, (self._total / self.count).tolist(), strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bray.errors import ConfigError, UnknownName
+from bray.metrics.rows import SIDE
 from bray.metrics.spent import BETWEEN, CPU, PHASES, QUEUED
 from bray.train.awaited import CUSTOM, OWN_KEYS, Awaited
 from bray.train.config import RunConfig
@@ -46,7 +47,7 @@ def check_stop(stop: Mapping[str, Any]) -> dict[str, float]:
     out: dict[str, float] = {}
     for key, value in stop.items():
         name = STOP_ALIASES.get(key, key)
-        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/", CUSTOM)):
+        if name not in STOP_KEYS and not name.startswith(("loss/", "eval/", SIDE, CUSTOM)):
             raise UnknownName("stop name", key, [*STOP_KEYS, *STOP_ALIASES], "run.stop")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ConfigError(f"run.stop.{key}: expected a number, got {value!r}")
@@ -86,7 +87,7 @@ class Score:
         self.name = run.checkpoint_score or own
         self.key = self.name.removeprefix("-")
         self.awaited = Awaited(self.key, "run.checkpoint_score")
-        if self.key not in ROW_KEYS and not self.key.startswith((*OWN_KEYS, CUSTOM)):
+        if self.key not in ROW_KEYS and not self.key.startswith((*OWN_KEYS, SIDE, CUSTOM)):
             raise UnknownName("key of a result row", self.key, ROW_KEYS, "run.checkpoint_score")
         if run.eval_parallel and not run.eval_freq:
             raise ConfigError("run.eval_parallel: nothing is evaluated: set eval_freq (--eval-freq N)")

@@ -47,10 +47,10 @@ from bray.spec import EnvSpec, parse_space
 from bray.train.agent import ActingModel
 from bray.train.config import LiveConfig, RunConfig
 from bray.train.device import resolve_device
-from bray.train.driver import Side
 from bray.train.fair import BEGINS, NEW, USUAL, FairQueue, GameReturns, RewardLimit, Votes, add_up
 from bray.train.goals import LIVE_SCORE
 from bray.train.local import initial_state, make_side
+from bray.train.side import Side
 from bray.train.source import Source
 from bray.train.steady import SteadyDriver
 
@@ -281,7 +281,7 @@ class LiveSource(Source):
         left = {"live/rows_left_out": self.rewards.left_out, "live/rewards_cut": self.rewards.cut}
         return {LIVE_SCORE: self.score, **(left if self.live.fair else {})}
 
-    def publish(self, weights: Callable[[], Weights], clock: Clock) -> None:
+    def publish(self, side: str, weights: Callable[[], Weights], clock: Clock) -> None:
         self._latest.publish(weights, clock)
 
     def _send(self, weights: Weights, clock: Clock) -> Promise:
@@ -305,7 +305,7 @@ class LiveSource(Source):
         return f"{games} game{'s are' if games > 1 else ' is'} connected"
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
-        self.publish(lambda: self.host.get_weights()[0], clock)
+        self._latest.publish(lambda: self.host.get_weights()[0], clock)
         self._latest.flush()  # replies carry the version that the run is at, before there is a new one too
         return False  # games go on by themselves
 
@@ -397,7 +397,7 @@ class LiveTraining(SteadyDriver):
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         super().set_weights(weights)
-        self.source.publish(self._weights_now, self.clock)
+        self.source.publish(self.side.name, self.side.weights_now, self.clock)
 
     def check_rows(self) -> None:
         left_out = self.experience.leave_out(self.live.reward_range)

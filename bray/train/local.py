@@ -32,12 +32,13 @@ from bray.train.acting import acting_engine, initial_state
 from bray.train.central import CentralServer
 from bray.train.config import RunConfig
 from bray.train.device import is_picture, resolve_device, tune, use_threads
-from bray.train.driver import Driver, Side
+from bray.train.driver import Driver
 from bray.train.evaluate import evaluate_model
 from bray.train.on_device import DeviceSource, why_not_on_device
 from bray.train.processes import Processes
 from bray.train.rollout import EnvSource, Rollout
 from bray.train.sampler import SamplerPlan, group_numbers
+from bray.train.side import Side
 from bray.train.workers import REPLAY_ROWS, Home, WorkerSource
 
 logger = logging.getLogger("bray")
@@ -63,6 +64,7 @@ def make_side(
     config: Any,
     model: nn.Module | None = None,
     learner: Any = None,
+    learns: bool = True,
 ) -> Side:
     """The parts of an algorithm for these spaces. What is drawn first is drawn in this order: Model, then Learner.
     `model`: one that is there already, on its device; `learner`: a class in place of the algorithm's."""
@@ -77,12 +79,15 @@ def make_side(
                 raise broken(algo_name(algo), f"its make_model returned {type(model).__name__}, not an nn.Module")
             model = model.to(device)
         policy.draws = getattr(model, "draws", None) or {}
-        made = (learner or algo.Learner)(config, spec, model, model_config, seed=run.seed, record=run.record)
+        made = None
+        if learns:
+            made = (learner or algo.Learner)(config, spec, model, model_config, seed=run.seed, record=run.record)
     experience = make_experience(algo, config, spec, model_config)
     experience.seed(run.seed)
     if run.iteration_steps is not None:
         experience.iteration_steps = run.iteration_steps
-    return Side(model, policy, experience, made, config=config, iterate=getattr(algo, "iterate", None))
+    own = getattr(algo, "iterate", None) if learns else None
+    return Side(model, policy, experience, made, config=config, iterate=own)
 
 
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:
@@ -106,9 +111,17 @@ class LocalTraining(Driver):
     """An algorithm at work on an environment, in this process."""
 
     def __init__(
-        self, algo: Any, run: RunConfig, env: EnvConfig, model: Any, config: Any, home: Callable[[], Home] | None = None
+        self,
+        algo: Any,
+        run: RunConfig,
+        env: EnvConfig,
+        model: Any,
+        config: Any,
+        home: Callable[[], Home] | None = None,
+        learns: bool = True,
     ):
-        """`home` makes the place where workers live; None = processes of this machine."""
+        """`home` makes the place where workers live; None = processes of this machine. `learns`: else it plays with
+        the weights that it starts with."""
         self.algo, self.run_config, self.env_config, self._home = algo, run, env, home
         self.device = resolve_device(run.device)
         self._central: CentralServer | None = None
@@ -116,7 +129,7 @@ class LocalTraining(Driver):
         self.env = None if run.workers else make_vec(env, seed=run.seed, device=self.device)
         self.spec = env_spec(env) if self.env is None else self.env.spec
         try:
-            side = make_side(algo, run, self.spec, model, config)
+            side = make_side(algo, run, self.spec, model, config, learns=learns)
             if env.wait_num is not None:
                 _refuse_waiting(env.wait_num, side)
             if hasattr(side.experience, "check_rows"):
@@ -148,7 +161,7 @@ class LocalTraining(Driver):
         self.rollout.reset(run.seed)
         assert side.experience.piece_length is not None
         rows, state_every = side.experience.piece_length, side.experience.state_every
-        if isinstance(self.env, DeviceVecEnv):
+        if isinstance(self.env, DeviceVecEnv) and side.learner is not None:
             if not (why := why_not_on_device(self.rollout, side)):
                 return DeviceSource(self.rollout, rows, run.record)
             logger.warning("every step of %s is copied to the host: %s", self.spec.id, why)

@@ -17,7 +17,7 @@ from bray.act import SAMPLE, TRAINED, Clock, Deciding, Policy, Tick, decide_now,
 from bray.capture import Record
 from bray.capture.transfer import to_device
 from bray.data.experience import Counts
-from bray.data.piece import Piece
+from bray.data.piece import DEFAULT, Piece
 from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.vector import VecEnv
@@ -303,9 +303,16 @@ class EnvSource(Source):
     exact = True
 
     def __init__(
-        self, rollout: Rollout, rows: int, state_every: int = 1, record: Record = True, learnt_here: bool = False
+        self,
+        rollout: Rollout,
+        rows: int,
+        state_every: int = 1,
+        record: Record = True,
+        learnt_here: bool = False,
+        side: str = DEFAULT,
     ):
-        """learnt_here: whether a Learner of this process takes the pieces as they are."""
+        """learnt_here: whether a Learner of this process takes the pieces as they are. side: whose policy acts."""
+        self.side = side
         self.rollout, self.rows, self._state_every = rollout, rows, state_every
         self._metrics = EpisodeMetrics()
         self._keep = rollout.policy.keeps
@@ -418,7 +425,7 @@ class EnvSource(Source):
             for k in self._keep:
                 outputs[k][rows] = last[k]
         rollout.seconds["forward"] += time.perf_counter() - began
-        piece = columns.piece(outputs, rollout.version, self._state_every)
+        piece = columns.piece(outputs, rollout.version, self._state_every, self.side)
         if self._on_device is not None:
             piece.obs = piece.obs.view()
             piece.obs.flags.writeable = False  # a change would not reach the GPU
@@ -428,9 +435,10 @@ class EnvSource(Source):
     def limit_episodes(self, left: int | None) -> None:
         self.rollout.episodes_left = left
 
-    def publish(self, weights: Any, clock: Clock) -> None:
+    def publish(self, side: str, weights: Any, clock: Clock) -> None:
         """The parameters are shared: only their version is news."""
-        self.rollout.version = clock.version
+        if side == self.side:
+            self.rollout.version = clock.version
 
     def set_clock(self, clock: Clock) -> None:
         """What schedules are told, and the version of the weights, where somebody else counts."""
@@ -526,7 +534,7 @@ class _Columns:
             tree.map(lambda column, x: column.__setitem__(self.rows, x), self.obs, obs)
         self.first[self.rows] = first
 
-    def piece(self, outputs: dict[str, Any], version: int, state_every: int) -> Piece:
+    def piece(self, outputs: dict[str, Any], version: int, state_every: int, side: str) -> Piece:
         extras = dict(self.extras)
         return Piece(
             obs=self.obs,
@@ -541,6 +549,7 @@ class _Columns:
             state=self.state,
             state_every=state_every,
             version=version,
+            side=side,
         )
 
 

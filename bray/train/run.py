@@ -32,7 +32,7 @@ from bray.limited_log import OncePer
 from bray.metrics import Sinks
 from bray.metrics.rows import flatten_row
 from bray.metrics.spent import BETWEEN
-from bray.rundir import RunDir
+from bray.rundir import Model, RunDir
 from bray.train.callbacks import make_callbacks
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
@@ -344,7 +344,11 @@ class Run:
         self.saved_at, self._saved_time, self._saved_step, self._tries = position, began, training.steps, 0
         if replay is not None:
             with rundir.writing(replay, "the new checkpoint is safe"):
-                training.prune_replay(replay, training.steps, state, self.directory)
+                load = self.directory.load_state
+                kept = self.directory.steps()
+                training.prune_replay(
+                    replay, training.number, state["arrays"], kept, lambda other: load(other)["arrays"]
+                )
         self._save_seconds = time.monotonic() - began
         if refused is not None:
             raise refused
@@ -355,12 +359,12 @@ class Run:
         """The files of a checkpoint. Returned beside its directory: the error of a callback that cannot say its state;
         what was learnt is saved before that is raised."""
         training, run, score = self.training, self.config, self.score
-        if lost := training.lost_weights(state["arrays"]["learner"]):
+        if lost := training.lost_weights(state["arrays"]):
             raise self.health.diverged(f"{lost} are not finite")
         row = self.last_row or {}
         now = dict(current(row))
         if row.get("learner_steps_total") != training.steps:  # inside an iteration
-            now["episode_return_mean"] = training.totals.episodes.return_mean
+            now["episode_return_mean"] = training.return_mean
         value = score.of(now)
         best = score.is_better(value)
         best_score = value if best else score.best
@@ -371,16 +375,18 @@ class Run:
             refused = e
         state["json"] |= {"best": best_score, "best_by": score.name, "time": self.time, "row": flatten_row(row)}
         state["json"] |= {"callbacks": json.dumps(callbacks), "told_envs": self.told_envs}
-        recent = training.recent_observations()
-        state["arrays"]["observations"] = {} if recent is None else {"obs": recent}
+        weights, observations = training.weights(), training.recent_observations()
+        if training.several:
+            weights = {name: Model(side.version, weights[name]) for name, side in training.sides.items()}
+        state["arrays"]["observations"] = observations
         meta = self._meta(now) | {
             "exact": self.exact and state["json"]["exact"] and not self.told_envs,
             "score": value,
             "score_by": score.name,
         }
         path = self.directory.save_checkpoint(
-            training.steps,
-            training.weights(),
+            training.number,
+            weights,
             state,
             meta,
             name=self.model,
@@ -404,6 +410,7 @@ class Run:
             "algorithm": self.config.algorithm,
             **self.about,
             **training.meta(),
+            **({"steps": {name: side.version for name, side in training.sides.items()}} if training.several else {}),
             "seed": self.config.seed,
             "training_iteration": training.iteration,
             "env_steps_total": training.env_steps,
@@ -413,7 +420,8 @@ class Run:
         }
 
     def _keeps_replay(self) -> bool:
-        how, size = self.config.checkpoint_replay, self.training.experience.nbytes
+        how = self.config.checkpoint_replay
+        size = sum(side.experience.nbytes for side in self.training.sides.values())
         if self.training.ranks.size > 1 or how == "never":
             return False
         if how == "always" or size <= _AUTO_REPLAY_BYTES:
@@ -429,7 +437,7 @@ class Run:
 
     # --- coming back --------------------------------------------------------------------------------------------------
 
-    def resume(self, path: Path, state: dict[str, Any], weights: Mapping[str, np.ndarray]) -> str:
+    def resume(self, path: Path, state: dict[str, Any], weights: Mapping[str, Any]) -> str:
         """Take over the state of a checkpoint of the run in `path`; returns why that is not exact, in words."""
         training = self.training
         with fits_state(path):
@@ -451,9 +459,10 @@ class Run:
 def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
     """Why a run does not go on exactly from the state of a checkpoint, in words; empty where it does. `restored`:
     whether all that was saved is back."""
-    why, experience = [], state["experience"]
-    lost = experience.get("came") and experience.get("rows") is False
-    if lost and experience.get("old_layout"):
+    why, experiences = [], [part["experience"] for part in _of_sides(state)]
+    gone = [one for one in experiences if one.get("came") and one.get("rows") is False]
+    lost = bool(gone)
+    if any(one.get("old_layout") for one in gone):
         why.append("the replay has the layout of Bray 0.1, it fills anew")
     elif lost:
         why.append("the replay was not saved (checkpoint_replay), it fills anew")
@@ -470,6 +479,13 @@ def why_inexact(state: Mapping[str, Any], restored: bool) -> str:
             "on_train_start of a callback"
         )
     return "; ".join(why)
+
+
+def _of_sides(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of the sides of a training, or of several that train in turn."""
+    if "policies" in state:
+        return [side for part in state["policies"].values() for side in _of_sides(part)]
+    return list(state["sides"].values()) if "sides" in state else [state]
 
 
 @contextmanager

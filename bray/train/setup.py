@@ -49,10 +49,12 @@ def set_up(
     live: bool = False,
     check: Check | None = None,
     launched: bool = False,
+    part: bool = False,
 ) -> Setup:
     """Merge and check: defaults of the algorithm < preset < what `run` and `env` name < the sources. `check` is asked
     before anything is imported: for the algorithm, and for all the rest once it is merged. `launched`: games of a
-    launch file play; a preset says how to learn, not when to stop or how many environments Bray steps."""
+    launch file play; a preset says how to learn, not when to stop or how many environments Bray steps. `part`: of a
+    run with several policies; a preset does not say when it stops."""
     given = [_with_listed_callbacks(spread_sections(source)) for source in sources]
     run = _last(run, given, "run", "algorithm")
     env = _last(env, given, "env", "id")
@@ -75,7 +77,8 @@ def set_up(
         layers.append(ConfigSource(f"defaults of {name}", defaults))
     # A preset's goal and evaluations are of training in an environment, not from files.
     if use_preset and isinstance(env, str) and not from_files:
-        layers += _preset_of(name, env, [ModelConfig, algo.Config] if launched else None)
+        of_policy = [ModelConfig, algo.Config]
+        layers += _preset_of(name, env, of_policy if launched else [*of_policy, EnvConfig] if part else None)
     layers.append(ConfigSource("named", {"run": {"algorithm": name}, "env": {"id": env}}))
     sections = {"run": RunConfig, "env": EnvConfig, "model": ModelConfig, "algo": algo.Config}
     if live:
@@ -114,7 +117,8 @@ def _preset_of(algo: str, env: str, only: Sequence[type] | None) -> list[ConfigS
     that is said."""
     if found := preset(algo, env):
         if only is not None:
-            known = {"model", "algo", *(key.rstrip("_") for section in only for key in options(section))}
+            known = {"model", "algo", *(["env"] if EnvConfig in only else [])}
+            known |= {key.rstrip("_") for section in only for key in options(section)}
             found = replace(found, values={k: v for k, v in found.values.items() if k.rstrip("_") in known})
         return [found]
     if others := other_versions(algo, env):

@@ -49,8 +49,9 @@ class Source:
         """What has come, waiting at most so long; nothing may have. Raises EndOfData when nothing will."""
         raise NotImplementedError
 
-    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
-        """There are new weights; a source that does not share the parameters asks for them and copies them."""
+    def publish(self, side: str, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
+        """A side has new weights; a source that does not share the parameters asks for them and copies them. One in
+        whose games this side does not act leaves them."""
 
     def limit_episodes(self, left: int | None) -> None:
         """Count so many more episodes and no others; None = all."""

@@ -21,7 +21,8 @@ from bray.data.experience import Batch
 from bray.errors import Diverged
 from bray.inference.torch_engine import load_weights
 from bray.limited_log import OncePer
-from bray.train.driver import WAIT_S, Driver, Means, Side
+from bray.train.driver import WAIT_S, Driver
+from bray.train.side import Means, Side
 from bray.train.source import Source
 
 logger = logging.getLogger("bray")
@@ -86,7 +87,7 @@ class SteadyDriver(Driver):
         """Copy weights and learner, if they are finite."""
         began = time.perf_counter()
         weights, learner = self.weights(), self.learner.state_dict()
-        if self.lost_weights(learner["parts"]):
+        if self.side.lost_weights(learner["parts"]):
             return False
         self._good = weights, learner
         now = time.perf_counter()
@@ -107,7 +108,7 @@ class SteadyDriver(Driver):
             self.trouble = ""
         return None if row is None else row | {"live/updates_undone": self.updates_undone}
 
-    def _learn_until(self, until: int, means: Means, most_episodes: int | None) -> None:
+    def _learn_until(self, until: int, means: Mapping[str, Means], most_episodes: int | None) -> None:
         if self.failure is None:
             super()._learn_until(until, means, most_episodes)
             return
@@ -125,9 +126,10 @@ class SteadyDriver(Driver):
         self.experience.cut()
         self.experience.set_state({"arrays": arrays["experience"], "json": json["experience"]}, replay_dir)
         self.experience.cut()  # games have gone on since
+        self.experience.forget()
         self.check_rows()
         for source in self._running:
-            source.publish(self._weights_now, self.clock)
+            source.publish(self.side.name, self.side.weights_now, self.clock)
         self._last_batch = time.monotonic()
 
     def set_state(

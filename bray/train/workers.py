@@ -279,7 +279,7 @@ class WorkerSource(Source):
 
     # --- the rest of a Source
 
-    def publish(self, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
+    def publish(self, side: str, weights: Callable[[], Mapping[str, np.ndarray]], clock: Clock) -> None:
         self._weights, self._clock, self._news = weights, clock, True
 
     def wait_reason(self) -> str:

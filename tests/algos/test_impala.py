@@ -202,7 +202,7 @@ def test_batches_have_the_columns_that_were_asked_for(algo):
     assert batch.data.version[:, :B].max() == 0
     assert batch.data.version[:, B:].min() == 7
     experience.add(piece())
-    experience.cut()
+    experience.forget()
     experience.add(piece())
     assert experience.next(Clock()) is None
 

@@ -1,6 +1,7 @@
 """What is learnt from: ragged pieces of many games, files, late workers. References are plain loops over each piece
 alone."""
 
+import copy
 import json
 import math
 
@@ -19,8 +20,10 @@ from bray.errors import ConfigError, DataError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
 from bray.optim import Optimizer
+from bray.rundir import pack_state, unpack_state
 from bray.spec import EnvSpec, Space
-from bray.train.driver import Driver, Side
+from bray.train.driver import Driver
+from bray.train.side import Side
 from bray.train.source import FileSource, Source
 from tests.rl.test_rl import slow_gae
 
@@ -177,8 +180,57 @@ def test_pieces_of_this_process_pass_as_they_are():
     experience.add(piece)
     experience.add(piece)
     assert not experience.room()
-    experience.cut()  # a resumed run does not learn from what came before
+    experience.cut()  # the next piece does not follow; these are whole
+    assert not experience.room()
+    experience.forget()  # a learner that goes back does not learn from what led it astray
     assert experience.next(Clock()) is None
+
+
+@pytest.mark.parametrize("how", ["ragged", "recurrent", "whole", "beside"])
+def test_what_waits_in_rollouts_is_saved(how):
+    """In the middle of a canvas, in full ones, and beside others: as if nothing had happened."""
+    rng = np.random.default_rng(1)
+
+    def make():
+        least = 5 if how == "beside" else 1
+        return Rollouts(8, columns=3, state_every=4 if how == "recurrent" else 1, least=least)
+
+    if how in ("whole", "beside"):
+        pieces = [side_by_side(*(make_piece(rng, 8, None, version=i) for _ in range(2))) for i in range(9)]
+    else:
+        every = 4 if how == "recurrent" else None
+        pieces = [
+            make_piece(rng, int(rng.integers(1, 12)), i % 3, version=i, state_every=every, start=20 * i)
+            for i in range(30)
+        ]
+    whole, again, learnt = make(), make(), [[], []]
+    for i, piece in enumerate(pieces):
+        for experience, got in ((whole, learnt[0]), (again, learnt[1])):
+            experience.add(piece)
+            if i % 3 == 2:
+                got += [copy.deepcopy(batch.data) for batch in batches(experience)]
+        state = unpack_state(pack_state(again.get_state(None)))
+        again = make()
+        assert again.set_state(state, None)
+    assert len(learnt[0]) == len(learnt[1]) > 2
+    for a, b in zip(*learnt, strict=True):
+        assert all(tree.equal(getattr(a, name), getattr(b, name)) for name in ROWS if getattr(a, name) is not None)
+        assert np.array_equal(np.broadcast_to(a.version, a.reward.shape), np.broadcast_to(b.version, b.reward.shape))
+        assert (a.state_every, a.in_line) == (b.state_every, b.in_line)
+        if how == "recurrent":
+            assert tree.equal(a.state, b.state)
+
+
+def test_rows_that_wait_and_are_not_sound_are_left_out():
+    rng = np.random.default_rng(2)
+    for spoil in (lambda p: p.obs.__setitem__((1, 0, 0), np.nan), lambda p: p.reward.__setitem__((1, 0), 1e9)):
+        experience, piece = Rollouts(8, columns=2), make_piece(rng, 5)
+        experience.add(piece)
+        assert experience.leave_out(1e6) == 0
+        spoil(piece)
+        experience.add(piece)
+        assert experience.leave_out(1e6) > 0
+        assert experience.leave_out(1e6) == 0
 
 
 def test_recurrent_pieces_become_sequences_with_the_advantages_of_the_whole_piece():

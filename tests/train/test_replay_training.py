@@ -115,7 +115,7 @@ def test_saving_is_not_a_use(tmp_path):
     exp.training.iterate()
     replay = exp.training.experience.ring
     before, uses = len(replay), replay.get_state()["uses"]
-    recent = exp.training.recent_observations(rows=50)
+    recent = exp.training.side.recent_observations(rows=50)
     np.testing.assert_array_equal(recent, replay.newest(50)["obs"])
     assert len(recent) == 50
     assert len(replay) == before

@@ -38,11 +38,12 @@ from bray.remote.trainer.feed import Feed
 from bray.remote.trainer.options import TrainOptions
 from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, pack_state, unpack_state
 from bray.train.config import RunConfig
-from bray.train.driver import Driver, Hook, Means, Side, loss_key
+from bray.train.driver import Driver, Hook
 from bray.train.goals import Score
 from bray.train.progress import open_sinks
 from bray.train.ranks import Ranks, is_rank_lost
 from bray.train.run import Run
+from bray.train.side import Means, Side, loss_key
 from bray.train.source import Source
 
 logger = logging.getLogger("bray.remote")
@@ -190,13 +191,13 @@ class RankDriver(Driver):
         others = self._reported_by_others()
         return {**row, **others} if self._by_loss else {**others, **{k: v for k, v in row.items() if v is not None}}
 
-    def _learn_until(self, until: int, means: Means, most_episodes: int | None) -> None:
+    def _learn_until(self, until: int, means: Mapping[str, Means], most_episodes: int | None) -> None:
         self._midway = False  # it saves after any step
         end = time.monotonic() + ROW_S
         while (batch := self.next_batch()) is not None:
             began = time.monotonic()
             self._learn_from(self.side, batch)
-            means.add(self.update)
+            means[self.side.name].add(self.update)
             self._learn_seconds += time.monotonic() - began
             if time.monotonic() >= end and self.totals.env_steps >= until:
                 break
@@ -238,7 +239,7 @@ class RankDriver(Driver):
 
     def _log(self) -> None:
         assert self.update is not None
-        metrics = {loss_key(k): v for k, v in self._with_numbers(self.update.metrics).items()}
+        metrics = {loss_key(k): v for k, v in self.side.with_numbers(self.update.metrics).items()}
         # before it is published
         self.run.health.check({ITERATION: self.steps, ENV_STEPS: self.env_steps, **metrics}, self.lost_weights)
         for name, value in metrics.items():  # on every rank: the log has their mean
@@ -265,7 +266,7 @@ class RankDriver(Driver):
         if not self.ranks.first:
             self._published = self.steps
             return
-        self._latest.publish(self._weights_now, self.clock)
+        self._latest.publish(self.side.weights_now, self.clock)
         if wait:
             self._latest.flush()
 

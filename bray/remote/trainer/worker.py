@@ -34,10 +34,10 @@ from bray.remote.trainer.feed import BufferBatches, BufferSource, Feed, Prepared
 from bray.rundir import TRAINER_JSON, RunDir, read_json, write_atomic
 from bray.serving.link import Address, Link
 from bray.train.device import device_of
-from bray.train.driver import Side
 from bray.train.live import COLUMNS
 from bray.train.local import describe_policy, make_side
 from bray.train.ranks import Ranks, is_rank_lost
+from bray.train.side import Side
 
 logger = logging.getLogger("bray.remote")
 
