@@ -258,8 +258,7 @@ class Replay(Experience):
             example = tree.map(lambda x: x[0, 0], row)
             self.ring = self._make_ring(example, 1 if self._ragged else piece.num_envs)
         if self._ragged:
-            for b in range(piece.num_envs):
-                self._add_ragged(piece, b)
+            self._add_ragged(piece)
         else:
             add, version = self.ring.add, oldest(piece.version)
             for columns, extras in self._rows_of(piece):
@@ -282,27 +281,36 @@ class Replay(Experience):
     def _kept(self, piece: Piece) -> dict[str, NestedArray]:
         return piece.extras
 
-    def _add_ragged(self, piece: Piece, b: int) -> None:
-        """The rows of one game, then its last observation as a dead row: the row before it has a successor, and nothing
-        follows."""
+    def _add_ragged(self, piece: Piece) -> None:
+        """The rows of one game after the other, each with its last observation behind them as a dead row: the row
+        before that has a successor, and nothing follows."""
         assert self.ring is not None
-        kept, t = self._kept(piece), piece.length
-        for i in range(t + 1):
-            row = min(i, t - 1)
-            dead = i == t or not piece.valid[row, b]
-            terminated = bool(piece.terminated[row, b]) and not dead
-            cut = (i == t - 1 and not terminated) or bool(piece.truncated[row, b])
-            self.ring.add(
-                tree.index(piece.obs, (i, slice(b, b + 1))),
-                tree.index(piece.action, (row, slice(b, b + 1))),
-                np.array([0.0 if dead else piece.reward[row, b]], np.float32),
-                np.array([terminated]),
-                np.array([cut and not dead]),
-                np.array([not dead]),
-                first=piece.first[i, b : b + 1],
-                version=oldest(piece.version),
-                **tree.index(kept, (row, slice(b, b + 1))),
-            )
+        t, games = piece.length, piece.num_envs
+        rows = np.minimum(np.arange(t + 1), t - 1)  # of a dead row the rest is as before it
+
+        def in_line(x: np.ndarray) -> np.ndarray:
+            """`[T + 1, B, ...]`, game after game."""
+            return np.swapaxes(x, 0, 1).reshape(games * (t + 1), *x.shape[2:])
+
+        def with_last(x: Any) -> np.ndarray:
+            return in_line(np.asarray(x)[rows])
+
+        dead = ~with_last(piece.valid)
+        dead[t :: t + 1] = True
+        terminated = with_last(piece.terminated) & ~dead
+        last = np.zeros(games * (t + 1), bool)
+        last[t - 1 :: t + 1] = True
+        self.ring.extend(
+            tree.map(in_line, piece.obs),
+            tree.map(with_last, piece.action),
+            np.where(dead, np.float32(0.0), with_last(piece.reward)).astype(np.float32, copy=False),
+            terminated,
+            (with_last(piece.truncated) | (last & ~terminated)) & ~dead,
+            ~dead,
+            first=in_line(piece.first),
+            version=oldest(piece.version),
+            **tree.map(with_last, self._kept(piece)),
+        )
 
     def __len__(self) -> int:
         return 0 if self.ring is None else len(self.ring)

@@ -61,6 +61,11 @@ class SumTree:
         self.tree[slots] = priority
         _lift(self.tree, self.offsets, slots.copy())
 
+    def assign(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+        """A priority for each of several slots."""
+        self.tree[slots] = priorities
+        _lift(self.tree, self.offsets, slots.copy())
+
     def turn(self, flags: np.ndarray, enter: int, leave: int, count: int, priority: np.ndarray) -> None:
         """`count` slots from `enter` on get their `priority` where they are eligible; `count` slots from `leave` on get
         0.

@@ -38,6 +38,10 @@ _RESERVED = {
     "priority",
 }  # columns and outputs of our own
 _FLAGS = ("terminated", "truncated", "valid")
+_AFTER_END = (
+    "environment {env}: its episode ended with the previous row, so this row (the final observation) has valid=False "
+    "and the next one starts an episode. Vector environments of Gymnasium do so with AutoresetMode.NEXT_STEP."
+)
 _BITS = np.array([TERMINATED, TRUNCATED, VALID, FIRST, JOINT], np.uint8)
 
 
@@ -197,11 +201,7 @@ class RingStorage:
             np.logical_and(self._first, np.logical_not(first), out=self._stage[4])
         if self._any_ended and (self._ended & self._stage[2]).any():
             env = int(np.flatnonzero(self._ended & self._stage[2])[0])
-            raise DataError(
-                f"environment {env}: its episode ended with the previous row, so this row (the final observation) has "
-                "valid=False and the next one starts an episode. Vector environments of Gymnasium do so with "
-                "AutoresetMode.NEXT_STEP."
-            )
+            raise DataError(_AFTER_END.format(env=env))
         if priority is not None and (np.shape(priority) != (n,) or not np.isfinite(priority).all()):
             raise DataError(
                 f"replay: a row's priority is {n} finite numbers, got {priority}. The loss has probably diverged."
@@ -211,6 +211,70 @@ class RingStorage:
         if priority is not None and self._tree is not None:
             self._priority[:] = (np.abs(priority) + self.config.eps) ** self.config.alpha
             self.max_priority = max(self.max_priority, float(self._priority.max(where=self._stage[2], initial=0.0)))
+
+    def extend(
+        self,
+        obs: NestedArray,
+        action: NestedArray,
+        reward: np.ndarray,
+        terminated: np.ndarray,
+        truncated: np.ndarray,
+        valid: np.ndarray,
+        *,
+        first: np.ndarray,
+        version: int,
+        **extras: NestedArray,
+    ) -> None:
+        """Rows of one environment that follow each other, leaves `[R, ...]`: the same as `add` for each, at once."""
+        assert self.num_envs == 1
+        rows = len(reward)
+        one_by_one = self._frames is not None or self.max_staleness is not None
+        most, put = (1, self.add) if one_by_one else (self.window, self.extend)
+        if one_by_one or rows > most:
+            columns = (obs, action, reward, terminated, truncated, valid)
+            for start in range(0, rows, most):
+                *part, begins, others = tree.index((*columns, first, extras), slice(start, start + most))
+                put(*part, first=begins, version=version, **others)
+            return
+        flags = np.zeros((5, rows), bool)
+        writes: list[tuple[np.ndarray, np.ndarray]] = []
+        for name, value in (("obs", obs), ("action", action), *extras.items()):
+            if name not in self._columns or len(extras) != len(self._extras):
+                self._refuse(extras)
+            _match(self._columns[name], value, rows, name, writes)
+        _match(self._reward, reward, rows, "reward", writes)
+        flags[:3] = terminated, truncated, valid
+        flags[3] = np.concatenate([self._first, ~flags[2, :-1]])
+        flags[4] = flags[3] & ~first
+        ends = np.concatenate([self._ended & self._any_ended, flags[1, :-1] & flags[2, :-1]])
+        if (ends & flags[2]).any():
+            raise DataError(_AFTER_END.format(env=0))
+        slots = (self.steps + np.arange(rows)) % self.rows
+        if (leave := self.steps + rows - self.window - 1) > 0:  # those that are too old, where there are so many
+            leaving = slots[max(0, rows - leave) :]
+            self._count -= int(np.count_nonzero((self._flags[leaving] & ELIGIBLE_MASK) == ELIGIBLE))
+        for column, value in writes:
+            column[slots] = value
+        self._flags[slots] = _BITS.dot(flags.view(np.uint8))
+        if self._uses is not None:
+            self._uses[slots] = 0
+        if self._versions is not None:
+            self._versions[slots] = min(version, self.version)
+        if self._tree is not None:
+            if not self._given:
+                self._priority.fill(self.max_priority)
+            entering = np.concatenate([[(self.steps - 1) % self.rows] if self.steps else [], slots]).astype(np.int64)
+            priority = np.full(len(entering), self.max_priority)
+            priority[0 if self.steps else slice(0)] = self._priority[0]
+            priority[(self._flags[entering] & ELIGIBLE_MASK) != ELIGIBLE] = 0.0
+            priority[-1] = 0.0  # the newest row, which has no successor yet
+            self._tree.assign(entering, priority)
+        self._count += self._entering + int(np.count_nonzero(flags[2, :-1]))
+        self._entering = int(flags[2, -1])
+        self._first[:] = not flags[2, -1]
+        self._any_ended, self._given = bool(flags[1, -1]), False
+        self._ended = flags[1, -1:] & flags[2, -1:]
+        self.steps += rows
 
     def _write(self, writes: list[tuple[np.ndarray, np.ndarray]], words: np.ndarray | None, version: int) -> None:
         """Write the checked row: columns, words of frames, and the flags in `_stage`."""

@@ -16,6 +16,7 @@ from bray.algos import base, dqn, ppo
 from bray.algos.base import Update, to_torch
 from bray.data import Batch, Counts, Dataset, EndOfData, Replay, Rollouts, Sequences, write_episodes
 from bray.data.experience import ITERATION_STEPS
+from bray.data.ring import ReplayRing
 from bray.errors import ConfigError, DataError
 from bray.experiment import Experiment
 from bray.nn.catalog import ModelConfig
@@ -309,6 +310,58 @@ def test_transitions_of_ragged_pieces_equal_a_loop(n_step, prioritized):
         if discount:  # else it is not looked at
             np.testing.assert_array_equal(drawn["next_obs"][i], after)
     assert not wanted
+
+
+def add_one_by_one(ring, piece):
+    """The rows of each game, then its last observation as a dead row."""
+    t = piece.length
+    for b in range(piece.num_envs):
+        for i in range(t + 1):
+            row = min(i, t - 1)
+            dead = i == t or not piece.valid[row, b]
+            terminated = bool(piece.terminated[row, b]) and not dead
+            cut = (i == t - 1 and not terminated) or bool(piece.truncated[row, b])
+            ring.add(
+                piece.obs[i, b : b + 1],
+                piece.action[row, b : b + 1],
+                np.array([0.0 if dead else piece.reward[row, b]], np.float32),
+                np.array([terminated]),
+                np.array([cut and not dead]),
+                np.array([not dead]),
+                first=piece.first[i, b : b + 1],
+                version=piece.version,
+                logp=piece.extras["logp"][row, b : b + 1],
+            )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prioritized": True}, {"prioritized": True, "n_step": 3, "max_use": 2}, {"max_staleness": 40}],
+    ids=["uniform", "prioritized", "used", "stale"],
+)
+def test_ragged_rows_at_once_are_those_of_a_loop(options):
+    """Pieces of any length and number of games, in a ring that is written over many times: draws, priorities, and all
+    that is saved."""
+    rng, replay = np.random.default_rng(3), Replay(60, 4, **options)
+    loop = ReplayRing(60, 1, {"obs": np.zeros(3, np.float32), "action": np.int64(0), "logp": np.float32(0)},
+                      monitor=True, **{"alpha": 0.6, **options})  # fmt: skip
+    for number in range(80):
+        length, games = int(rng.integers(1, 40)), int(rng.integers(1, 4))
+        ends = (int(rng.integers(length)),) if number % 2 else ()
+        piece = side_by_side(*(make_piece(rng, length, b, version=number, ends=ends) for b in range(games)))
+        replay.add(piece)
+        add_one_by_one(loop, piece)
+        assert len(replay.ring) == len(loop)
+        for i in range(3 if len(loop) else 0):
+            drawn = [ring.sample(4, np.random.default_rng([number, i]), 0.5) for ring in (replay.ring, loop)]
+            assert tree.equal(*drawn)
+            errors = rng.random(4)
+            for ring in (replay.ring, loop) if "prioritized" in options else ():
+                ring.update_priorities(drawn[0]["id"], errors)
+        assert tree.equal(replay.ring.get_state(), loop.get_state())
+        for ring in (replay.ring, loop):
+            ring.advance(number + 1)
+        assert replay.ring.stats() == loop.stats()
 
 
 def test_pieces_that_come_too_late_are_not_learnt_from():
