@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bray.cluster.session import run_until_asked_to_stop as run_until_asked_to_stop, shutdown as shutdown
     from bray.data.files import EpisodeReader as EpisodeReader
     from bray.data.store import PrioritizedBuffer as PrioritizedBuffer, ReplayBuffer as ReplayBuffer
+    from bray.envs.multi_agent import MultiAgentEnv as MultiAgentEnv
     from bray.envs.registry import register_env as register_env
     from bray.experiment import Experiment as Experiment
     from bray.remote.actor.handle import RemoteActor as RemoteActor

@@ -32,7 +32,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -43,6 +43,9 @@ from bray.errors import ConfigError, DataError
 
 ACTION_MASK = "action_mask"
 """The observation key whose array says which discrete choices are legal (1) or not (0); never fed to an encoder."""
+GLOBAL_STATE = "global_state"
+"""The observation key of a state of the whole game, where the environment declares `global_state_space`: for critics
+and mixers alone. Elsewhere a key of that name is one like any other."""
 
 
 _KINDS = ("box", "discrete", "multi_discrete", "multi_binary", "dict", "tuple")
@@ -430,6 +433,23 @@ class EnvSpec:
     preprocessing: dict[str, Any] = field(default_factory=dict)
     """What the environment side did to the raw game before the agent sees it (frame stack, resize, ...), for the
     record."""
+    global_state: Space | None = None
+    """What the environment gives beside the observation, as its key `global_state`: learners see it, and neither the
+    Model that acts nor a service does."""
+    team: tuple[str, ...] = ()
+    """The agents that are joined into this one (`env.teams`): row i of observations and actions is of the i-th."""
+
+    @cached_property
+    def given(self) -> Space:
+        """The observation as the environment gives it, with the global state where there is one."""
+        if self.global_state is None:
+            return self.observation
+        seen = self.observation
+        return replace(seen, names=(*seen.names, GLOBAL_STATE), parts=(*seen.parts, self.global_state))
+
+    def acting(self, obs: Any) -> Any:
+        """What of an observation that the environment gives those see who act."""
+        return obs if self.global_state is None else {k: x for k, x in obs.items() if k != GLOBAL_STATE}
 
     @cached_property
     def layout(self) -> ActionLayout:
@@ -456,12 +476,17 @@ class EnvSpec:
             "action": self.action.to_json(),
             "max_episode_steps": self.max_episode_steps,
             "preprocessing": self.preprocessing,
+            **({} if self.global_state is None else {"global_state": self.global_state.to_json()}),
+            **({"team": list(self.team)} if self.team else {}),
         }
 
     @staticmethod
     def from_json(d: dict[str, Any]) -> EnvSpec:
         try:
             observation, action = Space.from_json(d["observation"]), Space.from_json(d["action"])
-            return EnvSpec(d["id"], observation, action, d.get("max_episode_steps"), d.get("preprocessing", {}))
+            state = None if d.get("global_state") is None else Space.from_json(d["global_state"])
+            team = tuple(map(str, d.get("team", ())))
+            limit, done = d.get("max_episode_steps"), d.get("preprocessing", {})
+            return EnvSpec(d["id"], observation, action, limit, done, state, team)
         except (KeyError, TypeError) as e:
             raise DataError(f"not an environment spec ({type(e).__name__}: {e})") from None

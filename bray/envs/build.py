@@ -12,8 +12,10 @@ import gymnasium as gym
 from bray.envs import atari, compat, observations, wrappers
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
+from bray.envs.multi_agent import MultiAgentEnv, adapt_agents
 from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
+from bray.envs.teams import OneAgent, joined
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec
 
@@ -47,19 +49,18 @@ class Builder:
 
     def __call__(self, index: int = 0) -> tuple[gym.Env, int | None]:
         """Environment `index` without its time limit, and that limit (a VecEnv counts steps itself)."""
-        config, source = self.config, self.source
-        remote = self.remote or self.worker_index > 0
-        arguments = EnvContext(config.arguments(index), self.worker_index, index, remote)
-        pictures = self._pictures(arguments)
-        if pictures:
-            arguments.update({**atari.game_arguments(config.atari), **arguments})
-        env = self._make(arguments, index)
-        limit = None
+        config, source, limit = self.config, self.source, None
+        env, pictures = self._raw(index)
         if source.registered:
             env, limit = _strip(env, keep_limit=bool(config.wrappers) and config.max_episode_steps is None)
         if not isinstance(env, gym.Env) and not hasattr(env, "step"):
             raise EnvError(f"{self.name}: its creator returned {type(env).__name__}, which is not an environment")
-        env = compat.adapt(env)
+        if (several := adapt_agents(env)) is not None:
+            env = joined(several, config.teams, self.name)
+        elif config.teams:
+            raise ConfigError(f"env.teams joins agents of a game of several, and {self.name} has one: leave it out")
+        else:
+            env = compat.adapt(env)
         if config.drop_obs:
             env = observations.drop(env, config.drop_obs)
         env = observations.encode_texts(env)
@@ -76,6 +77,25 @@ class Builder:
         if config.max_episode_steps is not None:
             limit = config.max_episode_steps if config.max_episode_steps > 0 else None
         return env, limit
+
+    def agents(self) -> MultiAgentEnv | None:
+        """The game of several agents that this is, before they are joined; None for one of a single agent."""
+        if of_tensors(self.source) or self.source.gym_id is not None:
+            return None
+        env, _ = self._raw(0)
+        several = adapt_agents(env)
+        if several is None and not self.source.single and callable(close := getattr(env, "close", None)):
+            close()
+        return several
+
+    def _raw(self, index: int) -> tuple[Any, bool]:
+        """Environment `index` as its creator made it, and whether it is shown as pictures of Atari."""
+        remote = self.remote or self.worker_index > 0
+        arguments = EnvContext(self.config.arguments(index), self.worker_index, index, remote)
+        pictures = self._pictures(arguments)
+        if pictures:
+            arguments.update({**atari.game_arguments(self.config.atari), **arguments})
+        return self._make(arguments, index), pictures
 
     def _make(self, arguments: EnvContext, index: int) -> Any:
         try:
@@ -104,11 +124,17 @@ class Builder:
             out["frame_stack"] = config.frame_stack
         if config.flatten_obs:
             out["flatten_obs"] = True
+        if config.teams:
+            out["teams"] = {name: list(map(str, members)) for name, members in config.teams.items()}
         return out
 
     def spec_of(self, env: Any, limit: int | None) -> EnvSpec:
         """The EnvSpec of an environment made here."""
-        return spec_from_gym(self.name, env.observation_space, env.action_space, limit, self.preprocessing())
+        inner = env.unwrapped
+        team = inner.members if isinstance(inner, OneAgent) else ()
+        declared = getattr(inner, "global_state_space", None) is not None
+        spaces = env.observation_space, env.action_space
+        return spec_from_gym(self.name, *spaces, limit, self.preprocessing(), declared, team)
 
 
 def env_spec(config: EnvConfig) -> EnvSpec:

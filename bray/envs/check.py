@@ -14,6 +14,7 @@ import numpy as np
 
 from bray import tree
 from bray.envs.build import Builder, of_tensors
+from bray.envs.check_agents import AgentsCheck, random_action, same_play
 from bray.envs.compat import AnyApi
 from bray.envs.config import EnvConfig
 from bray.envs.missing import what_is_missing
@@ -21,7 +22,7 @@ from bray.envs.observations import text_entries
 from bray.envs.spaces import BadValue, BatchCheck, empty_batch, leaves, spec_from_gym, writer
 from bray.envs.vector import episode_seed
 from bray.errors import BrayError
-from bray.spec import ACTION_MASK, ActionLayout, Space
+from bray.spec import ActionLayout, Space
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.message}"
+
+
+_DIFFERS = (
+    "two runs with the same seed and actions differ at step {}: draw all randomness from reset's seed "
+    "(self.np_random); until then resumed runs start new episodes (exact: false)"
+)
 
 
 class _Stop(Exception):
@@ -58,7 +65,7 @@ class _Checker:
 
     def run(self) -> list[Finding]:
         try:
-            if self._tensors():
+            if self._tensors() or self._several():
                 return self.findings
             env, limit = self._make()
             observation, layout = self._spaces(env)
@@ -87,11 +94,37 @@ class _Checker:
             self.stop(str(e))
         return False
 
+    def _several(self) -> bool:
+        """Play a game of several agents as it is, twice. True where nothing is left to check: with `env.teams` what is
+        joined is looked at too."""
+        plays = []
+        for again in range(2):
+            env = self._made(lambda build: build.agents())
+            if env is None:
+                return False
+            check = AgentsCheck(env, self.say if not again else lambda *_: None, self.stop, self.seed)
+            try:
+                plays.append(check.play(self.steps))
+            finally:
+                if not self.single:
+                    env.close()
+            if self.single:
+                break
+        if len(plays) == 2 and (t := same_play(*plays)) is not None:
+            self.say("warning", _DIFFERS.format(t))
+        if not check.ended:
+            self.say("warning", f"no episode ended in {self.steps} random steps: the game should end, or truncate")
+        return not self.config.teams
+
     def _make(self) -> tuple[gym.Env, int | None]:
+        made: tuple[gym.Env, int | None] = self._made(lambda build: build())
+        return made
+
+    def _made(self, make: Any) -> Any:
         try:
             build = Builder.of(self.config)
             self.single, self.step_ms = build.source.single, build.source.step_ms or 0.0
-            return build()
+            return make(build)
         except BrayError as e:
             self.stop(str(e))
         except Exception as e:
@@ -146,7 +179,7 @@ class _Checker:
             held = (obs, copy.deepcopy(obs))
             if t == self.steps:
                 break
-            action = _sample(layout, obs, rng)
+            action = random_action(layout, obs, rng)
             began = time.perf_counter()
             try:
                 out = env.step(action)
@@ -249,11 +282,7 @@ class _Checker:
         env.close()
         for t, (a, b) in enumerate(zip(first, second, strict=False)):
             if not tree.equal(a[0], b[0]) or a[1:] != b[1:]:
-                self.say(
-                    "warning",
-                    f"two runs with the same seed and actions differ at step {t}: draw all randomness from reset's "
-                    "seed (self.np_random); until then resumed runs start new episodes (exact: false)",
-                )
+                self.say("warning", _DIFFERS.format(t))
                 return
 
 
@@ -277,18 +306,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__} {str(value)[:80]}"
-
-
-def _sample(layout: ActionLayout, obs: Any, rng: np.random.Generator) -> Any:
-    """A random action; where there is a mask and all parts are discrete, a legal one."""
-    action = layout.space.sample(rng)
-    if layout.discrete and isinstance(obs, dict) and ACTION_MASK in obs:
-        mask = layout.mask(tree.map(lambda x: np.asarray(x)[None], obs))
-        if mask is not None:
-            flat, at = [], 0
-            for part in layout.parts:
-                flat.append(rng.choice(np.flatnonzero(mask[0, at : at + part.n])))
-                at += part.n
-            chosen = np.array(flat[0] if layout.single else flat, np.int64)[None]
-            action = tree.index(layout.to_env(chosen), 0)
-    return action

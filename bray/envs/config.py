@@ -68,6 +68,9 @@ class EnvConfig:
     step_ms: Amount | None = None
     """What a step of one environment costs in milliseconds, for the choice of its form and of workers. null = what its
     class (`metadata["step_ms"]`) or its package declares; where neither does, a few steps are timed before training."""
+    teams: dict[str, list[Any]] = field(default_factory=dict)
+    """In a game of several agents: {team: [a, b, c]} joins them into one that sees and decides for all
+    (docs/agents.md)."""
     drop_obs: list[str] = field(default_factory=list)
     """Entries of a Dict observation that are left out, e.g. [mission]."""
     max_episode_steps: Annotated[int, Ge(-1)] | None = None

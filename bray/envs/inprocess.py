@@ -51,7 +51,7 @@ class InProcessVecEnv(VecEnv):
         self._limits = [_or_never(limit) for _, limit in made]
         self._require_same_spaces()
         self.spec = spec or build.spec_of(*made[0])
-        observation, action = self.spec.observation, self.spec.action
+        observation, action = self.spec.given, self.spec.action
         self._gather, self._write = gatherer(observation), writer(observation, build.config.check, self._on_cast)
         self._check = None
         if build.config.check and on_failure is None:
@@ -169,7 +169,7 @@ class InProcessVecEnv(VecEnv):
         return self._last
 
     def _empty(self) -> NestedArray:
-        return empty_batch(self.spec.observation, self.num_envs)
+        return empty_batch(self.spec.given, self.num_envs)
 
     def _batch(self, rows: list[Any]) -> NestedArray:
         """One tree of arrays `[B, ...]` of the observations; one that does not fit its space is told or cast."""
@@ -185,7 +185,7 @@ class InProcessVecEnv(VecEnv):
 
     def _on_cast(self, what: str) -> None:
         """From now on `_gather` casts: the slow way through `_write` is for the first time only."""
-        self._gather = gatherer(self.spec.observation, cast=True)
+        self._gather = gatherer(self.spec.given, cast=True)
         if self.first == 0:  # one worker process speaks for all
             warn_once(log, f"{self._build.name}: {what}.")
 

@@ -16,6 +16,7 @@ import gymnasium as gym
 from bray.envs.config import EnvConfig
 from bray.envs.families import family_of_id, family_of_module
 from bray.envs.missing import what_is_missing
+from bray.envs.outside_games import outside_game
 from bray.errors import ConfigError, UnknownName, how_to_install
 from bray.named import script_hint, where_looked
 
@@ -276,6 +277,8 @@ def resolve(config: EnvConfig) -> EnvOrigin:
         return EnvOrigin(name, creator=_CREATORS[name])
     if name in gym.registry:
         return EnvOrigin(name, gym_id=name)
+    if (creator := outside_game(name)) is not None:
+        return EnvOrigin(name, creator=creator)
     if ":" in name:
         return _from_module(name)
     if name.startswith("ALE/") and importlib.util.find_spec("ale_py") is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bray.errors import ConfigError, EnvError
-from bray.spec import ACTION_MASK, ActionLayout, EnvSpec, Space
+from bray.spec import ACTION_MASK, GLOBAL_STATE, ActionLayout, EnvSpec, Space
 from bray.tree import NestedArray
 
 
@@ -49,15 +49,38 @@ def empty_batch(space: Space, num_envs: int) -> NestedArray:
 
 
 def spec_from_gym(
-    name: str, observation: Any, action: Any, limit: int | None, preprocessing: dict[str, Any]
+    name: str,
+    observation: Any,
+    action: Any,
+    limit: int | None,
+    preprocessing: dict[str, Any],
+    global_state: bool = False,
+    team: tuple[str, ...] = (),
 ) -> EnvSpec:
-    """The EnvSpec of an environment with these spaces of Gymnasium; those that no training could use are refused."""
-    return usable(EnvSpec(name, _computable(Space.from_gym(observation)), Space.from_gym(action), limit, preprocessing))
+    """The EnvSpec of an environment with these spaces of Gymnasium; those that no training could use are refused.
+    `global_state`: whether the environment declares one, which is then a key of its observation."""
+    given, state = _computable(Space.from_gym(observation)), None
+    if global_state:
+        given, state = _apart(given)
+    return usable(EnvSpec(name, given, Space.from_gym(action), limit, preprocessing, state, team))
+
+
+def _apart(given: Space) -> tuple[Space, Space]:
+    """The observation of those who act, and the global state beside it."""
+    parts = dict(given.items) if given.kind == "dict" else {}
+    state = parts.pop(GLOBAL_STATE, None)
+    if state is None or state.composite or not parts:
+        raise ConfigError(
+            f"the environment declares global_state_space, so its observation is a Dict with the array "
+            f"{GLOBAL_STATE!r} and what its agents see; got {given.names or given.kind}. env.flatten_obs and wrappers "
+            "that change observations take it away: leave them out"
+        )
+    return replace(given, names=tuple(parts), parts=tuple(parts.values())), state
 
 
 def usable(spec: EnvSpec) -> EnvSpec:
     """The spec, where a training could use it; else ConfigError. For environments and for live games alike."""
-    for leaf in leaves(spec.observation):
+    for leaf in leaves(spec.given):
         if 0 in leaf.space.shape:
             raise ConfigError(f"{leaf.name} has no elements, its shape is {leaf.space.shape}")
     mask, choices = spec.layout.mask(empty_batch(spec.observation, 1)), spec.layout.num_logits
@@ -258,7 +281,7 @@ class BatchCheck:
     @staticmethod
     def of(spec: EnvSpec, bounds: bool = True) -> BatchCheck:
         """`bounds`: whether floats should lie within theirs; they should be finite in any case."""
-        return BatchCheck(spec.observation, spec.layout if ACTION_MASK in spec.observation.names else None, bounds)
+        return BatchCheck(spec.given, spec.layout if ACTION_MASK in spec.observation.names else None, bounds)
 
     def first_bad(self, batch: NestedArray) -> tuple[int, str] | None:
         """(environment, what is wrong) of the first value outside its space; None where there is none."""

@@ -40,7 +40,7 @@ class EnvArrays:
     def __init__(self, spec: EnvSpec, num_envs: int):
         self.spec, self.size = spec, 0
         self._places: list[tuple[int, tuple[int, ...], np.dtype]] = []
-        for space in (spec.observation, spec.action):
+        for space in (spec.given, spec.action):
             for leaf in leaves(space):
                 self._place((num_envs, *leaf.space.shape), np.dtype(leaf.space.dtype))
         for dtype in _FLAGS.values():
@@ -53,7 +53,7 @@ class EnvArrays:
     def view(self, memory: Any) -> dict[str, Any]:
         """{obs, action, reward, terminated, truncated, dead, episode} as arrays of the memory."""
         arrays = iter(np.frombuffer(memory, t, int(np.prod(shape)), at).reshape(shape) for at, shape, t in self._places)
-        trees = {"obs": _fill(self.spec.observation, arrays), "action": _fill(self.spec.action, arrays)}
+        trees = {"obs": _fill(self.spec.given, arrays), "action": _fill(self.spec.action, arrays)}
         return trees | {name: next(arrays) for name in _FLAGS}
 
 

@@ -108,7 +108,7 @@ class Experiment:
         """`live=True`: learn from games that call a service of this process, instead of an environment; `obs`,
         `actions`, `port` and the other keys of `LiveConfig` say where and what. `data`: trajectory files to learn from
         instead, a directory or a pattern. `policies={"first": {"run": "PPO"}, "second": {...}}`: several in one run
-        (docs/agents.md)."""
+        (docs/policies.md)."""
         files = {"data": {"files": str(data)}} if data is not None else None
         given = [*sources, *(ConfigSource("python", dict(values)) for values in (config, overrides, files) if values)]
         several = bool(named_policies(given))

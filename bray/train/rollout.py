@@ -20,7 +20,8 @@ from bray.data.experience import Counts
 from bray.data.piece import DEFAULT, Piece
 from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import Moments, RewardTransform
-from bray.envs.vector import VecEnv
+from bray.envs.teams import ALIVE, REWARDS
+from bray.envs.vector import Infos, VecEnv
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
@@ -118,7 +119,12 @@ class Rollout:
         first, state = self.first, self.state
         if state is not None and first.any():
             state = zeroed(state, first)
-        return Tick(self.obs, None, first), state, self.clock
+        return Tick(self.seen, None, first), state, self.clock
+
+    @property
+    def seen(self) -> Any:
+        """What of the observations those see who act."""
+        return self.env.spec.acting(self.obs)
 
     @property
     def clock(self) -> Clock:
@@ -152,7 +158,7 @@ class Rollout:
     def step(self) -> Step:
         """One decision in every environment."""
         env = self.env
-        dead, waits = env.dead, env.waits
+        dead, waits, obs = env.dead, env.waits, self.obs
         valid = ~dead
         t0 = time.perf_counter()
         if self._asked is not None:
@@ -198,7 +204,9 @@ class Rollout:
         learned = reward
         if self.rewards is not None:
             learned = self.rewards(reward, env.dead, valid if waits else None)
-        step = Step(tick.obs, valid, tick.first, state, outputs, extras, learned, terminated, truncated, actions)
+        if env.spec.team:
+            extras = {**extras, **_of_members(infos, env.num_envs, len(env.spec.team))}
+        step = Step(obs, valid, tick.first, state, outputs, extras, learned, terminated, truncated, actions)
         if self.watch is not None:
             self.watch.after_step(self, step, reward, infos)
         return step
@@ -280,6 +288,15 @@ class Rollout:
             self.env.exact = False
 
 
+def _of_members(infos: Infos, num_envs: int, members: int) -> dict[str, np.ndarray]:
+    """What environments tell of each member of a team: `rewards [B, N]`, and who was `alive` and acted."""
+    rewards, alive = np.zeros((num_envs, members), np.float32), np.ones((num_envs, members), bool)
+    for b, info in enumerate(infos or ()):
+        if REWARDS in info:
+            rewards[b], alive[b] = info[REWARDS], info[ALIVE]
+    return {REWARDS: rewards, ALIVE: alive}
+
+
 _FEW = 64
 
 
@@ -340,7 +357,7 @@ class EnvSource(Source):
         model = rollout.engine.model
         both = TorchEngine(model, (*reads, *self._keep), record)
         if record:
-            all_, some = both.parameters_read(rollout.obs), rollout.engine.parameters_read(rollout.obs)
+            all_, some = both.parameters_read(rollout.seen), rollout.engine.parameters_read(rollout.seen)
             if all_ and some and some < (1.0 - SEPARATE) * all_:
                 return TorchEngine(model, self._keep, record)
         rollout.engine = both
@@ -414,13 +431,13 @@ class EnvSource(Source):
         if self._stays:
             self._keep_on_device(rows, to_device(torch.from_numpy(rollout.obs), rollout.engine.device))
         if self._later is not None:
-            seen = columns.obs if self._on_device is None else self._on_device
+            seen = rollout.env.spec.acting(columns.obs) if self._on_device is None else self._on_device
             flat = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
             late = self._later.forward(flat)
             outputs = {k: late[k].reshape(rows + 1, -1, *late[k].shape[1:]) for k in self._keep}
         elif self._keep:
             state = None if rollout.state is None else zeroed(rollout.state, rollout.first)
-            inputs = next(rollout.policy.decide(Tick(rollout.obs), state, None, "greedy", Clock()))
+            inputs = next(rollout.policy.decide(Tick(rollout.seen), state, None, "greedy", Clock()))
             last = rollout.engine.forward(*inputs)
             for k in self._keep:
                 outputs[k][rows] = last[k]

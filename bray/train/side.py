@@ -63,6 +63,7 @@ class Side:
         obs = self.experience.newest_obs(rows)
         if obs is None or not tree.length(obs):
             return None
+        obs = self.learner.spec.acting(obs)
         rows = min(rows, tree.length(obs), max(1, most_bytes * tree.length(obs) // max(1, tree.nbytes(obs))))
         return tree.map(lambda x: np.ascontiguousarray(x[-rows:]), obs)
 

@@ -1,0 +1,156 @@
+"""Small games of several agents, for tests and examples: `bray.envs.agent_games:TwoStep`, `:Hunt`, `:Nim`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, StepOfAgents
+from bray.spec import ACTION_MASK
+
+
+class TwoStep(MultiAgentEnv):
+    """The two-step game of Rashid et al. 2018 (QMIX), for two agents who share the reward. In the first step agent a
+    alone chooses one of two matrices: the first pays 7 whatever they do, the second 0, 1 or 8, so that the best return
+    is 8 and one false step costs most of it. A sum of what each is worth alone cannot say this: VDN learns 7."""
+
+    PAYOFF = (((7.0, 7.0), (7.0, 7.0)), ((0.0, 1.0), (1.0, 8.0)))
+
+    def __init__(self) -> None:
+        self.possible_agents = ["a", "b"]
+        self.observation_spaces = dict.fromkeys("ab", spaces.Box(0.0, 1.0, (3,), np.float32))
+        self.action_spaces = dict.fromkeys("ab", spaces.Discrete(2))
+        self.global_state_space = spaces.Box(0.0, 1.0, (3,), np.float32)
+        self._place = 0
+
+    def _seen(self) -> Agents:
+        return {"a": self.global_state(), "b": self.global_state()}
+
+    def global_state(self) -> np.ndarray:
+        return np.eye(3, dtype=np.float32)[self._place]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        self._place = 0
+        return self._seen(), {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        if self._place == 0:
+            self._place, paid, over = 1 + int(actions["a"]), 0.0, False
+        else:
+            paid, over = self.PAYOFF[self._place - 1][int(actions["a"])][int(actions["b"])], True
+        ends = dict.fromkeys(("a", "b", ALL), over)
+        return self._seen(), {"a": paid / 2, "b": paid / 2}, ends, {ALL: False}, {}
+
+
+class Hunt(MultiAgentEnv):
+    """Hunters on a line look for berries, and a pit kills who falls into it. A berry pays its finder 1 and grows again
+    elsewhere; the dead get nothing, and the game goes on without them until all are dead or `length` steps are over.
+    With `returns` a dead hunter is back after so many steps. Walking out of the line is illegal (`action_mask`)."""
+
+    MOVES = (-1, 0, 1)
+
+    def __init__(self, hunters: int = 3, cells: int = 8, length: int = 30, returns: int = 0) -> None:
+        self.possible_agents = [f"hunter_{i}" for i in range(hunters)]
+        self.cells, self.length, self.returns = cells, length, returns
+        seen = spaces.Dict(
+            {
+                "obs": spaces.Box(0.0, 1.0, (3 * cells,), np.float32),
+                ACTION_MASK: spaces.Box(0, 1, (3,), np.int8),
+            }
+        )
+        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(3))
+        self.global_state_space = spaces.Box(0.0, 1.0, ((hunters + 2) * cells,), np.float32)
+        self._rng = np.random.default_rng()
+        self._at: dict[str, int] = {}
+        self._dead: dict[str, int] = {}
+        self._t = self._pit = self._berry = 0
+
+    @property
+    def agents(self) -> list[str]:
+        """Who lives."""
+        return list(self._at)
+
+    def _grow(self) -> None:
+        self._berry = int(self._rng.choice([c for c in range(self.cells) if c != self._pit]))
+
+    def _spot(self, cell: int | None) -> np.ndarray:
+        spot = np.zeros(self.cells, np.float32)
+        if cell is not None:
+            spot[cell] = 1.0
+        return spot
+
+    def _seen(self, hunter: str) -> dict[str, np.ndarray]:
+        at = self._at[hunter]
+        obs = np.concatenate([self._spot(at), self._spot(self._berry), self._spot(self._pit)])
+        return {"obs": obs, ACTION_MASK: np.array([at > 0, True, at < self.cells - 1], np.int8)}
+
+    def global_state(self) -> np.ndarray:
+        places = [self._at.get(hunter) for hunter in self.possible_agents]
+        return np.concatenate([self._spot(cell) for cell in (*places, self._berry, self._pit)])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        self._t, self._dead, self._pit = 0, {}, int(self._rng.integers(1, self.cells - 1))
+        self._at = dict.fromkeys(self.possible_agents, 0)
+        self._grow()
+        return {hunter: self._seen(hunter) for hunter in self._at}, {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        self._t += 1
+        rewards, fallen = dict.fromkeys(actions, 0.0), []
+        for hunter in [h for h in self.possible_agents if h in actions]:
+            self._at[hunter] = int(np.clip(self._at[hunter] + self.MOVES[int(actions[hunter])], 0, self.cells - 1))
+            if self._at[hunter] == self._berry:
+                rewards[hunter] += 1.0
+                self._grow()
+            if self._at[hunter] == self._pit:
+                fallen.append(hunter)
+        obs = {hunter: self._seen(hunter) for hunter in self._at}
+        for hunter in fallen:
+            del self._at[hunter]
+            self._dead[hunter] = self._t
+        for hunter, when in list(self._dead.items()):
+            if self.returns and self._t - when >= self.returns:
+                del self._dead[hunter]
+                self._at[hunter] = 0
+                obs[hunter] = self._seen(hunter)
+        over = not self._at and not self.returns
+        terminateds = {**dict.fromkeys(fallen, True), ALL: over}
+        return obs, rewards, terminateds, {ALL: self._t >= self.length and not over}, {}
+
+
+class Nim(MultiAgentEnv):
+    """Two players take one to three of `sticks` in turn; who takes the last one wins 1, and the other loses 1."""
+
+    def __init__(self, sticks: int = 12) -> None:
+        self.possible_agents = ["first", "second"]
+        self.sticks = sticks
+        seen = spaces.Dict(
+            {"obs": spaces.Box(0.0, 1.0, (sticks + 1,), np.float32), ACTION_MASK: spaces.Box(0, 1, (3,), np.int8)}
+        )
+        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(3))
+        self._left, self._turn = sticks, 0
+
+    def _seen(self) -> dict[str, np.ndarray]:
+        mask = np.array([take <= self._left for take in (1, 2, 3)], np.int8)
+        return {"obs": np.eye(self.sticks + 1, dtype=np.float32)[self._left], ACTION_MASK: mask}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        self._left, self._turn = self.sticks, 0
+        return {"first": self._seen()}, {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        player, other = self.possible_agents[self._turn], self.possible_agents[1 - self._turn]
+        self._left -= 1 + int(actions[player])
+        self._turn = 1 - self._turn
+        over = self._left <= 0
+        if not over:
+            return {other: self._seen()}, {player: 0.0}, {ALL: False}, {ALL: False}, {}
+        self._left = 0
+        obs = {player: self._seen(), other: self._seen()}
+        return obs, {player: 1.0, other: -1.0}, dict.fromkeys((player, other, ALL), True), {ALL: False}, {}

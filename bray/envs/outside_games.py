@@ -1,0 +1,144 @@
+"""Games of several agents from packages, by name: `pettingzoo:mpe2.simple_spread_v3`, `openspiel:kuhn_poker`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from bray.envs.missing import what_is_missing
+from bray.envs.multi_agent import ALL, Agents, MultiAgentEnv, StepOfAgents
+from bray.errors import ConfigError, UnknownName, how_to_install
+from bray.spec import ACTION_MASK
+
+
+@dataclass(frozen=True)
+class PettingZoo:
+    """Makes the games of a module of PettingZoo (`classic.connect_four_v3`) or of a package like it
+    (`mpe2.simple_spread_v3`): the form in which agents act at once, where there is one."""
+
+    path: str
+
+    def __call__(self, render_mode: str | None = None, **arguments: Any) -> Any:
+        if importlib.util.find_spec("pettingzoo") is None:
+            raise ConfigError(f"pettingzoo:{self.path} needs the package pettingzoo: {how_to_install('multiagent')}")
+        module = self._module()
+        extra = {} if render_mode is None else {"render_mode": render_mode}
+        make = getattr(module, "parallel_env", None) or getattr(module, "env", None)
+        if make is None:
+            raise ConfigError(f"pettingzoo:{self.path}: the module {module.__name__} has neither parallel_env nor env")
+        return make(**{**arguments, **extra})
+
+    def _module(self) -> Any:
+        package = self.path.partition(".")[0]
+        within = importlib.util.find_spec(f"pettingzoo.{package}") is not None
+        name = f"pettingzoo.{self.path}" if within else self.path
+        try:
+            return importlib.import_module(name)
+        except ImportError as e:
+            need = f"it needs {what_is_missing(e)}" if what_is_missing(e) else str(e)
+            raise ConfigError(f"pettingzoo:{self.path}: cannot import {name}: {need}") from e
+
+
+@dataclass(frozen=True)
+class OpenSpiel:
+    """Makes a game of OpenSpiel by its name there; arguments are the game's parameters."""
+
+    name: str
+
+    def __call__(self, **parameters: Any) -> MultiAgentEnv:
+        if importlib.util.find_spec("pyspiel") is None:
+            raise ConfigError(f"openspiel:{self.name} needs the package open_spiel: {how_to_install('multiagent')}")
+        import pyspiel
+
+        if (name := self.name.partition("(")[0]) not in (known := pyspiel.registered_names()):
+            raise UnknownName("game of OpenSpiel", name, known)
+        try:
+            game = pyspiel.load_game(self.name, parameters) if parameters else pyspiel.load_game(self.name)
+        except pyspiel.SpielError as e:
+            raise ConfigError(f"openspiel:{self.name}: {e}") from None
+        return SpielEnv(game)
+
+
+class SpielEnv(MultiAgentEnv):
+    """A game of OpenSpiel: turn-based ones ask one player, simultaneous ones all. What chance does is drawn here, from
+    the seed of `reset`. A player sees the information state as numbers, or where the game has none the observation,
+    and the mask of legal actions."""
+
+    def __init__(self, game: Any):
+        self.game = game
+        kind = game.get_type()
+        self.possible_agents = [f"player_{i}" for i in range(game.num_players())]
+        self._remembers = kind.provides_information_state_tensor
+        if not self._remembers and not kind.provides_observation_tensor:
+            raise ConfigError(f"openspiel:{kind.short_name} gives its players no numbers to see, so none can learn it")
+        shape = game.information_state_tensor_shape() if self._remembers else game.observation_tensor_shape()
+        actions = game.num_distinct_actions()
+        seen = spaces.Dict(
+            {
+                "obs": spaces.Box(-np.inf, np.inf, tuple(shape), np.float32),
+                ACTION_MASK: spaces.Box(0, 1, (actions,), np.int8),
+            }
+        )
+        self.observation_spaces = dict.fromkeys(self.possible_agents, seen)
+        self.action_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(actions))
+        self._shape, self._state = tuple(shape), game.new_initial_state()
+        self._rng = np.random.default_rng()
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Agents, Agents]:
+        if seed is not None:
+            self._rng = np.random.default_rng(seed)
+        self._state = self.game.new_initial_state()
+        self._draw()
+        return self._asked(), {}
+
+    def step(self, actions: Agents) -> StepOfAgents:
+        state = self._state
+        if state.is_simultaneous_node():
+            legal = range(len(self.possible_agents))
+            state.apply_actions([int(actions.get(self.possible_agents[i], 0)) for i in legal])
+        else:
+            state.apply_action(int(actions[self.possible_agents[state.current_player()]]))
+        rewards = np.array(state.rewards())
+        self._draw()
+        over = state.is_terminal()
+        if over and not np.array_equal(state.rewards(), rewards):
+            rewards = rewards + state.rewards()  # chance ended it
+        obs = {a: self._seen(i) for i, a in enumerate(self.possible_agents)} if over else self._asked()
+        ends = dict.fromkeys([*self.possible_agents, ALL], over)
+        return obs, dict(zip(self.possible_agents, rewards.tolist(), strict=True)), ends, {ALL: False}, {}
+
+    def _draw(self) -> None:
+        """What chance does, until a player decides."""
+        while self._state.is_chance_node():
+            outcomes, odds = zip(*self._state.chance_outcomes(), strict=True)
+            self._state.apply_action(outcomes[int(self._rng.choice(len(outcomes), p=np.array(odds) / sum(odds)))])
+
+    def _asked(self) -> Agents:
+        state = self._state
+        if state.is_simultaneous_node():
+            asked = [i for i in range(len(self.possible_agents)) if state.legal_actions(i)]
+        else:
+            asked = [state.current_player()]
+        return {self.possible_agents[i]: self._seen(i) for i in asked}
+
+    def _seen(self, player: int) -> dict[str, np.ndarray]:
+        state = self._state
+        tensor = state.information_state_tensor(player) if self._remembers else state.observation_tensor(player)
+        mask = np.zeros(self.game.num_distinct_actions(), np.int8)
+        mask[state.legal_actions(player) if not state.is_terminal() else []] = 1
+        return {"obs": np.array(tensor, np.float32).reshape(self._shape), ACTION_MASK: mask}
+
+
+_MAKERS: dict[str, Callable[[str], Any]] = {"pettingzoo": PettingZoo, "openspiel": OpenSpiel}
+
+
+def outside_game(name: str) -> Any:
+    """What makes the game that `name` means; None for names of other kinds."""
+    package, _, rest = name.partition(":")
+    return _MAKERS[package](rest) if package in _MAKERS and rest else None
