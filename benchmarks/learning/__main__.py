@@ -56,6 +56,7 @@ class Case:
     """False: the shipped defaults."""
 
 
+TWO_STEP = "bray.envs.agent_games:TwoStep"
 TASKS = "benchmarks.learning.tasks:"
 LSTM = {"use_lstm": True, "lstm_cell_size": 64, "fcnet_hiddens": [64]}
 CUE = {"num_envs": 16, "rollout_length": 128, "minibatches": 16}
@@ -122,6 +123,8 @@ CASES = {
     "ppo-pendulum": Case("PPO", "Pendulum-v1", -200, 300_000, 5),
     "rainbow-lunarlander": Case("Rainbow", "LunarLander-v3", 200, 300_000, 10, seeds=3),
     "sac-lunarlander": Case("SAC", "LunarLanderContinuous-v3", 200, 200_000, 10, seeds=3),
+    "qmix-twostep": Case("QMIX", TWO_STEP, 8, 5_000, 1, must="end above"),
+    "vdn-twostep": Case("VDN", TWO_STEP, 7, 5_000, 1, must="end above"),
     "ppo-lunarlander": Case("PPO", "LunarLander-v3", 200, 1_000_000, 10, seeds=3),
     "ppo-taxi": Case("PPO", "Taxi-v4", 7, 500_000, 12, seeds=3),
     "a2c-acrobot": Case("A2C", "Acrobot-v1", -120, 200_000, 10, 8, must="end above"),

@@ -56,19 +56,34 @@ class EpsilonGreedy(Rule):
         return {"epsilon": self._middle(sys.maxsize)}
 
 
-RULES[EpsilonGreedy.name] = EpsilonGreedy
+class EachGreedy(EpsilonGreedy):
+    """For teams: each of N agents the best of its own action values, or with probability epsilon, drawn for each, one
+    of its legal actions. `q [B, N, A]`; the action is MultiDiscrete."""
+
+    name = "q_each"
+
+    def choose(self, layout: ActionLayout, outputs: Arrays, mask: Mask, rng: Rng, clock: Clock) -> Arrays:
+        shape = (len(outputs["q"]), layout.size, -1)
+        epsilons = self._epsilons(shape[0], clock.env_steps)
+        each = epsilons if isinstance(epsilons, float) else epsilons[:, None]
+        legal = None if mask is None else mask.reshape(shape)
+        return {"action": epsilon_greedy(outputs["q"].reshape(shape), each, rng, legal)}
+
+
+for _rule in (EpsilonGreedy, EachGreedy):
+    RULES[_rule.name] = _rule
 
 
 def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: Mask = None) -> np.ndarray:
-    """The best action `[B]` by `q [B, N]`, or with probability epsilon (one, or `[B]`; drawn per row) a uniformly
-    random legal one."""
+    """The best actions `[...]` by `q [..., N]`, or with probability epsilon (one, or one per row; drawn per row) a
+    uniformly random legal one."""
     best: np.ndarray = (q if mask is None else np.where(mask, q, -np.inf)).argmax(-1)
     if rng is None or (isinstance(epsilon, float) and epsilon <= 0.0):
         return best
-    batch, n = q.shape
-    drawn = rng.random(batch)
+    n = q.shape[-1]
+    drawn = rng.random(q.shape[:-1])
     explore = np.less(drawn, epsilon)
-    if True not in explore.tolist():  # the usual case late in training; ten times faster than any()
+    if True not in explore.ravel().tolist():  # the usual case late in training; ten times faster than any()
         return best
     # `drawn` below epsilon, divided by epsilon, is uniform in 0..1: the same draw also says which action. Workers share
     # one stream of random numbers (`RowsOfAll`); a second draw by those that explore alone would put them out of step.
@@ -77,6 +92,6 @@ def epsilon_greedy(q: np.ndarray, epsilon: float | np.ndarray, rng: Rng, mask: M
         other = np.minimum((u * n).astype(np.int64), n - 1)
     else:
         order, legal = np.argsort(~mask, axis=-1, kind="stable"), mask.sum(-1)  # legal actions first
-        other = np.take_along_axis(order, np.minimum((u * legal).astype(np.int64), legal - 1)[:, None], -1)[:, 0]
+        other = np.take_along_axis(order, np.minimum((u * legal).astype(np.int64), legal - 1)[..., None], -1)[..., 0]
     chosen: np.ndarray = np.where(explore, other, best)
     return chosen

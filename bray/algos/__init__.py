@@ -42,6 +42,8 @@ ALGORITHMS: dict[str, Any] = {
     "TD3": "bray.algos.td3",
     "ES": "bray.algos.es",
     "ARS": "bray.algos.ars",
+    "QMIX": "bray.algos.qmix",
+    "VDN": "bray.algos.vdn",
 }
 _ELSEWHERE = {
     **dict.fromkeys(("dqnnew", "doubledqn", "ddqn"), "DQN"),

@@ -86,6 +86,27 @@ def experience(config: Config, spec: EnvSpec, model: ModelConfig) -> Sequences:
     return Sequences.of(config, spec.frame_stack, length=config.sequence_length, burn_in=config.burn_in)
 
 
+def windows(data: dict[str, Any], burn_in: int, n_step: int, gamma: float) -> dict[str, Any]:
+    """The rows of sequences that are learnt, with sums of up to n rewards and the row to bootstrap from; windows end
+    with the episode or the sequence."""
+    names = ("action", "reward", "terminated", "truncated", "valid")
+    action, reward, terminated, truncated, valid = (tree.index(data[k], slice(burn_in, None)) for k in names)
+    piece = Piece(data["obs"], action, reward, terminated, truncated, valid, data["first"])
+    total, discount, after = nstep(piece, n_step, gamma)
+    columns = {k: data[k] for k in ("obs", "first", "state", "weight")}
+    columns |= {"action": action, "reward": total, "discount": discount, "after": after}
+    return columns | {"valid": valid.astype(np.float32)}
+
+
+def burnt_in(model: Any, batch: dict[str, Any], burn_in: int, draws: Any = ()) -> Any:
+    """The memory with which the rows that are learnt begin."""
+    if not burn_in:
+        return batch["state"]
+    before = tree.map(lambda x: x[:burn_in], batch["obs"])
+    with torch.no_grad():
+        return model.unroll(before, batch["state"], batch["first"][:burn_in], *draws)["state"]
+
+
 class Learner(dqn.Learner):
     """DQN's, with sequences in place of transitions: `[T, B]` columns, and one loss, weight and priority for each of
     B."""
@@ -93,25 +114,10 @@ class Learner(dqn.Learner):
     config: Config
 
     def prepare(self, data: dict[str, Any]) -> dict[str, Any]:
-        return data if self.novelty else self.windows(data)
+        return data if self.novelty else self._windows(data)
 
-    def windows(self, data: dict[str, Any]) -> dict[str, Any]:
-        """The rows that are learnt, with sums of up to n rewards and the row to bootstrap from; windows end with the
-        episode or the sequence."""
-        c = self.config
-        names = ("action", "reward", "terminated", "truncated", "valid")
-        action, reward, terminated, truncated, valid = (tree.index(data[k], slice(c.burn_in, None)) for k in names)
-        piece = Piece(data["obs"], action, reward, terminated, truncated, valid, data["first"])
-        total, discount, after = nstep(piece, c.n_step, c.gamma)
-        columns = {k: data[k] for k in ("obs", "first", "state", "weight")}
-        columns |= {
-            "action": action,
-            "reward": total,
-            "discount": discount,
-            "after": after,
-            "valid": valid.astype(np.float32),
-        }
-        return columns
+    def _windows(self, data: dict[str, Any]) -> dict[str, Any]:
+        return windows(data, self.config.burn_in, self.config.n_step, self.config.gamma)
 
     def observe(self, module: nn.Module, batch: dict[str, Any]) -> None:
         update_normalizers(module, batch["obs"])
@@ -123,7 +129,7 @@ class Learner(dqn.Learner):
         after = tree.map(lambda x: x[learnt][1:].reshape(-1, *x.shape[2:]), batch["obs"])
         bonus = novelty.reward(after, valid.reshape(-1)).reshape(valid.shape)
         reward[learnt] += bonus
-        return self.windows(batch | {"reward": reward}), float(bonus.sum() / max(1, np.count_nonzero(valid)))
+        return self._windows(batch | {"reward": reward}), float(bonus.sum() / max(1, np.count_nonzero(valid)))
 
     def columns(self, batch: dict[str, Any]) -> dict[str, Any]:
         seen = tree.map(lambda x: x[self.config.burn_in :], batch["obs"])
@@ -151,23 +157,17 @@ class Learner(dqn.Learner):
 
     def _unroll(self, model: Any, batch: dict[str, Any], draws: Any) -> Tensor:
         """Action values of the rows that are learnt and of the one behind them, `[L + 1, B, N]`."""
-        burn_in, state = self.config.burn_in, self._burnt_in(model, batch, draws)
+        burn_in, state = self.config.burn_in, burnt_in(model, batch, self.config.burn_in, draws)
         rest = tree.map(lambda x: x[burn_in:], batch["obs"])
         q: Tensor = model.unroll(rest, state, batch["first"][burn_in:], *draws)["q"]
         return q
-
-    def _burnt_in(self, model: Any, batch: dict[str, Any], draws: Any = ()) -> Any:
-        """The memory with which the rows that are learnt begin."""
-        burn_in = self.config.burn_in
-        if not burn_in:
-            return batch["state"]
-        before = tree.map(lambda x: x[:burn_in], batch["obs"])
-        with torch.no_grad():
-            return model.unroll(before, batch["state"], batch["first"][:burn_in], *draws)["state"]
 
     def rows_of(self, batch: dict[str, Any], *draws: Tensor) -> dict[str, Any]:
         """All columns `[L, B]`; a row that is valid counts as much as its sequence."""
         learnt = slice(self.config.burn_in, -1)
         taken = {k: batch[k] for k in ("action", "reward", "discount", "after")}
         taken |= {"obs": tree.map(lambda x: x[learnt], batch["obs"]), "first": batch["first"][learnt]}
-        return taken | {"state": self._burnt_in(self.model, batch), "weight": batch["valid"] * batch["weight"]}
+        return taken | {
+            "state": burnt_in(self.model, batch, self.config.burn_in),
+            "weight": batch["valid"] * batch["weight"],
+        }

@@ -86,6 +86,12 @@ ACTIONS = {
     "dict/tuple": Space("dict", parts=(_DISCRETE, _BOX), names=("a", "b")),
 }
 """One space of each kind."""
+TEAM = EnvSpec(
+    "probe",
+    Space("dict", parts=(Space("box", (2, 4), "float32"),), names=("obs",)),
+    Space("multi_discrete", (2,), "int64", n=(3, 3), start=(0, 0)),
+    team=("a", "b"),
+)
 
 
 def action_spaces(algo: Any) -> list[str]:
@@ -93,6 +99,7 @@ def action_spaces(algo: Any) -> list[str]:
     from bray.algos import refusal
 
     specs = {kind: EnvSpec("probe", PROBE.observation, space) for kind, space in ACTIONS.items()}
+    specs["teams"] = TEAM
     return [kind for kind, spec in specs.items() if not refusal(algo, spec)]
 
 

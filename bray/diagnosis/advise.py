@@ -77,6 +77,8 @@ SUITED = {
     "CrossQ": "SAC without target networks, fewer steps",
     "DDPG": "the plainest of the deterministic ones, to learn from",
     "TD3": "two critics, the smaller counts: steadier than DDPG",
+    "QMIX": "for teams: what agents are worth together",
+    "VDN": "for teams: the sum of what agents are worth",
 }
 """What each of our algorithms is for, where nothing was measured."""
 

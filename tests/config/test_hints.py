@@ -97,7 +97,8 @@ def test_every_word_of_the_ancestors_is_answered(tmp_path):
         "general_cfg.mode": "bray eval RUN_DIR",
         "rollout checkpoint-1 --run DQN --env CartPole-v0 --steps 10000": "bray eval RUN_DIR",
         "policy.use_cuda": "device=cuda",
-        "--run QMIX": "a run trains one policy",
+        "--run COMA": "a run trains one policy",
+        "--run QMIX": "env.teams={team: [a, b, c]}",
     }.items():
         assert meaning in said[word].text
     assert {said[f"--run {name}"].kind for name in ("RainbowDQN", "DQN_new", "R2D2")} == {"works"}
