@@ -1,6 +1,8 @@
 """Agents joined into one by `env.teams`, and the global state beside what they see."""
 
 import json
+import re
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -12,12 +14,14 @@ from bray import tree
 from bray.data.rollouts import Rollouts
 from bray.envs import EnvConfig, env_spec, make_vec
 from bray.envs.agent_games import Hunt, Nim, TwoStep
+from bray.envs.check import check_env
 from bray.envs.multi_agent import ALL, MultiAgentEnv
 from bray.envs.vector import episode_seed
 from bray.errors import ConfigError, EnvError, UnknownName
 from bray.experiment import Experiment, export_graph
 from bray.spec import EnvSpec
 
+PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 HUNTERS = {"team": ["hunter_0", "hunter_1", "hunter_2"]}
 
 
@@ -206,3 +210,16 @@ def test_a_spec_keeps_state_and_members_in_files():
 def test_a_state_that_wrappers_take_away_is_told():
     with pytest.raises(ConfigError, match=r"declares global_state_space.*env.flatten_obs"):
         env_spec(EnvConfig(TwoStep, teams={"t": ["a", "b"]}, flatten_obs=True))
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    """Every python block of docs/agents.md, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        exec(block, names)
+    row = json.loads((names["exp"].path / "result.jsonl").read_text().splitlines()[-1])
+    assert row["env_steps_total"] >= 1000
+    assert row["loss/td_error"] is not None
+    assert check_env(EnvConfig(names["Meet"]), steps=60) == []
+    names["exp"].close()
