@@ -104,7 +104,7 @@ def look(
     """Facts, as far as the choice can depend on them (or the `whole` of them); and what was found of the environment by
     timing it."""
     env, n = config["env"], cores()
-    gpu, no_gpu = _gpu() if "device" not in given else (None, "")
+    gpu, no_gpu = find_gpu() if "device" not in given else (None, "")
     step_ms, sleeps, timed = _step_of(env) if plays and "num_workers" not in given else (0.0, False, {})
     facts = Facts(n, env.num_envs, gpu=gpu, no_gpu=no_gpu, step_ms=step_ms, sleeps=sleeps, given=given)
     on_gpu = str(given.get("device", "")).startswith("cuda")
@@ -123,7 +123,7 @@ def look(
     return replace(facts, work=work, draws=draws), timed
 
 
-def _gpu() -> tuple[Gpu | None, str]:
+def find_gpu() -> tuple[Gpu | None, str]:
     """The first one with room, else the first; or why none can be used, where one is here."""
     here = visible_gpus()
     if not here and torch.version.cuda is None:
@@ -205,20 +205,20 @@ def _step_of(env: EnvConfig) -> tuple[float, bool, dict[str, Any]]:
     alone = env.num_envs == 1 or cores() == 1 or source.single or env.vector not in ("auto", "subprocess")
     if declared is not None or alone or of_tensors(source) or why_not_native(env, source, None) is None:
         return declared or 0.0, False, {}
-    file, key = _cache(), _key(env)
-    known = _read(file)
+    file, key = steps_file(), _key(env)
+    known = read_steps(file)
     if key not in known:
-        found = _time_steps(env)
+        found = time_steps(env)
         if found is None:
             return 0.0, False, {}
         known[key] = found
         if "__main__" not in env_name(env.id) and "<" not in env_name(env.id):  # names that mean other things elsewhere
-            _write(file, known)
+            write_steps(file, known)
     step_ms, sleeps = known[key]
     return step_ms, sleeps, {"step_ms": step_ms}
 
 
-def _time_steps(env: EnvConfig) -> list[Any] | None:
+def time_steps(env: EnvConfig) -> list[Any] | None:
     """[milliseconds of a step in bands, whether it sleeps] of one environment; None where it does not run: the training
     says why. Random numbers that others draw are as before."""
     state, drawn = random.getstate(), np.random.get_state()
@@ -269,7 +269,7 @@ def machine_id() -> str:
     return f"{cores()} cores, {model}, {gpus[0].name if gpus else 'no GPU'}"
 
 
-def _cache() -> Path:
+def steps_file() -> Path:
     return user_state() / "steps.json"
 
 
@@ -278,7 +278,7 @@ def _key(env: EnvConfig) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def _read(file: Path) -> dict[str, list[Any]]:
+def read_steps(file: Path) -> dict[str, list[Any]]:
     """What is remembered; what is not as we write it counts as nothing."""
     try:
         known = json.loads(file.read_text())
@@ -291,7 +291,7 @@ def _read(file: Path) -> dict[str, list[Any]]:
         return {}
 
 
-def _write(file: Path, known: dict[str, Any]) -> None:
+def write_steps(file: Path, known: dict[str, Any]) -> None:
     with suppress(OSError):  # a home that cannot be written to: it is timed again
         file.parent.mkdir(parents=True, exist_ok=True)
         made = file.with_suffix(f".{os.getpid()}")

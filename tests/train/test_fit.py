@@ -131,7 +131,7 @@ class Slow(gym.Env):
 
 def a_machine(monkeypatch, cores=16, gpu=None):
     monkeypatch.setattr(settling, "cores", lambda: cores)
-    monkeypatch.setattr(settling, "_gpu", lambda: (gpu, ""))
+    monkeypatch.setattr(settling, "find_gpu", lambda: (gpu, ""))
 
 
 def weights(exp, iterations=2):
@@ -143,8 +143,7 @@ def weights(exp, iterations=2):
 
 
 def test_a_small_machine_has_what_it_had_and_times_nothing(monkeypatch):
-    monkeypatch.setattr(settling, "_time_steps", lambda env: pytest.fail("CartPole is declared"))
-    monkeypatch.setattr(settling, "env_spec", None, raising=False)
+    monkeypatch.setattr(settling, "time_steps", lambda env: pytest.fail("CartPole is declared"))
     a_machine(monkeypatch, cores=2)
     auto = bray.Experiment("PPO", "CartPole-v1", **SHORT)
     mine = bray.Experiment("PPO", "CartPole-v1", **SHORT, device="cpu", num_workers=0, inference="worker", threads=1)
@@ -211,7 +210,7 @@ def test_atari_on_a_made_up_gpu(monkeypatch):
 
 
 def test_a_slow_environment_is_timed_once_and_plays_in_processes(monkeypatch):
-    monkeypatch.setattr(settling, "_time_steps", (timed := Counted(settling._time_steps)))
+    monkeypatch.setattr(settling, "time_steps", (timed := Counted(settling.time_steps)))
     found = []
     for _ in range(2):
         exp = bray.Experiment("PPO", f"{__name__}:Slow", **{**SHORT, "num_envs": 2}, use_preset=False)
@@ -224,7 +223,7 @@ def test_a_slow_environment_is_timed_once_and_plays_in_processes(monkeypatch):
     assert found[0][2] == "auto"
     assert form == "SubprocessVecEnv"
     assert timed.count == 1
-    told = json.loads(settling._cache().read_text())
+    told = json.loads(settling.steps_file().read_text())
     assert [found[0][0], True] in told.values()
 
 
@@ -246,7 +245,7 @@ def test_timing_draws_no_random_numbers_of_others():
     expected = draws()
     np.random.seed(1)
     torch.manual_seed(1)
-    settling._time_steps(bray.Experiment("PPO", f"{__name__}:Slow", use_preset=False).config["env"])
+    settling.time_steps(bray.Experiment("PPO", f"{__name__}:Slow", use_preset=False).config["env"])
     assert draws() == expected
 
 
@@ -254,9 +253,9 @@ def test_what_is_remembered_may_be_anything(monkeypatch, tmp_path):
     file = tmp_path / "steps.json"
     for text in ("", "[1]", '{"a": 3, "b": [1], "c": ["x", true], "d": [-1, false]}', "\x00"):
         file.write_text(text)
-        assert settling._read(file) == {}
-    settling._write(file, {"e": [0.3, False]})
-    assert settling._read(file) == {"e": [0.3, False]}
+        assert settling.read_steps(file) == {}
+    settling.write_steps(file, {"e": [0.3, False]})
+    assert settling.read_steps(file) == {"e": [0.3, False]}
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
