@@ -60,7 +60,8 @@ class SamplerPlan(Parts):
 class Played(NamedTuple):
     """The rows that a sampler was asked for."""
 
-    piece: Piece
+    pieces: list[Piece]
+    """Of each side, and of any length where the games of a side act when it is their turn."""
     counts: Counts
     seconds: dict[str, float]
     """Since the answer before, by phase (`train/spent.py`)."""
@@ -133,9 +134,9 @@ class Sampler:
         self.source.set_clock(clock)
         for rewards in self._normalized:
             rewards.learn(returns)
-        (piece,), counts = self.source.gather()
+        pieces, counts = self.source.gather()
         news = Moments.of_all(rewards.take_news() for rewards in self._normalized)
-        return Played(piece, counts, self._seconds(), self.source.ended_metrics(), news)
+        return Played(pieces, counts, self._seconds(), self.source.ended_metrics(), news)
 
     @property
     def _normalized(self) -> list[RewardTransform]:

@@ -162,12 +162,14 @@ class WorkerSource(Source):
         return pieces, self._count(came)
 
     def _pieces(self, came: list[tuple[int, Played]]) -> list[Piece]:
-        pieces = [played.piece for _, played in came]
+        pieces = [piece for _, played in came for piece in played.pieces]
         if self._lanes is not None:  # a replay keeps them: what counts is how old they come
             for piece in pieces:
                 self._lag.see(piece, self._clock.version)
         if not self.asynchronous:
-            return [side_by_side(pieces)]  # copied: samplers write over theirs
+            if all(piece.stream is None for piece in pieces):  # all played at once: as one process would have
+                return [side_by_side(list(same)) for same in zip(*(p.pieces for _, p in came), strict=True)]  # copied
+            return pieces
         return pieces if self._lanes is None else self._lanes.take()
 
     def learns(self, piece: Piece, version: int) -> None:
@@ -232,12 +234,13 @@ class WorkerSource(Source):
         seat.under_way -= 1
         seat.since = time.monotonic()
         self._longest = max(self._longest, sum(played.seconds.get(phase, 0.0) for phase in ("env", "forward", "other")))
-        played = played._replace(piece=replace(played.piece, lent=True))
+        played = played._replace(pieces=[replace(piece, lent=True) for piece in played.pieces])
         if keep or self._lanes is not None:
             played = _kept(played)
         self._came.append((seat.index, played))
         if self._lanes is not None:  # here, so that one that dies next is cut behind it
-            self._lanes.add(seat.index, played.piece)
+            for piece in played.pieces:
+                self._lanes.add(seat.index, piece)
 
     @property
     def _limit(self) -> float:
@@ -399,8 +402,8 @@ class _Lag:
 
 
 def _kept(played: Played) -> Played:
-    """With a piece of its own."""
-    return played._replace(piece=side_by_side([played.piece])) if played.piece.lent else played
+    """With pieces of its own."""
+    return played._replace(pieces=[side_by_side([piece]) if piece.lent else piece for piece in played.pieces])
 
 
 def _code(value: Any, what: str) -> bytes:
