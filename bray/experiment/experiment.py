@@ -16,7 +16,7 @@ import torch
 from bray import figures, rundir
 from bray._version import __version__
 from bray.act import GREEDY
-from bray.algos import ALGORITHMS, algo_name, get_algo, make_policy
+from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
 from bray.diagnosis.symptoms import SECTIONS
@@ -30,19 +30,22 @@ from bray.experiment.places import check_playable, home_of, run_path
 from bray.experiment.policy import ServedPolicy, check_mode, launched_model, serve_run
 from bray.experiment.saved import (
     changed_by,
+    check_spaces,
     made_from,
     named_in_script,
     read_config,
     read_launch,
+    saved_policies,
     trust_check,
     with_choices,
     with_secrets,
+    write_about,
 )
 from bray.experiment.start import start_with
 from bray.inference.torch_engine import load_weights
 from bray.metrics import Sink, TerminalSink
 from bray.metrics.trackers import make_trackers
-from bray.rundir import TRAINER_JSON, Checkpoint, PolicyDir, RunDir, default_run_dir, several
+from bray.rundir import TRAINER_JSON, Checkpoint, RunDir, default_run_dir, several
 from bray.rundir.trust import Answer, When
 from bray.rundir.weights import WeightReport
 from bray.serving.graph import GraphExport
@@ -53,22 +56,20 @@ from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summar
 from bray.train.fit import Choice
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
-from bray.train.local import LocalTraining, describe_policy, seeded
+from bray.train.local import LocalTraining, seeded
 from bray.train.machine import this_machine
 from bray.train.offline import ID as FILES, FileTraining, data_spec
 from bray.train.policies import (
     PolicyTrainings,
     first_algorithm,
-    keys_of,
     make_trainings,
     named_policies,
-    of_policy,
     set_up_policies,
 )
 from bray.train.progress import LastRow, Picture, Rows, describe, open_sinks
 from bray.train.run import Run
 from bray.train.settle import settle
-from bray.train.setup import Check, Setup, set_up
+from bray.train.setup import Check, set_up
 from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
@@ -115,7 +116,10 @@ class Experiment:
         begun = [*first_algorithm(given), *given] if run is None and several else given
         setup = set_up(run, env, begun, use_preset and not several, live, _check)
         self.algo, self.config, self.live = setup.algo, setup.config, setup.live
-        self.policies = self._set_up_policies(env, given, use_preset, _check, _policies)
+        saved = {} if _policies is None else _policies
+        self.policies = {n: set_up(None, env, of, False, False, left, part=True) for n, (of, left) in saved.items()}
+        if _policies is None:
+            self.policies = set_up_policies(setup, env, given, use_preset, _check)
         """The setup of each policy, by name; empty where there is one."""
         self.env_id = env_name(setup.env)
         self._score = Score(self.config["run"], self.live)
@@ -136,32 +140,6 @@ class Experiment:
         self._check_training: Check | None = None
         """Asked before a loaded run trains: it may connect, listen and write."""
         self._resumes = False
-
-    def _set_up_policies(
-        self,
-        env: Any,
-        given: Sequence[ConfigSource],
-        use_preset: bool,
-        check: Check | None,
-        saved: Mapping[str, tuple[Sequence[ConfigSource], Check]] | None,
-    ) -> dict[str, Setup]:
-        """`saved`: of a run that is resumed, what each policy is made of."""
-        run = self.config["run"]
-        if not run.policies:
-            return {}
-        if self.live or "data" in self.config.sections:
-            raise ConfigError("run.policies: several policies learn in an environment, not from live games or files")
-        for key in ("eval_parallel", "video_freq"):
-            if getattr(run, key):
-                raise ConfigError(
-                    f"run.{key} is for a run with one policy: leave it out; eval_freq evaluates several, and "
-                    "`bray eval RUN_DIR/models/NAME --render` films one"
-                )
-        if saved is None:
-            return set_up_policies(run, self.algo, env, given, use_preset, check)
-        return {
-            name: set_up(None, env, sources, False, False, left, part=True) for name, (sources, left) in saved.items()
-        }
 
     # --- parts, made when needed --------------------------------------------------------------------------------------
 
@@ -245,9 +223,9 @@ class Experiment:
                 own = directory.policy_folder(name)
                 own.write_config(with_choices(self.policies[name].config, part.spec))
                 if not self._resumes:
-                    _describe(own, self.policies[name], part)
+                    write_about(own, self.policies[name], part)
         elif not self._resumes:
-            _describe(directory, self, training)
+            write_about(directory, self, training)
         if not self._resumes:
             self._warn_of_script()
         return directory
@@ -493,7 +471,7 @@ class Experiment:
                 f"start with its weights (bray train --live ... --init-from {path})"
             )
         checkpoint = directory.load_checkpoint("latest")
-        policies = cls._saved_policies(directory, saved, sources, env, trust)
+        policies = saved_policies(directory, saved, sources, env, trust)
         sources, check = changed_by(saved, sources, env, trust_check(directory, trust, When, env))
         exp = cls(env=env, sources=sources, use_preset=False, path=path, _check=check, _policies=policies)
         exp._refuse_hidden(path, "run", "env", "model")
@@ -508,31 +486,6 @@ class Experiment:
         if why:
             logger.warning("%s: %s (exact: false in meta.json)", path, why)
         return exp
-
-    @staticmethod
-    def _saved_policies(
-        directory: RunDir, saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, trust: Answer
-    ) -> dict[str, tuple[Sequence[ConfigSource], Check]]:
-        """What each policy of a run is made of, with what the caller changes."""
-        if isinstance(directory, PolicyDir):
-            raise ConfigError(
-                f"{directory.path} is one policy of a run: resume the run, or start one of this policy's own with its "
-                f"weights (--init-from {directory.path})"
-            )
-        if named_policies(sources) or any("policies_to_train" in keys_of(source) for source in sources):
-            raise ConfigError(
-                "a run keeps its policies, and which of them learn, when it is resumed: leave out policies and "
-                "policies_to_train. A new run can start with their weights (init_from of each)"
-            )
-        found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
-        run = saved.values.get("run") or {}
-        for name in run.get("policies") or {}:
-            own = directory.policy_folder(name)
-            mine = with_secrets(read_config(own))
-            algo = get_algo(run["algorithm"]) if sources and run["algorithm"] in ALGORITHMS else None
-            changes = [of_policy(mine, source, run["algorithm"], algo) for source in sources]
-            found[name] = changed_by(mine, changes, env, trust_check(own, trust, When, env))
-        return found
 
     def _refuse_hidden(self, path: str | Path, *sections: str) -> None:
         """Secrets are not written: those that are needed now must have been given again. A service looks after its own
@@ -553,10 +506,10 @@ class Experiment:
                     f"{', '.join(weights)}"
                 )
             for name, part in training.parts.items():
-                _check_spaces(directory.policy_folder(name), part.spec)
+                check_spaces(directory.policy_folder(name), part.spec)
             why = run.resume(path, checkpoint.state, {name: model.weights for name, model in weights.items()})
         else:
-            _check_spaces(directory, training.spec)
+            check_spaces(directory, training.spec)
             why = run.resume(path, checkpoint.state, checkpoint.weights)
         _ = run.directory  # from now on it is this process's
         return why
@@ -697,25 +650,6 @@ class Experiment:
     def close(self) -> None:
         if self._run is not None:
             self._run.close()
-
-
-def _describe(directory: RunDir, made: Any, training: Any) -> None:
-    """Write down what a policy is: enough to serve it. `made`: from what, an Experiment or a Setup."""
-    directory.write_spec(training.spec)
-    policy = make_policy(made.algo, made.config["algo"], training.spec)
-    about = {"algorithm": made.config["run"].algorithm}
-    directory.write_policy(about | describe_policy(policy, training.model))
-
-
-def _check_spaces(directory: RunDir, spec: EnvSpec) -> None:
-    """Refuse to go on in another environment than that of a run."""
-    trained_on = EnvSpec.from_json(directory.read_json("spec.json"))
-    if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
-        trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
-    if trained_on != spec:
-        raise CheckpointError(
-            f"{directory.path}: the environment has other spaces than at training time; resume needs the same ones"
-        )
 
 
 def torch_engine(path: Path, step: int, trust: Answer = False) -> tuple[Any, Any]:

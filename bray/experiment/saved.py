@@ -9,17 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bray.algos import ALGORITHMS, get_algo, make_policy
 from bray.config import ConfigSource, Resolved, parse_yaml
 from bray.config.secrets import HIDDEN, give_again
-from bray.errors import BrayError, CheckpointError
+from bray.errors import BrayError, CheckpointError, ConfigError
 from bray.named import in_script
-from bray.rundir import RunDir
+from bray.rundir import PolicyDir, RunDir
 from bray.rundir.trust import Answer, When, check, named, named_by_launch
 from bray.serving.access import TOKEN
 from bray.spec import EnvSpec
 from bray.train.device import resolve_device
 from bray.train.fit import AUTO
-from bray.train.local import threads_for
+from bray.train.local import describe_policy, threads_for
+from bray.train.policies import keys_of, of_policy
 from bray.train.setup import PLAIN, Check, set_up
 
 
@@ -114,3 +116,47 @@ def made_from(path: Path | None) -> Iterator[None]:
             f"{path}: what its config.yaml describes cannot be made here ({type(e).__name__}: {str(e)[:200]}). "
             "`--debug` shows where"
         ) from e
+
+
+def saved_policies(
+    directory: RunDir, saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, trust: Answer
+) -> dict[str, tuple[Sequence[ConfigSource], Check]]:
+    """What each policy of a run is made of, with what the caller changes, and the check that is left."""
+    if isinstance(directory, PolicyDir):
+        raise ConfigError(
+            f"{directory.path} is one policy of a run: resume the run, or start one of this policy's own with its "
+            f"weights (--init-from {directory.path})"
+        )
+    if any(keys_of(source) & {"policies", "policies_to_train"} for source in sources):
+        raise ConfigError(
+            "a run keeps its policies, and which of them learn, when it is resumed: leave out policies and "
+            "policies_to_train. A new run can start with their weights (init_from of each)"
+        )
+    found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
+    run = saved.values.get("run") or {}
+    for name in run.get("policies") or {}:
+        own = directory.policy_folder(name)
+        mine = with_secrets(read_config(own))
+        algo = get_algo(run["algorithm"]) if sources and run["algorithm"] in ALGORITHMS else None
+        changes = [of_policy(mine, source, run["algorithm"], algo) for source in sources]
+        found[name] = changed_by(mine, changes, env, trust_check(own, trust, When, env))
+    return found
+
+
+def write_about(directory: RunDir, made: Any, training: Any) -> None:
+    """Write down what a policy is: enough to serve it. `made`: from what, an Experiment or a Setup."""
+    directory.write_spec(training.spec)
+    policy = make_policy(made.algo, made.config["algo"], training.spec)
+    about = {"algorithm": made.config["run"].algorithm}
+    directory.write_policy(about | describe_policy(policy, training.model))
+
+
+def check_spaces(directory: RunDir, spec: EnvSpec) -> None:
+    """Refuse to go on in another environment than that of a run."""
+    trained_on = EnvSpec.from_json(directory.read_json("spec.json"))
+    if trained_on.id != spec.id:  # the caller's own, which need not say how long its episodes are
+        trained_on = replace(trained_on, id=spec.id, max_episode_steps=spec.max_episode_steps)
+    if trained_on != spec:
+        raise CheckpointError(
+            f"{directory.path}: the environment has other spaces than at training time; resume needs the same ones"
+        )

@@ -20,7 +20,7 @@ from bray.rundir.checkpoints import safe_name
 from bray.train.config import RunConfig
 from bray.train.driver import Driver
 from bray.train.local import LocalTraining
-from bray.train.setup import Check, Setup, set_up
+from bray.train.setup import Check, Setup, is_object, set_up
 
 _OF_RUN = ("policies", "policies_to_train")
 _BEGINS = ("init_from", "init_map", "init_partial")
@@ -47,15 +47,27 @@ def algorithm_of(policy: Any) -> Any:
 
 
 def set_up_policies(
-    run: RunConfig, algo: Any, env: Any, sources: Sequence[ConfigSource], use_preset: bool, check: Check | None
+    of_run: Setup, env: Any, sources: Sequence[ConfigSource], use_preset: bool, check: Check | None
 ) -> dict[str, Setup]:
     """A complete setup for each of `run.policies`: that of a run of its own, with what the run's sources say, and over
     it what they say of this policy. Keys of the run's algorithm are for policies with that algorithm."""
-    unknown = [name for name in run.policies_to_train or () if name not in run.policies]
-    if unknown:
+    run: RunConfig = of_run.config["run"]
+    if not run.policies:
+        return {}
+    if of_run.live or "data" in of_run.config.sections:
+        raise ConfigError("run.policies: several policies learn in an environment, not from live games or files")
+    if is_object(of_run.env):
+        raise ConfigError("run.policies: an environment given as an object is there only once: give its class")
+    for key in ("eval_parallel", "video_freq"):
+        if getattr(run, key):
+            raise ConfigError(
+                f"run.{key} is for a run with one policy: leave it out; eval_freq evaluates several, and "
+                "`bray eval RUN_DIR/models/NAME --render` films one"
+            )
+    if unknown := [name for name in run.policies_to_train or () if name not in run.policies]:
         raise UnknownName("policy", unknown[0], run.policies, "run.policies_to_train")
     return {
-        name: _set_up(_checked_name(name), policy, run, algo, env, sources, use_preset, check)
+        name: _set_up(_checked_name(name), policy, run, of_run.algo, env, sources, use_preset, check)
         for name, policy in run.policies.items()
     }
 
