@@ -213,8 +213,9 @@ async def read_tcp(reader: asyncio.StreamReader) -> Reply:
 class Place:
     """The service under test, what is known of it and what went wrong."""
 
-    def __init__(self, port: int, secrets: bool, tcp: bool, disturb: bool):
-        self.port, self.secrets, self.tcp, self.disturb = port, secrets, tcp, disturb
+    def __init__(self, port: int, secrets: bool, tcp: bool, disturb: bool, pace: float = 0.0):
+        """pace: seconds between two messages of one client"""
+        self.port, self.secrets, self.tcp, self.disturb, self.pace = port, secrets, tcp, disturb, pace
         self.sent: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
         self.wrong: list[str] = []
@@ -252,6 +253,7 @@ class Stranger:
 
     async def live(self) -> None:
         while not self.place.over:
+            await asyncio.sleep(self.place.pace)
             try:
                 if self.number % 3 == 2:
                     await self._rude()
@@ -286,6 +288,7 @@ class Stranger:
                 self.place.statuses[reply.status] += 1
                 self._check(what, reply, allowed)
                 self._follow(kind, session, reply)
+                await asyncio.sleep(self.place.pace)
                 if reply.status == 413 or (tcp and reply.status in (400, 401) and what != "spoiled tick"):
                     return  # what ends a connection
 
@@ -536,14 +539,22 @@ async def disturb(service: Service, place: Place, seed: int, disk: Path | None) 
             await asyncio.sleep(rng.choice([0.5, 3.0, 12.0]))
             tell(worker, signal.SIGCONT)
         if how == "disk" and disk is not None:
-            filler = disk / "filler"
-            with contextlib.suppress(OSError), open(filler, "wb") as f:
-                while True:
-                    f.write(bytes(1 << 20))
+            fill(disk)
             await asyncio.sleep(10.0)
-            filler.unlink(missing_ok=True)
+            empty(disk)
             for old in sorted(disk.rglob("*.rec"), key=os.path.getmtime)[:-50]:
                 old.unlink(missing_ok=True)
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with contextlib.suppress(OSError), open(disk / "filler", "ab", buffering=0) as f:
+        while True:
+            f.write(bytes(1 << 20))
+
+
+def empty(disk: Path) -> None:
+    (disk / "filler").unlink(missing_ok=True)
 
 
 async def watch(service: Service, place: Place, args: argparse.Namespace, base: dict[str, float]) -> None:
@@ -646,6 +657,7 @@ def main() -> int:
     parser.add_argument("--disturb", action="store_true")
     parser.add_argument("--live", action="store_true", help="at `bray train --live` instead of `bray serve`")
     parser.add_argument("--seeds", type=int, default=5, help="with --live: from --seed on")
+    parser.add_argument("--pace", type=float, default=0.0, help="with --live --minutes: seconds between two messages")
     parser.add_argument("--log", help="file for what the service logs")
     parser.add_argument("options", nargs="*", help="for `bray serve`, after --: --tcp, or --session-secrets")
     args = parser.parse_args()
