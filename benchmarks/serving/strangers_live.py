@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -119,11 +120,10 @@ class Training:
     def close(self) -> int:
         """Its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        try:
-            return self.process.wait(60)
-        finally:
-            self.process.kill()
-            self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(60)
+        self.process.kill()
+        return self.process.wait()
 
 
 def page(admin: int) -> dict[str, Any]:
@@ -272,7 +272,12 @@ async def visit(
         began = time.monotonic()
         while not place.over:
             await asyncio.sleep(_LOOK_S)
-            said.update(await asyncio.to_thread(page, admin))
+            try:
+                said.update(await asyncio.to_thread(page, admin))
+            except OSError as e:
+                place.blame(f"/training was not answered: {e!r}")
+                place.over = leaving.over = len(place.wrong) >= 20 or not said
+                continue
             if not first and (said["game_return_median"] or 0.0) >= threshold:
                 first.update(steps=said["env_steps_total"], seconds=round(time.monotonic() - began, 1))
             leaving.over = leaving.messages >= messages
