@@ -29,7 +29,7 @@ TRAINING = {
     "ppo-lstm": ("PPO", "CartPole-v1", 25_000, {"use_lstm": True}),
     "a2c": ("A2C", "CartPole-v1", 40_000, {}),
     "dqn": ("DQN", "CartPole-v1", 12_000, {}),
-    "sac": ("SAC", "Pendulum-v1", 12_000, {}),
+    "sac": ("SAC", "Pendulum-v1", 12_000, {"learning_starts": 1000}),
     "ppo-workers": ("PPO", "CartPole-v1", 60_000, {"num_workers": 2}),
 }
 TURNS, WARM_UP = 20, 3  # in how many turns a training is made at most; the first ones are not counted

@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
     "a2c": trains("--run", "A2C", "--env", "CartPole-v1"),
     "dqn": trains(*_DQN, "n_step=1"),
     "dqn-prioritized": trains(*_DQN, "prioritized=true", "n_step=3"),
-    "sac": trains("--run", "SAC", "--env", "Pendulum-v1"),
+    "sac": trains("--run", "SAC", "--env", "Pendulum-v1", "learning_starts=1000"),  # its default has changed
     "ppo-workers": trains(*_PPO, "--num-workers", "2"),
     "a2c-workers": trains("--run", "A2C", "--env", "CartPole-v1", "--num-workers", "2"),
     "ppo-resume": resumes(*_PPO),

@@ -24,13 +24,13 @@ SLOW_ROUND_MS = 1.0
 """A step of all environments from which it pays to play while the learner learns."""
 CENTRAL_FLOPS = 1e6
 """Of the forward of a row, from which a worker's core takes longer for it than for a question."""
-GPU_GAIN = 1.5
+GPU_GAIN = 1.3
 """A GPU has to be so much faster by the estimate below: its times for small work vary most."""
 _CORE_FLOPS, _GPU_FLOPS = 2.5e10, 1e13
 """Products of float32 per second, as they are reached in updates of a few hundred rows."""
 _SHARED = 0.5  # of a core's speed, where an update uses several
 _CALL_S = {"cpu": 3e-5, "cuda": 1.5e-4}  # a forward without its arithmetic: on a GPU a copy there and one back
-_STEP_S = {"cpu": 2e-4, "cuda": 5e-4}  # a recorded gradient step without its arithmetic
+_STEP_S = {"cpu": 4e-4, "cuda": 5e-4}  # a recorded gradient step without its arithmetic
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,8 @@ def test_wrong_words_are_refused():
         _ = bray.Experiment("PPO", "CartPole-v1", device="gpu").training
 
 
-def test_a_policy_trained_on_a_gpu_acts_without_one(tmp_path):
+def test_a_policy_trained_on_a_gpu_acts_without_one(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     exp = bray.Experiment("PPO", "CartPole-v1", path=tmp_path / "run", use_preset=False, **SHORT)
     list(exp.train({"training_iteration": 1}))
     exp.close()
