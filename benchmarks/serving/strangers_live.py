@@ -37,20 +37,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.serving.strangers import (
+from benchmarks.serving.stranger_clients import (
     MESSAGE_TIMEOUT_S,
     OK,
-    ROOT,
     TOKEN,
     WRONG,
     Place,
     Stranger,
-    empty,
-    fill,
     http,
     read_http,
-    small_disk,
 )
+from benchmarks.serving.strangers import ROOT, empty, fill, small_disk
 
 THRESHOLD = 7.5
 """Of eight ticks, each worth 1; chance is 4."""

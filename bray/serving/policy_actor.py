@@ -51,7 +51,9 @@ class TickMessage(msgspec.Struct):
 
 
 class _StrictMessage(TickMessage, forbid_unknown_fields=True):
-    pass
+    """Of who learns: the reward is read with the rest, in one pass."""
+
+    reward: float | int | str | bool | None | msgspec.UnsetType = msgspec.UNSET  # type: ignore[assignment]
 
 
 class Opening(msgspec.Struct):
@@ -148,7 +150,9 @@ class BasePolicyAgent(Agent):
         data, strict = state.unread(), self.model.strict
         if data is not None:
             try:
-                tick = (_read_strictly if strict else _read_tick)(data)
+                if strict:
+                    return _read_strictly(data)
+                tick = _read_tick(data)
                 if tick.reward is not msgspec.UNSET:
                     tick.reward = _read_reward(tick.reward)
                 return tick
@@ -175,7 +179,9 @@ class BasePolicyAgent(Agent):
     def on_tick(self, state: Any) -> Awaitable[None]:
         # no coroutine, which would need a task for every tick
         try:
-            seen = Observed(*self.observe(state))
+            seen = self.observe(state)
+            if type(seen) is not Observed:  # an observe of a user's own
+                seen = Observed(*seen)
             if not self.model.warm:
                 return self._first_tick(state, seen)
             return self._ask(state, seen, *self.model.observations.read(seen.obs, seen.mask))
@@ -465,6 +471,8 @@ def _refusal(error: DataError) -> Refusal:
 
 
 def _number(reward: Any, largest: float) -> float:
+    if type(reward) is float and abs(reward) <= largest and largest <= _LARGEST:
+        return reward
     try:
         number = math.nan if isinstance(reward, (str, bool)) else float(reward)
     except (TypeError, ValueError, OverflowError):

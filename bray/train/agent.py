@@ -115,7 +115,7 @@ class ActingModel:
         turn = self._turns.get(loop)
         if turn is None:
             turn = self._turns[loop] = TickBatcher(self, loop)
-        return turn.ask(agent, state)
+        return turn.add((agent, state))
 
     def make_rows(self) -> SessionRows:
         """Of one session."""
@@ -251,9 +251,8 @@ class TickBatcher(Collector):
         self._seen = 0  # ticks that waited when we last looked
         self._running: set[asyncio.Task[None]] = set()
 
-    def ask(self, agent: BasePolicyAgent, state: Any) -> asyncio.Future[None]:
-        """Done when the State is filled, by `agent.decided`."""
-        return self._add((agent, state))
+    add = Collector._add
+    """An agent and its State -> a future, done when the State is filled by `agent.decided`."""
 
     def _flush(self) -> None:
         assert self._loop is not None

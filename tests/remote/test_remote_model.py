@@ -717,6 +717,23 @@ def test_onnx_answers_as_torch_does_and_takes_new_weights(mode, tolerance, tmp_p
 
 @inside
 @pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_workers": 1}, "there is no Ray cluster"),
+        ({"num_workers": 0}, "num_workers is 0"),
+        ({"num_workers": 2, "local_mode": True}, "local_mode is set"),
+        ({"num_workers": 1, "gpus_per_worker": 0}, None),
+    ],
+)
+def test_gpus_that_no_worker_takes_are_said_to_have_no_effect(settings, said, caplog):
+    RemoteModel("m", Scale(), (X,), **({"gpus_per_worker": 2} | settings))
+    lines = [r.getMessage() for r in caplog.records if "has no effect" in r.getMessage()]
+    assert len(lines) == (said is not None)
+    assert said is None or lines[0].startswith(f"model m: gpus_per_worker=2 has no effect: {said}")
+
+
+@inside
+@pytest.mark.parametrize(
     ("mode", "broken", "engine"),
     [("train", "float32", "torch"), ("infer", "float32", "torch"), ("quantize", "int8", "constant")],
 )
