@@ -53,7 +53,7 @@ class TickMessage(msgspec.Struct):
 class _StrictMessage(TickMessage, forbid_unknown_fields=True):
     """Of who learns: the reward is read with the rest, in one pass."""
 
-    reward: float | int | str | bool | None | msgspec.UnsetType = msgspec.UNSET  # type: ignore[assignment]
+    reward: float | int | str | bool | msgspec.UnsetType | None = msgspec.UNSET  # type: ignore[assignment]
 
 
 class Opening(msgspec.Struct):

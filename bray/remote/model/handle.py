@@ -300,8 +300,8 @@ def _start(definition: Definition, module: Any, weights: Mapping[str, np.ndarray
             if definition.gpus_per_worker:
                 why = "local_mode is set" if definition.local_mode else "num_workers is 0"
                 logger.warning(
-                    "model %s: gpus_per_worker=%g has no effect: %s, so the process that asks does the forwards itself, "
-                    "on its CPU",
+                    "model %s: gpus_per_worker=%g has no effect: %s, so the process that asks does the forwards "
+                    "itself, on its CPU",
                     name, definition.gpus_per_worker, why if definition.is_local else "there is no Ray cluster",
                 )  # fmt: skip
             return
