@@ -66,11 +66,14 @@ def numbers_of_a_run():
 
 
 def a_row_of(name, path):
-    """The first result row of a small training, on whichever of two environments the algorithm takes."""
+    """The first result row of a small training, on whichever of three environments the algorithm takes."""
     algo = get_algo(name)
     config = {"rollout_length": 8, "minibatches": 2, "learning_starts": 990, "train_every": 5, **PER}
     config = {k: v for k, v in config.items() if hasattr(algo.Config(), k)} | {"eval_freq": 1, "eval_episodes": 2}
-    env = "CartPole-v1" if "discrete" in action_spaces(algo) else "Pendulum-v1"
+    kinds = action_spaces(algo)
+    env = "CartPole-v1" if "discrete" in kinds else "Pendulum-v1" if "box" in kinds else "bray.envs.agent_games:TwoStep"
+    if "TwoStep" in env:
+        config["teams"] = {"team": ["a", "b"]}
     exp = Experiment(name, env, use_preset=False, path=path, config=config)
     (row,) = exp.train(stop={"training_iteration": 1})
     exp.close()
