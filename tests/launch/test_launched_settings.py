@@ -18,11 +18,12 @@ from tests.ray_for_tests import opened
 from tests.trainer_for_tests import Given, MemoryModel, Regression, learner_drive, setup_of, transitions
 
 CONTINUOUS = ("SAC", "CrossQ", "DDPG", "TD3")
+TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_launched_with_the_settings_of_bray_train(name):
-    env = "Pendulum-v1" if name in CONTINUOUS else "CartPole-v1"
+    env = "Pendulum-v1" if name in CONTINUOUS else TEAMS.get(name, "CartPole-v1")
     launched, local = algo_setup({"algorithm": name, "env": env}).resolved, bray.Experiment(run=name, env=env).config
     for section in ("algo", "model"):
         assert vars(launched[section]) == vars(local[section]), section
