@@ -185,7 +185,12 @@ class Experiment:
             config, choice = settle(setup.algo, setup.config, partial(env_spec, setup.config["env"]))
             self.policies[name] = replace(setup, config=config)
             logger.info("auto: %s: %s", name, choice)
-        if not self.policies:
+        if self.policies:  # of the run as a whole, what holds for its first policy is said
+            first = next(iter(self.policies.values())).config["run"]
+            chosen = {key: getattr(first, key) for key in ("device", "num_workers", "inference")}
+            sections = {**self.config.sections, "run": replace(self.config["run"], **chosen)}
+            self.config = replace(self.config, sections=sections)
+        else:
             self.config, self.choice = settle(self.algo, self.config, self.spec_of, plays)
         self._settled = True
 
