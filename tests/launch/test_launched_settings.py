@@ -24,7 +24,8 @@ TEAMS = dict.fromkeys(("QMIX", "VDN"), "bray.envs.agent_games:TwoStep")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_is_launched_with_the_settings_of_bray_train(name):
     env = "Pendulum-v1" if name in CONTINUOUS else TEAMS.get(name, "CartPole-v1")
-    launched, local = algo_setup({"algorithm": name, "env": env}).resolved, bray.Experiment(run=name, env=env).config
+    told = {"id": env, **({"teams": {"team": ["a", "b"]}} if name in TEAMS else {})}
+    launched, local = algo_setup({"algorithm": name, "env": told}).resolved, bray.Experiment(run=name, env=env).config
     for section in ("algo", "model"):
         assert vars(launched[section]) == vars(local[section]), section
     assert any((a, e) == (name, env) for a, e, _ in presets()), "a preset, so that this test can fail"
