@@ -223,7 +223,7 @@ def test_policies_that_do_not_train_stay_as_they_are(tmp_path):
 
 def test_each_policy_is_used_by_its_directory(tmp_path, bray_cli):
     code, out = bray_cli(
-        "train", "--env", "CartPole-v1", "--policies", "first=PPO,second=DQN", "--steps", 300, "--no-preset",
+        "train", "--env", "CartPole-v1", "--policies", "first=PPO,second=DQN", "--steps", 1500, "--no-preset",
         "--project", tmp_path, "--trial", "r", "--eval-freq", 1, "--eval-episodes", 2,
         "--config", json.dumps({**QUIET, **SMALL}),
     )  # fmt: skip
