@@ -298,11 +298,11 @@ def _start(definition: Definition, module: Any, weights: Mapping[str, np.ndarray
         cluster.start(f"model/{name}", Keeper, definition, ref, cluster.put(dict(weights)), step, node=head)
         if definition.is_local or cluster.kind == "local":
             if definition.gpus_per_worker:
-                why = "local_mode is set" if definition.local_mode else "num_workers is 0"
+                local = "local_mode is set" if definition.local_mode else "num_workers is 0"
                 logger.warning(
                     "model %s: gpus_per_worker=%g has no effect: %s, so the process that asks does the forwards "
                     "itself, on its CPU",
-                    name, definition.gpus_per_worker, why if definition.is_local else "there is no Ray cluster",
+                    name, definition.gpus_per_worker, local if definition.is_local else "there is no Ray cluster",
                 )  # fmt: skip
             return
         with ThreadPoolExecutor(definition.num_workers) as pool:
