@@ -74,13 +74,15 @@ RLLIB = {
     **{"num_workers": 8, "num_gpus": 0.2, "num_cpus_per_worker": 1, "num_gpus_per_worker": 0, "num_envs_per_worker": 4},
     **{"lr": 0.01, "gamma": 0.85, "env": "CartPole-v1", "env_config": {}, "log_level": "DEBUG", "monitor": True},
     **{"output": "/tmp/debug", "output_compress_columns": [], "input": "sampler", "input_evaluation": []},
-    **{"multiagent": {}, "policy_graphs": {}, "policy_mapping_fn": 0, "policies_to_train": [], "callbacks": []},
+    **{"multiagent": {}, "policy_graphs": {}, "policy_mapping_fn": 0, "policies_to_train": ["first"], "callbacks": []},
     **{"resources_per_trial": {}, "ignore_worker_failures": False, "horizon": 9, "soft_horizon": True},
     **{"clip_rewards": True, "clip_actions": True, "preprocessor_pref": "rllib", "evaluation_interval": 1},
     **{"evaluation_num_episodes": 1, "evaluation_config": {}, "custom_resources_per_worker": {}},
     **{"num_cpus_for_driver": 1, "sample_batch_size": 200, "train_batch_size": 200, "batch_mode": "truncate_episodes"},
     "optimizer": "adam",
 }
+_BESIDE = {"policies_to_train": {"policies": {"first": "DQN", "second": "PPO"}}}
+"""What a key of RLlib goes with."""
 RLLIB_MODEL = {
     **{"conv_filters": None, "conv_activation": "relu", "fcnet_activation": "tanh", "fcnet_hiddens": [256, 256]},
     **{"free_log_std": False, "squash_to_range": False, "use_lstm": False, "max_seq_len": 20, "lstm_cell_size": 256},
@@ -177,7 +179,8 @@ def answers(folder: Path):
         for name in names.split():
             yield given(page, f"--run {name}", ConfigSource("--run", {}), name)
     for key, value in RLLIB.items():
-        yield given("RLlib", key, parse_json(json.dumps({key: value})), "A2C" if key == "optimizer" else "DQN")
+        source = parse_json(json.dumps(_BESIDE.get(key, {}) | {key: value}))
+        yield given("RLlib", key, source, "A2C" if key == "optimizer" else "DQN")
     for key, value in RLLIB_MODEL.items():
         yield given("RLlib", f"model.{key}", parse_json(json.dumps({"model": {key: value}})))
     for group, keys in JOYRL.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 _EPSILON = "epsilon={kind: exp, start: 0.95, end: 0.01, decay: 500} (or kind: linear with steps)"
 _ONE_RUN = "one command is one run, and nothing compares runs while they train"
-_ONE_POLICY = "a run trains one policy; agents of a launch file may have a model each"
+_POLICIES = "policies={first: PPO, second: DQN}, each in its own environments; env.teams joins the agents of one game"
+_TEAMS = "agents of one game train as a team, by QMIX, VDN or any algorithm for its actions: env.teams={team: [a, b]}"
 _SOCKETS = "processes find each other by themselves, and nothing is exchanged in files"
 _ITSELF = "`bray train --num-workers N` and `bray launch` start the processes of a run themselves"
 _RAY = "a Ray cluster is taken as `ray start` made it"
@@ -132,11 +133,9 @@ ELSEWHERE: dict[str, str] = {
     "num_cpus_for_driver": "threads",
     "custom_resources_per_worker": "not here: workers ask for num_cpus_per_worker and num_gpus_per_worker alone",
     "resources_per_trial": f"not here: {_ONE_RUN}; num_workers and num_cpus_per_worker say what it takes",
-    "multiagent": f"not here: {_ONE_POLICY}",
-    "policy_graphs": f"not here: {_ONE_POLICY}",
-    "policies": f"not here: {_ONE_POLICY}",
-    "policy_mapping_fn": f"not here: {_ONE_POLICY}",
-    "policies_to_train": f"not here: {_ONE_POLICY}",
+    "multiagent": _POLICIES,
+    "policy_graphs": _POLICIES,
+    "policy_mapping_fn": f"not here: {_TEAMS}",
     # JoyRL
     "render_mode": "`bray eval RUN_DIR --render` (a film) or `--render human` (a window)",
     # nerveX
@@ -168,7 +167,7 @@ ELSEWHERE: dict[str, str] = {
     "--run drqn": "--run R2D2, which is DQN with a memory",
     "--run recurrentppo": "--run PPO use_lstm=true",
     "--run a3c": "--run A2C, which waits for its workers, or --run IMPALA, which does not",
-    **{f"--run {name}": f"not here: {_ONE_POLICY}" for name in ("coma", "atoc", "maddpg")},
+    **{f"--run {name}": f"not here: {_TEAMS}" for name in ("coma", "atoc", "maddpg")},
     "--num-samples": "--seed 0 --seed 1 ...: one run for each",
     "--local-dir": "--project DIR",
     "--experiment-name": "--trial NAME",

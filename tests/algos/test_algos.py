@@ -296,7 +296,7 @@ def test_a_loss_has_the_scale_of_its_rows_whatever_they_divide_into(rows, pieces
     columns = dict.fromkeys(("logp", "value", "advantage", "target", "weight"), np.ones(rows, np.float32))
     packed = to_torch(pack(columns, pieces), torch.device("cpu"))
     for index in minibatches(np.random.default_rng(0), rows, pieces):
-        minibatch = unpack(take(packed, torch.from_numpy(index)), piece_size(rows, pieces))
+        minibatch = unpack(take(packed, index), piece_size(rows, pieces))
         assert float(minibatch["weight"].sum()) == pytest.approx(1.0)
 
 
@@ -380,8 +380,8 @@ def test_an_algorithm_is_known_as_other_libraries_write_it(given, ours):
 def test_a_name_that_is_ours_with_an_option_is_answered_with_it():
     with pytest.raises(UnknownName, match=r"In Bray it is --run DQN dueling=true\."):
         get_algo("Dueling_DQN")
-    with pytest.raises(UnknownName, match="It is not here, because a run trains one policy"):
-        get_algo("Q-Mix")
+    with pytest.raises(UnknownName, match="It is not here, because agents of one game train as a team, by QMIX"):
+        get_algo("MADDPG")
 
 
 # --- small problems ---------------------------------------------------------------------------------------------------

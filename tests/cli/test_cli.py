@@ -179,7 +179,8 @@ def test_debug_shows_the_traceback(capsys):
 def test_algos_lists_what_each_can_do(capsys):
     assert main(["algos"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.split()}
-    assert "rollouts     discrete, multi-discrete, box, dict/tuple  clipped policy optimisation" in lines["PPO"]
+    assert re.search(r"rollouts +discrete, multi-discrete, box, dict/tuple,.* clipped policy opti", lines["PPO"])
+    assert re.search(r"replay +teams +Q-learning for a team", lines["QMIX"])
     assert re.search(r"replay +discrete +double Q-learning", lines["DQN"])
     assert re.search(r"replay +box +soft actor-critic", lines["SAC"])
 
