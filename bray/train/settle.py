@@ -202,7 +202,9 @@ def _step_of(env: EnvConfig) -> tuple[float, bool, dict[str, Any]]:
     declared, or where nothing could follow from it."""
     source = Builder.of(env).source
     declared = env.step_ms if env.step_ms is not None else source.step_ms
-    alone = env.num_envs == 1 or cores() == 1 or source.single or env.vector not in ("auto", "subprocess")
+    alone = env.num_envs == 1 or cores() == 1 or source.single
+    # With processes or a step_timeout asked for, the environment may be one that hangs or ends the process it runs in.
+    alone = alone or env.vector != "auto" or env.step_timeout is not None or bool(env.per_env)
     if declared is not None or alone or of_tensors(source) or why_not_native(env, source, None) is None:
         return declared or 0.0, False, {}
     file, key = steps_file(), _key(env)
