@@ -166,8 +166,8 @@ HARMLESS = {
     """,  # init_from: of a run that begins; one that was written never looks at it again; policies: each has a
     # config.yaml of its own
     "env": """
-        vector num_envs num_processes step_ms drop_obs max_episode_steps action_bounds frame_stack flatten_obs atari
-        clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout
+        vector num_envs num_processes step_ms teams drop_obs max_episode_steps frame_stack flatten_obs atari
+        action_bounds clip_rewards normalize_rewards check max_restarts step_timeout wait_num step_wait_timeout
     """,
     "model": """
         fcnet_hiddens fcnet_activation conv_filters conv_activation conv_features dim zero_mean free_log_std

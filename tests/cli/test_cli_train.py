@@ -81,9 +81,10 @@ def test_a_run_says_what_runs_and_what_it_left(tmp_path, capsys):
     path = tmp_path / "t"
     lines = out.splitlines()
     assert lines[0] == "PPO on CartPole-v1 · 2 envs (in process) · cpu, 1 thread · seed 4"
-    assert lines[1].startswith("settings   preset cartpole_ppo ")
-    assert lines[2] == "stops      at training_iteration 3"  # the preset's goal is not the user's
-    assert lines[3] == f"writes to  {path}"
+    assert lines[1].startswith("auto       device=cpu, 2 environments in this process: ")
+    assert lines[2].startswith("settings   preset cartpole_ppo ")
+    assert lines[3] == "stops      at training_iteration 3"  # the preset's goal is not the user's
+    assert lines[4] == f"writes to  {path}"
     assert any(re.match(r"iter 1  steps \d+  [\d,]+/s ", line) for line in lines)
     assert any(line.startswith("reached training_iteration 3 after ") for line in lines)
     for label, file in (

@@ -231,7 +231,7 @@ def test_native_environments_of_every_worker_play_episodes_of_their_own():
         )
         player = Sampler(plan)
         weights = {k: v.numpy() for k, v in player.model.state_dict().items()}
-        seen.append(player.play(weights, Clock(), Moments()).piece.obs[0])
+        seen.append(player.play(weights, Clock(), Moments()).pieces[0].obs[0])
         player.close()
     assert (seen[0] != seen[1]).any(-1).all()
 
