@@ -52,7 +52,7 @@ TASKS: dict[str, tuple[str, str, int]] = {
 
 
 def play(env_id: str, act: Any, episodes: int = EPISODES) -> list[float]:
-    """The returns of so many episodes, the same ones for all."""
+    """The returns of `episodes` episodes, the same ones for all."""
     env, returns = make_env(env_id), []
     for i in range(episodes):
         obs, _ = env.reset(seed=FIRST_SEED + i)

@@ -3,7 +3,7 @@
 python -m benchmarks.learning.early --table FILE ...
 
 How soon SAC, TD3 and CrossQ learn with their shipped defaults, beside those of Stable-Baselines3: each run is a process
-with one thread that plays EPISODES greedy episodes, on seeds that no training saw, after so many environment steps.
+with one thread that plays EPISODES greedy episodes, on seeds that no training saw, after each number of --at.
 One JSON line per run goes to standard output, the table of all to standard error; --table makes it of lines that were
 kept. SB3 runs where this Python can import it (that of benchmarks/install_peers.sh can, with --only sb3); its SAC
 stands beside our CrossQ too.

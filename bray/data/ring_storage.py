@@ -250,7 +250,7 @@ class RingStorage:
         if (ends & flags[2]).any():
             raise DataError(_AFTER_END.format(env=0))
         slots = (self.steps + np.arange(rows)) % self.rows
-        if (leave := self.steps + rows - self.window - 1) > 0:  # those that are too old, where there are so many
+        if (leave := self.steps + rows - self.window - 1) > 0:  # rows that are older than the window
             leaving = slots[max(0, rows - leave) :]
             self._count -= int(np.count_nonzero((self._flags[leaving] & ELIGIBLE_MASK) == ELIGIBLE))
         for column, value in writes:
