@@ -12,7 +12,7 @@ with the strangers. What must hold:
 
 With --minutes: one such training for so long, whose learner raises now and then and whose disk (a small one that is
 mounted for it, which takes root) is full now and then. The honest games see no error, and the memory at the end is
-within 5 % of that at minute 15. --pace 0.1: everybody waits so many seconds between two messages.
+within 5 % of that at minute 15. --pace 0.1: every client waits 0.1 s between messages.
 One JSON line for each run. Exit code 1: something did not hold.
 """
 

@@ -46,8 +46,8 @@ class TwoStep(MultiAgentEnv):
 
 class Hunt(MultiAgentEnv):
     """Hunters on a line look for berries, and a pit kills who falls into it. A berry pays its finder 1 and grows again
-    elsewhere; the dead get nothing, and the game goes on without them until all are dead or `length` steps are over.
-    With `returns` a dead hunter is back after so many steps. Walking out of the line is illegal (`action_mask`)."""
+    elsewhere; the dead get nothing. The game ends when all are dead, or after `length` steps. A dead hunter comes back
+    `returns` steps later, where that is given. Walking out of the line is illegal (`action_mask`)."""
 
     MOVES = (-1, 0, 1)
 

@@ -34,7 +34,7 @@ class AgentsCheck:
         self._specs: dict[str, EnvSpec] = {}
 
     def play(self, steps: int) -> list[Any]:
-        """Random play of so many steps; returns what happened, to be compared with a second time."""
+        """Play `steps` random steps; returns what happened, to be compared with a second time."""
         self._read_spaces()
         trace: list[Any] = []
         episode, t = 0, 0

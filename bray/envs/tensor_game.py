@@ -84,7 +84,7 @@ class Game:
         return self.see(self.state), reward.float(), terminated, truncated, {}
 
     def get_state(self) -> dict[str, Any]:
-        """Tensors; `set_state` goes on from them."""
+        """All that the next step depends on, as tensors: what `set_state` takes."""
         return {"state": self.state, "steps": self.steps, "dead": self.dead, "random": self.random}
 
     def set_state(self, state: dict[str, Any]) -> Any:

@@ -1,5 +1,5 @@
-"""Rows of samples as columns: on their way to a shard (a PendingBatch, with the receipt that whoever pushed it may wait
-for), in the queue of a shard and on their way to a consumer (a Chunk); and the shard as both sees it, a Port."""
+"""Rows of samples as columns: on their way to a shard (a PendingBatch, with the receipt that its sender may wait
+for), in the queue of a shard and on their way to a consumer (a Chunk); and the shard as both sides see it, a Port."""
 
 from __future__ import annotations
 
