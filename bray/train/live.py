@@ -63,7 +63,7 @@ COLUMNS = 8
 PIECE = 32
 """Ticks of a game that are learnt from together, at most."""
 _PUBLISH_EVERY = 0.02  # seconds: a learner of small steps makes hundreds of versions in that time
-_AGAIN = 0.02
+_LOOK_AGAIN_S = 0.5  # where a learner makes room without taking pieces
 _NAMES = 10_000
 
 
@@ -118,6 +118,7 @@ class LiveSource(Source):
         self._learnt: list[int] = []  # and of the last one
         self._passed = 0.0  # size of the largest reward that was learnt from
         self._news = threading.Condition()
+        self._held: list[asyncio.Future[None]] = []  # pushes that wait for room; each in the service's loop
         self._closing = False
         self._laps = Laps()
         self._model = copy.deepcopy(side.model).cpu().eval()
@@ -200,11 +201,27 @@ class LiveSource(Source):
         self._names[int(piece.stream[0])] = session
         key = int(piece.stream[0]) if int(np.max(piece.start)) >= BEGINS else NEW
         until = time.monotonic() + self.live.wait_s
-        while self._full(key, piece.length) and not self._closing and time.monotonic() < until:
-            await asyncio.sleep(_AGAIN)
+        while self._full(key, piece.length) and not self._closing and (left := until - time.monotonic()) > 0:
+            await self._room(min(left, _LOOK_AGAIN_S))
         with self._news:
             self.queue.put(key, piece, counts)
             self._news.notify()
+
+    async def _room(self, seconds: float) -> None:
+        """Wait until the learner has taken pieces."""
+        loop = asyncio.get_running_loop()
+        taken = loop.create_future()
+        timer = loop.call_later(seconds, _wake, [taken])
+        self._held.append(taken)
+        try:
+            await taken
+        finally:
+            timer.cancel()
+
+    def _wake_held(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            held[0].get_loop().call_soon_threadsafe(_wake, held)
 
     def end(self, stream: int) -> None:
         with self._news:
@@ -231,6 +248,8 @@ class LiveSource(Source):
                 self._news.wait(timeout)
                 came = self.queue.take()
             self._laps.lap("idle")
+        if came:
+            self._wake_held()
         pieces, counts = [], Counts()
         for piece, more, key in came:
             game = key if piece is None else int(piece.stream[0])  # type: ignore[index]
@@ -313,6 +332,7 @@ class LiveSource(Source):
         """End the service: whoever still plays gets an error, nobody waits for the learner any more."""
         self._closing = True
         if self.server is not None:
+            self._wake_held()
             self.server.close()
             self.server = None
 
@@ -341,6 +361,12 @@ class LiveEngine:
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         self.engine.set_weights(weights)
+
+
+def _wake(held: list[asyncio.Future[None]]) -> None:
+    for taken in held:
+        if not taken.done():
+            taken.set_result(None)
 
 
 def _rows_of(experience: Experience) -> int:

@@ -2,6 +2,7 @@
 same games."""
 
 import asyncio
+import dataclasses
 import contextlib
 import copy
 import gc
@@ -1028,3 +1029,27 @@ def test_live_config_is_checked():
         Experiment(run="PPO", live=True, obs="float32[2]", actions=2, normalize_rewards=True).training  # noqa: B018
     with pytest.raises(ConfigError, match="wait_s"):
         Experiment(run="PPO", live=True, obs="float32[2]", actions=2, wait_s=7)
+
+
+def test_a_push_that_waits_for_room_goes_on_when_the_learner_takes_pieces(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from bray.data.experience import Counts
+
+    monkeypatch.setattr("bray.train.live._LOOK_AGAIN_S", 1e6)
+
+    async def fill(source):
+        piece = SimpleNamespace(length=32, stream=[7], start=99, reward=np.ones((32, 1), np.float32))
+        while not source._full(7, 32):
+            await source.push(piece, Counts(32))
+        waits = asyncio.create_task(source.push(piece, Counts(32)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not waits.done()
+        source.gather()
+        await asyncio.wait_for(waits, 60)
+
+    with experiment(tmp_path / "run") as exp:
+        source = exp.training.source
+        source.live = dataclasses.replace(source.live, wait_s=1e6)
+        asyncio.run(fill(source))
