@@ -2,9 +2,9 @@
 same games."""
 
 import asyncio
-import dataclasses
 import contextlib
 import copy
+import dataclasses
 import gc
 import json
 import os
