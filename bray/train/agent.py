@@ -43,6 +43,8 @@ from bray.spec import ACTION_MASK, EnvSpec
 
 MAX_TICKS = 32
 """Ticks that are decided together at most; a row of a larger forward is hardly cheaper."""
+IDLE_TURNS = 3
+"""Turns of the loop that bring no tick, after which those that are there are decided."""
 
 
 class PieceSink(Protocol):
@@ -243,12 +245,15 @@ class TickBatcher(Collector):
     """Ticks that are asked about in the same turn of the loop, or while the model is busy, are decided together: one
     forward and one `act` for all.
     As long as each turn brings more of them, up to `MAX_TICKS`, we wait for another: games that play side by side then
-    stay together. A lone game waits for one turn that brings nothing, which is microseconds."""
+    stay together. So we do for a few turns that bring nothing, where more were decided together before: a forward costs
+    much, whatever its rows. A lone game waits for one turn, which is microseconds."""
 
     def __init__(self, model: ActingModel, loop: asyncio.AbstractEventLoop):
         super().__init__(MAX_TICKS, model.options.max_queue, model.options.max_wait_s)
         self._model, self._loop = model, loop
         self._seen = 0  # ticks that waited when we last looked
+        self._idle = 0  # turns since then that brought nothing
+        self._last = 0  # ticks that were decided together last
         self._running: set[asyncio.Task[None]] = set()
 
     add = Collector._add
@@ -259,19 +264,23 @@ class TickBatcher(Collector):
         self._asleep = False
         self._forget_timer()
         if self._seen < len(self._queue) < MAX_TICKS:
-            self._seen = len(self._queue)
-            self._loop.call_soon(self._flush)
+            self._seen, self._idle = len(self._queue), 0
+        elif self._idle < IDLE_TURNS and len(self._queue) < self._last:
+            self._idle += 1
         else:
             self._start()
+            return
+        self._loop.call_soon(self._flush)
 
     def _start(self) -> None:
         # as many forwards at once as the model has workers, and one on its way; more would only be smaller ones
         if len(self._running) > getattr(self._model.host, "num_workers", 0):
             return  # `_ended` goes on
-        self._asleep, self._seen = True, 0
+        self._asleep, self._seen, self._idle = True, 0, 0
         items = self._take(max(1, len(self._queue)))
         if not items:
             return
+        self._last = len(items)
         try:
             deciding = self._model.decide([item[1][1] for item in items])
             inputs = next(deciding)

@@ -98,7 +98,7 @@ class FairQueue:
         """Rows of one game that may wait."""
         if not self._fair:
             return math.inf
-        return max(2 * self.rows / min(SHARE, max(1, len(self._active()))), 2 * length)
+        return max(2 * self.rows / min(SHARE, max(1, len(self._active()))), 4 * length)
 
     def put(self, key: int, piece: Piece, counts: Counts) -> None:
         """`key`: of the game."""
