@@ -438,6 +438,11 @@ class EnvSpec:
     Model that acts nor a service does."""
     team: tuple[str, ...] = ()
     """The agents that are joined into this one (`env.teams`): row i of observations and actions is of the i-th."""
+    sides: dict[str, SideSpec] = field(default_factory=dict)
+    """Of a game of several agents (`bray/envs/table.py`): what each side sees and does. Not in files, which are of one
+    policy each."""
+    agents: tuple[str, ...] = ()
+    """Of such a game, by their numbers."""
 
     @cached_property
     def given(self) -> Space:
@@ -490,3 +495,13 @@ class EnvSpec:
             return EnvSpec(d["id"], observation, action, limit, done, state, team)
         except (KeyError, TypeError) as e:
             raise DataError(f"not an environment spec ({type(e).__name__}: {e})") from None
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """One side of a game of several agents."""
+
+    spec: EnvSpec
+    """Of one seat."""
+    seats: int
+    """Most agents of this side in one game."""

@@ -172,7 +172,8 @@ class Learner(rows.Learner):
                 "policy_loss": policy_loss,
                 "value_loss": value_loss,
                 "entropy": entropy,
-                "kl": change - ratio.log(),  # Schulman's low-variance estimate of KL(old, new)
+                # Schulman's low-variance estimate of KL(old, new); a row of weight 0 may hold what is illegal in it
+                "kl": change - torch.where(weight > 0.0, ratio, 1.0).log(),
                 "clip_fraction": (change.abs() > c.clip).float(),
                 "grad_norm": grad_norm,
             }

@@ -47,6 +47,8 @@ class Counts(NamedTuple):
     """(return, length) of each episode that ended, raw: a tuple of them, or an array `[n, 2]` where they are many."""
     dropped: int = 0
     """Rows that were dropped and will not be learnt from."""
+    agent_steps: int = 0
+    """Decisions of all agents, in games of several."""
 
 
 @dataclass

@@ -15,7 +15,8 @@ from bray.envs.missing import what_is_missing
 from bray.envs.multi_agent import MultiAgentEnv, adapt_agents
 from bray.envs.registry import EnvContext, EnvOrigin, resolve
 from bray.envs.spaces import spec_from_gym
-from bray.envs.teams import OneAgent, joined
+from bray.envs.table import ALL_ONE, Seating, Table
+from bray.envs.teams import OneAgent, Teams
 from bray.errors import BrayError, ConfigError, EnvError
 from bray.spec import EnvSpec
 
@@ -30,10 +31,14 @@ class Builder:
     worker_index: int = 0
     remote: bool = False
     """Whether the environments are made in another process than the one that steps the vector."""
+    seating: Seating = ALL_ONE
+    """Which policy decides for which agent of a game of several."""
 
     @staticmethod
-    def of(config: EnvConfig, render_mode: str | None = None, worker_index: int = 0) -> Builder:
-        return Builder(config, resolve(config), render_mode, worker_index)
+    def of(
+        config: EnvConfig, render_mode: str | None = None, worker_index: int = 0, seating: Seating | None = None
+    ) -> Builder:
+        return Builder(config, resolve(config), render_mode, worker_index, seating=seating or ALL_ONE)
 
     @property
     def name(self) -> str:
@@ -56,7 +61,7 @@ class Builder:
         if not isinstance(env, gym.Env) and not hasattr(env, "step"):
             raise EnvError(f"{self.name}: its creator returned {type(env).__name__}, which is not an environment")
         if (several := adapt_agents(env)) is not None:
-            env = joined(several, config.teams, self.name)
+            env = self._joined(several)
         elif config.teams:
             raise ConfigError(f"env.teams joins agents of a game of several, and {self.name} has one: leave it out")
         else:
@@ -77,6 +82,25 @@ class Builder:
         if config.max_episode_steps is not None:
             limit = config.max_episode_steps if config.max_episode_steps > 0 else None
         return env, limit
+
+    def _joined(self, game: MultiAgentEnv) -> gym.Env:
+        """A game of several agents as one environment: of a single agent where all are a team, else a table."""
+        config = self.config
+        game = Teams(game, config.teams) if config.teams else game
+        if len(game.possible_agents) == 1:
+            return OneAgent(game)
+        changed = ("drop_obs", "wrappers", "action_bounds", "frame_stack", "flatten_obs")
+        if found := [key for key in changed if getattr(config, key)]:
+            raise ConfigError(
+                f"env.{found[0]} changes what one agent sees or does, and {self.name} is a game of several "
+                f"({', '.join(game.possible_agents)}): leave it out, and wrap the game itself"
+            )
+        limit = config.max_episode_steps if (config.max_episode_steps or 0) > 0 else None
+
+        def make_spec(observation: Any, action: Any, global_state: bool, team: tuple[str, ...]) -> EnvSpec:
+            return spec_from_gym(self.name, observation, action, limit, self.preprocessing(), global_state, team)
+
+        return Table(game, self.seating, self.name, make_spec, config.check)
 
     def agents(self) -> MultiAgentEnv | None:
         """The game of several agents that this is, before they are joined; None for one of a single agent."""
@@ -131,15 +155,18 @@ class Builder:
     def spec_of(self, env: Any, limit: int | None) -> EnvSpec:
         """The EnvSpec of an environment made here."""
         inner = env.unwrapped
+        if isinstance(inner, Table):
+            spec = spec_from_gym(self.name, env.observation_space, env.action_space, limit, self.preprocessing())
+            return dataclasses.replace(spec, sides=inner.sides, agents=tuple(inner.env.possible_agents))
         team = inner.members if isinstance(inner, OneAgent) else ()
         declared = getattr(inner, "global_state_space", None) is not None
         spaces = env.observation_space, env.action_space
         return spec_from_gym(self.name, *spaces, limit, self.preprocessing(), declared, team)
 
 
-def env_spec(config: EnvConfig) -> EnvSpec:
+def env_spec(config: EnvConfig, seating: Seating | None = None) -> EnvSpec:
     """Spaces, time limit and preprocessing; makes one environment and closes it."""
-    return built_spec(Builder.of(config))
+    return built_spec(Builder.of(config, seating=seating))
 
 
 def of_tensors(source: EnvOrigin) -> bool:

@@ -16,6 +16,7 @@ from bray.envs.build import Builder
 from bray.envs.missing import warn_once, what_is_missing
 from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.spaces import BadValue, BatchCheck, caster, empty_batch, gatherer, splitter, writer
+from bray.envs.table import Game
 from bray.envs.vector import LIFE_LOST, Infos, StepResult, VecEnv, episode_seed
 from bray.errors import BrayError, ConfigError, EnvError, StoppedBySignal
 from bray.spec import EnvSpec, Space
@@ -147,7 +148,7 @@ class InProcessVecEnv(VecEnv):
             self._lost[i] = False
             env = self._envs[i]
             try:
-                ob, info = env.reset(seed=self._episode_seed(i))
+                ob, info = self._reset(i)
             except (Exception, SystemExit) as e:
                 self._failed(i, e)
                 continue
@@ -189,10 +190,15 @@ class InProcessVecEnv(VecEnv):
         if self.first == 0:  # one worker process speaks for all
             warn_once(log, f"{self._build.name}: {what}.")
 
-    def _episode_seed(self, i: int) -> int:
+    def _reset(self, i: int) -> tuple[Any, dict[str, Any]]:
+        """Begin the episode of environment i that `episodes` says, by its seed."""
         before = max(0, self._build.worker_index - 1)  # workers are numbered from 1: they play what one process would
-        number = before * self._build.config.num_envs + self.first + i
-        return episode_seed(self._seed, number, self.episodes[i])
+        number, env = before * self._build.config.num_envs + self.first + i, self._envs[i]
+        seed = episode_seed(self._seed, number, self.episodes[i])
+        if self.spec.sides:
+            env.at = Game(number, self.episodes[i], seed)
+        first: tuple[Any, dict[str, Any]] = env.reset(seed=seed)
+        return first
 
     def _rewards(self, reward: list[Any]) -> np.ndarray:
         """float32[B]; an array of one number is a number too."""
@@ -295,7 +301,7 @@ class InProcessVecEnv(VecEnv):
         """Bring environment i to where it was; the reason where that fails."""
         env = self._envs[i]
         try:
-            ob, _ = env.reset(seed=self._episode_seed(i))
+            ob, _ = self._reset(i)
             if "state" in entry:
                 env.set_state(tree.map(lambda x: x.item() if np.ndim(x) == 0 else np.array(x), entry["state"]))
                 self._steps[i] = env.step

@@ -15,6 +15,7 @@ from bray.envs.build import Builder, of_tensors
 from bray.envs.config import EnvConfig
 from bray.envs.inprocess import InProcessVecEnv
 from bray.envs.subprocess import SubprocessVecEnv
+from bray.envs.table import Seating
 from bray.envs.vector import VecEnv, episode_seed
 from bray.errors import ConfigError
 
@@ -36,11 +37,13 @@ def make_vec(
     numbers: range | None = None,
     threads: int = 0,
     device: Any = None,
+    seating: Seating | None = None,
 ) -> VecEnv:
     """`config.num_envs` environments in the form `config.vector` names, or those with these `numbers`. `auto` chooses
     by what is declared, so that it chooses the same whatever else the machine does. `threads`: of a form that has
-    threads; 0 = one per core. `device`: of environments of tensors; None = as they choose."""
-    build = Builder.of(config, render_mode, worker_index)
+    threads; 0 = one per core. `device`: of environments of tensors; None = as they choose. `seating`: which policy
+    decides for which agent, in games of several."""
+    build = Builder.of(config, render_mode, worker_index, seating)
     source, form = build.source, config.vector
     together = (
         config if numbers is None else replace(config, num_envs=len(numbers), wait_num=None, step_wait_timeout=0.0)

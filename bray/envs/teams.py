@@ -198,15 +198,7 @@ class OneAgent(gym.Env):
         if isinstance(env, Teams) and self.agent in env.teams:
             self.members = env.teams[self.agent].members
         self.global_state_space = env.global_state_space
-        if self.global_state_space is not None:
-            seen = self.observation_space
-            entries = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {"obs": seen}
-            if GLOBAL_STATE in entries:
-                raise ConfigError(
-                    f"{self.agent} observes a key {GLOBAL_STATE!r} and the game declares global_state_space, which "
-                    "gets this key: give the member of the observation another name"
-                )
-            self.observation_space = spaces.Dict({**entries, GLOBAL_STATE: self.global_state_space})
+        self.observation_space = beside_state(self.observation_space, self.global_state_space, self.agent)
 
     def _seen(self, obs: Any) -> Any:
         if self.global_state_space is None:
@@ -237,22 +229,17 @@ class OneAgent(gym.Env):
         self.env.close()
 
 
-def joined(env: MultiAgentEnv, teams: Mapping[str, Sequence[Any]], name: str) -> gym.Env:
-    """A game of several agents as what one policy plays; refused where several would be left to decide."""
-    grouped = Teams(env, teams) if teams else env
-    agents = grouped.possible_agents
-    if len(agents) == 1:
-        return OneAgent(grouped)
-    if teams:
+def beside_state(seen: Any, state: Any, agent: str) -> Any:
+    """What an agent sees, with a global state that the game declares beside it."""
+    if state is None:
+        return seen
+    entries = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {"obs": seen}
+    if GLOBAL_STATE in entries:
         raise ConfigError(
-            f"env.teams leaves several who decide: {', '.join(agents)}. A training plays one team, which has all "
-            f"agents of {name}: {', '.join(env.possible_agents)}"
+            f"{agent} observes a key {GLOBAL_STATE!r} and the game declares global_state_space, which gets this key: "
+            "give the member of the observation another name"
         )
-    raise ConfigError(
-        f"{name} is a game of several agents ({', '.join(agents)}), and this training is of one policy for one of "
-        f"them: where they share an aim, join them with env.teams={{team: [{', '.join(agents)}]}} (QMIX and VDN are "
-        "for that; docs/agents.md)"
-    )
+    return spaces.Dict({**entries, GLOBAL_STATE: state})
 
 
 def _check_members(teams: Mapping[str, Sequence[str]], agents: Sequence[str]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from bray.envs.process import Lost
 from bray.envs.registry import sent
-from bray.errors import BrayError, DiskFull
+from bray.errors import BrayError, ConfigError, DiskFull
 from bray.experiment.evaluator import EvaluationPlan, Evaluator, Looked, Task, look_at
 from bray.experiment.policy import ServedPolicy
-from bray.metrics.rows import side_key
 from bray.rundir import RunDir
 from bray.train.callbacks import CallbackList
+from bray.train.games import GameTraining
 from bray.train.goals import Score
 from bray.train.policies import PolicyTrainings
 
@@ -48,14 +48,11 @@ class Evaluations:
 
     def _look_here(self) -> Looked:
         task, t = self._task(), self._training
-        if not isinstance(t, PolicyTrainings):
+        if not isinstance(t, (PolicyTrainings, GameTraining)):
             return look_at(ServedPolicy(t.policy, t.model, t.spec), self._env, task, self._run.record)
-        found: dict[str, Any] = {}
-        for name, part in t.parts.items():
-            result = part.evaluate(self._run.eval_episodes)
-            found |= {side_key(name, key): value for key, value in result.items()}
-        returns = [found[side_key(name, "eval/return_mean")] for name in t.parts]
-        found |= {"eval/return_mean": sum(returns) / len(returns), "eval/env_steps": task.env_steps}
+        if task.video is not None:
+            raise ConfigError("run.video_freq films environments of one agent: `bray eval --render` films a game")
+        found = t.evaluate(self._run.eval_episodes) | {"eval/env_steps": task.env_steps}
         return Looked(task.step, False, found, None, "")
 
     def finish(self, row: dict[str, Any], callbacks: CallbackList) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from bray.act import GREEDY
 from bray.algos import algo_name, make_policy
 from bray.config import ConfigSource
 from bray.config.secrets import refuse_hidden
+from bray.data.piece import DEFAULT
 from bray.diagnosis.symptoms import SECTIONS
 from bray.diagnosis.watch import Watch
-from bray.envs.build import env_spec
+from bray.envs.build import Builder, env_spec
 from bray.envs.make import make_vec
 from bray.envs.registry import env_name
 from bray.errors import CheckpointError, ConfigError, DataError
@@ -54,6 +55,7 @@ from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.fit import Choice
+from bray.train.games import GameTraining, seating_of
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, seeded
@@ -69,7 +71,7 @@ from bray.train.policies import (
 from bray.train.progress import LastRow, Picture, Rows, describe, open_sinks
 from bray.train.run import Run
 from bray.train.settle import settle
-from bray.train.setup import Check, set_up
+from bray.train.setup import Check, Setup, set_up
 from bray.train.source import RolloutWorker
 
 logger = logging.getLogger("bray")
@@ -162,14 +164,14 @@ class Experiment:
     def _start_with_others(self) -> None:
         """Take the weights that `init_from` names, of each policy its own."""
         training = self.run.training
-        parts = training.parts if isinstance(training, PolicyTrainings) else {"": training}
+        parts: Mapping[str, Any] = training.sides if training.several else {"": training}
         for name, part in parts.items():
             run = (self.policies[name].config if name else self.config)["run"]
             if run.init_from is not None:
                 start_with(part, run.init_from, "latest", run.init_map, run.init_partial)
 
     @property
-    def training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings:
+    def training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
         return self.run.training  # type: ignore[return-value]
 
     def settle(self) -> None:
@@ -182,7 +184,8 @@ class Experiment:
             self._check_training(self.config.to_dict())
         plays = not self.live and "data" not in self.config.sections
         for name, setup in self.policies.items():
-            config, choice = settle(setup.algo, setup.config, partial(env_spec, setup.config["env"]))
+            spec_of = partial(self._side_spec, name) if self.is_game else partial(env_spec, setup.config["env"])
+            config, choice = settle(setup.algo, setup.config, spec_of, not self.is_game)
             self.policies[name] = replace(setup, config=config)
             logger.info("auto: %s: %s", name, choice)
         if self.policies:  # of the run as a whole, what holds for its first policy is said
@@ -199,10 +202,33 @@ class Experiment:
         c = self.config
         if self.live:
             return live_spec(c["live"], c["env"])
-        return data_spec(c["data"], c["env"]) if "data" in c.sections else env_spec(c["env"])
+        return data_spec(c["data"], c["env"]) if "data" in c.sections else self._env_spec
 
-    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings:
+    @cached_property
+    def _env_spec(self) -> EnvSpec:
+        return env_spec(self.config["env"], seating_of(self.config["run"]))
+
+    @property
+    def is_game(self) -> bool:
+        """Whether it plays games of several agents."""
         c = self.config
+        if self.live or "data" in c.sections or Builder.of(c["env"]).source.gym_id is not None:
+            return False
+        return bool(self._env_spec.sides)
+
+    def _side_spec(self, name: str) -> EnvSpec:
+        return self._env_spec.sides[name].spec
+
+    def _make_training(self) -> LocalTraining | LiveTraining | FileTraining | PolicyTrainings | GameTraining:
+        c = self.config
+        if self.is_game:
+            setups = self.policies or {DEFAULT: Setup(self.algo, self.env_id, False, c)}
+            return GameTraining(setups, c["run"], c["env"], c["run"].policies_to_train)
+        if c["run"].policy_mapping is not None:
+            raise ConfigError(
+                f"run.policy_mapping is for a game of several agents, and {self.env_id} has one: leave it out, each "
+                "policy plays in environments of its own"
+            )
         if self.policies:
             return make_trainings(self.policies, c["run"].policies_to_train, home_of)
         parts = (self.algo, c["run"], c["env"], c["model"], c["algo"])
@@ -223,8 +249,8 @@ class Experiment:
         directory = RunDir.create(self.path, resume=self._resumes)
         directory.write_config(with_choices(self.config, self.training.spec))
         training = self.training
-        if isinstance(training, PolicyTrainings):
-            for name, part in training.parts.items():
+        if training.several:
+            for name, part in training.sides.items():
                 own = directory.policy_folder(name)
                 own.write_config(with_choices(self.policies[name].config, part.spec))
                 if not self._resumes:
@@ -504,13 +530,13 @@ class Experiment:
         with made_from(path):
             run = self.run
         training, weights = self.training, checkpoint.models
-        if isinstance(training, PolicyTrainings):
-            if training.parts.keys() != weights.keys():
+        if training.several:
+            if training.sides.keys() != weights.keys():
                 raise CheckpointError(
-                    f"{path}: its config names the policies {', '.join(training.parts)}, its checkpoint has "
+                    f"{path}: its config names the policies {', '.join(training.sides)}, its checkpoint has "
                     f"{', '.join(weights)}"
                 )
-            for name, part in training.parts.items():
+            for name, part in training.sides.items():
                 check_spaces(directory.policy_folder(name), part.spec)
             why = run.resume(path, checkpoint.state, {name: model.weights for name, model in weights.items()})
         else:

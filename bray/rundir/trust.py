@@ -127,6 +127,7 @@ _IMPORT, _LISTEN = "import and run", "listen on"
 ASKS: dict[str, Ask] = {
     "run.algorithm": Ask(_IMPORT, When.MADE, _code),
     "run.callbacks": Ask(_IMPORT, When.MADE, _callbacks),
+    "run.policy_mapping": Ask(_IMPORT, When.PLAYS, _code),
     "env.id": Ask(_IMPORT, When.PLAYS, _environment),
     "env.env_config": Ask("hand to its environment", When.PLAYS, _environment_files),
     "env.per_env": Ask("hand to its environment", When.PLAYS, _environment_files),

@@ -34,6 +34,19 @@ def parse_policies(given: list[str]) -> dict[str, str]:
     return {name: algorithm for name, _, algorithm in (text.partition("=") for text in named)}
 
 
+def parse_mapping(given: list[str]) -> Any:
+    """`AGENT=POLICY,AGENT=POLICY` as typed, or `module:function`."""
+    if len(given) == 1 and ":" in given[0] and "=" not in given[0]:
+        return given[0]
+    named = [text for several in given for text in several.split(",")]
+    wrong = [text for text in named if not all(text.partition("="))]
+    if wrong:
+        raise ConfigError(
+            f"--policy-mapping {wrong[0]}: expected AGENT=POLICY, such as a=first,'b*'=second, or module:function"
+        )
+    return {agent: policy for agent, _, policy in (text.partition("=") for text in named)}
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How long, where and how carefully a run goes."""
@@ -62,8 +75,12 @@ class RunConfig:
         default_factory=dict
     )
     """Several policies in one run, by name: {first: PPO, second: {run: DQN, config: {lr: 1e-3}}}. What one does not say
-    (run, config, model, env, init_from) is as the rest of the config says. In an environment of one agent each plays
-    in environments of its own."""
+    (run, config, model, env, init_from) is as the rest of the config says. In a game of several agents they play with
+    each other (`policy_mapping`); in an environment of one agent each plays in environments of its own."""
+    policy_mapping: Annotated[Any, Flag(metavar="AGENT=POLICY", parse=parse_mapping), Needs("policies")] = None
+    """In a game of several agents, which policy decides for whom: {agent: policy}, where an agent may be a pattern such
+    as "b*", or module:function with `function(agent, game)`, asked when a game begins. null = agents by the names of
+    the policies, or all one policy."""
     policies_to_train: Annotated[list[str] | None, Flag(metavar="NAME"), Needs("policies")] = None
     """Those that learn; the others play with the weights that they start with. null = all."""
     device: Annotated[str, Flag(metavar="D")] = "auto"

@@ -66,11 +66,13 @@ class Totals:
     env_steps: int = 0
     episodes: EpisodeStats = field(default_factory=EpisodeStats)
     dropped: int = 0
+    agent_steps: int = 0
 
     def add(self, counts: Counts) -> None:
-        env_steps, episodes, dropped = counts
+        env_steps, episodes, dropped, agent_steps = counts
         self.env_steps += env_steps
         self.dropped += dropped
+        self.agent_steps += agent_steps
         if len(episodes):
             newest = episodes[-self.episodes.window :]  # an environment on a GPU ends ten thousands of them at a time
             self.episodes.add_returns((return_ for return_, _ in newest), len(episodes))
@@ -421,6 +423,7 @@ class Driver:
         return {
             "training_iteration": self.iteration,
             "env_steps_total": self.totals.env_steps,
+            **({"agent_steps_total": self.totals.agent_steps} if self.totals.agent_steps else {}),
             "learner_steps_total": self.steps,
             **self.totals.episodes.row(),
             **{k: v for side in sides for k, v in side.row(losses[side.name], self.clock_of(side)).items()},
@@ -472,6 +475,7 @@ class Driver:
             "iteration": self.iteration,
             "env_steps": self.totals.env_steps,
             "dropped": self.totals.dropped,
+            **({"agent_steps": self.totals.agent_steps} if self.totals.agent_steps else {}),
         }
         for kind, out in (("arrays", arrays), ("json", json)):
             out |= {"sides": {k: v[kind] for k, v in sides.items()}} if self.several else sides[self.side.name][kind]
@@ -486,6 +490,7 @@ class Driver:
             side.load_learner(parts[name], about[name])
         self.iteration = int(json["iteration"])
         self.totals = Totals(int(json["env_steps"]), dropped=int(json["dropped"]))
+        self.totals.agent_steps = int(json.get("agent_steps", 0))
         self.totals.episodes.set_state(arrays["episodes"])
         exact = self.ranks.size == 1  # several fill theirs anew
         for name, side in self.sides.items() if exact else ():

@@ -87,7 +87,7 @@ def make_side(
     if run.iteration_steps is not None:
         experience.iteration_steps = run.iteration_steps
     own = getattr(algo, "iterate", None) if learns else None
-    return Side(model, policy, experience, made, config=config, iterate=own)
+    return Side(model, policy, experience, made, config=config, spec=spec, iterate=own)
 
 
 def describe_policy(policy: Any, model: Any) -> dict[str, Any]:

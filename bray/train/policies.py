@@ -22,7 +22,7 @@ from bray.train.driver import Driver
 from bray.train.local import LocalTraining
 from bray.train.setup import Check, Setup, is_object, set_up
 
-_OF_RUN = ("policies", "policies_to_train")
+_OF_RUN = ("policies", "policies_to_train", "policy_mapping")
 _BEGINS = ("init_from", "init_map", "init_partial")
 KEYS = ("run", "config", "model", "env", *_BEGINS)
 """What a policy may have of its own."""
@@ -249,6 +249,14 @@ class PolicyTrainings(Driver):
 
     def _of_sides(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         return state["policies"]
+
+    def evaluate(self, episodes: int | None = None) -> dict[str, Any]:
+        """Each policy in environments of its own."""
+        found: dict[str, Any] = {}
+        for name, part in self.parts.items():
+            found |= {side_key(name, key): value for key, value in part.evaluate(episodes).items()}
+        returns = [found[side_key(name, "eval/return_mean")] for name in self.parts]
+        return found | {"eval/return_mean": sum(returns) / len(returns)}
 
     def close(self) -> None:
         for part in self.parts.values():

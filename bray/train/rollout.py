@@ -22,6 +22,7 @@ from bray.diagnosis.divergence import blame_policy
 from bray.envs.rewards import Moments, RewardTransform
 from bray.envs.teams import ALIVE, REWARDS
 from bray.envs.vector import Infos, VecEnv
+from bray.errors import ConfigError
 from bray.inference.torch_engine import TorchEngine
 from bray.rl.draws import use_compiled_draws
 from bray.train.callbacks import CallbackList, EpisodeMetrics, EpisodeWatch
@@ -65,7 +66,13 @@ class Rollout:
         initial_state: Callable[[int], Any] | None = None,
     ):
         use_compiled_draws()
+        if env.spec.sides:
+            raise ConfigError(
+                f"{env.spec.id} is a game of several agents, and this plays games of one: train, evaluate and collect "
+                "play such games (docs/agents.md); env.teams joins all agents into one that can do everything"
+            )
         self.env, self.engine, self.policy, self.rng, self.mode, self.rewards = env, engine, policy, rng, mode, rewards
+        self.games = env.num_envs
         self.returns = np.zeros(env.num_envs)
         self.lengths = np.zeros(env.num_envs, np.int64)
         self.first = np.ones(env.num_envs, bool)
@@ -133,7 +140,7 @@ class Rollout:
             return TRAINED
         version = self.version if self._told is None else self._told[0].version
         steps = self._time() if self._held is None else self._held
-        return Clock(steps, version, self.env_steps // self.env.num_envs)
+        return Clock(steps, version, self.env_steps // self.games)
 
     def _time(self) -> int:
         """Environment steps of the run. In a worker they are the learner's, plus those made here since."""
@@ -161,19 +168,7 @@ class Rollout:
         dead, waits, obs = env.dead, env.waits, self.obs
         valid = ~dead
         t0 = time.perf_counter()
-        if self._asked is not None:
-            (tick, state, deciding), self._asked = self._asked, None
-            actions, extras, self.state, outputs = go_on(deciding, self.engine.answer(), self.engine.forward)
-        else:
-            tick, state, clock = self._tick()
-            if (
-                self.one_forward
-            ):  # what the default `decide` does, without a generator: 2 % of a step of a small network
-                outputs = self.engine.forward(tick.obs)
-                actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
-            else:
-                deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
-                actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
+        tick, state, actions, extras, outputs = self._decide()
         if waits:
             extras = self._under_way = self._taken(extras)
         t1 = time.perf_counter()
@@ -210,6 +205,21 @@ class Rollout:
         if self.watch is not None:
             self.watch.after_step(self, step, reward, infos)
         return step
+
+    def _decide(self) -> tuple[Tick, Any, Any, dict[str, Any], dict[str, Any]]:
+        """What was seen and remembered, and what is decided on that: actions, extras, outputs of the Model."""
+        if self._asked is not None:
+            (tick, state, deciding), self._asked = self._asked, None
+            actions, extras, self.state, outputs = go_on(deciding, self.engine.answer(), self.engine.forward)
+            return tick, state, actions, extras, outputs
+        tick, state, clock = self._tick()
+        if self.one_forward:  # what the default `decide` does, without a generator: 2 % of a step of a small network
+            outputs = self.engine.forward(tick.obs)
+            actions, extras = self.policy.act(outputs, tick, self.rng, self.mode, clock)
+        else:
+            deciding = self.policy.decide(tick, state, self.rng, self.mode, clock)
+            actions, extras, self.state, outputs = decide_now(deciding, self.engine.forward)
+        return tick, state, actions, extras, outputs
 
     def _end(self, environments: list[int]) -> None:
         for b in environments:
@@ -313,6 +323,21 @@ KEPT_BYTES = 1 << 16
 """Observations of a row, from which they stay on the GPU that they were sent to for acting."""
 
 
+def separate_outputs(rollout: Rollout, record: Record) -> TorchEngine | None:
+    """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
+    reads, keep = rollout.policy.reads, rollout.policy.keeps
+    if not isinstance(rollout.engine, TorchEngine):
+        return None
+    model = rollout.engine.model
+    both = TorchEngine(model, (*reads, *keep), record)
+    if record:
+        all_, some = both.parameters_read(rollout.seen), rollout.engine.parameters_read(rollout.seen)
+        if all_ and some and some < (1.0 - SEPARATE) * all_:
+            return TorchEngine(model, keep, record)
+    rollout.engine = both
+    return None
+
+
 class EnvSource(Source):
     """The environment of this process as a source: asked for rows, with the parameters that the Learner trains in
     place. Pictures that were sent to a GPU stay there for the Learner (`Piece.on_device`)."""
@@ -335,8 +360,8 @@ class EnvSource(Source):
         self._keep = rollout.policy.keeps
         self._later: TorchEngine | None = None
         if self._keep and rollout.state is None:
-            self._later = self._separate_outputs(record)
-        self._row: tuple[_Columns, Piece] | None = None
+            self._later = separate_outputs(rollout, record)
+        self._row: tuple[Columns, Piece] | None = None
         self._stays = learnt_here and rows > 1 and self.sends_pictures()
         self.begin()
 
@@ -348,20 +373,6 @@ class EnvSource(Source):
         ):
             return False
         return rollout.obs.nbytes >= KEPT_BYTES and rollout.engine.device.type == "cuda"
-
-    def _separate_outputs(self, record: Record) -> TorchEngine | None:
-        """An engine for what the Learner reads and `act` does not, where computing that once per rollout saves work."""
-        rollout, reads = self.rollout, self.rollout.policy.reads
-        if not isinstance(rollout.engine, TorchEngine):
-            return None
-        model = rollout.engine.model
-        both = TorchEngine(model, (*reads, *self._keep), record)
-        if record:
-            all_, some = both.parameters_read(rollout.seen), rollout.engine.parameters_read(rollout.seen)
-            if all_ and some and some < (1.0 - SEPARATE) * all_:
-                return TorchEngine(model, self._keep, record)
-        rollout.engine = both
-        return None
 
     def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
         """`rows` rows of every environment; no piece where the last episode to be counted ended before: updates have a
@@ -377,7 +388,7 @@ class EnvSource(Source):
 
     def begin(self) -> None:
         """A new piece; then come its `row`s and its `end`."""
-        self._columns: _Columns | None = None
+        self._columns: Columns | None = None
         self._on_device: Tensor | None = None
         self._episodes: list[tuple[float, int]] = []
         self._before = self.rollout.env_steps
@@ -388,7 +399,7 @@ class EnvSource(Source):
         rollout = self.rollout
         step = rollout.step()
         if self._columns is None:
-            self._columns = _Columns(step, self.rows, self._keep, self._state_every)
+            self._columns = Columns(step, self.rows, self._keep, self._state_every)
         self._columns.write(t, step)
         if self._stays:
             self._keep_on_device(t, rollout.engine.sent[0])
@@ -413,7 +424,7 @@ class EnvSource(Source):
         rollout, before = self.rollout, self.rollout.env_steps
         step = rollout.step()
         if self._row is None or self._keep:
-            columns = _Columns(step, 1, self._keep, self._state_every)
+            columns = Columns(step, 1, self._keep, self._state_every)
             columns.write(0, step)
             self._row = columns, self._piece(columns)
         columns, piece = self._row
@@ -423,7 +434,7 @@ class EnvSource(Source):
         ended = tuple([(return_, length) for _, return_, length in rollout.ended]) if rollout.ended else ()
         return [piece], Counts(rollout.env_steps - before, ended)
 
-    def _piece(self, columns: _Columns) -> Piece:
+    def _piece(self, columns: Columns) -> Piece:
         rollout, rows = self.rollout, self.rows
         columns.write_last(rollout.obs, rollout.first)
         outputs = columns.outputs
@@ -505,7 +516,7 @@ class EnvSource(Source):
         self.rollout.env.close()
 
 
-class _Columns:
+class Columns:
     """Preallocated columns of `rows` rows, written row by row."""
 
     def __init__(self, step: Step, rows: int, keep: tuple[str, ...], state_every: int):

@@ -111,6 +111,8 @@ def look(
     if not whole and gpu is None and not on_gpu and (n < WORKER_CORES or env.num_envs == 1 or not plays):
         return replace(facts, plays="alone"), timed
     spec = spec_of()
+    if spec.sides:  # games of several agents are played in one process
+        spec, plays = next(iter(spec.sides.values())).spec, False
     source = Builder.of(env).source if plays else None
     facts = replace(
         facts,

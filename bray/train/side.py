@@ -32,6 +32,8 @@ class Side:
     name: str = DEFAULT
     config: Any = None
     """Of the algorithm."""
+    spec: Any = None
+    """What it sees and does."""
     iterate: Callable[[Any], dict[str, float]] | None = None
     """An iteration of the algorithm's own: `iterate(driver)` gathers and learns with the driver's methods and returns
     numbers for the row (`loss/*`)."""

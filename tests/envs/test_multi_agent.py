@@ -1,7 +1,5 @@
 """Games of several agents: ours, RLlib's and PettingZoo's as they are, OpenSpiel's; and what the check says of them."""
 
-import re
-
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -13,6 +11,7 @@ from bray.envs.build import Builder
 from bray.envs.check import check_env
 from bray.envs.multi_agent import ALL, adapt_agents
 from bray.errors import ConfigError, EnvError, UnknownName
+from bray.train.rollout import Rollout
 
 
 class MultiAgentEnv:
@@ -159,10 +158,10 @@ def test_games_of_openspiel():
         Builder.of(EnvConfig("openspiel:kuhn_pokr")).agents()
 
 
-def test_a_training_of_one_says_what_to_write():
-    said = re.escape("join them with env.teams={team: [a, b]}")
-    with pytest.raises(ConfigError, match=f"TwoStep is a game of several agents \\(a, b\\).*{said}"):
-        env_spec(EnvConfig(TwoStep))
+def test_what_plays_games_of_one_says_so():
+    said = r"TwoStep is a game of several agents.*env.teams joins all agents"
+    with make_vec(EnvConfig(id=TwoStep, num_envs=2), seed=0) as env, pytest.raises(ConfigError, match=said):
+        Rollout(env, None, None, None)
 
 
 # --- our games --------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_returning_members_act_again():
     ("env", "teams", "error", "said"),
     [
         (Hunt, {"t": ["hunter_0", "huntr_1"]}, UnknownName, r"unknown agent 'huntr_1' \(env.teams.t\).*hunter_1"),
-        (Hunt, {"t": ["hunter_0", "hunter_1"]}, ConfigError, "leaves several who decide: t, hunter_2"),
+        (Hunt, {"t": ["hunter_0", "hunter_1"]}, ConfigError, "'t' and 'hunter_2' have other observation spaces"),
         (Hunt, {"t": ["hunter_0"] * 2}, ConfigError, "hunter_0 is in t and in t"),
         (Hunt, {"t": []}, ConfigError, "env.teams.t has no members"),
         ("CartPole-v1", {"t": ["a"]}, ConfigError, "env.teams joins agents of a game of several, and CartPole-v1"),

@@ -1,0 +1,293 @@
+"""A table: a game of several agents as one environment, so that every form of VecEnv plays many of them at once.
+
+Each agent has a seat at one of the game's **sides**; a side is a policy of the run. What a side sees of B games with N
+seats each are B * N rows, and each row goes by its own decisions: it opens when its agent decides and closes when that
+agent decides again or ends, with the sum of the rewards in between (`bray/train/table.py`).
+
+    observation  {SIDE: {"obs": [N, ...], "reward": float32[N], "flags": uint8[N], "agent": int16[N]}, "tick": int64}
+    action       {SIDE: [N, ...]}, of which those of seats that act count
+
+`flags` has ACTS where the seat decides next, TERMINATED and TRUNCATED where its agent's episode has just ended. `agent`
+is the number of the seat's agent among `possible_agents`, -1 where nobody sits. `tick` counts the steps of a game, so
+that an observation that is repeated after a failure is known as such. The game is over when the environment is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import batch_space
+
+from bray import tree
+from bray.envs.missing import warn_once
+from bray.envs.multi_agent import ALL, MultiAgentEnv, as_float, ended, game_over
+from bray.envs.spaces import BadValue, splitter, writer
+from bray.envs.teams import Teams, beside_state
+from bray.errors import ConfigError, EnvError, UnknownName
+from bray.named import load_named
+from bray.spec import ACTION_MASK, GLOBAL_STATE, EnvSpec, SideSpec, Space
+
+log = logging.getLogger("bray.envs")
+
+ACTS, TERMINATED, TRUNCATED = 1, 2, 4
+NOBODY = -1
+DEFAULT = "default"
+
+
+MakeSpec = Callable[[Any, Any, bool, tuple[str, ...]], EnvSpec]
+"""Of a side: its spaces, whether the game declares a global state, and the members where it is a team."""
+
+
+class Game(NamedTuple):
+    """Which game a mapping is asked about."""
+
+    env: int
+    """The number of its environment, counted over all workers."""
+    episode: int
+    seed: int
+    """Of this episode."""
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Which policy decides for which agent: asked when a game begins, and fixed until it ends."""
+
+    policies: tuple[str, ...] = (DEFAULT,)
+    mapping: Any = None
+    """{agent or pattern: policy}, `mapping(agent, game)`, or "module:function". None: agents by the names of the
+    policies, or all one policy where there is one."""
+
+    def rule(self, agents: Sequence[str]) -> Mapping[str, str] | Callable[[str, Game], str]:
+        """The policy of each agent, or a function that says it for each game."""
+        mapping = self.mapping
+        if isinstance(mapping, str):
+            mapping = load_named(mapping, "policy_mapping", "run.policy_mapping", {})
+        if callable(mapping):
+            return mapping
+        if mapping is None:
+            if len(self.policies) == 1:
+                return dict.fromkeys(agents, self.policies[0])
+            mapping = {agent: agent for agent in agents if agent in self.policies}
+        found = {agent: self._of(agent, agents, mapping) for agent in agents}
+        if idle := [name for name in self.policies if name not in found.values()]:
+            raise ConfigError(
+                f"run.policy_mapping: no agent plays by the policy {idle[0]!r}; agents are {', '.join(agents)}: map "
+                "one of them to it, or leave the policy out"
+            )
+        return found
+
+    def _of(self, agent: str, agents: Sequence[str], mapping: Mapping[str, Any]) -> str:
+        names = [policy for pattern, policy in mapping.items() if pattern == agent]
+        names = names or [policy for pattern, policy in mapping.items() if fnmatch.fnmatchcase(agent, str(pattern))]
+        if not names:
+            some = {a: self.policies[i % len(self.policies)] for i, a in enumerate(agents)}
+            raise ConfigError(
+                f"run.policy_mapping speaks of {', '.join(map(str, mapping)) or 'nobody'}, and not of agent {agent!r}: "
+                f"which policy decides for it? Policies are {', '.join(self.policies)}, as in policy_mapping={some}"
+            )
+        return self.checked(names[0], agent)
+
+    def checked(self, policy: Any, agent: str) -> str:
+        """A policy that a mapping names."""
+        if policy not in self.policies:
+            raise UnknownName("policy", str(policy), self.policies, f"run.policy_mapping: agent {agent!r}")
+        return str(policy)
+
+
+ALL_ONE = Seating()
+"""All agents decide by one policy."""
+
+
+class _Side:
+    """One side of a table: its seats, and what they see, written over step by step."""
+
+    def __init__(self, name: str, agents: Sequence[str], table: Table, env: MultiAgentEnv, make_spec: MakeSpec):
+        self.name, self.agents, self.seats = name, tuple(agents), len(agents)
+        first = self.agents[0]
+        self.observation, self.action = table.seen_space(first), env.action_space(first)
+        for agent in self.agents[1:]:
+            for kind, mine, its in (
+                ("observation", self.observation, table.seen_space(agent)),
+                ("action", self.action, env.action_space(agent)),
+            ):
+                if Space.from_gym(mine) != Space.from_gym(its):
+                    raise ConfigError(
+                        f"agents {first!r} and {agent!r} have other {kind} spaces ({mine} and {its}), and one policy "
+                        f"{'' if name == DEFAULT else name + ' '}is to decide for both: give them policies of their "
+                        f"own, as policies={{one: {{}}, two: {{}}}} and policy_mapping={{{first}: one, {agent}: two}}"
+                    )
+        team = env.teams[first].members if isinstance(env, Teams) and first in env.teams else ()
+        spec: EnvSpec = make_spec(self.observation, self.action, env.global_state_space is not None, team)
+        self.spec = SideSpec(spec, self.seats)
+        self.split = splitter(spec.action)
+        self.write = writer(spec.given, table.check, table.on_cast)
+        self.obs, self._unseen = _filled(spec.given, self.seats), _filled(spec.given, self.seats)
+        self.reward = np.zeros(self.seats, np.float32)
+        self.flags = np.zeros(self.seats, np.uint8)
+        self.agent = np.full(self.seats, NOBODY, np.int16)
+
+    def forget(self) -> None:
+        """A game begins: what a seat shows before it has seen something is the same in each."""
+        tree.map(lambda x, unseen: np.copyto(x, unseen), self.obs, self._unseen)
+
+    def space(self) -> spaces.Dict:
+        n = self.seats
+        return spaces.Dict(
+            {
+                "obs": batch_space(self.observation, n),
+                "reward": spaces.Box(-np.inf, np.inf, (n,), np.float32),
+                "flags": spaces.Box(0, ACTS | TERMINATED | TRUNCATED, (n,), np.uint8),
+                "agent": spaces.Box(NOBODY, np.iinfo(np.int16).max, (n,), np.int16),
+            }
+        )
+
+    def seen(self) -> dict[str, Any]:
+        return {"obs": self.obs, "reward": self.reward, "flags": self.flags, "agent": self.agent}
+
+
+class Table(gym.Env):
+    """See the module. Arrays that it returns are written over by its next step."""
+
+    def __init__(self, env: MultiAgentEnv, seating: Seating, name: str, make_spec: MakeSpec, check: bool = True):
+        """check: whether values of other types than declared are refused"""
+        self.env, self.name, self.check = env, name, check
+        self.metadata, self.render_mode = dict(env.metadata), env.render_mode
+        self.at = Game(0, -1, 0)
+        """The game that begins at the next reset; whoever resets says it."""
+        agents = list(env.possible_agents)
+        self._number = {agent: i for i, agent in enumerate(agents)}
+        self._state_space = env.global_state_space
+        self._rule = seating.rule(agents)
+        self._seating = seating
+        fixed = self._rule if isinstance(self._rule, Mapping) else None
+        of = {p: [a for a in agents if fixed is None or fixed[a] == p] for p in seating.policies}
+        self._sides = {p: _Side(p, mine, self, env, make_spec) for p, mine in of.items()}
+        self.sides = {p: side.spec for p, side in self._sides.items()}
+        self.observation_space = spaces.Dict(
+            {**{p: side.space() for p, side in self._sides.items()}, "tick": spaces.Box(0, 1 << 62, (), np.int64)}
+        )
+        self.action_space = spaces.Dict({p: batch_space(s.action, s.seats) for p, s in self._sides.items()})
+        self._seat: dict[str, tuple[_Side, int]] = {}
+        self._acting: list[str] = []
+        self._ended: set[str] = set()
+        self._tick = 0
+        if fixed is not None:
+            self._sit(fixed)
+
+    def seen_space(self, agent: str) -> Any:
+        """What a seat of this agent sees: with the global state, where the game declares one."""
+        return beside_state(self.env.observation_space(agent), self._state_space, agent)
+
+    def on_cast(self, what: str) -> None:
+        warn_once(log, f"{self.name}: {what}.")
+
+    def _sit(self, policy_of: Mapping[str, str]) -> None:
+        taken = dict.fromkeys(self._sides, 0)
+        self._seat = {}
+        for side in self._sides.values():
+            side.agent.fill(NOBODY)
+        for agent, policy in policy_of.items():
+            side, i = self._sides[policy], taken[policy]
+            self._seat[agent] = side, i
+            side.agent[i] = self._number[agent]
+            taken[policy] += 1
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if not isinstance(self._rule, Mapping):
+            game, checked = self.at, self._seating.checked
+            self._sit({agent: checked(self._rule(agent, game), agent) for agent in self._number})
+        obs, _ = self.env.reset(seed=seed, options=options)
+        for side in self._sides.values():
+            side.forget()
+        self._tick, self._ended = 0, set()
+        self._show(obs, set())
+        return self._seen(), {}
+
+    def step(self, actions: Any) -> Any:
+        chosen = {p: side.split(actions[p]) for p, side in self._sides.items()}
+        given = {}
+        for agent in self._acting:
+            side, i = self._seat[agent]
+            given[agent] = chosen[side.name][i]
+        obs, rewards, terminateds, truncateds, _ = self.env.step(given)
+        self._tick += 1
+        over = game_over(terminateds, truncateds, type(self.env).__name__)
+        ends = {a for flags in (terminateds, truncateds) for a, is_so in flags.items() if is_so and a != ALL}
+        self._show(obs, set(self._seat) if over else ends)
+        for agent, reward in rewards.items():
+            if agent in self._ended and agent not in obs:
+                if as_float(reward):
+                    raise self._wrong(agent, f"it gets the reward {reward}, and has ended before")
+                continue
+            if agent not in self._seat:
+                raise self._wrong(agent, f"it gets a reward and is none of possible_agents: {', '.join(self._seat)}")
+            side, i = self._seat[agent]
+            side.reward[i] = as_float(reward)
+        for agent in self._seat.keys() - self._ended if over else ends & self._seat.keys():
+            side, i = self._seat[agent]
+            terminated = terminateds.get(agent) or (
+                over and not ended(agent, terminateds, truncateds) and terminateds.get(ALL)
+            )
+            side.flags[i] |= TERMINATED if terminated else TRUNCATED
+        self._ended = (self._ended | ends) - set(self._acting)
+        terminated = bool(over and terminateds.get(ALL))
+        total = float(sum(side.reward.sum() for side in self._sides.values()))
+        return self._seen(), total, terminated, over and not terminated, {}
+
+    def _show(self, observations: Mapping[str, Any], ends: set[str]) -> None:
+        """Write what seats see now; who has not ended decides next."""
+        for side in self._sides.values():
+            side.reward.fill(0.0)
+            side.flags.fill(0)
+        state = None if self._state_space is None else self.env.global_state()
+        self._acting = []
+        for agent, seen in observations.items():
+            if agent not in self._seat:
+                raise self._wrong(
+                    agent, f"it has an observation and is none of possible_agents: {', '.join(self._seat)}"
+                )
+            side, i = self._seat[agent]
+            if state is not None:
+                seen = {**(seen if isinstance(seen, Mapping) else {"obs": seen}), GLOBAL_STATE: state}
+            try:
+                side.write(side.obs, i, seen)
+            except BadValue as e:
+                raise self._wrong(agent, str(e)) from None
+            if agent not in ends:
+                side.flags[i] = ACTS
+                self._acting.append(agent)
+
+    def _wrong(self, agent: str, what: str) -> EnvError:
+        return EnvError(f"{self.name}, agent {agent!r}, step {self._tick}: {what}")
+
+    def _seen(self) -> dict[str, Any]:
+        return {**{p: side.seen() for p, side in self._sides.items()}, "tick": np.array(self._tick)}
+
+    def render(self) -> Any:
+        return self.env.render()
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _filled(space: Space, rows: int) -> Any:
+    """A batch of members, for seats that have seen nothing yet: zeros, or the nearest to it."""
+    if space.composite:
+        made = space.join(_filled(part, rows) for part in space.parts)
+        if space.kind == "dict" and ACTION_MASK in made:
+            made[ACTION_MASK] = tree.map(np.ones_like, made[ACTION_MASK])
+        return made
+    out = np.zeros((rows, *space.shape), space.dtype)
+    if space.kind == "box":
+        low, high = space.bounds()
+        out[...] = np.clip(0.0, low, high)
+    elif space.start:
+        out[...] = np.reshape(space.start, space.shape)
+    return out

@@ -1,0 +1,595 @@
+"""Games of several agents as a source of pieces: each side's Policy decides for its seats, and each seat's rows are its
+own decisions.
+
+    env step      0        1        2        3        4              (a game of two in turns; seat 0 moves first)
+    seat 0        decides           decides  .        game over
+    its rows      row 0 opens       row 0 closes with the rewards of steps 0 and 1; row 1 opens
+                                                      row 1 closes, terminated; then one dead row: its last observation
+
+Where all seats of a side act at every step, their columns stay level and are one piece `[T, S]`, as an environment of
+one agent gives. Else each seat's rows that are closed are a piece of its own, as a live game's are, and rows that are
+still open begin the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bray import tree
+from bray.act import GREEDY, SAMPLE, Clock, Tick
+from bray.capture import Record
+from bray.data.experience import Counts
+from bray.data.piece import Piece
+from bray.diagnosis.divergence import blame_policy
+from bray.envs.rewards import RewardTransform
+from bray.envs.table import ACTS, DEFAULT, NOBODY, TERMINATED, TRUNCATED
+from bray.envs.vector import VecEnv
+from bray.errors import ConfigError
+from bray.metrics.rows import side_key
+from bray.spec import SideSpec
+from bray.train.callbacks import CallbackList
+from bray.train.rollout import Columns, Rollout, Step, separate_outputs, zeroed
+from bray.train.source import RolloutWorker, Source
+
+logger = logging.getLogger("bray")
+
+WINDOW = 100
+"""Games over which the returns of agents are averaged."""
+REPLAY_ROWS = 16
+"""Rows of a piece for algorithms that replay: n-step sums end with a piece."""
+
+
+class Match(NamedTuple):
+    """A game that has ended."""
+
+    game: int
+    """The number of its environment."""
+    players: dict[str, str]
+    """Which policy decided for each agent."""
+    returns: dict[str, float]
+    length: int
+
+
+class Turn(NamedTuple):
+    """What a step of all games was to the seats of a side, `[S, ...]`."""
+
+    obs: Any
+    acts: np.ndarray
+    """Who decides next."""
+    reward: np.ndarray
+    terminated: np.ndarray
+    truncated: np.ndarray
+
+
+class _Seats:
+    """The seats of a side of B games, as a Rollout knows an environment: row `b * seats + i` is seat i of game b."""
+
+    waits = False
+
+    def __init__(self, side: SideSpec, games: int):
+        self.spec, self.seats, self.games = side.spec, side.seats, games
+        self.num_envs = games * side.seats
+        self.dead = np.zeros(self.num_envs, bool)
+
+
+class SeatRollout(Rollout):
+    """The Policy of one side at its seats."""
+
+    def __init__(
+        self,
+        name: str,
+        side: SideSpec,
+        games: int,
+        engine: Any,
+        policy: Any,
+        rng: Any,
+        *,
+        mode: str = SAMPLE,
+        rewards: RewardTransform | None = None,
+        initial_state: Callable[[int], Any] | None = None,
+        rows: int | None = None,
+        replays: bool = False,
+        state_every: int = 1,
+        record: Record = True,
+    ):
+        """rows: of a piece; None: nobody learns from what it does. replays: whether they are learnt from again and
+        again, in any order of games"""
+        seats: Any = _Seats(side, games)
+        super().__init__(seats, engine, policy, rng, mode, rewards, initial_state)
+        self.name, self.games, self.rows, self.state_every, self._record = name, games, rows, state_every, record
+        self.replays = replays
+        if rows is not None and replays:
+            self.rows = max(rows, REPLAY_ROWS)
+        n = self.num_seats = seats.num_envs
+        self.acts = np.zeros(n, bool)
+        self.in_game = np.zeros(n, bool)
+        """Who has decided in this game and has not ended."""
+        self._final = np.zeros(n, bool)  # who shows the last observation of an episode: a dead row
+        self._open = np.zeros(n, bool)
+        self._sum = np.zeros(n, np.float32)  # rewards since a seat decided
+        self._at = np.zeros(n, np.int64)  # where a seat's next row goes
+        self._begun = np.zeros(n, np.int64)  # rows of a seat in earlier pieces
+        self._steps = 0  # since the last piece
+        self._level = True
+        self._columns: Columns | None = None
+        self._version: np.ndarray = np.zeros(0, np.int64)
+        self._later: Any = None
+        self._looked = False
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def decide(self) -> Any:
+        """Actions for all seats; those of seats that do not act count for nothing."""
+        start = time.perf_counter()
+        if not self._looked:
+            self._looked = True
+            if self.rows is not None and self.policy.keeps and self.state is None:
+                self._later = separate_outputs(self, self._record)
+        self.first = self.acts & ~self.in_game
+        before = self.state
+        tick, state, actions, extras, outputs = self._decide()
+        if before is not None:  # who does not act remembers what it did
+            self.state = tree.map(lambda new, old: np.where(_beside(self.acts, new), new, old), self.state, before)
+        if self.rows is not None:
+            self._write(tick, state, extras, outputs)
+        self.in_game |= self.acts
+        self._open |= self.acts
+        self._final[:] = False
+        self.seconds["forward"] += time.perf_counter() - start
+        return actions
+
+    def _write(self, tick: Tick, state: Any, extras: dict[str, Any], outputs: dict[str, Any]) -> None:
+        """Open the rows of those who act, and lay down the last observations of those who have ended."""
+        n = self.num_seats
+        nothing = np.zeros(n, np.float32)
+        off = np.zeros(n, bool)
+        step = Step(self.obs, self.acts, self.first, state, outputs, extras, nothing, off, off, None)
+        if self._columns is None:
+            self._make_columns(step)
+        columns = self._columns
+        assert columns is not None
+        writes = self.acts | self._final
+        if self._level and writes.all():
+            row = int(self._at[0])
+            columns.write(row, step)
+            self._version[row] = self.version
+            self._at += self._final
+            return
+        self._level = False
+        who = np.flatnonzero(writes)
+        at = (self._at[who], who)
+
+        def put(column: Any, x: Any) -> None:
+            tree.map(lambda to, of: to.__setitem__(at, of[who]), column, x)
+
+        put(columns.obs, step.obs)
+        put(columns.first, step.first)
+        for k, column in columns.outputs.items():
+            put(column, outputs[k])
+        put(columns.extras, extras)
+        if columns.state is not None:
+            put(columns.state, state)
+        for name in ("valid", "reward", "terminated", "truncated"):
+            put(getattr(columns, name), getattr(step, name))
+        self._version[at] = self.version
+        self._at += self._final
+
+    def _make_columns(self, step: Step) -> None:
+        """For the rows of a piece, those that are left of the one before, and the open one."""
+        assert self.rows is not None
+        rows = self.rows + self.state_every + 1
+        keep = () if self._later is not None else self.policy.keeps
+        self._columns = Columns(step, rows, keep, 1)
+        self._version = np.zeros((rows, self.num_seats), np.int64)
+
+    def take(self, turn: Turn, over: np.ndarray) -> None:
+        """What came of the decisions. `over`: of which seats the game has ended."""
+        self.obs = turn.obs
+        if self.rows is None:
+            self.in_game &= ~(turn.terminated | turn.truncated | over)
+            self.acts = turn.acts & ~over
+            return
+        self._sum += turn.reward
+        terminated = turn.terminated & self.in_game
+        ended = (terminated | turn.truncated | over) & self.in_game
+        self.acts = turn.acts & ~over
+        closes = self._open & (self.acts | ended)
+        learned = self._sum
+        if self.rewards is not None:
+            learned = self.rewards(self._sum, ended, closes)
+        columns = self._columns
+        assert columns is not None
+        if self._level and closes.all() and not ended.any():
+            columns.reward[int(self._at[0])] = learned
+            self._at += 1
+            self._sum = np.zeros(self.num_seats, np.float32)
+            self._open[:] = False
+        elif closes.any():
+            who = np.flatnonzero(closes)
+            at = (self._at[who], who)
+            columns.reward[at] = learned[who]
+            columns.terminated[at] = terminated[who]
+            columns.truncated[at] = (ended & ~terminated)[who]
+            self._at += closes
+            self._sum[who] = 0.0
+            self._open &= ~closes
+        if self._level:
+            self._level = not self._open.any() and bool((self._at == self._at[0]).all())
+        self._sum[~self._open] = 0.0  # nobody decided on what is paid to those who have not acted
+        self._final = ended
+        self.in_game &= ~ended
+        self._steps += 1
+
+    # --- pieces -------------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> list[Piece]:
+        """What is ready to be learnt from: after `rows` steps all rows that are closed, else nothing."""
+        if self.rows is None or self._steps < self.rows:
+            return []
+        self._steps = 0
+        columns = self._columns
+        assert columns is not None
+        self._write_successors(columns)
+        top = int(self._at.max())
+        outputs = dict(columns.outputs)
+        if self._later is not None:
+            seen = self.env.spec.acting(tree.map(lambda x: x[: top + 1].reshape(-1, *x.shape[2:]), columns.obs))
+            late = self._later.forward(seen)
+            outputs = {k: late[k].reshape(top + 1, -1, *late[k].shape[1:]) for k in self.policy.keeps}
+        if self._level and top == self.rows and not self.replays:
+            piece = self._piece(columns, outputs, slice(None), top)
+            piece.version = int(self._version[0, 0])
+            self._columns, self._version = None, np.zeros(0, np.int64)
+            self._at[:] = 0
+            return [self.policy.label(piece)]
+        closed = self._at - self._at % self.state_every
+        pieces = []
+        for n in np.unique(closed):
+            if n:
+                who = np.flatnonzero(closed == n)
+                piece = self._piece(columns, outputs, who, int(n))
+                piece.version = self._version[:n, who]
+                piece.stream, piece.start = who, self._begun[who].copy()
+                pieces.append(self.policy.label(piece))
+        self._carry_over(columns, closed)
+        return pieces
+
+    def _write_successors(self, columns: Columns) -> None:
+        """The observation behind the last closed row of each seat, where none is there yet: what it will decide on, or
+        the last of its episode."""
+        outputs: dict[str, Any] = {}
+        if columns.outputs:
+            self.first = self.acts & ~self.in_game
+            state = None if self.state is None else zeroed(self.state, self.first)
+            inputs = next(self.policy.decide(Tick(self.seen), state, None, GREEDY, Clock()))
+            outputs = self.engine.forward(*inputs)
+        who = np.flatnonzero(~self._open)
+        at = (self._at[who], who)
+        tree.map(lambda to, of: to.__setitem__(at, of[who]), columns.obs, self.obs)
+        columns.first[at] = (self.acts & ~self.in_game)[who]
+        for k, column in columns.outputs.items():
+            column[at] = outputs[k][who]
+
+    def _piece(self, columns: Columns, outputs: dict[str, Any], who: Any, n: int) -> Piece:
+        def rows(x: Any, more: int = 0) -> Any:
+            return tree.map(lambda leaf: leaf[: n + more][:, who], x)
+
+        extras = rows(columns.extras)
+        return Piece(
+            obs=rows(columns.obs, 1),
+            action=extras.pop("action"),
+            reward=rows(columns.reward),
+            terminated=rows(columns.terminated),
+            truncated=rows(columns.truncated),
+            valid=rows(columns.valid),
+            first=rows(columns.first, 1),
+            outputs=rows(outputs, 1),
+            extras=extras,
+            state=None
+            if columns.state is None
+            else tree.map(lambda x: x[: n : self.state_every][:, who], columns.state),
+            state_every=self.state_every,
+            side=self.name,
+        )
+
+    def _carry_over(self, columns: Columns, closed: np.ndarray) -> None:
+        """Rows that are in no piece yet begin the next one."""
+        self._begun += closed
+        left = self._at - closed
+        seats = np.arange(self.num_seats)
+
+        def move(column: np.ndarray) -> None:
+            for j in range(int(left.max()) + 1):
+                column[j] = column[np.minimum(closed + j, len(column) - 1), seats]
+
+        for column in (columns.obs, columns.first, columns.outputs, columns.extras, columns.state):
+            if column is not None:
+                tree.map(move, column)
+        for column in (columns.reward, columns.valid, columns.terminated, columns.truncated, self._version):
+            move(column)
+        self._at = left
+        self._level = not self._open.any() and not left.any()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def seat_state(self) -> dict[str, Any]:
+        """Where every seat is, and the rows that are in no piece yet."""
+        columns, top = self._columns, int(self._at.max()) + 1
+        kept: dict[str, Any] = {}
+        if columns is not None and (self._at.any() or self._open.any()):
+            names = ("obs", "first", "outputs", "extras", "state", "reward", "valid", "terminated", "truncated")
+            used = np.arange(top)[:, None] < self._at + self._open  # the rest was never written
+
+            def rows(x: np.ndarray) -> np.ndarray:
+                return np.where(_beside(used, x), x[:top], np.zeros((), x.dtype))
+
+            kept = {k: tree.map(rows, v) for k in names if (v := getattr(columns, k)) is not None}
+            kept["version"] = rows(self._version)
+        flags = {k: getattr(self, f"_{k}").copy() for k in ("final", "open", "sum", "at", "begun")}
+        arrays = {
+            **flags,
+            "acts": self.acts.copy(),
+            "in_game": self.in_game.copy(),
+            "kept": kept,
+            "state": {} if self.state is None else self.state,
+            "rewards": self.rewards.get_state() if self.rewards else {},
+        }
+        return {
+            "arrays": arrays,
+            "json": {"rng": self.rng.bit_generator.state, "steps": self._steps, "level": self._level},
+        }
+
+    def set_seat_state(self, state: Mapping[str, Any], exact: bool) -> None:
+        """Go on; where games began anew, from their first observations."""
+        arrays, json_ = state["arrays"], state["json"]
+        self.rng.bit_generator.state = json_["rng"]
+        self._told = None
+        if self.rewards and arrays["rewards"]:
+            self.rewards.set_state(arrays["rewards"])
+        if not exact:
+            return
+        for k in ("final", "open", "sum", "at", "begun"):
+            setattr(self, f"_{k}", np.array(arrays[k]))
+        self.acts, self.in_game = np.array(arrays["acts"]), np.array(arrays["in_game"])
+        self._steps, self._level = int(json_["steps"]), bool(json_["level"])
+        if self.state is not None:
+            self.state = tree.map(np.array, arrays["state"])
+        self._columns = None
+        if kept := arrays["kept"]:
+            self._columns = self._columns_of(kept)
+
+    def _columns_of(self, kept: Mapping[str, Any]) -> Columns:
+        first = {k: tree.map(lambda x: np.asarray(x)[0], v) for k, v in kept.items()}
+        step = Step(
+            first["obs"],
+            first["valid"],
+            first["first"],
+            first.get("state"),
+            first["outputs"],
+            first["extras"],
+            first["reward"],
+            first["terminated"],
+            first["truncated"],
+            None,
+        )
+        self._make_columns(step)
+        columns = self._columns
+        assert columns is not None
+        for name, value in kept.items():
+            column = self._version if name == "version" else getattr(columns, name)
+            tree.map(lambda to, of: to.__setitem__(slice(0, len(of)), of), column, value)
+        return columns
+
+
+def _beside(flags: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Flags of rows, with as many axes as what they choose from."""
+    return flags.reshape(*flags.shape, *[1] * (like.ndim - flags.ndim))
+
+
+class TableSource(Source):
+    """Games of several agents of this process, with the parameters that the Learners train in place. It plays until one
+    side has a piece."""
+
+    exact = True
+
+    def __init__(self, env: VecEnv, seats: Mapping[str, SeatRollout], agents: Sequence[str] = ()):
+        """agents: their names, by their numbers"""
+        self.env, self.seats = env, dict(seats)
+        self.env_steps = self.agent_steps = self.games = 0
+        self.matches: list[Match] = []
+        """Games that ended in the last step."""
+        self.episodes_left: int | None = None
+        self._names: list[str] = list(agents)
+        self._recent: dict[str, deque[float]] = {}
+        self._seconds = {"env": 0.0, "forward": 0.0}
+        self._tick = np.zeros(env.num_envs, np.int64)
+        self._lengths = np.zeros(env.num_envs, np.int64)
+        self._returns = {name: np.zeros(s.num_seats) for name, s in self.seats.items()}
+        self._agent: dict[str, np.ndarray] = {}
+        self._held = False
+
+    def reset(self, seed: int | None = None) -> None:
+        self._begin(self.env.reset(seed))
+
+    def _begin(self, obs: Any) -> None:
+        """All games are at this observation, and nothing has happened in them yet."""
+        self._tick = obs["tick"].copy()
+        for name, seat in self.seats.items():
+            turn, self._agent[name] = self._turn(name, obs, np.zeros(self.env.num_envs, bool))
+            seat.obs, seat.acts = turn.obs, turn.acts
+            seat.in_game[:] = False
+
+    def _turn(self, name: str, obs: Any, stale: np.ndarray) -> tuple[Turn, np.ndarray]:
+        side, n = obs[name], self.seats[name].env.seats  # type: ignore[attr-defined]
+        seen = tree.map(lambda x: x.reshape(-1, *x.shape[2:]), side["obs"])
+        flags, reward = side["flags"].reshape(-1), side["reward"].reshape(-1)
+        if stale.any():  # an observation that stands in for one that did not come
+            again = np.repeat(stale, n)
+            flags, reward = np.where(again, 0, flags), np.where(again, np.float32(0.0), reward)
+        turn = Turn(seen, flags & ACTS != 0, reward, flags & TERMINATED != 0, flags & TRUNCATED != 0)
+        return turn, side["agent"].reshape(-1)
+
+    def step(self) -> None:
+        """One step of every game."""
+        env, games = self.env, self.env.num_envs
+        was_dead = env.dead
+        stacked = {}
+        for name, seat in self.seats.items():
+            seat.env_steps, seat.worker_index = self.env_steps, 0
+            stacked[name] = tree.map(lambda x: x.reshape(games, -1, *x.shape[1:]), seat.decide())
+            self.agent_steps += int(np.count_nonzero(seat.acts))
+        start = time.perf_counter()
+        try:
+            obs, _, _, _, _ = env.step(stacked)
+        except BaseException as e:
+            blame_policy(e, stacked)
+            raise
+        self._seconds["env"] += time.perf_counter() - start
+        stale = (obs["tick"] == self._tick) & ~was_dead
+        self._tick = obs["tick"].copy()
+        self._lengths += ~was_dead
+        self.env_steps += int(np.count_nonzero(~was_dead))
+        over, self.matches = env.dead & ~was_dead, []
+        for name, seat in self.seats.items():
+            turn, self._agent[name] = self._turn(name, obs, stale)
+            self._returns[name] += turn.reward
+            seat.take(turn, np.repeat(over, seat.env.seats))  # type: ignore[attr-defined]
+        for b in np.flatnonzero(over).tolist():
+            self._end(b)
+
+    def _end(self, b: int) -> None:
+        returns: dict[str, float] = {}
+        players: dict[str, str] = {}
+        for name, seat in self.seats.items():
+            n = seat.env.seats  # type: ignore[attr-defined]
+            rows = slice(b * n, (b + 1) * n)
+            for agent, total in zip(self._agent[name][rows].tolist(), self._returns[name][rows].tolist(), strict=True):
+                if agent != NOBODY:
+                    returns[self._name(agent)], players[self._name(agent)] = total, name
+            self._returns[name][rows] = 0.0
+        match = Match(b, players, returns, int(self._lengths[b]))
+        self._lengths[b] = 0
+        if self.episodes_left == 0:
+            return
+        self.games += 1
+        self.matches.append(match)
+        if self.episodes_left is not None:
+            self.episodes_left -= 1
+        for agent, value in returns.items():
+            self._note(f"agent/{agent}/return_mean", value)
+        for name in self.seats:
+            mine = [returns[agent] for agent, policy in players.items() if policy == name]
+            if mine and name != DEFAULT:
+                self._note(side_key(name, "episode_return_mean"), sum(mine) / len(mine))
+
+    def longer_than(self, steps: int) -> list[int]:
+        """The environments whose games have been longer."""
+        return np.flatnonzero(self._lengths >= steps).tolist()
+
+    def _name(self, agent: int) -> str:
+        return self._names[agent] if agent < len(self._names) else str(agent)
+
+    def _note(self, key: str, value: float) -> None:
+        self._recent.setdefault(key, deque(maxlen=WINDOW)).append(value)
+
+    def gather(self, timeout: float = 0.0) -> tuple[list[Piece], Counts]:
+        before, agents, matches = self.env_steps, self.agent_steps, []
+        pieces: list[Piece] = []
+        for seat in self.seats.values():
+            if not seat.replays:
+                seat.hold_time()
+        while not pieces and self.episodes_left != 0:
+            self.step()
+            matches += self.matches
+            pieces = [piece for seat in self.seats.values() for piece in seat.pieces()]
+        episodes = tuple((sum(m.returns.values()), m.length) for m in matches)
+        return pieces, Counts(self.env_steps - before, episodes, agent_steps=self.agent_steps - agents)
+
+    # --- the rest of a Source -----------------------------------------------------------------------------------------
+
+    def limit_episodes(self, left: int | None) -> None:
+        self.episodes_left = left
+
+    def publish(self, side: str, weights: Any, clock: Clock) -> None:
+        """The parameters are shared: only their version is news."""
+        self.seats[side].version = clock.version
+
+    def numbers(self) -> dict[str, float]:
+        """Mean returns of agents and sides over the newest games."""
+        return {key: sum(values) / len(values) for key, values in sorted(self._recent.items())}
+
+    def watch(self, callbacks: CallbackList) -> None:
+        if callbacks.watches:
+            raise ConfigError(
+                "callbacks of episodes (on_episode_start, _step, _end) follow one agent, and this is a game of "
+                "several: on_train_result has agent/NAME/return_mean of each of them"
+            )
+
+    def foreach_env(self, fn: Callable[[Any], Any]) -> list[Any]:
+        return self.env.foreach_env(fn)
+
+    def foreach_worker(self, fn: Callable[[RolloutWorker], Any]) -> list[Any]:
+        models = {name: seat.engine.model for name, seat in self.seats.items()}
+        one: Any = models.get(DEFAULT, models)
+        return [fn(RolloutWorker(0, (self.env,), one, tuple(s.policy for s in self.seats.values())))]
+
+    def seconds(self) -> dict[str, float]:
+        spent, self._seconds = self._seconds, {"env": 0.0, "forward": 0.0}
+        for seat in self.seats.values():
+            spent["forward"] += seat.seconds["forward"]
+            seat.seconds = {"env": 0.0, "forward": 0.0}
+        return spent
+
+    def get_state(self, midway: bool = False) -> dict[str, Any]:
+        env: dict[str, Any] = {"arrays": {}, "json": None}
+        if not midway:
+            try:
+                env = self.env.get_state()
+            except Exception as e:  # what was learnt is saved in any case
+                self.env.exact = False
+                logger.warning("the state of the games cannot be saved, a resumed run starts new ones: %s", e)
+        seats = {name: seat.seat_state() for name, seat in self.seats.items()}
+        arrays = {
+            "env": env["arrays"],
+            "seats": {name: one["arrays"] for name, one in seats.items()},
+            "returns": {name: x.copy() for name, x in self._returns.items()},
+            "lengths": self._lengths.copy(),
+        }
+        plain = {
+            "env": env["json"],
+            "seats": {name: one["json"] for name, one in seats.items()},
+            "exact": self.env.exact and not midway,
+            "counts": [self.env_steps, self.agent_steps, self.games],
+            "recent": json.dumps({key: list(values) for key, values in self._recent.items()}),
+        }
+        return {"arrays": arrays, "json": plain}
+
+    def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
+        arrays, plain = state["arrays"], state["json"]
+        self.env_steps, self.agent_steps, self.games = map(int, plain["counts"])
+        recent = json.loads(plain["recent"])
+        self._recent = {key: deque(map(float, values), WINDOW) for key, values in recent.items()}
+        exact = plain["env"] is not None and bool(plain["exact"])
+        if plain["env"] is None:
+            first = next(iter(self.seats.values()))
+            self._begin(self.env.reset(int(first.rng.integers(1 << 31))))
+            self.env.exact = False
+        else:
+            self._begin(self.env.set_state({"arrays": arrays["env"], "json": plain["env"]}))
+            exact = exact and self.env.exact
+        for name, seat in self.seats.items():
+            seat.set_seat_state({"arrays": arrays["seats"][name], "json": plain["seats"][name]}, exact)
+        if exact:
+            self._returns = {name: np.array(x) for name, x in arrays["returns"].items()}
+            self._lengths = np.array(arrays["lengths"])
+        return exact
+
+    def close(self) -> None:
+        self.env.close()
