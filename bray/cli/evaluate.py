@@ -11,11 +11,12 @@ from bray.cli.options import Eval
 from bray.cli.show import facts, how_to_act, log_shown, plain_table, put, say, terminal, trusting
 from bray.errors import ConfigError
 from bray.experiment import Experiment
-from bray.experiment.film import film
+from bray.experiment.film import film, film_game
 from bray.metrics import short
 from bray.rundir import RunDir
 from bray.train.evaluate import much_worse, summarize
 from bray.train.rollout import Step
+from bray.train.table import Match
 from bray.video import write_video
 
 Render = Literal["video", "human"]
@@ -59,7 +60,7 @@ def judge(
     """Evaluate whole episodes (or exactly `steps` steps), print the table, and draw one more episode where asked;
     returns the videos."""
     folder = RunDir(out).folder("videos") if render == "video" else out
-    cut = (0.0, 0)
+    cut, matches = (0.0, 0), []
     if steps is None:
         with terminal().status("playing") as status:  # nothing is shown where this is not a terminal
             played = itertools.count(1)
@@ -68,13 +69,19 @@ def judge(
                 if (n := next(played)) % 1000 == 0:
                     status.update(f"playing: {n:,} steps in each of {len(step.reward)} environments")
 
-            results = exp.play(episodes, seed=seed, act=act, on_step=on_step)
+            if exp.is_game:
+                matches = exp.play_games(episodes, seed=seed, act=act)
+                results = [(match.total, match.length) for match in matches]
+            else:
+                results = exp.play(episodes, seed=seed, act=act, on_step=on_step)
     else:
         results, cut = exp.play_steps(steps, seed=seed, act=act)
     if not quiet:
-        say(f"{exp.config['run'].algorithm} on {exp.env_id}{note}", "bold")
+        say(f"{exp.algorithms} on {exp.env_id}{note}", "bold")
         if results:
             _table(summarize(results), act)
+        if matches:
+            _table_of_agents(matches)
         if steps is not None:
             say(_played(steps, len(results), *cut))
         elif act == GREEDY:
@@ -82,7 +89,10 @@ def judge(
     if render is None:
         return []
     mode = "human" if render == "human" else "rgb_array"
-    frames, return_, length, fps = film(exp.served, exp.config["env"], mode, act, seed)
+    if exp.is_game:
+        frames, return_, length, fps = film_game(exp, mode, act, seed)
+    else:
+        frames, return_, length, fps = film(exp.served, exp.config["env"], mode, act, seed)
     videos = []
     if render == "video":
         videos.append(write_video(frames, folder / "eval.mp4", fps))
@@ -97,6 +107,8 @@ def judge(
 
 def say_if_greedy_is_worse(exp: Experiment, greedy: list[tuple[float, int]], seed: int | None = None) -> None:
     """A policy that draws its actions may need the draws: then both numbers are told."""
+    if exp.is_game:  # with several policies it would have to be said of each
+        return
     rule = exp.served.policy.rule
     if rule is not None and not rule.stochastic:
         return
@@ -125,4 +137,15 @@ def _table(result: dict[str, Any], act: str) -> None:
     table.add_row(
         f"{result['eval/episodes']} {'sampled' if act == SAMPLE else 'greedy'}", short(mean), interval, *numbers
     )
+    put(table)
+
+
+def _table_of_agents(matches: list[Match]) -> None:
+    """The returns of each agent, and whose policy played it."""
+    table = plain_table("agent", "policy", ">games", ">mean return", ">min", ">max")
+    for agent in dict.fromkeys(agent for match in matches for agent in match.returns):
+        mine = [match.returns[agent] for match in matches if agent in match.returns]
+        policies = dict.fromkeys(match.players[agent] for match in matches if agent in match.players)
+        numbers = (short(sum(mine) / len(mine)), short(min(mine)), short(max(mine)))
+        table.add_row(agent, ", ".join(policies), str(len(mine)), *numbers)
     put(table)

@@ -188,7 +188,7 @@ def _experiment(options: Train, flags: ConfigSource, path: Path | None = None) -
     exp = Experiment(sources=sources, use_preset=not options.no_preset, live=options.live, **place)
     if options.render and exp.live:
         raise ConfigError("--render: live games are not played by Bray and cannot be filmed; leave it out")
-    if options.render and exp.policies:
+    if options.render and exp.policies and not exp.is_game:
         raise ConfigError("--render: several policies are filmed one by one, `bray eval RUN_DIR/models/NAME --render`")
     if options.render:
         exp.check_env()
@@ -234,7 +234,14 @@ def _run(exp: Experiment, options: Train, signals: Signals) -> int:
     reached = exp.reached
     if not options.quiet:
         _ended(exp, reached, signals, went_on)
-    if not options.quiet and training.iteration and not exp.live and exp.has_env and not exp.policies:
+    if (
+        not options.quiet
+        and training.iteration
+        and not exp.live
+        and exp.has_env
+        and not exp.is_game
+        and not exp.policies
+    ):
         from bray.cli.evaluate import say_if_greedy_is_worse
 
         greedy = exp.play(10, most_steps=_LAST_LOOK)
@@ -309,7 +316,8 @@ def _ended(exp: Experiment, reached: dict[str, float], signals: Signals, went_on
 def _left(exp: Experiment, videos: list[Path], unfinished: bool) -> None:
     """What it left behind, and what to type next."""
     path, quoted = exp.path, shlex.quote(str(exp.path))
-    one = shlex.quote(str(exp.path / "models" / next(iter(exp.policies)))) if exp.policies else quoted
+    alone = exp.policies and not exp.is_game
+    one = shlex.quote(str(exp.path / "models" / next(iter(exp.policies)))) if alone else quoted
     latest = path / "checkpoints" / "latest"
     kept = [
         ("checkpoint", latest.parent / latest.resolve().name if latest.is_symlink() else latest),

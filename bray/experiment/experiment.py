@@ -55,7 +55,7 @@ from bray.train.callbacks import CallbackList, make_callbacks
 from bray.train.device import acting_device
 from bray.train.evaluate import EVAL_SEED, eval_config, play, play_steps, summarize
 from bray.train.fit import Choice
-from bray.train.games import GameTraining, seating_of
+from bray.train.games import GameTraining, Player, play_games, seating_of, summarize_games
 from bray.train.goals import Score, check_stop, reached
 from bray.train.live import ID as LIVE, LiveTraining, live_spec
 from bray.train.local import LocalTraining, seeded
@@ -73,6 +73,7 @@ from bray.train.run import Run
 from bray.train.settle import settle
 from bray.train.setup import Check, Setup, set_up
 from bray.train.source import RolloutWorker
+from bray.train.table import Match
 
 logger = logging.getLogger("bray")
 
@@ -127,9 +128,9 @@ class Experiment:
         self._score = Score(self.config["run"], self.live)
         self._path = run_path(path, project, trial, self.config["run"].algorithm)
         self._run: Run | None = None
-        self._weights: Mapping[str, np.ndarray] | None = None
-        self._spec: EnvSpec | None = None
-        self._served: ServedPolicy | None = None
+        self._weights: dict[str, Mapping[str, np.ndarray]] = {}  # by policy
+        self._specs: dict[str, EnvSpec] = {}
+        self._served: dict[str, ServedPolicy] = {}
         self.loaded: tuple[Path, int] | None = None
         """The checkpoint that was loaded, and its step."""
         self._opened = Path()  # of which run, or which of its policies
@@ -155,8 +156,9 @@ class Experiment:
             about = {"env": self.env_id}
             self._run = Run(training, self.config["run"], self._open_dir, self._score, watch, owner=self, about=about)
             self._run.exact = self.config["env"].wait_num is None and not self.live
-            if self._weights is not None:
-                training.set_weights(self._weights)
+            if self._weights:
+                weights: Any = self._weights if training.several else self._weights[DEFAULT]
+                training.set_weights(weights)
             elif not self._resumes:
                 self._start_with_others()
         return self._run
@@ -464,16 +466,25 @@ class Experiment:
         trust."""
         directory = RunDir.open(path)
         directory.refuse_old_launch()
-        directory.refuse_several()
+        if not plays:
+            directory.refuse_several()
         checkpoint = directory.load_checkpoint(which)
         moments = [When.MADE, When.PLAYS] if plays else [When.MADE]
-        check = trust_check(directory, trust, moments, env)
-        sources, check = changed_by(with_secrets(read_config(directory)), sources, env, check)
-        exp = cls(env=env, sources=sources, use_preset=False, _check=check)
+        check, saved = trust_check(directory, trust, moments, env), with_secrets(read_config(directory))
+        policies = saved_policies(directory, saved, sources, env, trust, moments) if directory.policies() else None
+        sources, check = changed_by(saved, sources, env, check)
+        exp = cls(env=env, sources=sources, use_preset=False, _check=check, _policies=policies)
+        if policies is not None and not exp.is_game:
+            directory.refuse_several()
         exp._refuse_hidden(path, *(["env", "model"] if plays else ["model"]))
         exp._plays, exp._check_training = plays, trust_check(directory, trust, [When.TRAINS])
-        exp._weights = checkpoint.weights
-        exp._spec = EnvSpec.from_json(directory.read_json("spec.json"))
+        places: dict[str, Any] = {name: directory.policy_folder(name) for name in exp.policies} or {DEFAULT: directory}
+        exp._specs = {name: EnvSpec.from_json(place.read_json("spec.json")) for name, place in places.items()}
+        exp._weights = (
+            {name: checkpoint.models[name].weights for name in places}
+            if exp.policies
+            else {DEFAULT: checkpoint.weights}
+        )
         exp.loaded, exp._opened = (checkpoint.path, checkpoint.step), directory.path
         exp._launched = read_launch(directory, trust)
         return exp
@@ -566,24 +577,30 @@ class Experiment:
         """The policy as it is served: made from the spec and the weights alone."""
         if self.policies:
             raise several(self.path, self.policies)
-        if self._served is None:
-            spec = self._spec or self.training.spec
-            model = self._run.training.model if self._run is not None else self._trained_model(spec)
-            self._served = ServedPolicy(make_policy(self.algo, self.config["algo"], spec), model, spec)
-        return self._served
+        return self._serve(DEFAULT)
 
-    def _trained_model(self, spec: EnvSpec) -> torch.nn.Module:
-        c = self.config
-        if self._weights is None:
+    def _serve(self, name: str) -> ServedPolicy:
+        if name not in self._served:
+            made: Any = self.policies.get(name, self)
+            side = None if self._run is None else self._run.training.sides[name]
+            spec: EnvSpec = self._specs[name] if name in self._specs or side is None else side.spec
+            model = self._trained_model(name, spec) if side is None else side.model
+            self._served[name] = ServedPolicy(make_policy(made.algo, made.config["algo"], spec), model, spec)
+        return self._served[name]
+
+    def _trained_model(self, name: str, spec: EnvSpec) -> torch.nn.Module:
+        made: Any = self.policies.get(name, self)
+        c = made.config
+        if name not in self._weights:
             raise ConfigError("there is nothing to act with yet: train first, or load a run")
         with seeded(c["run"].seed):
             if self._launched is not None:
                 model = launched_model(self._launched)
             else:
                 with made_from(self.loaded[0] if self.loaded else None):
-                    model = self.algo.make_model(c["algo"], spec, c["model"])
+                    model = made.algo.make_model(c["algo"], spec, c["model"])
         model = model.to(acting_device(c["run"].device))
-        load_weights(model, self._weights)
+        load_weights(model, self._weights[name])
         return model
 
     def policy(self, obs: Any, state: Any = None, act: str = GREEDY) -> Any:
@@ -592,7 +609,10 @@ class Experiment:
         return self.served(obs, state, check_mode(act))
 
     def evaluate(self, episodes: int = 10, seed: int | None = None, act: str = GREEDY) -> dict[str, Any]:
-        """Mean return of episodes with its 95 % confidence interval; the same episodes in every call."""
+        """Mean return of episodes with its 95 % confidence interval; the same episodes in every call. Of games of
+        several agents the sum over agents, and `eval/agent/NAME` of each."""
+        if self.is_game:
+            return summarize_games(self.play_games(episodes, seed=seed, act=act))
         return summarize(self.play(episodes, seed=seed, act=act))
 
     def play(
@@ -606,8 +626,38 @@ class Experiment:
     ) -> list[tuple[float, int]]:
         """Whole episodes with this policy: (return, length) of each. With `most_steps` it stops after that many
         environment steps."""
+        if self.is_game:
+            return [(m.total, m.length) for m in self.play_games(episodes, seed, act, num_envs, most_steps=most_steps)]
         with self._stage(num_envs or min(episodes, 16), seed, act) as stage:
             return play(episodes=episodes, on_step=on_step, most_steps=most_steps, **stage)
+
+    def play_games(
+        self,
+        games: int,
+        seed: int | None = None,
+        act: str = GREEDY,
+        num_envs: int | None = None,
+        on_step: Any = None,
+        most_steps: int | None = None,
+    ) -> list[Match]:
+        """Whole games of several agents with this run's policies: each one's `returns` by agent, `players`,
+        `length`."""
+        self._check_plays()
+        seed = EVAL_SEED if seed is None else seed
+        config = eval_config(self.config["env"], num_envs or min(games, 16))
+        with make_vec(config, seed=seed, seating=seating_of(self.config["run"])) as env:
+            players = self.players(env.spec)
+            return play_games(env, players, games, seed, check_mode(act), on_step, most_steps)
+
+    def players(self, spec: EnvSpec) -> dict[str, Player]:
+        """Who decides for the sides of a game."""
+        out: dict[str, Player] = {}
+        for name, side in spec.sides.items():
+            served = self._serve(name)
+            if (side.spec.observation, side.spec.action) != (served.spec.observation, served.spec.action):
+                raise CheckpointError(f"the game has other spaces than the policy {name} was trained for")
+            out[name] = Player(served.engine, served.policy, served.initial_state)
+        return out
 
     def play_steps(
         self, steps: int, seed: int | None = None, act: str = GREEDY
@@ -634,6 +684,10 @@ class Experiment:
     def _stage(self, num_envs: int, seed: int | None, act: str) -> Iterator[dict[str, Any]]:
         """The arguments that `bray.train.evaluate` needs to play with this policy; the environments are closed at the
         end."""
+        if self.is_game:
+            raise ConfigError(
+                f"{self.env_id} is a game of several agents, which is played to its end: ask for episodes, not steps"
+            )
         served = self.served
         seed = EVAL_SEED if seed is None else seed
         self._check_plays()

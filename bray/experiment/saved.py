@@ -119,7 +119,12 @@ def made_from(path: Path | None) -> Iterator[None]:
 
 
 def saved_policies(
-    directory: RunDir, saved: ConfigSource, sources: Sequence[ConfigSource], env: Any, trust: Answer
+    directory: RunDir,
+    saved: ConfigSource,
+    sources: Sequence[ConfigSource],
+    env: Any,
+    trust: Answer,
+    moments: Iterable[When] = When,
 ) -> dict[str, tuple[Sequence[ConfigSource], Check]]:
     """What each policy of a run is made of, with what the caller changes, and the check that is left."""
     if isinstance(directory, PolicyDir):
@@ -127,10 +132,10 @@ def saved_policies(
             f"{directory.path} is one policy of a run: resume the run, or start one of this policy's own with its "
             f"weights (--init-from {directory.path})"
         )
-    if any(keys_of(source) & {"policies", "policies_to_train"} for source in sources):
+    if any(keys_of(source) & {"policies", "policies_to_train", "policy_mapping"} for source in sources):
         raise ConfigError(
-            "a run keeps its policies, and which of them learn, when it is resumed: leave out policies and "
-            "policies_to_train. A new run can start with their weights (init_from of each)"
+            "a run keeps its policies, whom they decide for and which of them learn: leave out policies, "
+            "policy_mapping and policies_to_train. A new run can start with their weights (init_from of each)"
         )
     found: dict[str, tuple[Sequence[ConfigSource], Check]] = {}
     run = saved.values.get("run") or {}
@@ -139,7 +144,7 @@ def saved_policies(
         mine = with_secrets(read_config(own))
         algo = get_algo(run["algorithm"]) if sources and run["algorithm"] in ALGORITHMS else None
         changes = [of_policy(mine, source, run["algorithm"], algo) for source in sources]
-        found[name] = changed_by(mine, changes, env, trust_check(own, trust, When, env))
+        found[name] = changed_by(mine, changes, env, trust_check(own, trust, moments, env))
     return found
 
 

@@ -34,11 +34,11 @@ def parse_policies(given: list[str]) -> dict[str, str]:
     return {name: algorithm for name, _, algorithm in (text.partition("=") for text in named)}
 
 
-def parse_mapping(given: list[str]) -> Any:
+def parse_mapping(given: str) -> Any:
     """`AGENT=POLICY,AGENT=POLICY` as typed, or `module:function`."""
-    if len(given) == 1 and ":" in given[0] and "=" not in given[0]:
-        return given[0]
-    named = [text for several in given for text in several.split(",")]
+    if ":" in given and "=" not in given:
+        return given
+    named = given.split(",")
     wrong = [text for text in named if not all(text.partition("="))]
     if wrong:
         raise ConfigError(

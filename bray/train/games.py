@@ -141,9 +141,16 @@ class Player:
 
 
 def play_games(
-    env: VecEnv, players: Mapping[str, Player], games: int, seed: int, mode: str = GREEDY, on_step: Any = None
+    env: VecEnv,
+    players: Mapping[str, Player],
+    games: int,
+    seed: int,
+    mode: str = GREEDY,
+    on_step: Any = None,
+    most_steps: int | None = None,
 ) -> list[Match]:
-    """Play whole games, each environment its share, so that short ones are not preferred. `on_step(source)`."""
+    """Play whole games, each environment its share, so that short ones are not preferred. With `most_steps` those that
+    end within so many steps. `on_step(source)` is called at the first observations and after each step."""
     seats = {}
     for i, (name, side) in enumerate(env.spec.sides.items()):
         p = players[name]
@@ -155,10 +162,13 @@ def play_games(
     source.reset(seed)
     share = [games // env.num_envs + (b < games % env.num_envs) for b in range(env.num_envs)]
     done: list[list[Match]] = [[] for _ in share]
+    on_step = on_step or (lambda source: None)
+    on_step(source)
     while any(len(d) < s for d, s in zip(done, share, strict=True)):
+        if most_steps is not None and source.env_steps >= most_steps:
+            break
         source.step()
-        if on_step is not None:
-            on_step(source)
+        on_step(source)
         for match in source.matches:
             if len(done[match.game]) < share[match.game]:
                 done[match.game].append(match)
@@ -181,7 +191,7 @@ def summarize_games(matches: Sequence[Match]) -> dict[str, Any]:
     """`eval/return_mean` is of the sum over agents; `eval/agent/NAME` and `side/NAME/eval/return_mean` are means."""
     if not matches:
         return {"eval/episodes": 0, "eval/return_mean": math.nan}
-    result = summarize([(sum(m.returns.values()), m.length) for m in matches])
+    result = summarize([(m.total, m.length) for m in matches])
     for agent in dict.fromkeys(a for m in matches for a in m.returns):
         result[f"eval/agent/{agent}"] = _mean(m.returns[agent] for m in matches if agent in m.returns)
     for side in dict.fromkeys(s for m in matches for s in m.players.values()):

@@ -56,6 +56,11 @@ class Match(NamedTuple):
     returns: dict[str, float]
     length: int
 
+    @property
+    def total(self) -> float:
+        """Of all agents."""
+        return sum(self.returns.values())
+
 
 class Turn(NamedTuple):
     """What a step of all games was to the seats of a side, `[S, ...]`."""
@@ -509,7 +514,7 @@ class TableSource(Source):
             self.step()
             matches += self.matches
             pieces = [piece for seat in self.seats.values() for piece in seat.pieces()]
-        episodes = tuple((sum(m.returns.values()), m.length) for m in matches)
+        episodes = tuple((m.total, m.length) for m in matches)
         return pieces, Counts(self.env_steps - before, episodes, agent_steps=self.agent_steps - agents)
 
     # --- the rest of a Source -----------------------------------------------------------------------------------------
