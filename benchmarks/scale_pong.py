@@ -1,5 +1,5 @@
 """python -m benchmarks.scale_pong [--auto] [--run APPO ...] [--env ALE/Pong-v5] [--seeds 0 1] [--minutes 6]
-[--within 7.8] [--target RETURN] [--out DIR] [KEY=VALUE ...]
+[--within 7.8] [--target RETURN] [--out DIR] [--draw] [KEY=VALUE ...]
 
 How well APPO plays an Atari game after minutes on a machine with a GPU and 16 cores, with the settings of the preset
 for Pong: 256 environments in local processes, central inference.
@@ -11,12 +11,14 @@ environments are made, and all of them for at most `--within`. Between two itera
 episodes: rarely, and often once the training is near the target. A seed ends when an evaluation and 16 more episodes
 reach the target, or with its time; then its last weights play 16 episodes. One JSON line per evaluation and per seed.
 OUT/NAME.jsonl and OUT/NAME.png hold the curves over the steps, OUT/NAME-scores.jsonl a line per seed; they are written
-with every evaluation, so that a run that is cut off leaves what it had.
+with every evaluation, so that a run that is cut off leaves what it had. `--draw` makes the pictures of such files, on a
+machine with Matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import tempfile
@@ -73,9 +75,16 @@ class Curves:
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        each = {seed: [json.dumps({"seed": seed, **row}) + "\n" for row in rows] for seed, rows in self.rows.items()}
-        (self.out / f"{self.name}.jsonl").write_text("".join(line for lines in each.values() for line in lines))
+        lines = [json.dumps({"seed": seed, **row}) + "\n" for seed, rows in self.rows.items() for row in rows]
+        (self.out / f"{self.name}.jsonl").write_text("".join(lines))
         (self.out / f"{self.name}-scores.jsonl").write_text("".join(json.dumps(x) + "\n" for x in self.scores))
+        if importlib.util.find_spec("matplotlib"):
+            self.draw()
+
+    def draw(self) -> None:
+        each: dict[int, list[str]] = {}
+        for line in (self.out / f"{self.name}.jsonl").read_text().splitlines(keepends=True):
+            each.setdefault(json.loads(line)["seed"], []).append(line)
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{seed}.jsonl" for seed in each]
             for file, lines in zip(files, each.values(), strict=True):
@@ -154,6 +163,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0, help="of a seed, at most")
     parser.add_argument("--within", type=float, default=7.8, help="minutes of all seeds together, at most")
     parser.add_argument("--target", type=float, metavar="RETURN", help="a seed ends when it is reached")
+    parser.add_argument("--draw", action="store_true", help="pictures of the files in --out, and nothing else")
     parser.add_argument("--out", type=Path, default=HERE / "learning")
     given = parser.parse_args()
     config = ({} if given.auto else settings()) | {
@@ -163,6 +173,9 @@ def main() -> None:
     for run in given.run:
         name = f"{game}-{run.lower()}-auto" if given.auto else f"{game}-gpu"
         curves = Curves(given.out, name, f"{run} on {given.env}", given.target)
+        if given.draw:
+            curves.draw()
+            continue
         for seed in given.seeds:
             left = 60 * given.within - (time.perf_counter() - started) - END_S
             if left <= 0:
