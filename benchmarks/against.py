@@ -2,9 +2,10 @@
 
 The two trees take turns, in processes of their own, one thread each; a pair is one measurement of each, and which goes
 first alternates. Training: environment steps per second of CPU time of all processes, after a warm-up, so that other
-work on the machine counts less; `ppo-workers` has two worker processes. The two trainings of a pair take turns every
-twentieth of their steps (or every iteration), the same work for both, because the speed of a core changes within
-seconds: a pair's ratio is the median over those turns. `live`, `launched`: rows that PPO learns from
+work on the machine counts less; `ppo-workers` has two worker processes, and the cases of `benchmarks training` are
+named ours/CASE (`ours` = all of them). The two trainings of a pair take turns of half a second of CPU time or of an
+iteration, the same steps for both, because the speed of a core changes within seconds: a pair's ratio is the median
+over those turns, and so is that of their wall times. `live`, `launched`: rows that PPO learns from
 32 games in another process, per second of CPU time of `bray train --live` and of `bray launch` in one process.
 `serve`: ticks per second of CPU time that `bray serve` spends on a small network, 32 games in another process.
 `local`, `remote`, `trajectories`, `small`: items per second of CPU time of all processes. These and `live`, `launched`
@@ -22,31 +23,35 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks import ours
 from benchmarks.same_weights import BASE, ROOT, environment, other_tree
 
 TRAINING = {
-    "ppo": ("PPO", "CartPole-v1", 60_000, {}),
-    "ppo-lstm": ("PPO", "CartPole-v1", 25_000, {"use_lstm": True}),
-    "a2c": ("A2C", "CartPole-v1", 40_000, {}),
-    "dqn": ("DQN", "CartPole-v1", 12_000, {}),
-    "sac": ("SAC", "Pendulum-v1", 12_000, {"learning_starts": 1000}),
-    "ppo-workers": ("PPO", "CartPole-v1", 60_000, {"num_workers": 2}),
+    "ppo": {"run": "PPO", "env": "CartPole-v1"},
+    "ppo-lstm": {"run": "PPO", "env": "CartPole-v1", "use_lstm": True},
+    "a2c": {"run": "A2C", "env": "CartPole-v1"},
+    "dqn": {"run": "DQN", "env": "CartPole-v1"},
+    "sac": {"run": "SAC", "env": "Pendulum-v1", "learning_starts": 1000},
+    "ppo-workers": {"run": "PPO", "env": "CartPole-v1", "num_workers": 2},
+    **{f"ours/{name}": {**case, "use_preset": False, "seed": 1} for name, case in ours.CASES.items()},
 }
-TURNS, WARM_UP = 20, 3  # in how many turns a training is made at most; the first ones are not counted
+OURS = [name for name in TRAINING if name.startswith("ours/")]
+TURNS, WARM_UP = 17, 2  # of a training; turns before them are not counted
 LIVE = ("live", "launched")
 REMOTE = ("local", "remote", "trajectories", "small")
 _TRAIN = """
-import json, os, sys
+import json, os, sys, time
 from benchmarks.serving.__main__ import cpu_seconds, family
 from bray.experiment import Experiment
-run, env, steps, config = json.loads(sys.argv[1])
-training = Experiment(run=run, env=env, config=config).training
+import benchmarks.ours  # its environments
+training = Experiment(**json.loads(sys.argv[1])).training
 cpu = lambda: cpu_seconds(family(os.getpid()))
-for line in sys.stdin:  # a turn
-    before, start = training.env_steps, cpu()
-    while training.env_steps < before + steps // TURNS:
+for line in sys.stdin:  # a turn of so many steps; 0: of half a second, with something learnt
+    before, start, wall, steps = training.env_steps, cpu(), time.perf_counter(), int(line)
+    while training.env_steps < before + steps or not steps and (not training.learner.steps or cpu() - start < 0.5):
         training.iterate()
-    print(training.env_steps, (training.env_steps - before) / (cpu() - start), flush=True)
+    made = training.env_steps - before
+    print(made, made / (cpu() - start), made / (time.perf_counter() - wall), flush=True)
 training.close()
 """
 _SERVE = """
@@ -100,20 +105,22 @@ def measure(tree: Path, case: str, folder: str) -> float:
     return float(done.stdout.split()[-1])
 
 
-def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[float]]:
-    """Steps per CPU second of each turn, for each tree."""
-    words = [sys.executable, "-c", f"TURNS = {TURNS}\n{_TRAIN}", json.dumps(TRAINING[case])]
+def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[tuple[float, float]]]:
+    """Steps per CPU second and per second of each turn, for each tree."""
+    words = [sys.executable, "-c", _TRAIN, json.dumps(TRAINING[case])]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": folder}
     both = [subprocess.Popen(words, env=environment(tree), **pipes) for tree in trees]
-    rates: list[list[float]] = [[] for _ in trees]
-    done = 0
-    while done < TRAINING[case][2]:
+    rates: list[list[tuple[float, float]]] = [[] for _ in trees]
+    steps = 0
+    for turn in range(WARM_UP + TURNS):
+        made = 0
         for child, out in zip(both, rates, strict=True):
-            print("go", file=child.stdin, flush=True)
+            print(steps, file=child.stdin, flush=True)
             if not (line := child.stdout.readline()):
                 raise SystemExit(f"{case}: a training ended by itself")
-            done, rate = int(line.split()[0]), float(line.split()[1])
-            out.append(rate)
+            made = int(line.split()[0])
+            out.append((float(line.split()[1]), float(line.split()[2])))
+        steps = made if turn == WARM_UP - 1 else steps
     for child in both:
         child.stdin.close()
         child.wait()
@@ -123,27 +130,31 @@ def train_in_turns(trees: list[Path], case: str, folder: str) -> list[list[float
 def main() -> int:
     cases = [*TRAINING, *LIVE, "serve", *REMOTE]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", choices=[[], *cases], default=[], help=f"{', '.join(cases)}; none: all")
+    known = [*cases, "ours"]
+    parser.add_argument("cases", nargs="*", choices=[[], *known], default=[], help=f"{', '.join(known)}; none: all")
     parser.add_argument("--rev", default=BASE)
     parser.add_argument("--pairs", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bray-against-") as folder, other_tree(args.rev, Path(folder)) as other:
-        print(f"{'case':<12} {'here':>9} {args.rev:>9} {'ratio':>6}  pairs")
-        for case in args.cases or cases:
-            here, there, ratios = [], [], []
+        print(f"{'case':<28} {'here':>9} {args.rev:>9} {'ratio':>6} {'wall':>6}  pairs")
+        for case in [c for name in args.cases or cases for c in (OURS if name == "ours" else [name])]:
+            here, there, ratios, walls = [], [], [], []
             for i in range(args.pairs):
                 order = 1 if i % 2 else -1
                 trees = [ROOT, other][::order]
                 if case in TRAINING:
-                    ours, theirs = train_in_turns(trees, case, folder)[::order]
+                    mine, other_s = train_in_turns(trees, case, folder)[::order]
+                    walls.append(statistics.median(a[1] / b[1] for a, b in zip(mine, other_s, strict=True)))
+                    first, second = [m[0] for m in mine], [m[0] for m in other_s]
                 else:
-                    ours, theirs = [[measure(tree, case, folder)] for tree in trees][::order]
-                here.append(statistics.median(ours))
-                there.append(statistics.median(theirs))
-                ratios.append(statistics.median(a / b for a, b in zip(ours, theirs, strict=True)))
+                    first, second = [[measure(tree, case, folder)] for tree in trees][::order]
+                here.append(statistics.median(first))
+                there.append(statistics.median(second))
+                ratios.append(statistics.median(a / b for a, b in zip(first, second, strict=True)))
             shown = " ".join(f"{r:.2f}" for r in ratios)
             middle = [statistics.median(x) for x in (here, there, ratios)]
-            print(f"{case:<12} {middle[0]:>9,.0f} {middle[1]:>9,.0f} {middle[2]:>6.3f}  {shown}", flush=True)
+            wall = f"{statistics.median(walls):>6.3f}" if walls else " " * 6
+            print(f"{case:<28} {middle[0]:>9,.0f} {middle[1]:>9,.0f} {middle[2]:>6.3f} {wall}  {shown}", flush=True)
     return 0
 
 

@@ -170,6 +170,20 @@ COLUMNS = (*_ROWS, "state")
 """The arrays of a piece."""
 
 
+def arrays_of(piece: Piece) -> dict[str, Any]:
+    """The columns of a piece, copied: with `facts_of` they are what `Piece` is made of again."""
+    columns = {name: value for name in (*COLUMNS, "version") if (value := getattr(piece, name)) is not None}
+    return {k: v if isinstance(v, int) else tree.map(lambda x: on_host(x).copy(), v) for k, v in columns.items()}
+
+
+def facts_of(piece: Piece) -> dict[str, Any]:
+    return {"state_every": piece.state_every, "in_line": piece.in_line, "side": piece.side}
+
+
+def on_host(x: Any) -> np.ndarray:
+    return x if isinstance(x, np.ndarray) else np.asarray(x.numpy(force=True))
+
+
 def unroll(piece: Piece, length: int, last: str = "drop") -> list[Piece]:
     """Cut into pieces of `length` rows. What remains at the end is left out (`drop`), covered by a piece of the last
     `length` rows that overlaps the one before (`last`), or filled up with null rows: zeros, and `valid` False

@@ -12,7 +12,7 @@ import numpy as np
 
 from bray import tree
 from bray.data.experience import ITERATION_STEPS, Batch, Experience
-from bray.data.piece import COLUMNS, Piece, wider, write_columns
+from bray.data.piece import COLUMNS, Piece, arrays_of, facts_of, on_host, wider, write_columns
 from bray.tree import NestedArray
 
 
@@ -124,8 +124,8 @@ class Rollouts(Experience):
             return {"arrays": {}, "json": {}}
         canvas = None if not waiting["canvas"] or self._canvas is None else self._canvas.at
         wide = 0 if self._beside is None else self._beside.num_envs
-        json = {"wide": wide, "at": canvas, "pieces": {k: [_about(p) for p in v] for k, v in waiting.items()}}
-        arrays = {k: {str(i): _arrays(piece) for i, piece in enumerate(v)} for k, v in waiting.items()}
+        json = {"wide": wide, "at": canvas, "pieces": {k: [facts_of(p) for p in v] for k, v in waiting.items()}}
+        arrays = {k: {str(i): arrays_of(piece) for i, piece in enumerate(v)} for k, v in waiting.items()}
         return {"arrays": arrays, "json": json}
 
     def set_state(self, state: Mapping[str, Any], directory: Path | None) -> bool:
@@ -181,22 +181,8 @@ def _first_columns(piece: Piece, columns: int) -> Piece:
 def _is_sound(piece: Piece, largest: float) -> bool:
     """Whether all its rows are finite, and no reward is beyond this size."""
     leaves = (x for name in COLUMNS if (value := getattr(piece, name)) is not None for x in tree.leaves(value))
-    finite = all(np.isfinite(x).all() for x in map(_numpy, leaves) if x.dtype.kind == "f")
-    return finite and bool((np.abs(_numpy(piece.reward)) <= largest).all())
-
-
-def _arrays(piece: Piece) -> dict[str, Any]:
-    """The columns of a piece, copied."""
-    columns = {name: value for name in (*COLUMNS, "version") if (value := getattr(piece, name)) is not None}
-    return {k: v if isinstance(v, int) else tree.map(lambda x: _numpy(x).copy(), v) for k, v in columns.items()}
-
-
-def _about(piece: Piece) -> dict[str, Any]:
-    return {"state_every": piece.state_every, "in_line": piece.in_line, "side": piece.side}
-
-
-def _numpy(x: Any) -> np.ndarray:
-    return x if isinstance(x, np.ndarray) else np.asarray(x.numpy(force=True))
+    finite = all(np.isfinite(x).all() for x in map(on_host, leaves) if x.dtype.kind == "f")
+    return finite and bool((np.abs(on_host(piece.reward)) <= largest).all())
 
 
 class _Canvas:

@@ -99,6 +99,10 @@ class RunConfig:
     inference: Annotated[Literal["auto", "worker", "central"], Flag()] = "auto"
     """Who computes the Model for workers: each for itself, or central: the process that learns, on `device`, one
     forward for all who have asked. auto = central for pictures on a GPU."""
+    lockstep: bool = False
+    """Workers of an algorithm that replays play in rounds, one round ahead of what is learnt from: that goes by counts
+    and not by the clock, so that runs repeat and resume exactly. Without it they play on at their own pace. Set where
+    num_workers=auto chooses a worker for such an algorithm."""
     env_groups: Count | None = None
     """Groups of the environments of a worker that play in turn: while one waits for its actions, the next one steps.
     null = 2 with central inference, else 1."""

@@ -22,6 +22,9 @@ WORKER_CORES = 4
 """Cores from which workers may get some: with fewer they take them from the process that learns."""
 SLOW_ROUND_MS = 1.0
 """A step of all environments from which it pays to play while the learner learns."""
+LOCKSTEP_GAIN = 1.2
+"""A worker of an algorithm that replays has to make a training so much faster by the estimate below: it acts with
+weights that are a round older."""
 CENTRAL_FLOPS = 1e6
 """Of the forward of a row, from which a worker's core takes longer for it than for a question."""
 GPU_GAIN = 1.3
@@ -72,6 +75,14 @@ class Work:
         products = self.row_flops + 3.0 * self.rows_learnt * self.learnt_flops
         return products / speed + _CALL_S[device] / num_envs + _STEP_S[device] * self.gradient_steps
 
+    def overlap(self, num_envs: int, step_ms: float) -> float:
+        """How much faster a training on a GPU is where a core plays meanwhile."""
+        products = 3.0 * self.rows_learnt * self.learnt_flops / _GPU_FLOPS
+        learning = products + _STEP_S["cuda"] * self.gradient_steps
+        here = self.row_flops / _GPU_FLOPS + _CALL_S["cuda"] / num_envs + 1e-3 * step_ms
+        there = self.row_flops / _CORE_FLOPS + _CALL_S["cpu"] / num_envs + 1e-3 * step_ms
+        return (learning + here) / max(learning, there)
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -116,17 +127,22 @@ class Choice:
     """Of environments that sleep, so that all of them do so at the same time."""
     threads: int | None = None
     """None = by the rule of the device."""
+    lockstep: bool = False
+    """Whether workers play one round ahead of what is learnt from."""
 
     def settings(self) -> dict[str, Any]:
         """As keys of a config."""
         keys = ("device", "num_workers", "num_envs", "inference", "threads")
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+        settings = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return settings | ({"lockstep": True} if self.lockstep else {})
 
     def __str__(self) -> str:
         n = self.num_envs
         each = f"{n} environment{'s' if n > 1 else ''}"
-        where = f"{self.num_workers} workers with {each} each" if self.num_workers else f"{each} in this process"
+        workers = f"{self.num_workers} worker{'s' if self.num_workers > 1 else ''}"
+        where = f"{workers} with {each} each" if self.num_workers else f"{each} in this process"
         how = f", {self.inference} inference" if self.num_workers else ""
+        how += ", a round ahead" if self.lockstep else ""
         return f"device={self.device}, {where}{how}: {self.why}"
 
 
@@ -144,10 +160,9 @@ def fit(facts: Facts) -> Choice:
     central = workers > 0 and on_gpu and facts.work.row_flops >= CENTRAL_FLOPS and not facts.draws
     inference: Any = given.get("inference") or ("central" if central else "worker")
     asleep = facts.sleeps and not workers and facts.num_envs > facts.cores
-    reasons = [about for about in (about_device, about_workers) if about]
-    return Choice(
-        device, workers, inference, each, "; ".join(reasons) or "as given", facts.num_envs if asleep else None
-    )
+    why = "; ".join(about for about in (about_device, about_workers) if about) or "as given"
+    lockstep = facts.plays == "replay" and workers > 0 and "num_workers" not in given
+    return Choice(device, workers, inference, each, why, facts.num_envs if asleep else None, lockstep=lockstep)
 
 
 def _device(facts: Facts) -> tuple[str, str]:
@@ -170,6 +185,8 @@ def _workers(facts: Facts, on_gpu: bool) -> tuple[int, str]:
     """How many, and why. Rollouts of the newest weights are played by the one process, whose environments may have
     processes or threads of their own: that changes nothing of what is learnt."""
     slow = facts.num_envs * facts.step_ms >= SLOW_ROUND_MS
+    if _overlaps(facts) and on_gpu and facts.work.overlap(facts.num_envs, facts.step_ms) >= LOCKSTEP_GAIN:
+        return 1, "it plays while the GPU learns"
     if facts.plays != "asynchronous" or facts.splits or facts.tensors:
         return 0, ""
     if facts.cores < WORKER_CORES:
@@ -184,6 +201,12 @@ def _workers(facts: Facts, on_gpu: bool) -> tuple[int, str]:
     return (workers, f"{facts.cores} cores") if workers > 1 else (0, "environments that cannot be dealt out evenly")
 
 
+def _overlaps(facts: Facts) -> bool:
+    """Whether a worker may play while a GPU learns, one round ahead."""
+    alone = bool(facts.splits) or facts.tensors or facts.pictures
+    return facts.plays == "replay" and not alone and facts.cores >= WORKER_CORES
+
+
 def placements(facts: Facts) -> list[Choice]:
     """What may be compared for a training: everything that learns the same; the rule's own is the first. Players that
     play on while the learner learns are tried for algorithms that are made for it."""
@@ -195,6 +218,8 @@ def placements(facts: Facts) -> list[Choice]:
         by_rule = cores if facts.pictures else 1
         threads = [None, *sorted({1, cores} - {by_rule})] if device == "cpu" else [None]
         found += [Choice(device, 0, "worker", n, "tried", found[0].num_processes, count) for count in threads]
+        if device == "cuda" and _overlaps(facts):
+            found.append(Choice(device, 1, "worker", n, "tried", lockstep=True))
         for workers in shared:
             found.append(Choice(device, workers, "worker", n // workers, "tried"))
             if device == "cuda" and not facts.draws:

@@ -169,30 +169,35 @@ class LocalTraining(Driver):
 
     def _play_in_workers(self, side: Side, model: Any) -> WorkerSource:
         """By the experience: workers that play while the learner learns, or in rounds with its newest weights."""
-        rows = side.experience.piece_length
+        run, rows = self.run_config, side.experience.piece_length
         assert rows is not None
         if not isinstance(side.experience, (Rollouts, Replay)):
             raise ConfigError(
-                f"num_workers={self.run_config.workers}: {algo_name(self.algo)} learns from whole episodes that "
+                f"num_workers={run.workers}: {algo_name(self.algo)} learns from whole episodes that "
                 "this process plays; set num_workers=0"
             )
 
         def weights() -> dict[str, np.ndarray]:
             return {k: v.detach().cpu().numpy() for k, v in side.model.state_dict().items()}
 
+        if lockstep := run.lockstep and isinstance(side.experience, Replay):
+            at_once = max(1, REPLAY_ROWS // (run.workers * self.env_config.num_envs))
+        else:
+            at_once = REPLAY_ROWS
         plan = SamplerPlan(
             self.algo,
-            self.run_config,
+            run,
             sent(self.env_config),
             model,
             side.config,
             index=0,
-            rows=REPLAY_ROWS if rows == 1 else rows,
+            rows=at_once if rows == 1 else rows,
             state_every=side.experience.state_every,
         )
         self._central = self._inference_for(side)
         home = Processes(weights(), self._central) if self._home is None else self._home()
-        return WorkerSource(plan, home, weights, side.experience.asynchronous, side.experience.lanes)
+        asynchronous = side.experience.asynchronous and not lockstep
+        return WorkerSource(plan, home, weights, asynchronous, side.experience.lanes, ahead=lockstep)
 
     def _inference_for(self, side: Side) -> CentralServer | None:
         run = self.run_config
@@ -228,7 +233,8 @@ class LocalTraining(Driver):
         if self.env is None:
             workers, n = self.run_config.workers, self.env_config.num_envs
             where = "" if self._home is None else f" on {self.run_config.cluster or 'ray'}"
-            return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each"
+            ahead = ", a round ahead" if self.run_config.lockstep and isinstance(self.experience, Replay) else ""
+            return f"{workers} worker{'s' if workers > 1 else ''}{where} with {n} env{'s' if n > 1 else ''} each{ahead}"
         form = type(self.env).__name__.removesuffix("VecEnv")
         words = {
             "InProcess": "in process",

@@ -78,6 +78,8 @@ def settle(
         choice = fit(facts)
     chosen = {key: getattr(choice, key) for key in _KEYS if key not in given}
     sections, places = dict(config.sections), dict(config.provenance)
+    if choice.lockstep:
+        chosen["lockstep"] = True
     changed: dict[str, dict[str, Any]] = {"run": chosen, "env": timed}
     if choice.num_workers and "num_workers" in chosen:
         changed["env"] = timed | {"num_envs": choice.num_envs}
@@ -319,7 +321,8 @@ def _calibrated(algorithm: str, env: EnvConfig) -> Choice | None:
         said = load_yaml(file).values["config"]
         workers, each = int(said["num_workers"]), int(said["num_envs"])
         threads = None if said.get("threads") is None else int(said["threads"])
-        choice = Choice(str(said["device"]), workers, said["inference"], each, f"as measured, {file}", threads=threads)
+        why, ahead = f"as measured, {file}", bool(said.get("lockstep", False))
+        choice = Choice(str(said["device"]), workers, said["inference"], each, why, threads=threads, lockstep=ahead)
     except (ConfigError, KeyError, TypeError, ValueError) as e:
         raise ConfigError(f"{file}: not what `bray calibrate` writes ({e}): run it again, or remove the file") from None
     if max(1, workers) * each != env.num_envs:

@@ -1,9 +1,10 @@
 """Rollout workers: samplers, each with its own environments and its own copy of the Model, as one source of pieces.
 
 In rounds: all are given the same weights, each plays the rows of one piece, and the pieces of a round are put side by
-side in the order of the workers. Asynchronous: each has a piece or two to play under way, with the newest weights that
-are there when it begins one, and plays on while the learner learns; whatever has been played is taken. A slow worker
-then holds nobody up, and what is learnt from is some versions old.
+side in the order of the workers. One round ahead: the next round is asked for before the last one is learnt from, so
+that playing and learning overlap and still go by counts alone. Asynchronous: each has a piece or two to play under way,
+with the newest weights that are there when it begins one, and plays on while the learner learns; whatever has been
+played is taken. A slow worker then holds nobody up, and what is learnt from is some versions old.
 A worker that dies or hangs is killed, replaced and counted; what it was asked for is played again. Where samplers live
 is a `Home`:
 processes of this machine (`processes.py`) or of a cluster (`bray/remote/home.py`).
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ import numpy as np
 from bray.act import Clock
 from bray.data.experience import Counts
 from bray.data.lanes import Lanes
-from bray.data.piece import Piece, side_by_side
+from bray.data.piece import Piece, arrays_of, facts_of, side_by_side
 from bray.envs.process import START_TIMEOUT, Lost
 from bray.envs.replayed_calls import ReplayedCalls
 from bray.envs.rewards import Moments
@@ -101,10 +102,13 @@ class WorkerSource(Source):
         weights: Callable[[], Mapping[str, np.ndarray]],
         asynchronous: bool = False,
         lanes: bool = False,
+        ahead: bool = False,
     ):
+        """ahead: play in rounds, one round ahead of what is learnt from."""
         self.plan, self.home, self.asynchronous, self.exact = plan, home, asynchronous, not asynchronous
         self.restarts = 0
-        self._lanes = Lanes(plan.run.workers) if asynchronous and lanes else None
+        self._ahead = ahead
+        self._lanes = Lanes(plan.run.workers) if (asynchronous or ahead) and lanes else None
         self._weights, self._clock, self._news = weights, Clock(), True
         self._lag = _Lag()
         self._came: list[tuple[int, Played]] = []
@@ -151,11 +155,15 @@ class WorkerSource(Source):
                 self._take(timeout)
             self._ask_for_pieces(most)
         else:
-            self._publish()
-            here = {w for w, _ in self._came}  # of a round that was cut short
-            self._ask_for_pieces(1, [seat for seat in self._seats if seat.index not in here])
+            if not self._ahead or not any(seat.under_way for seat in self._seats):
+                self._publish()
+                here = {w for w, _ in self._came}  # of a round that was cut short, or was saved
+                self._ask_for_pieces(1, [seat for seat in self._seats if seat.index not in here])
             while len(self._came) < len(self._seats):
                 self._take(TURN_S)
+            if self._ahead:
+                self._publish()
+                self._ask_for_pieces(1)
         came, self._came = sorted(self._came, key=lambda answer: answer[0]), []
         pieces = self._pieces(came)
         self._laps.lap("transfer")
@@ -166,11 +174,10 @@ class WorkerSource(Source):
         if self._lanes is not None:  # a replay keeps them: what counts is how old they come
             for piece in pieces:
                 self._lag.see(piece, self._clock.version)
-        if not self.asynchronous:
-            if all(piece.stream is None for piece in pieces):  # all played at once: as one process would have
-                return [side_by_side(list(same)) for same in zip(*(p.pieces for _, p in came), strict=True)]  # copied
-            return pieces
-        return pieces if self._lanes is None else self._lanes.take()
+            return self._lanes.take()
+        if not self.asynchronous and all(piece.stream is None for piece in pieces):  # all at once: as one process would
+            return [side_by_side(list(same)) for same in zip(*(p.pieces for _, p in came), strict=True)]  # copied
+        return pieces
 
     def learns(self, piece: Piece, version: int) -> None:
         if self._lanes is None:
@@ -237,10 +244,13 @@ class WorkerSource(Source):
         played = played._replace(pieces=[replace(piece, lent=True) for piece in played.pieces])
         if keep or self._lanes is not None:
             played = _kept(played)
-        self._came.append((seat.index, played))
+        self._keep(seat.index, played)
+
+    def _keep(self, w: int, played: Played) -> None:
+        self._came.append((w, played))
         if self._lanes is not None:  # here, so that one that dies next is cut behind it
             for piece in played.pieces:
-                self._lanes.add(seat.index, piece)
+                self._lanes.add(w, piece)
 
     @property
     def _limit(self) -> float:
@@ -346,7 +356,8 @@ class WorkerSource(Source):
                 self._take(TURN_S)
 
     def get_state(self, midway: bool = False) -> dict[str, Any]:
-        """In rounds: the states of all environments. Otherwise a resumed run starts new episodes."""
+        """In rounds: the states of all environments, and the round that is played and not learnt from yet. Otherwise a
+        resumed run starts new episodes."""
         state: dict[str, Any] = {"arrays": {}, "json": {"workers": None, "exact": False}}
         if not self.asynchronous and not midway:
             try:
@@ -360,22 +371,31 @@ class WorkerSource(Source):
 
     def _state_of_all(self) -> dict[str, Any]:
         states = self._ask_all("get_state")
-        if self._came:
+        if self._came and not (self._ahead and len(self._came) == len(self._seats)):
             raise EnvError("a round was cut short, and what was played of it is neither learnt nor counted")
+        if self._ahead and self.restarts:
+            raise EnvError("a worker was replaced: its rows are no more in step with those of the others")
         arrays = {str(w): state["arrays"] for w, state in enumerate(states)}
         exact = all(state["json"]["exact"] for state in states)
-        return {"arrays": arrays, "json": {"workers": [state["json"] for state in states], "exact": exact}}
+        json: dict[str, Any] = {"workers": [state["json"] for state in states], "exact": exact}
+        if self._came:
+            arrays["round"], json["round"] = _saved(sorted(self._came, key=lambda answer: answer[0]))
+        return {"arrays": arrays, "json": json}
 
     def set_state(self, state: dict[str, Any], clock: Clock) -> bool:
         self._clock, self._news = clock, True
         self._metrics.set_state(state["json"].get("metrics", "[]"))  # older checkpoints have none
         self.returns = returns_of(state)
         saved = state["json"].get("workers")  # none where one process played
-        if saved is None or len(saved) != len(self._seats):
+        played = state["json"].get("round")
+        if saved is None or len(saved) != len(self._seats) or (played is not None and not self._ahead):
             self._ask_all("start_anew", clock)
             return False
         told = [{"arrays": state["arrays"][str(w)], "json": json} for w, json in enumerate(saved)]
         exact = [self._ask(seat, "set_state", one, clock) for seat, one in zip(self._seats, told, strict=True)]
+        if played is not None:
+            for w, of_worker in enumerate(_loaded(state["arrays"]["round"], played)):
+                self._keep(w, of_worker)
         return all(exact)
 
     def close(self) -> None:
@@ -404,6 +424,29 @@ class _Lag:
 def _kept(played: Played) -> Played:
     """With pieces of its own."""
     return played._replace(pieces=[side_by_side([piece]) if piece.lent else piece for piece in played.pieces])
+
+
+def _saved(came: Sequence[tuple[int, Played]]) -> tuple[dict[str, Any], list[Any]]:
+    """What was played, as arrays and plain data."""
+    arrays = {str(w): {str(i): arrays_of(piece) for i, piece in enumerate(played.pieces)} for w, played in came}
+    about = [
+        {
+            "pieces": [facts_of(piece) for piece in played.pieces],
+            "env_steps": played.counts.env_steps,
+            "episodes": [[float(return_), int(length)] for return_, length in played.counts.episodes],
+            "metrics": played.metrics,
+            "returns": played.returns.numbers,
+        }
+        for _, played in came
+    ]
+    return arrays, about
+
+
+def _loaded(arrays: Mapping[str, Any], about: Sequence[Mapping[str, Any]]) -> Iterator[Played]:
+    for w, one in enumerate(about):
+        pieces = [Piece(**arrays[str(w)][str(i)], **facts).check() for i, facts in enumerate(one["pieces"])]
+        counts = Counts(int(one["env_steps"]), tuple((float(r), int(n)) for r, n in one["episodes"]))
+        yield Played(pieces, counts, {}, list(one["metrics"]), Moments.saved(one["returns"]))
 
 
 def _code(value: Any, what: str) -> bytes:

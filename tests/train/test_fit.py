@@ -40,7 +40,13 @@ def choose(cores, num_envs, **facts):
         ),
         ({"work": PICTURES, "pictures": True, "step_ms": 0.5, "gpu": H200}, ("cuda", 0, "worker", 256)),
         ({"num_envs": 8, "work": SMALL, "gpu": H200}, ("cpu", 0, "worker", 8)),
-        ({"num_envs": 1, "plays": "replay", "work": SAC, "gpu": H200}, ("cuda", 0, "worker", 1)),
+        # an algorithm that replays: a worker plays a round ahead, where that is faster and there is a core for it
+        ({"num_envs": 1, "plays": "replay", "work": SAC, "gpu": H200}, ("cuda", 1, "worker", 1)),
+        ({"num_envs": 4, "plays": "replay", "work": SAC, "gpu": H200, "step_ms": 0.3}, ("cuda", 1, "worker", 4)),
+        ({"num_envs": 16, "plays": "replay", "work": SAC, "gpu": H200}, ("cuda", 0, "worker", 16)),
+        ({"cores": 2, "num_envs": 1, "plays": "replay", "work": SAC, "gpu": H200}, ("cuda", 0, "worker", 1)),
+        ({"num_envs": 1, "plays": "replay", "work": SAC, "gpu": H200, "splits": "one"}, ("cuda", 0, "worker", 1)),
+        ({"num_envs": 1, "plays": "replay", "work": SAC}, ("cpu", 0, "worker", 1)),
         # what does not divide, or may not be dealt out
         (
             {"num_envs": 18, "plays": "asynchronous", "work": PICTURES, "step_ms": 0.5, "gpu": H200},
@@ -78,6 +84,7 @@ def choose(cores, num_envs, **facts):
 def test_made_up_machines(facts, expected):
     choice = fit(Facts(**{"cores": 16, "num_envs": 256, **facts}))
     assert (choice.device, choice.num_workers, choice.inference, choice.num_envs) == expected
+    assert choice.lockstep == (facts.get("plays") == "replay" and choice.num_workers > 0)
     if "num_workers" not in facts.get("given", {}):
         total = facts.get("num_envs", 256)
         assert max(1, choice.num_workers) * choice.num_envs == total  # they are dealt out, never more
@@ -190,6 +197,18 @@ def test_rounds_and_replays_stay_in_the_process_and_preset_totals_are_not_multip
     exp = bray.Experiment("PPO", "CartPole-v1", num_workers=2)
     exp.settle()
     assert "num_workers=2 multiplies num_envs=8 of the preset cartpole_ppo: 16 environments" in caplog.text
+
+
+def test_a_worker_of_sac_beside_a_gpu_keeps_what_is_learnt_apart_from_the_clock(monkeypatch):
+    a_machine(monkeypatch, gpu=H200)
+    exp = bray.Experiment("SAC", "Pendulum-v1", use_preset=False)
+    exp.settle()
+    run = exp.config["run"]
+    assert (run.device, run.num_workers, run.lockstep, exp.config["env"].num_envs) == ("cuda", 1, True, 1)
+    assert "1 worker with 1 environment each, worker inference, a round ahead" in str(exp.choice)
+    by_hand = bray.Experiment("SAC", "Pendulum-v1", use_preset=False, num_workers=1)
+    by_hand.settle()
+    assert not by_hand.config["run"].lockstep  # what it always meant
 
 
 def test_atari_on_a_made_up_gpu(monkeypatch):

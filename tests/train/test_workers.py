@@ -91,6 +91,63 @@ def test_a_run_with_workers_resumes_exactly(tmp_path):
         assert [row[key] for row in rest] == [row[key] for row in whole[2:]]
 
 
+class Uneven(gym.Env):
+    """A step takes as long as it is told; where it stands says how many were made."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, step_s: float = 0.0):
+        self.step_s = step_s
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._t = 0
+        return np.tanh(self.np_random.normal(size=3)).astype(np.float32), {}
+
+    def step(self, action):
+        time.sleep(self.step_s)
+        self._t += 1
+        obs = np.tanh(self.np_random.normal(size=3) + action).astype(np.float32)
+        return obs, float(-(action[0] ** 2)), False, self._t >= 30, {}
+
+
+def of_lockstep(path=None, step_s=0.0):
+    config = {"learning_starts": 40, "batch_size": 16, "iteration_steps": 64, "fcnet_hiddens": [8], "num_envs": 1}
+    name = f"{Uneven.__module__}:Uneven"
+    return experiment(path, name, "SAC", lockstep=True, env_config={"step_s": step_s}, **config)
+
+
+def test_workers_a_round_ahead_go_by_counts_and_not_by_the_clock(tmp_path):
+    def end_of(exp, iterations):
+        rows = [exp.training.iterate() for _ in range(iterations)]
+        weights = exp.training.weights()
+        exp.close()
+        return rows[-1], weights
+
+    exp = of_lockstep(tmp_path / "run")
+    assert (exp.training.depends_on_timing, exp.training.describe()) == ("", "2 workers with 1 env each, a round ahead")
+    for _ in range(2):
+        exp.training.iterate()
+    exp.save()  # while a round is under way
+    last, weights = end_of(exp, 2)
+    assert last["workers/policy_lag_max"] == 16 > last["workers/policy_lag"] > 12  # of the steps of one round, no more
+    row, slow = end_of(of_lockstep(step_s=0.002), 4)  # environments take longer than the learner
+    resumed = bray.Experiment.resume(tmp_path / "run")
+    assert resumed.training.totals.env_steps < last["env_steps_total"]
+    again, after = end_of(resumed, 2)
+    assert resumed.exact
+    for other, theirs in ((row, slow), (again, after)):
+        for key in ("env_steps_total", "learner_steps_total", "episode_return_mean", "loss/critic_loss"):
+            assert other[key] == last[key]
+        for name, value in weights.items():
+            np.testing.assert_array_equal(theirs[name], value)
+    anew = bray.Experiment.resume(tmp_path / "run", lockstep=False)  # what was played and not learnt from is lost
+    anew.training.iterate()
+    assert not anew.exact
+    anew.close()
+
+
 def test_a_worker_that_is_killed_is_replaced_and_counted(caplog):
     exp = experiment(max_worker_restarts=1)
     source = exp.training.sources[0]
